@@ -1,0 +1,45 @@
+# make demo | test | lint | bench | clean
+#
+# PYTHON=python3.12   the interpreter that .venv is made with, 3.11 or newer
+# TORCH=2.11.0        another torch than the one of constraints.txt
+# Both are read when .venv is made; remove .venv to change them.
+
+PYTHON ?= python3
+TORCH ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+# pyright would ask the package index for a newer pyright at each start.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+demo: $(VENV)/.installed
+	$(BIN)/halley train --config configs/demo.toml
+	$(BIN)/halley trace --config configs/demo.toml --strategies sequential,chunked
+
+test: lint
+	$(BIN)/pytest -q -n 2 --dist worksteal --durations=10
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/codespell
+
+bench: $(VENV)/.installed
+	$(BIN)/halley bench layer
+
+clean:
+	rm -rf build dist .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo 'error: Halley needs Python 3.11 or newer, and PYTHON=$(PYTHON) is not: make PYTHON=python3.12' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev,plot]'
+	touch $@

@@ -1,0 +1,66 @@
+"""The commands of ``halley``, and how their errors reach the user: one line, no traceback."""
+
+import os
+import sys
+import traceback
+
+import typer
+
+from halley.cli import bench, doctor, export, trace, train
+from halley.train.launch import USER_ERROR
+
+app = typer.Typer(
+    name="halley",
+    help="Train Mixture-of-Experts models with their communication behind computation. "
+    "Any command takes --debug, which shows where an error came from.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.add_typer(bench.app, name="bench")
+app.command("trace")(trace.trace)
+app.command("export")(export.export)
+app.command("doctor")(doctor.doctor)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; return its exit code: 0, 1 for a failure, 2 for a mistake of the user.
+
+    Args:
+        argv: arguments without the program's name; default those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        code = app([a for a in arguments if a != "--debug"], standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Print one line for the error; return the exit code.
+
+    All ranks see the same mistake of a user, so the first one tells it for all.
+    """
+    # Typer's own usage errors; the class lives in click or in typer, by version.
+    usage = getattr(error, "format_message", None)
+    rank = os.environ.get("RANK", "0")
+    if callable(usage) or isinstance(error, ValueError):
+        text = str(usage()) if callable(usage) else str(error)
+        if rank == "0":
+            sys.stderr.write(f"halley: error: {_one_line(text)}\n")
+        return USER_ERROR
+    where = f" on rank {rank}" if "RANK" in os.environ else ""
+    text = str(error) or type(error).__name__
+    sys.stderr.write(f"halley: failed{where}: {_one_line(text)}\n")
+    return 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,35 @@
+"""Running a command on several ranks of this host."""
+
+import sys
+
+import torch
+
+from halley.moe.world import is_launched, pick_device
+from halley.train.launch import default_num_processes, launch
+
+
+def hand_to_ranks(nproc: int, *, device: str) -> int | None:
+    """Start this very command on ``nproc`` ranks, unless this is a rank already or one is enough.
+
+    Args:
+        nproc: number of ranks; 0 for one a GPU, or 2 without GPUs.
+        device: "auto", "cpu" or "cuda".
+
+    Returns:
+        The ranks' exit code, or None where the caller is to do the work itself.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks.
+    """
+    if is_launched():
+        return None
+    if nproc < 0:
+        raise ValueError(f"nproc ({nproc}) must be at least 1, or 0 for one rank a GPU")
+    on_gpu = pick_device(device).type == "cuda"
+    num_gpus = torch.cuda.device_count() if on_gpu else 0
+    num_processes = nproc or (default_num_processes() if on_gpu else 2)
+    if on_gpu and num_processes > num_gpus:
+        raise ValueError(f"nproc ({num_processes}) must be at most the number of GPUs ({num_gpus})")
+    if num_processes == 1:
+        return None
+    return launch(sys.argv[1:], num_processes=num_processes)

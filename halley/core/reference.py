@@ -1,0 +1,56 @@
+"""The MoE layer in plain torch on one process: the definition that all else is tested against."""
+
+import torch
+import torch.nn.functional as F
+
+from halley.core.types import Activation, Experts, Routing
+
+
+def activate(h_RG: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Apply an expert's activation to the output of its first projection.
+
+    Args:
+        h_RG: ``(R, 2F)`` with the gate's columns first for "swiglu", ``(R, F)`` for "gelu".
+
+    Returns:
+        ``(R, F)``, same dtype.
+    """
+    if activation == "swiglu":
+        gate_RF, up_RF = h_RG.chunk(2, dim=-1)
+        return F.silu(gate_RF) * up_RF
+    return F.gelu(h_RG)
+
+
+def apply_expert(x_RD: torch.Tensor, experts: Experts, *, index: int) -> torch.Tensor:
+    """Return the output ``(R, D)`` of one expert of ``experts`` for the rows ``x_RD``."""
+    up_bias = None if experts.up_bias_LG is None else experts.up_bias_LG[index]
+    down_bias = None if experts.down_bias_LD is None else experts.down_bias_LD[index]
+    h_RF = activate(F.linear(x_RD, experts.up_LGD[index], up_bias), experts.activation)
+    return F.linear(h_RF, experts.down_LDF[index], down_bias)
+
+
+def moe_reference(
+    x_TD: torch.Tensor, routing: Routing, experts: Experts, *, first_expert: int = 0
+) -> torch.Tensor:
+    """Return, for each token, the sum over its experts of weight times expert output.
+
+    Plain and slow: one expert at a time, the sum in float32, in order of expert. Autograd gives
+    the gradients of ``x_TD``, of the routing weights and of the experts' weights.
+
+    Args:
+        x_TD: tokens; rounded to the dtype of the experts' weights before each expert, so that
+            float32 tokens get gradients summed in float32.
+        routing: experts and weights of each token; dropped slots add nothing.
+        experts: experts ``first_expert`` to ``first_expert + L``. With fewer than all experts the
+            result is their part of the sum, so that the parts of all ranks add up to the layer.
+
+    Returns:
+        ``(T, D)`` in float32, not rounded to the dtype of ``x_TD``.
+    """
+    y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+    for index in range(experts.num_local_experts):
+        token, choice = torch.where(routing.topk_idx_TK == first_expert + index)
+        rows = apply_expert(x_TD[token].to(experts.up_LGD.dtype), experts, index=index)
+        weighted = rows.to(y_TD.dtype) * routing.topk_weights_TK[token, choice, None]
+        y_TD = y_TD.index_add(0, token, weighted)
+    return y_TD

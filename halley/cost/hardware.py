@@ -1,0 +1,89 @@
+"""What a device and its links can do: the figures that predictions start from."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Rates of one device and of the links between devices of one host.
+
+    Attributes:
+        name: what the driver calls the device.
+        gemm_flops_per_s: rate of a large bf16 matrix product (float32 on a CPU).
+        peak_flops_per_s: the vendor's dense rate, which MFU is a share of; None if unknown.
+        memory_bytes_per_s: a large copy, bytes read plus bytes written.
+        link_bytes_per_s: all-to-all, bytes out of each device.
+        link_latency_us: shortest all-to-all.
+        launch_us: host time to issue one operation.
+    """
+
+    name: str
+    gemm_flops_per_s: float
+    peak_flops_per_s: float | None
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_us: float
+    launch_us: float
+
+
+# Measured on four GPUs of one host with torch 2.11 and NCCL 2.28: grouped GEMM and NCCL
+# all-to-all of 32 MiB a peer; peak from the vendor's data sheet (SXM, dense bf16).
+H200 = Hardware(
+    name="NVIDIA H200",
+    gemm_flops_per_s=700e12,
+    peak_flops_per_s=989e12,
+    memory_bytes_per_s=4.3e12,
+    link_bytes_per_s=278e9,
+    link_latency_us=40.0,
+    launch_us=6.0,
+)
+# The same chip with slower memory.
+H100 = Hardware(
+    name="NVIDIA H100",
+    gemm_flops_per_s=700e12,
+    peak_flops_per_s=989e12,
+    memory_bytes_per_s=3.0e12,
+    link_bytes_per_s=278e9,
+    link_latency_us=40.0,
+    launch_us=6.0,
+)
+# Data sheet; rates at the share of it that the H200 reaches.
+A100 = Hardware(
+    name="NVIDIA A100",
+    gemm_flops_per_s=220e12,
+    peak_flops_per_s=312e12,
+    memory_bytes_per_s=1.7e12,
+    link_bytes_per_s=180e9,
+    link_latency_us=40.0,
+    launch_us=6.0,
+)
+# One core a rank, gloo over loopback: the order of magnitude is what matters.
+CPU = Hardware(
+    name="cpu",
+    gemm_flops_per_s=5e10,
+    peak_flops_per_s=None,
+    memory_bytes_per_s=8e9,
+    link_bytes_per_s=1e9,
+    link_latency_us=300.0,
+    launch_us=10.0,
+)
+
+KNOWN = (H200, H100, A100)
+
+
+def find_hardware(device_name: str) -> Hardware:
+    """Return the figures of the device that the driver calls ``device_name``.
+
+    Args:
+        device_name: as from ``torch.cuda.get_device_name``, or "cpu".
+
+    Raises:
+        ValueError: no figures are known for it.
+    """
+    if device_name == CPU.name:
+        return CPU
+    for hardware in KNOWN:
+        if device_name.startswith(hardware.name):
+            return hardware
+    names = ", ".join(hardware.name for hardware in (*KNOWN, CPU))
+    raise ValueError(f"device_name ({device_name}) must be one of those with figures: {names}")

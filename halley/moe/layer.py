@@ -1,0 +1,140 @@
+"""The MoE layer: router, routed experts run by a strategy, shared experts."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halley.core.config import MoEConfig
+from halley.core.types import Experts
+from halley.moe.parallel import GroupedExperts, ParallelGroups
+from halley.moe.router import build_router
+from halley.ops.experts import check_alignment
+from halley.strategies.base import AbstractStrategy
+
+
+class MoEOutput(NamedTuple):
+    """Result of an MoE layer.
+
+    Attributes:
+        y: same shape and dtype as the input.
+        router_loss: balance and z loss times their coefficients, float32 scalar; add it to the
+            model's loss.
+        counts_E: slots that the router gave each expert on this rank, int64.
+    """
+
+    y: torch.Tensor
+    router_loss: torch.Tensor
+    counts_E: torch.Tensor
+
+
+class FeedForward(nn.Module):
+    """A dense SwiGLU or GELU network, as Hugging Face names its parts."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gated: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+
+        def linear(inner: int, outer: int) -> nn.Linear:
+            return nn.Linear(inner, outer, bias=False, dtype=dtype, device=device)
+
+        self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(F.gelu(self.up_proj(x)))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MoELayer(nn.Module):
+    """A mixture of experts whose experts are spread over the ranks of a group.
+
+    Args:
+        config: experts and router.
+        hidden_size: D.
+        strategy: runs the routed experts; made for ``groups.ep``.
+        groups: where the experts live.
+        dtype, device: of the parameters; fill them with ``model.init_weights`` or a checkpoint.
+
+    Raises:
+        ValueError: the experts do not divide over the ranks, or the sizes are not aligned.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        *,
+        strategy: AbstractStrategy,
+        groups: ParallelGroups | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        groups, device = groups or ParallelGroups(), torch.device(device)
+        check_alignment(hidden_size, name="hidden_size", dtype=dtype)
+        check_alignment(config.intermediate_size, name="intermediate_size", dtype=dtype)
+        self.config = config
+        self.strategy = strategy
+        self.router = build_router(config, hidden_size=hidden_size, dtype=dtype, device=device)
+        gated = config.activation == "swiglu"
+        self.experts = GroupedExperts(
+            num_experts=config.num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=config.intermediate_size,
+            up_size=config.intermediate_size * (2 if gated else 1),
+            bias=config.expert_bias,
+            groups=groups,
+            dtype=dtype,
+            device=device,
+        )
+        self.shared_expert: FeedForward | None = None
+        self.shared_expert_gate: nn.Linear | None = None
+        if config.shared_intermediate_size:
+            self.shared_expert = FeedForward(
+                hidden_size,
+                config.shared_intermediate_size,
+                gated=gated,
+                dtype=dtype,
+                device=device,
+            )
+            if config.shared_gate:
+                self.shared_expert_gate = nn.Linear(
+                    hidden_size, 1, bias=False, dtype=dtype, device=device
+                )
+
+    def forward(self, x: torch.Tensor) -> MoEOutput:
+        """Apply the layer; a collective of the expert-parallel group.
+
+        Args:
+            x: ``(..., D)`` in the dtype of the parameters.
+        """
+        x_TD = x.reshape(-1, x.shape[-1])
+        routed = self.router(x_TD)
+        y_TD = self.strategy.forward(x_TD, routed.routing, self.local_experts())
+        if self.shared_expert is not None:
+            shared_TD = self.shared_expert(x_TD)
+            if self.shared_expert_gate is not None:
+                shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
+            y_TD = y_TD + shared_TD
+        return MoEOutput(y_TD.view_as(x), routed.loss, routed.counts_E)
+
+    def local_experts(self) -> Experts:
+        """Return this rank's experts as strategies take them; views of the parameters."""
+        return Experts(
+            up_LGD=self.experts.gate_up_proj,
+            down_LDF=self.experts.down_proj,
+            up_bias_LG=self.experts.gate_up_proj_bias,
+            down_bias_LD=self.experts.down_proj_bias,
+            activation=self.config.activation,
+        )

@@ -1,0 +1,188 @@
+"""Which ranks share experts and which hold copies of them; gradients summed accordingly."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from halley.core.routing import local_experts
+
+
+_BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """Expert parallelism inside data parallelism.
+
+    Every rank has its own sequences. The ranks form a mesh of ("edp", "ep"): those of one "ep"
+    row hold the experts of a layer together, those of one "edp" column hold the same experts.
+    All other parameters are copies on all ranks.
+
+    Attributes:
+        rank, num_ranks: in the whole mesh.
+        ep_rank, ep_size: in the expert-parallel group.
+        world: all ranks; None for a rank on its own.
+        ep: the group that shares a layer's experts; None for ``ep_size`` 1.
+        edp: the group that holds copies of this rank's experts; None for a group of one.
+        mesh: the mesh; None for a rank on its own.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    world: dist.ProcessGroup | None = None
+    ep: dist.ProcessGroup | None = None
+    edp: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+
+    @staticmethod
+    def from_mesh(mesh: DeviceMesh) -> "ParallelGroups":
+        """Return the groups of a two-dimensional mesh named ("edp", "ep") over all ranks.
+
+        Raises:
+            ValueError: the mesh has other dimensions.
+        """
+        if mesh.mesh_dim_names != ("edp", "ep"):
+            raise ValueError(f"mesh_dim_names ({mesh.mesh_dim_names}) must be ('edp', 'ep')")
+        ep_size, edp_size = mesh.size(1), mesh.size(0)
+        return ParallelGroups(
+            rank=dist.get_rank(),
+            num_ranks=mesh.size(),
+            ep_rank=mesh.get_local_rank("ep"),
+            ep_size=ep_size,
+            world=dist.group.WORLD,
+            ep=mesh.get_group("ep") if ep_size > 1 else None,
+            edp=mesh.get_group("edp") if edp_size > 1 else None,
+            mesh=mesh,
+        )
+
+
+def build_groups(ep_size: int, *, device_type: str) -> ParallelGroups:
+    """Lay a mesh over all ranks of the initialised process group, or of none.
+
+    Args:
+        ep_size: ranks that share a layer's experts, neighbours in rank; 0 for all.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ValueError: ``ep_size`` does not divide the number of ranks.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ep_size = ep_size or num_ranks
+    if num_ranks % ep_size != 0:
+        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
+    if not dist.is_initialized():
+        return ParallelGroups()
+    shape = (num_ranks // ep_size, ep_size)
+    return ParallelGroups.from_mesh(
+        init_device_mesh(device_type, shape, mesh_dim_names=("edp", "ep"))
+    )
+
+
+class GroupedExperts(nn.Module):
+    """The weights of this rank's experts, stacked; names and layout are Hugging Face's.
+
+    Every parameter below such a module differs between the ranks of an expert-parallel group, and
+    is the same on the ranks of its "edp" group; ``is_expert_parameter`` tells them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        up_size: int,
+        bias: bool,
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        num_local = local_experts(num_experts, ep_size=groups.ep_size)
+        self.first_expert = groups.ep_rank * num_local
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device))
+
+        self.gate_up_proj = empty(up_size, hidden_size)
+        self.down_proj = empty(hidden_size, intermediate_size)
+        self.gate_up_proj_bias = empty(up_size) if bias else None
+        self.down_proj_bias = empty(hidden_size) if bias else None
+
+
+def expert_parameter_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are sharded over the expert-parallel group."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, GroupedExperts)
+        for name, _ in module.named_parameters()
+    }
+
+
+def sync_gradients(
+    dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
+) -> None:
+    """Turn gradients of each rank's mean loss into those of the mean over all ranks, in place.
+
+    A dense gradient is summed over all ranks. An expert's gradient holds the tokens of its whole
+    expert-parallel group already, so it is summed over the ranks that hold a copy of that expert.
+    Both are divided by the number of ranks.
+
+    Args:
+        dense, expert: gradients, contiguous.
+    """
+    _sum_over(dense, group=groups.world if groups.num_ranks > 1 else None, scale=groups.num_ranks)
+    _sum_over(expert, group=groups.edp, scale=groups.num_ranks)
+
+
+def global_norm(
+    dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
+) -> torch.Tensor:
+    """Return the norm of all gradients of the model, each counted once, as a float32 scalar."""
+    dense_sum, expert_sum = (_sum_of_squares(dense), _sum_of_squares(expert))
+    if groups.ep is not None and expert_sum is not None:
+        dist.all_reduce(expert_sum, group=groups.ep)
+    sums = [value for value in (dense_sum, expert_sum) if value is not None]
+    if not sums:
+        return torch.zeros(())
+    return torch.stack(sums).sum().sqrt()
+
+
+def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    return torch.stack(norms).square().sum() if norms else None
+
+
+def _sum_over(
+    gradients: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None, scale: int
+) -> None:
+    bucket: list[torch.Tensor] = []
+    num_bytes = 0
+    for gradient in gradients:
+        bucket.append(gradient)
+        num_bytes += gradient.nbytes
+        if num_bytes >= _BUCKET_BYTES:
+            _sum_bucket(bucket, group=group, scale=scale)
+            bucket, num_bytes = [], 0
+    if bucket:
+        _sum_bucket(bucket, group=group, scale=scale)
+
+
+def _sum_bucket(bucket: list[torch.Tensor], *, group: dist.ProcessGroup | None, scale: int) -> None:
+    if group is None:
+        if scale > 1:
+            torch._foreach_div_(bucket, scale)
+        return
+    flat = torch.cat([gradient.flatten() for gradient in bucket])
+    dist.all_reduce(flat, group=group)
+    flat /= scale
+    parts = flat.split([gradient.numel() for gradient in bucket])
+    for gradient, part in zip(bucket, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,193 @@
+"""Routers: from token to its experts, their weights, and the losses that keep the load even."""
+
+import abc
+import math
+from typing import NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halley.core.config import MoEConfig
+from halley.core.routing import count_tokens_per_expert
+from halley.core.types import DROPPED, Routing
+
+
+class RouterOutput(NamedTuple):
+    """What a router says of one microbatch.
+
+    Attributes:
+        routing: experts and weights of each token.
+        loss: balance and z loss, each times its coefficient, float32 scalar.
+        counts_E: slots of each expert before capacity dropped any, int64.
+    """
+
+    routing: Routing
+    loss: torch.Tensor
+    counts_E: torch.Tensor
+
+
+class AbstractRouter(nn.Module, abc.ABC):
+    """A linear layer in float32, a choice of experts, and its losses. Subclasses are final.
+
+    Args:
+        config: the MoE layer.
+        hidden_size: D.
+    """
+
+    def __init__(
+        self, config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(
+            torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device)
+        )
+
+    @abc.abstractmethod
+    def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return expert ids and weights, both ``(T, K)``, and probabilities ``(T, E)``.
+
+        Args:
+            logits_TE: float32.
+        """
+
+    def forward(self, x_TD: torch.Tensor) -> RouterOutput:
+        """Route each token of ``x_TD``."""
+        router = self.config.router
+        num_experts = self.config.num_experts
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.float(), self.weight.float())
+            idx_TK, weights_TK, probs_TE = self.choose(logits_TE)
+        counts_E = count_tokens_per_expert(idx_TK, num_experts)
+        loss = logits_TE.new_zeros(())
+        if router.balance_coefficient and x_TD.shape[0]:
+            loss = loss + router.balance_coefficient * balance_loss(probs_TE, counts_E)
+        if router.z_coefficient and x_TD.shape[0]:
+            loss = loss + router.z_coefficient * z_loss(logits_TE)
+        if router.capacity_factor:
+            limit = capacity(router.capacity_factor, idx_TK.numel(), num_experts=num_experts)
+            kept_TK = within_capacity(idx_TK, limit, num_experts=num_experts)
+            idx_TK = torch.where(kept_TK, idx_TK, DROPPED)
+            weights_TK = torch.where(kept_TK, weights_TK, 0.0)
+        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
+        return RouterOutput(routing, loss, counts_E)
+
+
+@final
+class SoftmaxRouter(AbstractRouter):
+    """Softmax over all experts, then the top-k.
+
+    With ``normalize`` the weights of a token sum to 1 (Mixtral, Qwen3). Switch is top-1 without,
+    GShard's top-2 is with, both with a capacity.
+
+    Source: Mixtral (arXiv:2401.04088), section 2.1; Switch (arXiv:2101.03961), section 2.1;
+    GShard (arXiv:2006.16668), section 2.2, its second expert kept always.
+    """
+
+    def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        probs_TE = logits_TE.softmax(dim=-1)
+        weights_TK, idx_TK = probs_TE.topk(self.config.top_k, dim=-1)
+        router = self.config.router
+        if router.kind == "top2" or (router.kind == "softmax" and router.normalize):
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return idx_TK, weights_TK, probs_TE
+
+
+@final
+class SigmoidRouter(AbstractRouter):
+    """Sigmoid affinities; experts from the best groups, chosen with a bias that weights ignore.
+
+    The bias rises for experts with less than the mean load and falls for the others
+    (``update_bias``), which balances the load without a loss.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; a group's score is the sum of its two
+    best experts' scores, as in the released model.
+    """
+
+    def __init__(
+        self, config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, hidden_size=hidden_size, dtype=dtype, device=device)
+        self.register_buffer("bias", torch.zeros(config.num_experts, device=device))
+        self.bias: torch.Tensor
+
+    def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        router = self.config.router
+        scores_TE = logits_TE.sigmoid()
+        with torch.no_grad():
+            chosen_by_TE = self._limit_to_groups(scores_TE + self.bias)
+            idx_TK = chosen_by_TE.topk(self.config.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(1, idx_TK)
+        if router.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        probs_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        return idx_TK, weights_TK * router.scaling_factor, probs_TE
+
+    @torch.no_grad()
+    def update_bias(self, counts_E: torch.Tensor) -> None:
+        """Move the selection bias one step towards an even load.
+
+        Args:
+            counts_E: slots of each expert in the step, summed over all ranks.
+        """
+        error_E = counts_E.float().mean() - counts_E.float()
+        self.bias += self.config.router.bias_update_rate * error_E.sign()
+
+    def _limit_to_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        router = self.config.router
+        if router.num_limited_groups == router.num_groups:
+            return scores_TE
+        grouped = scores_TE.view(scores_TE.shape[0], router.num_groups, -1)
+        best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(dim=-1)
+        groups = best_two.topk(router.num_limited_groups, dim=-1).indices
+        open_TG = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, groups, True)
+        return grouped.masked_fill(~open_TG[:, :, None], -torch.inf).flatten(1)
+
+
+def build_router(
+    config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> AbstractRouter:
+    """Return the router that ``config.router.kind`` names."""
+    router = SigmoidRouter if config.router.kind == "sigmoid" else SoftmaxRouter
+    return router(config, hidden_size=hidden_size, dtype=dtype, device=device)
+
+
+def balance_loss(probs_TE: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """Return ``E * sum_e(share of slots of e * mean probability of e)``; 1 when balanced.
+
+    Source: Switch (arXiv:2101.03961), equation 4, with the share over all top-k slots.
+    """
+    share_E = counts_E / counts_E.sum().clamp_min(1)
+    return probs_TE.shape[1] * (share_E * probs_TE.mean(dim=0)).sum()
+
+
+def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared log-partition of the logits.
+
+    Source: ST-MoE (arXiv:2202.08906), equation 5.
+    """
+    return logits_TE.logsumexp(dim=-1).square().mean()
+
+
+def capacity(factor: float, num_slots: int, *, num_experts: int) -> int:
+    """Return how many slots an expert takes: ``ceil(factor * num_slots / num_experts)``, >= 1.
+
+    Source: Switch (arXiv:2101.03961), equation 3.
+    """
+    return max(1, math.ceil(factor * num_slots / num_experts))
+
+
+def within_capacity(idx_TK: torch.Tensor, limit: int, *, num_experts: int) -> torch.Tensor:
+    """Return which slots are among the first ``limit`` of their expert, bool ``(T, K)``.
+
+    First choices of all tokens come before second choices, and among equals the earlier token.
+
+    Source: GShard (arXiv:2006.16668), algorithm 1.
+
+    Example: idx [[0, 1], [0, 1], [1, 0]] and limit 2: expert 0 takes the first choices of tokens
+    0 and 1, expert 1 the first choice of token 2, then the second of token 0.
+    """
+    in_order = idx_TK.t().flatten()
+    place = F.one_hot(in_order, num_experts).cumsum(0).gather(1, in_order[:, None])[:, 0]
+    return (place <= limit).view(idx_TK.t().shape).t()

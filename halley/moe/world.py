@@ -1,0 +1,80 @@
+"""The ranks of a run: joined as the launcher's environment says, left when the run ends."""
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This rank's place in the run.
+
+    Attributes:
+        rank, num_ranks: of the launcher; 0 and 1 without one.
+        device: what this rank computes on.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+
+def is_launched() -> bool:
+    """Return whether a launcher (torchrun, halley, srun with the same names) started this rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def pick_device(choice: str) -> torch.device:
+    """Return this rank's device.
+
+    Args:
+        choice: "cpu", "cuda" (the device of LOCAL_RANK), or "auto" for CUDA if there is any.
+
+    Raises:
+        ValueError: the choice is unknown, or there is no CUDA device for this rank.
+    """
+    if choice not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device ({choice}) must be one of auto, cpu, cuda")
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if choice == "cpu" or (choice == "auto" and num_devices == 0):
+        return torch.device("cpu")
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local_size > num_devices:  # the same on all ranks of a host, so that all of them raise
+        raise ValueError(f"nproc ({local_size}) must be at most the number of GPUs ({num_devices})")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[World]:
+    """Initialise the process group (NCCL on CUDA, gloo on CPU) and destroy it at the end.
+
+    Without a launcher there is one rank and no process group.
+
+    Args:
+        device_choice: as for ``pick_device``.
+        timeout_s: after which a collective that does not end is an error.
+    """
+    device = pick_device(device_choice)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not is_launched():
+        yield World(rank=0, num_ranks=1, device=device)
+        return
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield World(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=device)
+    # Not after an error: with a lost peer it would wait for it.
+    dist.destroy_process_group()

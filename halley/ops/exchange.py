@@ -1,0 +1,151 @@
+"""Uneven all-to-all of rows, split into start and wait, so that other work can run in between.
+
+The two halves are each other's gradient: the backward of ``wait`` starts the all-to-all of the
+gradient and the backward of ``start`` waits for it. Autograd runs backward in the reverse order of
+forward, so a pipeline written once is a pipeline in both directions.
+"""
+
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+
+
+@final
+class Exchange:
+    """One all-to-all of rows among the ranks of a group, for one forward and its backward.
+
+    Args:
+        send_splits: rows to each rank, in order of rank.
+        recv_splits: rows from each rank.
+        group: the ranks; None for a rank on its own, which then keeps its rows.
+        received: buffer for the rows received in forward; None for a new one.
+        name: what the recorder calls it; waiting is recorded as "<name>.wait" and
+            "<name>.backward.wait" on the stream "exposed".
+    """
+
+    def __init__(
+        self,
+        *,
+        send_splits: list[int],
+        recv_splits: list[int],
+        group: dist.ProcessGroup | None,
+        name: str,
+        recorder: Recorder,
+        received: torch.Tensor | None = None,
+    ) -> None:
+        self.send_splits = send_splits
+        self.recv_splits = recv_splits
+        self.group = group
+        self.name = name
+        self.recorder = recorder
+        self.received = received
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    def start(self, rows_SD: torch.Tensor) -> torch.Tensor:
+        """Send ``rows_SD``, sorted by destination; return a token for ``wait``.
+
+        Args:
+            rows_SD: ``(sum(send_splits), D)``.
+        """
+        if self.group is None:
+            return rows_SD
+        return _Start.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
+
+    def wait(self, started: torch.Tensor) -> torch.Tensor:
+        """Return the rows received, ``(sum(recv_splits), D)``, sorted by source rank.
+
+        Args:
+            started: what ``start`` returned.
+        """
+        if self.group is None:
+            return started
+        return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
+
+    def launch(self, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        """Begin the all-to-all in one direction; return the buffer that is being filled."""
+        to, come = self.send_splits, self.recv_splits
+        if backward:
+            to, come = come, to
+        buffer = None if backward else self.received
+        if buffer is None:
+            buffer = rows.new_empty(sum(come), rows.shape[1])
+        work = dist.all_to_all_single(
+            buffer, rows.contiguous(), come, to, group=self.group, async_op=True
+        )
+        assert work is not None
+        self._pending = (buffer, work)
+        return buffer
+
+    def finish(self, *, backward: bool) -> torch.Tensor:
+        """Wait for the all-to-all in flight; return its buffer, now filled."""
+        assert self._pending is not None, f"{self.name} was waited for twice"
+        buffer, work = self._pending
+        self._pending = None
+        direction = ".backward" if backward else ""
+        with self.recorder.span(f"{self.name}{direction}.wait", stream="exposed"):
+            work.wait()
+        return buffer
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, exchange):
+        ctx.exchange = exchange
+        return exchange.launch(rows, backward=False)
+
+    @staticmethod
+    def backward(ctx, grad):  # grad only marks the order; the rows come from the all-to-all
+        return ctx.exchange.finish(backward=True), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, started, exchange):
+        ctx.exchange = exchange
+        exchange.finish(backward=False)
+        return started.view_as(started)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.exchange.launch(grad, backward=True)
+        return grad, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole, *parts):
+        ctx.sizes = [part.shape[0] for part in parts]
+        ctx.mark_dirty(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, *grad.split(ctx.sizes)
+
+
+def join_rows(whole_ND: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return ``whole_ND``, whose consecutive rows are ``parts``, without a copy.
+
+    Args:
+        whole_ND: a buffer that wants no gradient.
+        parts: what exchanges received into slices of it.
+    """
+    return _Join.apply(whole_ND, *parts)  # pyright: ignore[reportReturnType]
+
+
+def gather_counts(counts_E: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the counts of all ranks, ``(W, E)``, on each of them.
+
+    Args:
+        counts_E: this rank's routed rows of each expert, int64.
+    """
+    if group is None:
+        return counts_E[None]
+    counts_WE = counts_E.new_empty(dist.get_world_size(group) * counts_E.numel())
+    # torch 2.13 renamed the call and warns about the old name, which 2.11 alone knows.
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    all_gather(counts_WE, counts_E, group=group)
+    return counts_WE.view(-1, counts_E.numel())

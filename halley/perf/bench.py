@@ -1,0 +1,280 @@
+"""Measures MoE layers: each strategy against the others, against the floor, and for right values."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from halley.core.routing import local_experts
+from halley.core.timeline import Recorder, total_us
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.moe.parallel import ParallelGroups
+from halley.moe.strategy import build_strategy
+from halley.perf.floor import BareGemms, measure_link, wire_us
+from halley.perf.layer_case import (
+    LayerCase,
+    LayerTensors,
+    make_tensors,
+    outputs_of,
+    reference_outputs,
+)
+from halley.perf.results import Row, machine_keys
+from halley.perf.timer import Timing, time_interleaved
+from halley.strategies.base import AbstractStrategy
+
+
+DIRECTIONS = ("forward", "forward_backward")
+Progress = Callable[[str, int, int], None]  # what, done, of
+
+_CHUNK_CANDIDATES = (2, 3, 4, 8)
+_SEARCH_SAMPLES = 5
+_EXPOSED_SAMPLES = 3
+
+
+def bench_layer(
+    case: LayerCase,
+    strategies: list[str],
+    *,
+    groups: ParallelGroups,
+    device: torch.device,
+    link_bytes_per_s: float,
+    num_samples: int = 11,
+    on_progress: Progress | None = None,
+) -> list[Row]:
+    """Measure one layer; return a result line for each strategy and direction, on every rank.
+
+    Args:
+        case: the layer and its load.
+        strategies: by name.
+        groups: its expert-parallel group runs the layer.
+        link_bytes_per_s: as from ``measure_link``.
+
+    Raises:
+        ValueError: an unknown strategy, or sizes that do not fit the ranks.
+    """
+    tensors = make_tensors(case, groups, device=device)
+    recorder = Recorder(device, enabled=False)
+    candidates = _candidates(case, strategies, groups=groups, recorder=recorder, device=device)
+    errors = _check_values(candidates, tensors, groups)
+    gemms = BareGemms(tensors, groups)
+    crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
+    rows: list[Row] = []
+    for direction in DIRECTIONS:
+        right = {n: s for n, s in candidates.items() if errors[n][0] <= _tolerance(case)}
+        runs = {name: _runner(s, tensors, direction) for name, s in right.items()}
+        best = _best_settings(strategies, runs, device=device, groups=groups)
+        chosen = {name: runs[name] for name in best.values()}
+        timings = time_interleaved(
+            {**chosen, "gemms": gemms},
+            device=device,
+            num_samples=num_samples,
+            group=groups.ep,
+            on_progress=_labelled(on_progress, f"{case.model.name} {direction}"),
+        )
+        for strategy in strategies:
+            name = best.get(strategy, strategy)
+            row = _row(case, groups, direction=direction, strategy=strategy)
+            row |= _floors(timings["gemms"], crossing_us, direction=direction)
+            row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
+            row |= {"setting": name.partition(" ")[2] or None}
+            if name in timings:
+                row |= _times(timings[name])
+                row |= _extras(runs[name], recorder, device=device, groups=groups)
+            rows.append(row)
+    return rows
+
+
+def _candidates(
+    case: LayerCase,
+    strategies: list[str],
+    *,
+    groups: ParallelGroups,
+    recorder: Recorder,
+    device: torch.device,
+) -> dict[str, AbstractStrategy]:
+    """Return every strategy at each of its settings, named "chunked n=4"."""
+    num_local = local_experts(case.model.moe.num_experts, ep_size=groups.ep_size)
+    found: dict[str, AbstractStrategy] = {}
+    for strategy in strategies:
+        counts = [n for n in _CHUNK_CANDIDATES if n <= num_local] or [1]
+        for n in counts if strategy == "chunked" else [0]:
+            name = f"{strategy} n={n}" if n else strategy
+            found[name] = build_strategy(
+                strategy,
+                groups.ep,
+                recorder=recorder,
+                device=device,
+                num_chunks=n,
+            )
+    return found
+
+
+def _check_values(
+    candidates: dict[str, AbstractStrategy], tensors: LayerTensors, groups: ParallelGroups
+) -> dict[str, tuple[float, bool]]:
+    """Return each candidate's largest relative error, and whether it equals the first's bits."""
+    wanted = reference_outputs(tensors, groups)
+    first: list[torch.Tensor] | None = None
+    results: dict[str, tuple[float, bool]] = {}
+    for name, strategy in candidates.items():
+        got = outputs_of(strategy, tensors)
+        first = first or got
+        error = max(relative_error(g, w) for g, w in zip(got, wanted, strict=True))
+        equal = all(torch.equal(g, f) for g, f in zip(got, first, strict=True))
+        summary = torch.tensor([error, float(not equal)], dtype=torch.float64)
+        summary = summary.to(tensors.x_TD.device)
+        if groups.ep is not None:
+            dist.all_reduce(summary, op=dist.ReduceOp.MAX, group=groups.ep)
+        results[name] = (float(summary[0]), not bool(summary[1]))
+    return results
+
+
+def _runner(
+    strategy: AbstractStrategy, tensors: LayerTensors, direction: str
+) -> Callable[[], None]:
+    def forward() -> None:
+        with torch.no_grad():
+            strategy.forward(tensors.x_TD, tensors.routing, tensors.experts)
+
+    def forward_backward() -> None:
+        outputs_of(strategy, tensors)
+
+    return forward if direction == "forward" else forward_backward
+
+
+def _best_settings(
+    strategies: list[str],
+    runs: dict[str, Callable[[], None]],
+    *,
+    device: torch.device,
+    groups: ParallelGroups,
+) -> dict[str, str]:
+    """Return the fastest of each strategy's settings that give right values."""
+    best: dict[str, str] = {}
+    for strategy in strategies:
+        settings = {n: run for n, run in runs.items() if n.partition(" ")[0] == strategy}
+        if len(settings) > 1:
+            timings = time_interleaved(
+                settings, device=device, num_samples=_SEARCH_SAMPLES, group=groups.ep
+            )
+            best[strategy] = min(timings, key=lambda name: timings[name].median_us)
+        elif settings:
+            best[strategy] = next(iter(settings))
+    return best
+
+
+def _extras(
+    run: Callable[[], None],
+    recorder: Recorder,
+    *,
+    device: torch.device,
+    groups: ParallelGroups,
+) -> Row:
+    """Return exposed communication and memory, measured apart from the times."""
+    exposed: list[float] = []
+    recorder.enabled = True
+    for _ in range(_EXPOSED_SAMPLES):
+        recorder.collect()
+        run()
+        exposed.append(total_us(recorder.collect(), stream="exposed"))
+    recorder.enabled = False
+    peak_mib = 0.0
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    worst = torch.tensor([statistics.median(exposed), peak_mib], device=device)
+    if groups.ep is not None:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.ep)
+    return {
+        "exposed_comm_us": round(float(worst[0]), 1),
+        "peak_mib": round(float(worst[1]), 1) if device.type == "cuda" else None,
+    }
+
+
+def _floors(gemms: Timing, crossing_us: float, *, direction: str) -> Row:
+    """Return the floor: two GEMMs and two crossings forward; three and two times that with backward."""
+    both = direction == "forward_backward"
+    gemm_us = gemms.median_us * (3 if both else 1)
+    total_wire_us = 2 * crossing_us * (2 if both else 1)
+    return {
+        "gemm_us": round(gemm_us, 1),
+        "wire_us": round(total_wire_us, 1),
+        "floor_us": round(max(gemm_us, total_wire_us), 1),
+    }
+
+
+def _times(timing: Timing) -> Row:
+    return {
+        "median_us": round(timing.median_us, 1),
+        "p10_us": round(timing.p10_us, 1),
+        "p90_us": round(timing.p90_us, 1),
+        "samples": len(timing.samples_us),
+    }
+
+
+def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: str) -> Row:
+    """Return a result line without its figures: the workload's keys."""
+    return {
+        "case": "layer",
+        "model": case.model.name,
+        "num_tokens": case.num_tokens,
+        "ep_size": groups.ep_size,
+        "tp_size": 1,
+        "skew": case.skew,
+        "seed": case.seed,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "strategy": strategy,
+        "passes": "none",
+        "direction": direction,
+        "setting": None,
+        "median_us": None,
+        "p10_us": None,
+        "p90_us": None,
+        "samples": 0,
+        "exposed_comm_us": None,
+        "peak_mib": None,
+    }
+
+
+def measure_layers(
+    cases: list[LayerCase],
+    strategies: list[str],
+    *,
+    groups: ParallelGroups,
+    device: torch.device,
+    num_samples: int,
+    commit: str | None,
+    on_progress: Progress | None = None,
+) -> list[Row]:
+    """Measure the cases one after another; return all result lines, complete."""
+    link = measure_link(groups, device=device)
+    machine = machine_keys(groups, device=device, commit=commit)
+    rows: list[Row] = []
+    for case in cases:
+        found = bench_layer(
+            case,
+            strategies,
+            groups=groups,
+            device=device,
+            link_bytes_per_s=link,
+            num_samples=num_samples,
+            on_progress=on_progress,
+        )
+        rows += [row | machine for row in found]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _tolerance(case: LayerCase) -> float:
+    return RELATIVE_TOLERANCE[case.dtype]
+
+
+def _labelled(on_progress: Progress | None, text: str) -> Callable[[int, int], None] | None:
+    if on_progress is None:
+        return None
+    return lambda done, total: on_progress(text, done, total)

@@ -1,0 +1,75 @@
+"""The time that no layer with these GEMMs and this link can beat."""
+
+import torch
+import torch.distributed as dist
+
+from halley.moe.parallel import ParallelGroups
+from halley.ops.experts import grouped_linear
+from halley.perf.layer_case import LayerTensors
+from halley.perf.timer import time_interleaved
+
+
+_PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}  # a peer; past the latency of the link
+
+
+class BareGemms:
+    """The layer's two grouped GEMMs alone, on the very rows that this rank's experts receive."""
+
+    def __init__(self, tensors: LayerTensors, groups: ParallelGroups) -> None:
+        first = groups.ep_rank * tensors.experts.num_local_experts
+        last = first + tensors.experts.num_local_experts
+        ends_L = tensors.counts_WE[:, first:last].sum(0).cumsum(0)
+        experts = tensors.experts
+        num_recv = int(ends_L[-1])
+        inner = experts.down_LDF.shape[2]
+        self.experts = experts
+        self.ends_L = ends_L.to(tensors.x_TD.device, torch.int32)
+        hidden = tensors.x_TD.shape[1]
+        self.x_RD = tensors.x_TD.detach().new_empty(num_recv, hidden).normal_()
+        self.h_RF = self.x_RD.new_empty(num_recv, inner).normal_()
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        grouped_linear(self.x_RD, self.experts.up_LGD, ends_L=self.ends_L)
+        grouped_linear(self.h_RF, self.experts.down_LDF, ends_L=self.ends_L)
+
+
+def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
+    """Return the all-to-all rate of the link, bytes per second out of each rank; 0 for one rank."""
+    if groups.ep is None:
+        return 0.0
+    num_bytes = _PROBE_BYTES[device.type]
+    sent = torch.empty(groups.ep_size * num_bytes, dtype=torch.uint8, device=device).random_()
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent, group=groups.ep)
+
+    timing = time_interleaved({"link": exchange}, device=device, group=groups.ep)["link"]
+    return (groups.ep_size - 1) * num_bytes / (timing.median_us * 1e-6)
+
+
+def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: float) -> float:
+    """Return the time of one crossing of the link by the most loaded rank.
+
+    A token needs to cross once per destination rank, however many of its experts live there; the
+    way home carries one row per (token, rank) too. The larger of what a rank sends and receives
+    counts, as links work in both directions at once.
+
+    Args:
+        link_bytes_per_s: as from ``measure_link``.
+    """
+    if groups.ep is None:
+        return 0.0
+    num_local = tensors.experts.num_local_experts
+    rank_TK = tensors.routing.topk_idx_TK // num_local
+    goes_TW = torch.zeros(rank_TK.shape[0], groups.ep_size, device=rank_TK.device)
+    goes_TW.scatter_(1, rank_TK, 1.0)
+    rows_W = goes_TW.sum(0)
+    rows_W[groups.ep_rank] = 0
+    parts = [torch.empty_like(rows_W) for _ in range(groups.ep_size)]
+    dist.all_gather(parts, rows_W, group=groups.ep)
+    rows_WW = torch.stack(parts)
+    rows = torch.maximum(rows_WW.sum(0), rows_WW.sum(1)).max().item()
+    num_bytes = rows * tensors.x_TD.shape[1] * tensors.x_TD.itemsize
+    return num_bytes / link_bytes_per_s * 1e6

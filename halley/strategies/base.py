@@ -1,0 +1,59 @@
+"""One way to run routed experts under expert parallelism, in one file each.
+
+A strategy says twice what it does: ``forward`` runs it, ``tasks`` sketches it for the simulator.
+"""
+
+import abc
+
+import torch
+
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
+
+
+class AbstractStrategy(abc.ABC):
+    """Runs routed experts that are spread over the ranks of a group. Subclasses are final."""
+
+    @abc.abstractmethod
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        """Return the sum, over each token's experts, of weight times expert output, ``(T, D)``.
+
+        A collective: all ranks of the group call it in the same order. They may hold different
+        numbers of tokens, none included. Differentiable in ``x_TD``, in the routing weights and
+        in the experts' weights; backward is a collective too.
+
+        Args:
+            x_TD: tokens of this rank, in the dtype of the experts' weights.
+            routing: global expert ids and weights of each token.
+            experts: the experts of this rank, ``[rank * L, (rank + 1) * L)``.
+
+        Raises:
+            ValueError: shapes, dtypes or devices do not fit.
+        """
+
+    @abc.abstractmethod
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        """Return the work of one forward and backward pass on one rank, in order of issue."""
+
+
+def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
+    """Check that tokens and experts fit each other.
+
+    Raises:
+        ValueError: hidden sizes, dtypes or devices differ.
+    """
+    if x_TD.ndim != 2 or x_TD.shape[1] != experts.up_LGD.shape[2]:
+        raise ValueError(
+            f"x {tuple(x_TD.shape)} must be (num_tokens, hidden_size) with hidden_size "
+            f"{experts.up_LGD.shape[2]}"
+        )
+    if x_TD.dtype != experts.up_LGD.dtype:
+        raise ValueError(
+            f"x dtype ({x_TD.dtype}) must be that of the experts' weights ({experts.up_LGD.dtype})"
+        )
+    if x_TD.device != experts.up_LGD.device:
+        raise ValueError(
+            f"x device ({x_TD.device}) must be that of the experts' weights "
+            f"({experts.up_LGD.device})"
+        )

@@ -1,0 +1,75 @@
+"""The pipeline of sequential and chunked as tasks for the simulator; sequential is one chunk."""
+
+from halley.core.routing import chunk_sizes, local_experts
+from halley.core.types import LayerShape
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
+
+
+def pipeline_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
+    """Return forward and backward of one rank under balanced routing, in order of issue.
+
+    Args:
+        shape: the layer.
+        predictor: gives each part its time.
+        num_chunks: ranges of local experts that are exchanged and computed one after another.
+    """
+    rows = shape.num_tokens * shape.top_k
+    hidden_bytes = shape.hidden_size * shape.itemsize
+    reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)
+    sizes = chunk_sizes(local_experts(shape.num_experts, ep_size=shape.ep_size), num_chunks)
+    shares = [size / sum(sizes) for size in sizes]
+    exchange_us = [
+        predictor.all_to_all_us(rows * share * hidden_bytes * (1.0 - 1.0 / shape.ep_size))
+        for share in shares
+    ]
+    experts_us = [
+        _experts_us(shape, predictor, num_rows=rows * share, num_groups=size)
+        for share, size in zip(shares, sizes, strict=True)
+    ]
+    route_us = predictor.memory_us(16.0 * rows, num_ops=12) + predictor.hardware.link_latency_us
+
+    tasks = [
+        Task(name="route", stream="compute", duration_us=route_us),
+        Task(name="gather", stream="compute", duration_us=reorder_us, needs=("route",)),
+    ]
+    chunks = range(num_chunks)
+    for c in chunks:
+        tasks.append(_comm(f"dispatch.{c}", exchange_us[c], needs="gather"))
+    for c in chunks:
+        tasks.append(_compute(f"experts.{c}", experts_us[c], needs=(f"dispatch.{c}",)))
+        tasks.append(_comm(f"combine.{c}", exchange_us[c], needs=f"experts.{c}"))
+    returned = tuple(f"combine.{c}" for c in chunks)
+    tasks.append(_compute("restore", 2 * reorder_us, needs=returned))
+    tasks.append(_compute("restore.backward", 2 * reorder_us, needs=("restore",)))
+    for c in reversed(chunks):
+        tasks.append(_comm(f"combine.backward.{c}", exchange_us[c], needs="restore.backward"))
+    for c in reversed(chunks):
+        needs = (f"combine.backward.{c}",)
+        tasks.append(_compute(f"experts.backward.{c}", 2 * experts_us[c], needs=needs))
+        tasks.append(_comm(f"dispatch.backward.{c}", exchange_us[c], needs=f"experts.backward.{c}"))
+    returned = tuple(f"dispatch.backward.{c}" for c in chunks)
+    tasks.append(_compute("gather.backward", 2 * reorder_us, needs=returned))
+    return tasks
+
+
+def _experts_us(
+    shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
+) -> float:
+    hidden, inner, itemsize = shape.hidden_size, shape.intermediate_size, shape.itemsize
+    up_us = predictor.grouped_gemm_us(
+        num_rows, num_groups, inner=hidden, outer=shape.up_size, itemsize=itemsize
+    )
+    down_us = predictor.grouped_gemm_us(
+        num_rows, num_groups, inner=inner, outer=hidden, itemsize=itemsize
+    )
+    moved = num_rows * itemsize * (2 * shape.up_size + 3 * inner + 4 * hidden)
+    return up_us + down_us + predictor.memory_us(moved, num_ops=4)
+
+
+def _compute(name: str, duration_us: float, *, needs: tuple[str, ...]) -> Task:
+    return Task(name=name, stream="compute", duration_us=duration_us, needs=needs)
+
+
+def _comm(name: str, duration_us: float, *, needs: str) -> Task:
+    return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,))

@@ -1,0 +1,46 @@
+"""Fixtures of all tests: ranks as processes, so a test of W ranks needs no GPU and no launcher."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+# The ranks inherit the environment as it is when the fork server starts. It takes PYTHONPATH, not
+# sys.path. Gloo on the loopback device needs no host name that resolves.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
+
+from tests.rank_pool import RankPool, RunRanks, T
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[dict[int, RankPool]]:
+    """Yield the pools of this test process by number of ranks; kill their processes at the end."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def run_ranks(rank_pools: dict[int, RankPool]) -> RunRanks:
+    """Return the function that runs a module's function on every rank of a gloo group.
+
+    ``run_ranks(fn, num_ranks, *args, timeout_s=60.0)`` calls ``fn(rank, num_ranks, *args)`` on
+    each rank and returns the results by rank; a failure on any rank fails the test.
+    """
+
+    def run(
+        fn: Callable[..., T], num_ranks: int, *args: object, timeout_s: float = 60.0
+    ) -> list[T]:
+        __tracebackhide__ = True
+        pool = rank_pools.setdefault(num_ranks, RankPool(num_ranks))
+        return pool.run(fn, *args, timeout_s=timeout_s)
+
+    return run

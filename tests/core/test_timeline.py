@@ -1,0 +1,264 @@
+"""Times of spans, against numbers written by hand and against counting cells of a line."""
+
+import gzip
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from halley.core import timeline
+from halley.core.timeline import (
+    Recorder,
+    Span,
+    exposed_us,
+    innermost,
+    subtract,
+    to_chrome_trace,
+    total_us,
+    union,
+    union_us,
+    write_chrome_trace,
+)
+
+
+def span(name: str, start_us: float, end_us: float, stream: str = "compute", rank: int = 0) -> Span:
+    return Span(
+        name=name, rank=rank, stream=stream, start_us=start_us, duration_us=end_us - start_us
+    )
+
+
+def spans_of_cells() -> st.SearchStrategy[list[Span]]:
+    cell = st.integers(min_value=0, max_value=20)
+    pair = st.tuples(cell, cell).map(sorted)
+    return st.lists(pair.map(lambda ends: span("x", float(ends[0]), float(ends[1]))), max_size=8)
+
+
+def cells(spans: list[Span]) -> set[int]:
+    return {cell for s in spans for cell in range(int(s.start_us), int(s.end_us))}
+
+
+def test_total_counts_overlap_twice_and_selects() -> None:
+    spans = [
+        span("dispatch", 0, 10, "comm"),
+        span("dispatch.wait", 4, 10, "exposed"),
+        span("experts", 2, 5),
+    ]
+    assert total_us(spans) == 19.0
+    assert total_us(spans, name_prefix="dispatch") == 16.0
+    assert total_us(spans, stream="compute") == 3.0
+    assert total_us(spans, name_prefix="dispatch", stream="exposed") == 6.0
+    assert total_us([]) == 0.0
+
+
+def test_union_merges_what_overlaps_touches_or_is_inside() -> None:
+    spans = [
+        span("a", 20, 25),
+        span("b", 0, 10),
+        span("c", 2, 5),
+        span("d", 8, 12),
+        span("e", 12, 13),
+        span("empty", 15, 15),
+    ]
+    assert union(spans) == [(0.0, 13.0), (20.0, 25.0)]
+    assert union_us(spans) == 18.0
+
+
+def test_subtract_leaves_the_gaps_of_the_cover() -> None:
+    cover = [(2.0, 4.0), (6.0, 12.0), (19.0, 30.0)]
+    assert subtract([(0.0, 10.0), (11.0, 20.0)], cover) == [(0.0, 2.0), (4.0, 6.0), (12.0, 19.0)]
+    assert subtract([(0.0, 10.0)], []) == [(0.0, 10.0)]
+    assert subtract([(2.0, 3.0)], cover) == []
+
+
+def test_exposed_is_communication_that_no_computation_covers() -> None:
+    comm = [span("dispatch", 0, 10, "comm"), span("combine", 30, 40, "comm")]
+    compute = [span("a", 4, 20), span("b", 15, 32), span("c", 38, 50)]
+    assert exposed_us(comm, compute) == 4.0 + 6.0
+    assert exposed_us(comm, []) == 20.0
+    assert exposed_us([], compute) == 0.0
+
+
+@given(comm=spans_of_cells(), compute=spans_of_cells())
+def test_interval_arithmetic_equals_counting_cells(comm: list[Span], compute: list[Span]) -> None:
+    assert union_us(comm) == len(cells(comm))
+    assert exposed_us(comm, compute) == len(cells(comm) - cells(compute))
+
+
+@given(spans=spans_of_cells())
+def test_pieces_of_innermost_are_disjoint_and_cover_the_same(spans: list[Span]) -> None:
+    pieces = innermost(spans)
+    assert total_us(pieces) == union_us(pieces) == union_us(spans)
+
+
+def test_innermost_gives_each_moment_to_the_part_deepest_inside() -> None:
+    pieces = innermost(
+        [
+            span("wait", 60, 90, "exposed"),
+            span("layer", 0, 100),
+            span("dispatch", 10, 90),
+            span("next", 100, 110),
+        ]
+    )
+    assert [(p.name, p.stream, p.start_us, p.end_us) for p in pieces] == [
+        ("layer", "compute", 0, 10),
+        ("dispatch", "compute", 10, 60),
+        ("wait", "exposed", 60, 90),
+        ("layer", "compute", 90, 100),
+        ("next", "compute", 100, 110),
+    ]
+
+
+def test_innermost_gives_the_later_of_two_that_cross_the_moment() -> None:
+    pieces = innermost([span("a", 0, 10), span("b", 5, 15)])
+    assert [(p.name, p.start_us, p.end_us) for p in pieces] == [("a", 0, 5), ("b", 5, 15)]
+
+
+def test_chrome_trace_has_a_process_a_rank_and_a_row_a_stream() -> None:
+    trace = to_chrome_trace([span("experts", 3, 8, rank=1), span("dispatch", 1, 4, "comm", rank=1)])
+    assert trace["displayTimeUnit"] == "ms"
+    assert trace["traceEvents"] == [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "rank 1"}},
+        {"ph": "M", "name": "process_sort_index", "pid": 1, "args": {"sort_index": 1}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "comm"}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": 1, "args": {"sort_index": 1}},
+        {"ph": "X", "name": "dispatch", "cat": "comm", "pid": 1, "tid": 1, "ts": 1, "dur": 3},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "compute"}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": 2, "args": {"sort_index": 2}},
+        {"ph": "X", "name": "experts", "cat": "compute", "pid": 1, "tid": 2, "ts": 3, "dur": 5},
+    ]
+
+
+def test_chrome_trace_moves_spans_that_cross_to_another_row() -> None:
+    spans = [
+        span("outer", 0, 10, "comm"),
+        span("inner", 2, 10, "comm"),
+        span("crosses", 5, 15, "comm"),
+        span("after", 10, 12, "comm"),
+    ]
+    events = to_chrome_trace(spans)["traceEvents"]
+    assert isinstance(events, list)
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    placed = {e["name"]: rows[e["tid"]] for e in events if e["ph"] == "X"}
+    assert placed == {"outer": "comm", "inner": "comm", "crosses": "comm (2)", "after": "comm"}
+
+
+def test_written_traces_read_back(tmp_path: Path) -> None:
+    spans = [span("experts", 0.5, 2.25)]
+    write_chrome_trace(spans, tmp_path / "plain.json")
+    write_chrome_trace(spans, tmp_path / "packed.json.gz")
+    assert json.loads((tmp_path / "plain.json").read_text()) == to_chrome_trace(spans)
+    with gzip.open(tmp_path / "packed.json.gz", "rt") as file:
+        assert json.load(file) == to_chrome_trace(spans)
+
+
+def test_recorder_times_nested_parts_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks_ns = iter([5_000, 7_000, 9_500, 10_000, 12_000, 13_000])
+    clock = SimpleNamespace(perf_counter_ns=lambda: next(ticks_ns))
+    monkeypatch.setattr(timeline, "time", clock)
+    recorder = Recorder("cpu", rank=3)
+    with recorder.span("layer"), recorder.span("dispatch.wait", stream="exposed"):
+        pass
+    with recorder.span("loss"):
+        pass
+    assert recorder.collect() == [
+        span("layer", 0.0, 5.0, rank=3),
+        span("dispatch.wait", 2.0, 4.5, "exposed", rank=3),
+        span("loss", 7.0, 8.0, rank=3),
+    ]
+    assert recorder.collect() == []
+
+
+def test_recorder_keeps_a_part_that_raised_and_waits_for_open_ones() -> None:
+    recorder = Recorder("cpu")
+    with recorder.span("step"):
+        with pytest.raises(KeyError), recorder.span("failed"):
+            raise KeyError
+        assert [s.name for s in recorder.collect()] == ["failed"]
+    assert [s.name for s in recorder.collect()] == ["step"]
+
+
+def test_recorder_takes_parts_of_other_threads() -> None:
+    recorder = Recorder("cpu")
+
+    def mark() -> None:
+        for _ in range(100):
+            with recorder.span("part"):
+                pass
+
+    threads = [threading.Thread(target=mark) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [s.name for s in recorder.collect()] == ["part"] * 400
+
+
+@pytest.mark.parametrize(("enabled", "kept"), [(True, ["experts"]), (False, [])])
+def test_recorder_shows_its_parts_to_the_profiler(enabled: bool, kept: list[str]) -> None:
+    recorder = Recorder("cpu", enabled=enabled)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, recorder.span("experts"):
+        pass
+    names = [event.name for event in profiler.events() or []]
+    assert names.count("halley::experts") == 1
+    assert [s.name for s in recorder.collect()] == kept
+
+
+def test_recorder_leaves_compiled_code_whole() -> None:
+    recorder = Recorder("cpu")
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        with recorder.span("double"):
+            return x * 2
+
+    compiled = torch.compile(double, backend="eager", fullgraph=True)
+    assert compiled(torch.tensor(3)).item() == 6
+    assert recorder.collect() == []
+
+
+def test_recorder_names_a_device_that_it_cannot_time() -> None:
+    with pytest.raises(ValueError, match=r"device \(meta\) must be a cpu or a cuda device"):
+        Recorder("meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recorder_times_the_gpu_and_not_the_host() -> None:
+    recorder = Recorder("cuda")
+    x = torch.ones(4096, 4096, device="cuda")
+    y = x @ x
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    with recorder.span("outer"):
+        with recorder.span("gemms"):
+            for _ in range(100):
+                y = x @ x
+        with recorder.span("empty"):
+            pass
+    issue_us = (time.perf_counter() - start_s) * 1e6
+    torch.cuda.synchronize()
+    whole_us = (time.perf_counter() - start_s) * 1e6
+    outer, gemms, empty = recorder.collect()
+    assert [s.name for s in (outer, gemms, empty)] == ["outer", "gemms", "empty"]
+    assert y[0, 0].item() == 4096.0
+    assert outer.start_us == 0.0
+    assert issue_us < gemms.duration_us <= outer.duration_us < whole_us
+    assert gemms.start_us < 1000.0
+    assert outer.end_us >= empty.end_us >= empty.start_us >= gemms.end_us
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recorder_keeps_nothing_of_a_captured_graph() -> None:
+    recorder = Recorder("cuda")
+    x = torch.zeros(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), recorder.span("captured"):
+        x += 1
+    graph.replay()
+    assert recorder.collect() == []
+    assert x.tolist() == [1.0] * 4

@@ -1,0 +1,209 @@
+"""Ranks as processes: one gloo group that lives from test to test, so no test needs a launcher."""
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Protocol, TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+
+
+T = TypeVar("T")
+
+# Forked ranks find these imported. The first assert_close alone would import a second of torch.
+_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "pytest",
+    "tests.rank_pool",
+)
+_START_TIMEOUT_S = 120.0
+_GRACE_S = 2.0  # what the other ranks get to report in once one has failed
+_STACK_S = 0.3  # what a signalled rank gets to write its stack
+_GROUP_TIMEOUT = timedelta(minutes=5)  # a rank whose test process was killed ends by itself
+
+
+class RunRanks(Protocol):
+    """The type of the fixture ``run_ranks``."""
+
+    def __call__(
+        self, fn: Callable[..., T], num_ranks: int, *args: object, timeout_s: float = 60.0
+    ) -> list[T]:
+        """Call ``fn(rank, num_ranks, *args)`` on every rank; see ``RankPool.run``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    process: ForkServerProcess
+    connection: Connection
+    stack_path: Path  # where the rank writes its stack on SIGUSR1
+
+
+@final
+class RankPool:
+    """Processes of one gloo group, started at the first ``run`` and again after a failure."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._ranks: list[_Rank] = []
+        self._folder = ""
+
+    def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0) -> list[T]:
+        """Call ``fn(rank, num_ranks, *args)`` on every rank and return the results by rank.
+
+        Args and results travel by pickle, so a rank gets copies and ``fn`` is a function of a
+        module. In each call warnings are errors and torch is seeded with the rank.
+
+        Args:
+            fn: what each rank runs, in the default group (gloo).
+            args: the same for all ranks.
+            timeout_s: time for the slowest rank, start of the processes excluded.
+
+        Raises:
+            AssertionError: a rank raised, died, or did not return in time; tells which, with the
+                traceback, exit code or stack of each. All ranks are killed.
+        """
+        __tracebackhide__ = True  # the rank's traceback is the one to read
+        request = pickle.dumps((fn, args))
+        if not self._ranks:
+            self._start()
+        for rank in self._ranks:
+            with contextlib.suppress(BrokenPipeError):  # a dead rank; its exit code is read below
+                rank.connection.send_bytes(request)
+        values, failures = self._collect(timeout_s)
+        if failures:
+            self.close()
+            raise AssertionError(_describe(fn.__qualname__, self.num_ranks, failures))
+        return [cast(T, values[rank]) for rank in range(self.num_ranks)]
+
+    def close(self) -> None:
+        """Kill the processes of this pool, and no others."""
+        for rank in self._ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.connection.close()
+        self._ranks = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        context = get_context("forkserver")
+        # Nothing that the tests did not import: a broken module would end the fork server unheard.
+        halley = sorted(name for name in sys.modules if name.split(".")[0] == "halley")
+        context.set_forkserver_preload([*_PRELOAD, *halley])
+        self._folder = tempfile.mkdtemp(prefix="halley-ranks-")
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.num_ranks, self._folder, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            stack_path = _stack_path(self._folder, rank)
+            self._ranks.append(_Rank(process=process, connection=ours, stack_path=stack_path))
+        _, failures = self._collect(_START_TIMEOUT_S)
+        if failures:
+            self.close()
+            raise RuntimeError(_describe("start of the ranks", self.num_ranks, failures))
+
+    def _collect(self, timeout_s: float) -> tuple[dict[int, object], dict[int, str]]:
+        """Return the values and the failures by rank, the first failure first."""
+        values: dict[int, object] = {}
+        failures: dict[int, str] = {}
+        waiting = {rank.connection: i for i, rank in enumerate(self._ranks)}
+        begin = time.monotonic()
+        end = begin + timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                index = waiting.pop(cast(Connection, connection))
+                returned, value = self._receive(index)
+                if returned:
+                    values[index] = value
+                else:
+                    failures[index] = str(value)
+                    end = min(end, time.monotonic() + _GRACE_S)
+        duration_s = time.monotonic() - begin
+        for index, stack in self._dump_stacks(sorted(waiting.values())).items():
+            failures[index] = f"did not return in {duration_s:.1f} s\n{stack}"
+        return values, failures
+
+    def _receive(self, index: int) -> tuple[bool, object]:
+        rank = self._ranks[index]
+        try:
+            return pickle.loads(rank.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            rank.process.join(_GRACE_S)
+            return False, f"died with exit code {rank.process.exitcode}"
+
+    def _dump_stacks(self, indices: list[int]) -> dict[int, str]:
+        for index in indices:
+            pid = self._ranks[index].process.pid
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cast(int, pid), signal.SIGUSR1)
+        if indices:
+            time.sleep(_STACK_S)
+        paths = {index: self._ranks[index].stack_path for index in indices}
+        return {index: path.read_text() if path.exists() else "" for index, path in paths.items()}
+
+
+def _describe(name: str, num_ranks: int, failures: dict[int, str]) -> str:
+    lines = [f"{name} failed, first on rank {next(iter(failures))} of {num_ranks}"]
+    for rank in range(num_ranks):
+        lines.append(f"--- rank {rank}: {failures.get(rank, 'returned').rstrip()}")
+    return "\n".join(lines)
+
+
+def _stack_path(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stack.{rank}"
+
+
+def _serve(rank: int, num_ranks: int, folder: str, connection: Connection) -> None:
+    """Answer requests until the test process closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then kills the pool
+    with _stack_path(folder, rank).open("w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file)
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=_GROUP_TIMEOUT,
+        )
+        connection.send_bytes(pickle.dumps((True, None)))
+        with contextlib.suppress(EOFError):
+            while True:
+                request = connection.recv_bytes()
+                connection.send_bytes(_call(rank, num_ranks, request))
+
+
+def _call(rank: int, num_ranks: int, request: bytes) -> bytes:
+    try:
+        fn, args = pickle.loads(request)
+        torch.manual_seed(rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return pickle.dumps((True, fn(rank, num_ranks, *args)))
+    except BaseException:  # SystemExit and pytest.fail too: the pool must answer
+        return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))

@@ -1,0 +1,126 @@
+"""One MoE layer over several ranks, and the same on one process by the reference."""
+
+from dataclasses import dataclass
+
+import torch
+
+from halley.core.reference import moe_reference
+from halley.core.skew import parse_load, sample_routing
+from halley.core.types import Activation, Experts, Routing
+
+SIZES = {"hidden_size": 24, "intermediate_size": 16}  # rows of 16 bytes in float32 and bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCase:
+    """What a test runs.
+
+    Attributes:
+        num_tokens_W: tokens of each rank; 0 allowed.
+        skew: as for ``parse_load``, or "empty-expert": nobody picks the last expert.
+    """
+
+    num_tokens_W: tuple[int, ...]
+    num_experts: int = 8
+    top_k: int = 2
+    skew: str = "balanced"
+    activation: Activation = "swiglu"
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+    dropped: float = 0.0
+    seed: int = 0
+
+
+def make_experts(case: LayerCase) -> Experts:
+    """Return all experts of the case, as leaves that want gradients."""
+    generator = torch.Generator().manual_seed(case.seed)
+    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+    up_size = inner * (2 if case.activation == "swiglu" else 1)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        values = torch.randn(case.num_experts, *shape, generator=generator) * 0.2
+        return values.to(case.dtype).requires_grad_()
+
+    return Experts(
+        up_LGD=leaf(up_size, hidden),
+        down_LDF=leaf(hidden, inner),
+        up_bias_LG=leaf(up_size) if case.bias else None,
+        down_bias_LD=leaf(hidden) if case.bias else None,
+        activation=case.activation,
+    )
+
+
+def make_tokens(case: LayerCase, rank: int) -> tuple[torch.Tensor, Routing, torch.Tensor]:
+    """Return a rank's tokens, its routing and the gradient of its output; leaves want gradients."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank + 1)
+    num_tokens = case.num_tokens_W[rank]
+    shape = (num_tokens, SIZES["hidden_size"])
+    x_TD = torch.randn(shape, generator=generator).to(case.dtype).requires_grad_()
+    grad_TD = torch.randn(shape, generator=generator).to(case.dtype)
+    load_num = case.num_experts - (case.skew == "empty-expert")
+    skew = "balanced" if case.skew == "empty-expert" else case.skew
+    load_E = parse_load(skew, num_experts=load_num, top_k=case.top_k)
+    routing = sample_routing(load_E, num_tokens, top_k=case.top_k, generator=generator)
+    idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+    if case.dropped:
+        dropped_TK = torch.rand(idx_TK.shape, generator=generator) < case.dropped
+        idx_TK = idx_TK.masked_fill(dropped_TK, -1)
+        weights_TK = weights_TK.masked_fill(dropped_TK, 0.0)
+    return (
+        x_TD,
+        Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK.requires_grad_()),
+        grad_TD,
+    )
+
+
+def expected(case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
+    """Return the rank's output and gradients by the reference, on all ranks' tokens at once."""
+    parts = [make_tokens(case, r) for r in range(len(case.num_tokens_W))]
+    x_TD = torch.cat([x.detach() for x, _, _ in parts]).requires_grad_()
+    weights_TK = torch.cat([r.topk_weights_TK.detach() for _, r, _ in parts]).requires_grad_()
+    routing = Routing(
+        topk_idx_TK=torch.cat([r.topk_idx_TK for _, r, _ in parts]), topk_weights_TK=weights_TK
+    )
+    experts = make_experts(case)
+    y_TD = moe_reference(x_TD, routing, experts)
+    y_TD.backward(torch.cat([grad for _, _, grad in parts]).float())
+    start = sum(case.num_tokens_W[:rank])
+    own = slice(start, start + case.num_tokens_W[rank])
+    num_local = case.num_experts // len(case.num_tokens_W)
+    local = slice(rank * num_local, (rank + 1) * num_local)
+    assert x_TD.grad is not None and weights_TK.grad is not None
+    values = {
+        "y": y_TD.detach()[own],
+        "x.grad": x_TD.grad[own],
+        "weights.grad": weights_TK.grad[own],
+    }
+    return values | {f"{name}.grad": grad[local] for name, grad in gradients(experts).items()}
+
+
+def gradients(experts: Experts) -> dict[str, torch.Tensor]:
+    """Return the gradient of each weight that the experts have."""
+    names = ("up_LGD", "down_LDF", "up_bias_LG", "down_bias_LD")
+    weights = {name: getattr(experts, name) for name in names}
+    return {name: weight.grad for name, weight in weights.items() if weight is not None}
+
+
+def local_experts_of(case: LayerCase, rank: int) -> Experts:
+    """Return the rank's share of the experts, as leaves of their own."""
+    experts = make_experts(case)
+    num_local = case.num_experts // len(case.num_tokens_W)
+
+    def leaf(weight: torch.Tensor | None) -> torch.Tensor | None:
+        if weight is None:
+            return None
+        part = weight.detach()[rank * num_local : (rank + 1) * num_local]
+        return part.clone().requires_grad_()
+
+    up, down = leaf(experts.up_LGD), leaf(experts.down_LDF)
+    assert up is not None and down is not None
+    return Experts(
+        up_LGD=up,
+        down_LDF=down,
+        up_bias_LG=leaf(experts.up_bias_LG),
+        down_bias_LD=leaf(experts.down_bias_LD),
+        activation=experts.activation,
+    )

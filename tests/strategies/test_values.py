@@ -1,0 +1,141 @@
+"""Every strategy against the reference, forward and every gradient, over 1, 2 and 4 ranks."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.moe.strategy import STRATEGIES, build_strategy
+from tests.strategies.layer_case import (
+    LayerCase,
+    expected,
+    gradients,
+    local_experts_of,
+    make_tokens,
+)
+
+CPU = torch.device("cpu")
+
+
+def run_layer(
+    rank: int, case: LayerCase, strategy: str, *, num_chunks: int = 0, group=None
+) -> dict[str, torch.Tensor]:
+    """Run one layer on one rank; return its output and gradients by the names of ``expected``."""
+    recorder = Recorder(CPU, enabled=False)
+    layer = build_strategy(
+        strategy, group, recorder=recorder, device=CPU, num_chunks=num_chunks
+    )
+    x_TD, routing, grad_TD = make_tokens(case, rank)
+    experts = local_experts_of(case, rank)
+    y_TD = layer.forward(x_TD, routing, experts)
+    y_TD.backward(grad_TD)
+    values = {
+        "y": y_TD.detach(),
+        "x.grad": x_TD.grad,
+        "weights.grad": routing.topk_weights_TK.grad,
+    }
+    return values | {f"{name}.grad": grad for name, grad in gradients(experts).items()}
+
+
+def _check(rank: int, num_ranks: int, case: LayerCase, strategy: str, num_chunks: int = 0) -> None:
+    group = dist.group.WORLD if num_ranks > 1 else None
+    got = run_layer(rank, case, strategy, num_chunks=num_chunks, group=group)
+    tolerance = RELATIVE_TOLERANCE[case.dtype]
+    for name, want in expected(case, rank).items():
+        error = relative_error(got[name], want)
+        assert error <= tolerance, f"{name} is off by {error:.2e} on rank {rank}"
+
+
+def _tokens(num_ranks: int) -> tuple[int, ...]:
+    return tuple(7 + 5 * rank for rank in range(num_ranks))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_values_by_top_k(run_ranks, strategy, num_ranks, top_k, dtype):
+    case = LayerCase(num_tokens_W=_tokens(num_ranks), num_experts=16, top_k=top_k, dtype=dtype)
+    run_ranks(_check, num_ranks, case, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("skew", ["std:0.08", "zipf:1.5", "one-hot", "empty-expert"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_values_by_skew(run_ranks, strategy, num_ranks, skew, top_k):
+    case = LayerCase(num_tokens_W=_tokens(num_ranks), top_k=top_k, skew=skew, seed=1)
+    run_ranks(_check, num_ranks, case, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "num_tokens_W", [(0, 9), (9, 0), (0, 0), (1, 0), (5, 0, 3, 0)], ids=str
+)
+def test_ranks_without_tokens(run_ranks, strategy, num_tokens_W):
+    case = LayerCase(num_tokens_W=num_tokens_W, seed=2)
+    run_ranks(_check, len(num_tokens_W), case, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dropped", [0.0, 0.4, 1.0])
+def test_values_by_expert(run_ranks, strategy, activation, bias, dropped):
+    case = LayerCase(
+        num_tokens_W=(11, 6), activation=activation, bias=bias, dropped=dropped, seed=3
+    )
+    run_ranks(_check, 2, case, strategy)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+def test_values_by_number_of_chunks(run_ranks, num_chunks):
+    case = LayerCase(num_tokens_W=(11, 6), skew="zipf:1.0", seed=4)
+    run_ranks(_check, 2, case, "chunked", num_chunks)
+
+
+def _run_both(rank: int, num_ranks: int, case: LayerCase) -> None:
+    group = dist.group.WORLD
+    want = run_layer(rank, case, "sequential", group=group)
+    for num_chunks in (0, 2, 3, 4):
+        got = run_layer(rank, case, "chunked", num_chunks=num_chunks, group=group)
+        for name, value in want.items():
+            assert torch.equal(got[name], value), f"{name} with {num_chunks} chunks"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_chunked_equals_sequential_bit_for_bit(run_ranks, dtype):
+    case = LayerCase(num_tokens_W=(40, 23), skew="zipf:1.0", top_k=3, bias=True, dtype=dtype)
+    run_ranks(_run_both, 2, case)
+
+
+def _run_in_subgroups(rank: int, num_ranks: int, case: LayerCase, strategy: str) -> None:
+    """Ranks 0 and 2, and 1 and 3, form a group each, with different tokens."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = dataclasses.replace(case, seed=case.seed + rank % 2)
+    group_rank = rank // 2
+    got = run_layer(group_rank, mine, strategy, group=groups[rank % 2])
+    for name, want in expected(mine, group_rank).items():
+        error = relative_error(got[name], want)
+        assert error <= RELATIVE_TOLERANCE[torch.float32], f"{name} is off by {error:.2e}"
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_subgroup(run_ranks, strategy):
+    run_ranks(_run_in_subgroups, 4, LayerCase(num_tokens_W=(8, 5)), strategy)
+
+
+def _run_several_shapes(rank: int, num_ranks: int, strategy: str) -> None:
+    for seed, tokens in enumerate([(3, 30), (64, 1), (0, 5), (17, 17)]):
+        _check(rank, num_ranks, LayerCase(num_tokens_W=tokens, seed=seed), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_shapes_in_a_row(run_ranks, strategy):
+    run_ranks(_run_several_shapes, 2, strategy)

@@ -1,0 +1,277 @@
+"""The house has floors: a file may use its own room and the floors below, nothing else."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+
+PACKAGE = Path(__file__).parents[1] / "halley"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Rooms on one floor do not know each other.
+FLOORS = (
+    {"core"},
+    {"cost", "symm", "kernels"},
+    {"ops"},
+    {"strategies", "compiler"},
+    {"moe"},
+    {"perf"},
+    {"integrations", "train"},
+    {"cli"},
+    {"__init__", "__main__"},  # the roof: public names and the start of the command
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+# A foreign package and the only rooms that may name it.
+GUESTS = {
+    "triton": {"kernels"},
+    "torch.autograd": {"ops"},
+    "torch.distributed": {"symm", "ops", "strategies", "moe", "perf", "train", "integrations"},
+    "torch.fx": {"compiler"},
+    "typer": {"cli"},
+    "rich": {"cli", "train", "perf"},
+    "matplotlib": {"perf"},
+    "transformers": {"integrations"},
+    "megatron": {"integrations"},
+    "torchtitan": {"integrations"},
+    "deepspeed": {"integrations"},
+    "safetensors": {"train"},
+    "tensorboard": {"train"},
+    "torch.utils.tensorboard": {"train"},
+}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120  # of functions in kernels/
+
+
+def find_violations(room: str, source: str, *, package: str = "") -> list[str]:
+    """Return what a file names against the rules of floors and guests.
+
+    Args:
+        room: the room of the file, a key of ``FLOOR_OF``.
+        source: the text of the file.
+        package: what relative imports start from; ``halley.<room>`` unless given.
+    """
+    if room not in FLOOR_OF:
+        return [f"{room} has no floor: add it to FLOORS"]
+    names = [
+        name
+        for node in ast.walk(ast.parse(source))  # walk: a lazy import is an import
+        for name in (*_imported(node, package or f"halley.{room}"), *_used(node))
+    ]
+    found = (check(room, name) for name in names for check in (_check_floor, _check_guest))
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def find_long_functions(source: str, *, max_lines: int) -> list[str]:
+    """Return the functions of more than ``max_lines`` lines, from ``def`` to the last line."""
+    return [
+        f"{node.name} has {num_lines} lines, more than {max_lines}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (num_lines := (node.end_lineno or 0) - node.lineno + 1) > max_lines
+    ]
+
+
+def find_cycle(sources: dict[str, str]) -> list[str]:
+    """Return the modules of one cycle of imports that run when a module is imported, or nothing.
+
+    Args:
+        sources: text by module name; ``a/__init__.py`` counts as module ``a.__init__``.
+    """
+    graph = {}
+    for module, source in sources.items():
+        package = module.rpartition(".")[0]
+        names = [n for node in _run_on_import(ast.parse(source)) for n in _imported(node, package)]
+        graph[module] = {_module_of(name, sources) for name in names} - {"", module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _check_floor(room: str, name: str) -> str:
+    package, _, rest = f"{name}.".partition(".")
+    other = rest.partition(".")[0] or "__init__"
+    if package != "halley" or other == room:
+        return ""
+    if other not in FLOOR_OF:
+        return f"{room} may not use {name}: it is in no room"
+    return "" if FLOOR_OF[other] < FLOOR_OF[room] else f"{room} may not use {other}"
+
+
+def _check_guest(room: str, name: str) -> str:
+    for guest, rooms in GUESTS.items():
+        if f"{name}.".startswith(f"{guest}.") and room not in rooms:
+            return f"{room} may not use {guest}"
+    return ""
+
+
+def _imported(node: ast.AST, package: str) -> list[str]:
+    """Return the full names that an import statement brings; none for other nodes."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        above = package.split(".")[: len(package.split(".")) - node.level + 1]
+        base = ".".join([*above, *filter(None, [node.module])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def _used(node: ast.AST) -> list[str]:
+    """Return ``torch.fx.Node`` for that expression: ``import torch`` alone gives access to it."""
+    if not isinstance(node, ast.Attribute):
+        return []
+    name = ast.unparse(node)
+    return [name] if name.startswith("torch.") else []
+
+
+def _run_on_import(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        yield child
+        yield from _run_on_import(child)
+
+
+def _module_of(name: str, sources: dict[str, str]) -> str:
+    while name and name not in sources:
+        if f"{name}.__init__" in sources:
+            return f"{name}.__init__"
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: _module_name(path))
+
+
+@each_file
+def test_file_keeps_to_its_floor(path: Path) -> None:
+    module = _module_name(path)
+    room, package = module.split(".")[1], module.rpartition(".")[0]
+    assert find_violations(room, path.read_text(), package=package) == []
+
+
+@each_file
+def test_file_and_functions_are_short(path: Path) -> None:
+    source = path.read_text()
+    in_kernels = path.relative_to(PACKAGE).parts[0] == "kernels"
+    max_lines = MAX_KERNEL_LINES if in_kernels else MAX_FUNCTION_LINES
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    assert find_long_functions(source, max_lines=max_lines) == []
+
+
+def test_no_cycle_of_imports() -> None:
+    assert FILES, f"no package at {PACKAGE}"
+    assert find_cycle({_module_name(path): path.read_text() for path in FILES}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import halley.moe.layer",
+        "import halley.moe.layer as layer",
+        "from halley import moe",
+        "from halley.moe import layer",
+        "from halley.moe.layer import MoELayer",
+        "from .. import moe",
+        "from ..moe import layer",
+        "from ..moe.layer import MoELayer",
+        "def run():\n    from halley.moe import layer",
+        "if TYPE_CHECKING:\n    from halley.moe import layer",
+    ],
+)
+def test_upward_import_is_found(source: str) -> None:
+    assert find_violations("ops", source) == ["ops may not use moe"]
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "other"),
+    [
+        ("cost", "from halley.symm import heap", "symm"),
+        ("compiler", "import halley.strategies.base", "strategies"),
+        ("train", "def run():\n    import halley.integrations.megatron", "integrations"),
+    ],
+)
+def test_sideways_import_is_found(room: str, source: str, other: str) -> None:
+    assert find_violations(room, source) == [f"{room} may not use {other}"]
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "guest"),
+    [
+        ("core", "import torch.distributed as dist", "torch.distributed"),
+        ("cli", "from torch import distributed", "torch.distributed"),
+        ("moe", "from torch.autograd.function import Function", "torch.autograd"),
+        ("moe", "class F(torch.autograd.Function): ...", "torch.autograd"),
+        ("perf", "def count(graph: torch.fx.Graph): ...", "torch.fx"),
+        ("train", "import typer", "typer"),
+        ("core", "def draw():\n    import matplotlib.pyplot", "matplotlib"),
+        ("perf", "from torch.utils.tensorboard import SummaryWriter", "torch.utils.tensorboard"),
+    ],
+)
+def test_guest_in_the_wrong_room_is_found(room: str, source: str, guest: str) -> None:
+    assert find_violations(room, source) == [f"{room} may not use {guest}"]
+
+
+def test_relative_import_counts_from_its_package() -> None:
+    source = "from .. import runner\nfrom ...ops import experts"
+    found = find_violations("kernels", source, package="halley.kernels.interpreter")
+    assert found == ["kernels may not use ops"]
+
+
+def test_name_of_the_package_root_is_found() -> None:
+    assert find_violations("moe", "import halley") == ["moe may not use __init__"]
+    assert find_violations("moe", "from halley import MoELayer") == [
+        "moe may not use halley.MoELayer: it is in no room"
+    ]
+
+
+def test_room_without_a_floor_is_found() -> None:
+    assert find_violations("attic", "") == ["attic has no floor: add it to FLOORS"]
+
+
+def test_own_room_floors_below_and_invited_guests_pass() -> None:
+    source = "\n".join(
+        [
+            "import torch.distributed as dist",
+            "import torch.functional, richer",
+            "from halley.core.types import Routing",
+            "from halley import ops",
+            "from . import layer",
+            "from .router import Router",
+            "from ..strategies import base",
+        ]
+    )
+    assert find_violations("moe", source) == []
+    assert find_violations("__init__", "from halley.cli import main", package="halley") == []
+
+
+def test_long_function_is_found() -> None:
+    source = "class A:\n    def long(self):\n        a = 1\n        return a\n\ndef short(): ...\n"
+    assert find_long_functions(source, max_lines=2) == ["long has 3 lines, more than 2"]
+    assert find_long_functions(source, max_lines=3) == []
+
+
+def test_cycle_is_found_but_not_a_lazy_one() -> None:
+    sources = {
+        "halley.core.__init__": "from halley.core.types import Routing",
+        "halley.core.types": "try:\n    from . import config\nexcept ImportError: ...",
+        "halley.core.config": "from halley.core import Routing",
+    }
+    assert set(find_cycle(sources)) == set(sources)
+    sources["halley.core.config"] = "def load():\n    from halley.core import Routing"
+    assert find_cycle(sources) == []

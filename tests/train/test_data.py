@@ -1,0 +1,180 @@
+"""Text to batches, checked byte by byte, and that a global batch does not depend on its split."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder of two visible files with text, 3 and 5 bytes, and some others."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.txt").write_bytes(b"12345")
+    (tmp_path / "a.txt").write_bytes(b"abc")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden.txt").write_bytes(b"no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"no")
+    return tmp_path
+
+
+def test_folder_gives_its_visible_files_in_order(folder: Path):
+    assert find_text_files(folder) == [folder / "a.txt", folder / "b" / "a.txt"]
+
+
+def test_file_gives_itself_even_when_hidden(folder: Path):
+    assert find_text_files(folder / ".hidden.txt") == [folder / ".hidden.txt"]
+
+
+def test_default_is_the_standard_library():
+    files = find_text_files(None)
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    names = [file.relative_to(stdlib).as_posix() for file in files]
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert not [name for name in names if "site-packages" in name or name.startswith("test/")]
+    assert all(name.endswith(".py") for name in names)
+    assert files == find_text_files(None)
+    assert Corpus(files, window=65).num_windows > 10_000
+
+
+def test_missing_path_is_an_error(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"text \(.*nowhere\) must be a file or a folder"):
+        find_text_files(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["", "empty.txt"])
+def test_no_text_is_an_error(tmp_path: Path, name: str):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=r"text \(.*\) must hold at least one byte"):
+        find_text_files(tmp_path / name)
+
+
+def test_windows_span_files_with_a_zero_between(folder: Path):
+    corpus = Corpus(find_text_files(folder), window=3)  # abc\012345 is 9 bytes
+    assert corpus.num_windows == 3
+    windows = [corpus.read_window(index) for index in range(3)]
+    assert [window.tobytes() for window in windows] == [b"abc", b"\x0012", b"345"]
+    assert all(window.dtype == np.uint8 for window in windows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    texts=st.lists(st.binary(min_size=1, max_size=6), min_size=1, max_size=5),
+    window=st.integers(1, 8),
+)
+def test_windows_are_the_joined_text(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], window: int
+):
+    folder = tmp_path_factory.mktemp("text")
+    files = [folder / str(index) for index in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_bytes(text)
+    joined = b"\0".join(texts)
+    if len(joined) < window:
+        with pytest.raises(ValueError, match=rf"text of {len(joined)} bytes in {len(texts)} files"):
+            Corpus(files, window=window)
+        return
+    corpus = Corpus(files, window=window)
+    read = b"".join(corpus.read_window(i).tobytes() for i in range(corpus.num_windows))
+    assert read == joined[: len(joined) // window * window]
+
+
+def test_file_cut_short_is_an_error(folder: Path):
+    corpus = Corpus(find_text_files(folder), window=3)
+    (folder / "a.txt").write_bytes(b"a")
+    with pytest.raises(RuntimeError, match=r"a\.txt has become shorter"):
+        corpus.read_window(0)
+
+
+SEQ_LEN = 4
+NUM_WINDOWS = 10
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    """Return ten windows of five bytes; window w holds 10 w, 10 w + 1, ..."""
+    rows = 10 * np.arange(NUM_WINDOWS)[:, None] + np.arange(SEQ_LEN + 1)
+    (tmp_path / "text").write_bytes(rows.astype(np.uint8).tobytes())
+    return Corpus([tmp_path / "text"], window=SEQ_LEN + 1)
+
+
+def _load(corpus: Corpus, *, rank: int = 0, num_ranks: int = 1, **sizes: int) -> BatchLoader:
+    sizes = {"seq_len": SEQ_LEN, "batch_size": 1, "num_microbatches": 1, "seed": 0, **sizes}
+    return BatchLoader(corpus, rank=rank, num_ranks=num_ranks, **sizes)
+
+
+def test_targets_are_the_next_bytes(corpus: Corpus):
+    tokens, targets = _load(corpus, batch_size=3).batch(0, 0)
+    assert tokens.shape == targets.shape == (3, SEQ_LEN)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens % 10, torch.arange(SEQ_LEN).expand(3, -1))
+    assert torch.equal(targets, tokens + 1)
+    assert int(targets.max()) < VOCAB_SIZE
+
+
+def _windows(loader: BatchLoader, *, step: int, num_microbatches: int) -> list[list[int]]:
+    batches = [loader.batch(step, microbatch)[0] for microbatch in range(num_microbatches)]
+    return [(tokens[:, 0] // 10).tolist() for tokens in batches]
+
+
+def test_each_epoch_visits_each_window_once_in_its_own_order(corpus: Corpus):
+    loader = _load(corpus, batch_size=5)
+    steps = [_windows(loader, step=step, num_microbatches=1)[0] for step in range(4)]
+    epochs = [steps[0] + steps[1], steps[2] + steps[3]]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(NUM_WINDOWS))] * 2
+    assert epochs[0] != epochs[1]
+    other = _load(corpus, batch_size=5, seed=1)
+    assert _windows(other, step=0, num_microbatches=1)[0] != steps[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_global_batch_does_not_depend_on_the_split(corpus: Corpus, num_ranks: int):
+    num_microbatches = 4 // num_ranks
+    one = _load(corpus, batch_size=2, num_microbatches=4)
+    ranks = [
+        _load(
+            corpus,
+            batch_size=2,
+            num_microbatches=num_microbatches,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        for rank in range(num_ranks)
+    ]
+    for step in (0, 1, 7):  # a step is 8 of 10 windows: step 1 lies across two epochs
+        expected = _windows(one, step=step, num_microbatches=4)
+        by_rank = [_windows(r, step=step, num_microbatches=num_microbatches) for r in ranks]
+        dealt = [by_rank[r][m] for m in range(num_microbatches) for r in range(num_ranks)]
+        assert dealt == expected
+
+
+def test_batch_is_the_same_after_any_other(corpus: Corpus):
+    loader = _load(corpus, batch_size=2)
+    first = loader.batch(9, 0)
+    loader.batch(0, 0)
+    loader.batch(30, 0)
+    for again in (loader.batch(9, 0), _load(corpus, batch_size=2).batch(9, 0)):
+        assert torch.equal(again[0], first[0])
+        assert torch.equal(again[1], first[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seq_len": 5}, r"window \(5\) of the corpus must be seq_len \+ 1 \(6\)"),
+        ({"batch_size": 0}, r"batch_size \(0\) must be at least 1"),
+        ({"num_microbatches": 0}, r"num_microbatches \(0\) must be at least 1"),
+        ({"rank": 2, "num_ranks": 2}, r"rank \(2\) must be in \[0, num_ranks\), num_ranks is 2"),
+        ({"seed": -1}, r"seed \(-1\) must be at least 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_errors(corpus: Corpus, wrong: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        _load(corpus, **wrong)
