@@ -141,8 +141,16 @@ def plan_dispatch(
     return plans
 
 
-def _expert_major(received_WL: torch.Tensor, *, num_recv: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the arrival place of each row in (expert, source, token) order, and experts' ends.
+def expert_major(received_WL: torch.Tensor, *, num_recv: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order received rows by expert; they arrive by source rank, then expert, then token.
+
+    Args:
+        received_WL: rows received from each rank for each expert, int64.
+        num_recv: their sum, R.
+
+    Returns:
+        The arrival place of each row in expert-major order, ``(R,)`` int64, and the end of each
+        expert's rows, ``(L,)`` int32, both on the device of ``received_WL``.
 
     Example: 2 sources, 2 experts, counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0, so
     expert-major order reads places 0, 3, 1, 2, and the experts end at 2 and 4.

@@ -82,9 +82,10 @@ class Experts:
 class DispatchPlan:
     """Where the routed rows of a range of local experts go; dispatch, combine and backward read it.
 
-    The range is the same on every rank. A rank sends its rows sorted by expert, so they leave in order of destination rank.
-    They arrive sorted by source rank, then expert, and are gathered to expert-major order,
-    where the rows of one expert are contiguous and a grouped GEMM can read them.
+    The range is the same on every rank. A rank sends its rows sorted by expert, so they leave in
+    order of destination rank. They arrive sorted by source rank, then expert, and are gathered to
+    expert-major order (``routing.expert_major``), where the rows of one expert are contiguous and
+    a grouped GEMM can read them.
 
     Attributes:
         num_local: how many local experts the plan is for.
