@@ -80,11 +80,11 @@ class Recorder:
         """
         if torch.compiler.is_compiling():
             return nullcontext()
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.enabled and not capturing:
+        if self.enabled and not self._is_capturing():
             return self._timed(name, stream)
-        # A mark costs some microseconds of the host even when no profiler reads it.
-        if torch.autograd._profiler_enabled():
+        # A mark costs some microseconds of the host even when no profiler reads it, and torch tells
+        # whether one does by no public name.
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return record_function(f"halley::{name}")
         return nullcontext()
 
@@ -123,6 +123,9 @@ class Recorder:
                 yield
             finally:
                 self._parts.append((name, stream, start, self._now()))
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _now(self) -> _Moment:
         if self._device.type == "cpu":

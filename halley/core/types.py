@@ -14,6 +14,7 @@ Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 
@@ -83,21 +84,21 @@ class DispatchPlan:
     """Where the routed rows of a range of local experts go; dispatch, combine and backward read it.
 
     The range is the same on every rank. A rank sends its rows sorted by expert, so they leave in
-    order of destination rank. They arrive sorted by source rank, then expert, and are gathered to
-    expert-major order (``routing.expert_major``), where the rows of one expert are contiguous and
-    a grouped GEMM can read them.
+    order of destination rank. They arrive sorted by source rank, then expert, and are gathered in
+    order of expert (``routing.order_by_expert``), where the rows of one expert are contiguous and a
+    grouped GEMM can read them.
 
     Attributes:
         num_local: how many local experts the plan is for.
         send_splits: rows sent to each rank.
         recv_splits: rows received from each rank.
-        received_WL: rows received from each rank for each expert, int64, on the device.
+        received_WL: rows received from each rank for each expert, int64.
     """
 
     num_local: int
     send_splits: list[int]
     recv_splits: list[int]
-    received_WL: torch.Tensor
+    received_WL: np.ndarray
 
     @property
     def num_send(self) -> int:

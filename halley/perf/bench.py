@@ -1,4 +1,4 @@
-"""Measures MoE layers: each strategy against the others, against the floor, and for right values."""
+"""Measures MoE layers: each strategy against the others, the floor, and the right values."""
 
 import statistics
 from collections.abc import Callable
@@ -196,7 +196,7 @@ def _extras(
 
 
 def _floors(gemms: Timing, crossing_us: float, *, direction: str) -> Row:
-    """Return the floor: two GEMMs and two crossings forward; three and two times that with backward."""
+    """Return the floor; backward adds twice the GEMMs and once the crossings of forward."""
     both = direction == "forward_backward"
     gemm_us = gemms.median_us * (3 if both else 1)
     total_wire_us = 2 * crossing_us * (2 if both else 1)

@@ -8,13 +8,14 @@ every chunk.
 
 from typing import final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from halley.core.routing import (
     check_routing,
-    expert_major,
     local_experts,
+    order_by_expert,
     plan_dispatch,
     sort_slots,
 )
@@ -67,19 +68,18 @@ class ChunkedStrategy(AbstractStrategy):
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
+        size = {"num_experts": num_experts, "ep_size": self.ep_size}
         with self.recorder.span("route"):
-            table = CountTable(routing, num_experts=num_experts, group=self.group)
+            keys_N, slots_N = sort_slots(idx_TK, **size)
+            table = CountTable(keys_N, num_experts=num_experts, group=self.group)
         with self.recorder.span("route.wait", stream="exposed"):
             counts_WE = table.read()
         with self.recorder.span("route"):
             num_chunks = self.num_chunks or self._choose(counts_WE, idx_TK.shape[1], experts)
-            slots_N = sort_slots(
-                idx_TK, num_experts=num_experts, ep_size=self.ep_size, num_chunks=num_chunks
-            )
+            plans = plan_dispatch(counts_WE, self.rank, num_chunks=num_chunks)
+            if num_chunks > 1:
+                _, slots_N = sort_slots(idx_TK, num_chunks=num_chunks, **size)
             inverse_N = invert(slots_N)
-            plans = plan_dispatch(
-                counts_WE, self.rank, table_WE=table.device_WE, num_chunks=num_chunks
-            )
             rows_ND = gather_tokens(x_TD, slots_N, inverse_N=inverse_N, top_k=idx_TK.shape[1])
 
         back_ND = torch.empty_like(rows_ND)
@@ -120,13 +120,12 @@ class ChunkedStrategy(AbstractStrategy):
         arriving = [d.start(rows) for d, rows in zip(dispatches, sent, strict=False)]
         returning: list[torch.Tensor] = []
         for c, plan in enumerate(plans):
-            arrival_R, ends_L = expert_major(plan.received_WL, num_recv=plan.num_recv)
-            place_R = invert(arrival_R)
+            order = order_by_expert(plan, device=rows_ND.device)
             arrived_RD = dispatches[c].wait(arriving[c])
             with self.recorder.span("experts"):
-                x_RD = permute_rows(arrived_RD, arrival_R, inverse_R=place_R)
-                y_RD = apply_experts(x_RD, ranges[c], ends_L=ends_L)
-                y_RD = permute_rows(y_RD, place_R, inverse_R=arrival_R)
+                x_RD = permute_rows(arrived_RD, order.arrival_R, inverse_R=order.place_R)
+                y_RD = apply_experts(x_RD, ranges[c], ends_L=order.ends_L)
+                y_RD = permute_rows(y_RD, order.place_R, inverse_R=order.arrival_R)
             returning.append(combines[c].start(y_RD))
         return [combines[c].wait(rows) for c, rows in enumerate(returning)]
 
@@ -145,7 +144,7 @@ class ChunkedStrategy(AbstractStrategy):
             received=received,
         )
 
-    def _choose(self, counts_WE: torch.Tensor, top_k: int, experts: Experts) -> int:
+    def _choose(self, counts_WE: np.ndarray, top_k: int, experts: Experts) -> int:
         """Choose from what all ranks know, so that all choose alike."""
         rows = int(counts_WE.sum()) // (self.ep_size * top_k)
         shape = LayerShape(

@@ -2,11 +2,10 @@
 
 from typing import final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from halley.core.routing import count_tokens_per_expert
-from halley.core.types import Routing
 from halley.ops.exchange import gather_counts
 
 
@@ -15,28 +14,27 @@ class CountTable:
     """Routed rows of each expert on each rank of a group; gathered when made, read when needed.
 
     Args:
-        routing: this rank's routing.
+        keys_N: this rank's routed slots, sorted: expert ids, then larger values for dropped ones.
         num_experts: experts of all ranks.
         group: the ranks; None for a rank on its own.
-
-    Attributes:
-        device_WE: the table, int64, on the device of the routing.
     """
 
     def __init__(
-        self, routing: Routing, *, num_experts: int, group: dist.ProcessGroup | None
+        self, keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
     ) -> None:
-        counts_E = count_tokens_per_expert(routing.topk_idx_TK, num_experts)
-        self.device_WE = gather_counts(counts_E, group=group)
+        # In sorted keys a search finds where each expert ends: no atomics, no host read.
+        experts_E = torch.arange(num_experts, dtype=keys_N.dtype, device=keys_N.device)
+        ends_E = torch.searchsorted(keys_N, experts_E, right=True)
+        ends_WE = gather_counts(ends_E, group=group)
         # Pinned and behind an event: later work may be queued before the host has read it.
-        self._host_WE = self.device_WE.to("cpu", non_blocking=True)
+        self._ends_WE = ends_WE.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
-        if self.device_WE.is_cuda:
+        if ends_WE.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> torch.Tensor:
-        """Wait for the copy; return ``(W, E)`` int64 on the CPU."""
+    def read(self) -> np.ndarray:
+        """Wait for the copy; return the counts, ``(W, E)`` int64."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host_WE
+        return np.diff(self._ends_WE.numpy(), axis=1, prepend=0)

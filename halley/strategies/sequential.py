@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from halley.core.routing import check_routing, expert_major, plan_dispatch, sort_slots
+from halley.core.routing import check_routing, order_by_expert, plan_dispatch, sort_slots
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
@@ -44,24 +44,23 @@ class SequentialStrategy(AbstractStrategy):
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
         with self.recorder.span("route"):
-            table = CountTable(routing, num_experts=num_experts, group=self.group)
-            slots_N = sort_slots(idx_TK, num_experts=num_experts, ep_size=self.ep_size)
+            keys_N, slots_N = sort_slots(idx_TK, num_experts=num_experts, ep_size=self.ep_size)
+            table = CountTable(keys_N, num_experts=num_experts, group=self.group)
             inverse_N = invert(slots_N)
             rows_ND = gather_tokens(x_TD, slots_N, inverse_N=inverse_N, top_k=idx_TK.shape[1])
         with self.recorder.span("route.wait", stream="exposed"):
             counts_WE = table.read()
-        (plan,) = plan_dispatch(counts_WE, self.rank, table_WE=table.device_WE)
+        (plan,) = plan_dispatch(counts_WE, self.rank)
         num_dropped = idx_TK.numel() - plan.num_send  # they come last
 
         dispatch = self._exchange(plan.send_splits, plan.recv_splits, name="dispatch")
         started = dispatch.start(rows_ND[: plan.num_send] if num_dropped else rows_ND)
-        arrival_R, ends_L = expert_major(plan.received_WL, num_recv=plan.num_recv)
-        place_R = invert(arrival_R)
+        order = order_by_expert(plan, device=x_TD.device)
         arrived_RD = dispatch.wait(started)
         with self.recorder.span("experts"):
-            x_RD = permute_rows(arrived_RD, arrival_R, inverse_R=place_R)
-            y_RD = apply_experts(x_RD, experts, ends_L=ends_L)
-            y_RD = permute_rows(y_RD, place_R, inverse_R=arrival_R)
+            x_RD = permute_rows(arrived_RD, order.arrival_R, inverse_R=order.place_R)
+            y_RD = apply_experts(x_RD, experts, ends_L=order.ends_L)
+            y_RD = permute_rows(y_RD, order.place_R, inverse_R=order.arrival_R)
         combine = self._exchange(plan.recv_splits, plan.send_splits, name="combine")
         back_ND = combine.wait(combine.start(y_RD))
 

@@ -157,7 +157,9 @@ def _environment(num_processes: int) -> dict[str, str]:
         port = server.getsockname()[1]
     return {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
-        **os.environ,
+        # Its C++ warnings of a lost store carry stack traces that bury what the rank itself says.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **os.environ,  # what the user chose stays
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",

@@ -147,7 +147,8 @@ class Watchdog:
             self._leave()
         except RuntimeError:  # what all stores raise
             # A host that finished its training takes the store with it, and that is no loss.
-            if self._left.get(0) != _FINISHED and self._verdict is None:
+            expected = self._stopped.is_set() or self._left.get(0) == _FINISHED
+            if not expected and self._verdict is None:
                 self._verdict = f"{_store_host()} (connection lost)"
 
     def _exchange(self) -> None:

@@ -203,7 +203,8 @@ def test_recorder_takes_parts_of_other_threads() -> None:
 @pytest.mark.parametrize(("enabled", "kept"), [(True, ["experts"]), (False, [])])
 def test_recorder_shows_its_parts_to_the_profiler(enabled: bool, kept: list[str]) -> None:
     recorder = Recorder("cpu", enabled=enabled)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, recorder.span("experts"):
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as profiler, recorder.span("experts"):
         pass
     names = [event.name for event in profiler.events() or []]
     assert names.count("halley::experts") == 1

@@ -97,6 +97,7 @@ def test_ranks_get_the_environment_of_torch(
     command: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     monkeypatch.setattr(launch_module, "_num_cores", lambda: 7)
     script = "import json; say(json.dumps(dict(os.environ)))"
     assert run_ranks(command(script), num_processes=3) == 0
@@ -106,6 +107,7 @@ def test_ranks_get_the_environment_of_torch(
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["OMP_NUM_THREADS"] == "2"  # 7 cores over 3 ranks
+        assert environment["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
 
 
