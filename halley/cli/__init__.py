@@ -2,4 +2,5 @@
 
 from halley.cli.main import main
 
+
 __all__ = ["main"]

@@ -4,4 +4,5 @@ import sys
 
 from halley.cli.main import main
 
+
 sys.exit(main())

@@ -9,17 +9,18 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from halley.cli.ranks import hand_to_ranks
+from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.tables import layer_table
 from halley.core.config import ModelConfig
 from halley.core.models import find_model
 from halley.core.skew import parse_load
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import STRATEGIES
-from halley.moe.world import join_world, pick_device
+from halley.moe.world import pick_device
 from halley.perf.bench import LayerCase, measure_layers
 from halley.perf.charts import draw_layer_bench
 from halley.perf.results import results_path, write_rows
+
 
 app = typer.Typer(help="Measure layers.", no_args_is_help=True)
 
@@ -67,7 +68,7 @@ def layer(
     if code is not None:
         return code
 
-    with join_world(device) as world:
+    with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type)
         console = Console(stderr=True, quiet=not world.is_first)
         with Progress(console=console) as progress:

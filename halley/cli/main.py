@@ -9,6 +9,7 @@ import typer
 from halley.cli import bench, doctor, export, trace, train
 from halley.train.launch import USER_ERROR
 
+
 app = typer.Typer(
     name="halley",
     help="Train Mixture-of-Experts models with their communication behind computation. "
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("train")(train.train)
+app.command("train")(train.run)
 app.add_typer(bench.app, name="bench")
 app.command("trace")(trace.trace)
 app.command("export")(export.export)

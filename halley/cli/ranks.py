@@ -1,11 +1,14 @@
 """Running a command on several ranks of this host."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from halley.moe.world import is_launched, pick_device
+from halley.moe.world import World, is_launched, join_world, pick_device
 from halley.train.launch import default_num_processes, launch
+from halley.train.watchdog import Watchdog
 
 
 def hand_to_ranks(nproc: int, *, device: str) -> int | None:
@@ -33,3 +36,24 @@ def hand_to_ranks(nproc: int, *, device: str) -> int | None:
     if num_processes == 1:
         return None
     return launch(sys.argv[1:], num_processes=num_processes)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
+    """Join the ranks of this run, under a watchdog that names a lost one.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: a rank is lost; names it and the step.
+    """
+    with join_world(device) as world:
+        if world.store is None:
+            yield world, None
+            return
+        with Watchdog(world.store, rank=world.rank, num_ranks=world.num_ranks) as watchdog:
+            try:
+                yield world, watchdog
+            except RuntimeError as error:
+                raise watchdog.explain(error) from error

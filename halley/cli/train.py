@@ -1,6 +1,80 @@
-"""stub"""
+"""``halley train``: train a model."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halley.cli.ranks import hand_to_ranks, joined
+from halley.core.config import RunConfig
+from halley.core.load_config import load_config
+from halley.core.routing import local_experts
+from halley.moe.strategy import STRATEGIES
+from halley.train.checkpoint import check_writable
+from halley.train.loop import CHECKPOINTS_FOLDER, train
+from halley.train.step import open_corpus
 
 
-def train() -> int:
-    """Todo."""
+ConfigOption = Annotated[Path | None, typer.Option(help="A TOML file.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value, as in the TOML file; repeatable.")
+]
+NprocOption = Annotated[int, typer.Option(help="Ranks to start; 0 is one a GPU, or 2 without.")]
+
+
+def run(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    data: Annotated[str | None, typer.Option(help="A file or folder of text.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for all that the run writes.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="How routed experts run.")] = None,
+    nproc: NprocOption = 0,
+) -> int:
+    """Train a Mixture-of-Experts language model on text, byte by byte.
+
+    Without --data it reads the Python standard library's sources. Started by torchrun, it is one
+    of its ranks; else it starts --nproc ranks on this host.
+    """
+    run_config = read_config(config, overrides, data=data, output=output, strategy=strategy)
+    check_config(run_config, nproc=nproc)
+    check_writable(Path(run_config.output) / CHECKPOINTS_FOLDER)
+    code = hand_to_ranks(nproc, device=run_config.device)
+    if code is not None:
+        return code
+    with joined(run_config.device) as (world, watchdog):
+
+        def on_step(step: int) -> None:
+            if watchdog is not None:
+                watchdog.step = step
+
+        metrics = train(run_config, world, on_step=on_step)
+        if world.is_first:
+            typer.echo(json.dumps(metrics))
     return 0
+
+
+def read_config(path: Path | None, overrides: list[str] | None, **options: str | None) -> RunConfig:
+    """Return a run's configuration, options of the command line last."""
+    config = load_config(path, overrides=overrides or [])
+    data = options.pop("data", None)
+    if data is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data))
+    given = {name: value for name, value in options.items() if value is not None}
+    return dataclasses.replace(config, **given)
+
+
+def check_config(config: RunConfig, *, nproc: int) -> None:
+    """Check before ranks are started what can be checked without them.
+
+    Raises:
+        ValueError: an unknown strategy, missing text, or experts that do not divide.
+    """
+    if config.strategy not in STRATEGIES:
+        raise ValueError(f"strategy ({config.strategy}) must be one of {', '.join(STRATEGIES)}")
+    open_corpus(config)
+    if config.ep_size and nproc and nproc % config.ep_size != 0:
+        raise ValueError(f"ep_size ({config.ep_size}) must divide the number of ranks ({nproc})")
+    if config.ep_size or nproc:
+        local_experts(config.model.moe.num_experts, ep_size=config.ep_size or nproc)

@@ -32,8 +32,8 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
         )
     difference = norm = 0.0
     # A slice at a time: a stack of experts in float64 would not fit beside the experts.
-    parts = zip(value.flatten().split(_SLICE), reference.flatten().split(_SLICE), strict=True)
-    for part, wanted in parts:
+    values = torch.split(value.flatten(), _SLICE)
+    for part, wanted in zip(values, torch.split(reference.flatten(), _SLICE), strict=True):
         difference += (part.double() - wanted.double()).square().sum().item()
         norm += wanted.double().square().sum().item()
     if not math.isfinite(difference):

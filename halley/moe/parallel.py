@@ -178,7 +178,7 @@ def _sum_over(
 def _sum_bucket(bucket: list[torch.Tensor], *, group: dist.ProcessGroup | None, scale: int) -> None:
     if group is None:
         if scale > 1:
-            torch._foreach_div_(bucket, scale)
+            torch._foreach_div_(bucket, scale)  # pyright: ignore[reportPrivateImportUsage]
         return
     flat = torch.cat([gradient.flatten() for gradient in bucket])
     dist.all_reduce(flat, group=group)

@@ -17,11 +17,13 @@ class World:
     Attributes:
         rank, num_ranks: of the launcher; 0 and 1 without one.
         device: what this rank computes on.
+        store: through which the ranks found each other; None without a launcher.
     """
 
     rank: int
     num_ranks: int
     device: torch.device
+    store: dist.Store | None = None
 
     @property
     def is_first(self) -> bool:
@@ -70,11 +72,16 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
     if not is_launched():
         yield World(rank=0, num_ranks=1, device=device)
         return
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=rank,
+        world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    yield World(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device=device)
+    yield World(rank=rank, num_ranks=num_ranks, device=device, store=store)
     # Not after an error: with a lost peer it would wait for it.
     dist.destroy_process_group()

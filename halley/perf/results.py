@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from halley.moe.parallel import ParallelGroups
 
@@ -23,7 +24,7 @@ def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | 
         "num_gpus": groups.num_ranks,
         "torch": torch.__version__,
         "triton": _triton_version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": ".".join(map(str, nccl.version())) if cuda else None,
         "commit": commit or _git_commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

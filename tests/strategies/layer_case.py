@@ -8,6 +8,7 @@ from halley.core.reference import moe_reference
 from halley.core.skew import parse_load, sample_routing
 from halley.core.types import Activation, Experts, Routing
 
+
 SIZES = {"hidden_size": 24, "intermediate_size": 16}  # rows of 16 bytes in float32 and bfloat16
 
 
@@ -88,7 +89,8 @@ def expected(case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
     own = slice(start, start + case.num_tokens_W[rank])
     num_local = case.num_experts // len(case.num_tokens_W)
     local = slice(rank * num_local, (rank + 1) * num_local)
-    assert x_TD.grad is not None and weights_TK.grad is not None
+    assert x_TD.grad is not None
+    assert weights_TK.grad is not None
     values = {
         "y": y_TD.detach()[own],
         "x.grad": x_TD.grad[own],
@@ -116,7 +118,8 @@ def local_experts_of(case: LayerCase, rank: int) -> Experts:
         return part.clone().requires_grad_()
 
     up, down = leaf(experts.up_LGD), leaf(experts.down_LDF)
-    assert up is not None and down is not None
+    assert up is not None
+    assert down is not None
     return Experts(
         up_LGD=up,
         down_LDF=down,

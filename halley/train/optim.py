@@ -1,0 +1,160 @@
+"""Optimizer step of a model whose experts are sharded: float32 state, global clipping, schedule."""
+
+import math
+from typing import final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from halley.core.config import OptimizerConfig
+from halley.moe.parallel import ParallelGroups, expert_parameter_names, global_norm, sync_gradients
+
+
+def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
+    """Return the rate of a step: linear warm-up, then a cosine to ``final_fraction``.
+
+    Args:
+        step: from 0.
+        num_steps: of the whole run.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * cosine)
+
+
+@final
+class ModelOptimizer:
+    """AdamW or SGD on float32 copies of the parameters, which are the parameters where they can be.
+
+    Gradients of microbatches are added in float32. Decay is for matrices alone.
+
+    Args:
+        model: all its parameters are trained.
+        groups: which gradients are summed over which ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, *, groups: ParallelGroups
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.parameters = dict(model.named_parameters())
+        self.masters = {
+            name: parameter
+            if parameter.dtype == torch.float32
+            else nn.Parameter(parameter.detach().float())
+            for name, parameter in self.parameters.items()
+        }
+        self.experts = expert_parameter_names(model)
+        matrices = [master for master in self.masters.values() if master.ndim >= 2]
+        others = [master for master in self.masters.values() if master.ndim < 2]
+        decay = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        decay = [group for group in decay if group["params"]]
+        if config.kind == "sgd":
+            self.torch_optimizer = torch.optim.SGD(decay, lr=config.learning_rate)
+        else:
+            self.torch_optimizer = torch.optim.AdamW(
+                decay,
+                lr=config.learning_rate,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+            )
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients of a backward pass to those in float32."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    @torch.no_grad()
+    def sync(self) -> torch.Tensor:
+        """Sum gradients over ranks, clip them by their global norm and return that norm.
+
+        A collective of all ranks.
+
+        Returns:
+            The norm before clipping, a float32 scalar.
+        """
+        expert = [self._grad(name) for name in self.masters if name in self.experts]
+        dense = [self._grad(name) for name in self.masters if name not in self.experts]
+        sync_gradients(dense, expert, groups=self.groups)
+        norm = global_norm(dense, expert, groups=self.groups)
+        if self.config.clip_norm:
+            scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(dense + expert, scale)
+        return norm
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Update the parameters with learning rate ``rate`` and forget the gradients."""
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = rate
+        self.torch_optimizer.step()
+        self.torch_optimizer.zero_grad()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the float32 copies to the parameters."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def state(self) -> dict[str, object]:
+        """Return what a checkpoint keeps, as tensors that loading writes into.
+
+        Experts are DTensors sharded over the expert-parallel group, so that a checkpoint does not
+        depend on its size.
+        """
+        state: dict[str, object] = {"parameters": self._sharded(self.masters)}
+        if self.config.kind == "adamw":
+            for key in ("exp_avg", "exp_avg_sq"):
+                moments = {name: self._moments(name)[key] for name in self.masters}
+                state[key] = self._sharded(moments)
+        return state
+
+    def resume(self, step: int) -> None:
+        """Go on after ``step`` steps, once ``state()`` has been read from a checkpoint."""
+        if self.config.kind == "adamw":
+            for name in self.masters:
+                self._moments(name)["step"].fill_(step)
+        self.publish()
+
+    def _grad(self, name: str) -> torch.Tensor:
+        grad = self.masters[name].grad
+        assert grad is not None, f"{name} has no gradient"
+        return grad
+
+    def _moments(self, name: str) -> dict[str, torch.Tensor]:
+        """Return AdamW's state of a parameter, made before its first step if need be."""
+        master = self.masters[name]
+        moments = self.torch_optimizer.state[master]
+        if not moments:
+            moments["step"] = torch.tensor(0.0)
+            moments["exp_avg"] = torch.zeros_like(master)
+            moments["exp_avg_sq"] = torch.zeros_like(master)
+        return moments
+
+    def _sharded(self, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
+        mesh = self.groups.mesh
+        if mesh is None:
+            return {name: tensor.detach() for name, tensor in tensors.items()}
+        return {
+            name: DTensor.from_local(tensor.detach(), mesh, [Replicate(), Shard(0)])
+            if name in self.experts
+            else tensor.detach()
+            for name, tensor in tensors.items()
+        }

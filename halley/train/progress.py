@@ -1,0 +1,109 @@
+"""Reports a run: a line or a bar for people, one JSON line a step for programs, TensorBoard."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from halley.core.config import RunConfig
+
+
+METRICS_FILE = "metrics.jsonl"
+Metrics = dict[str, float | int | None]
+
+
+@final
+class Reporter:
+    """Takes the metrics of each step; on ranks other than the first it does nothing."""
+
+    def __init__(self, config: RunConfig, *, console: Console, metrics: Path | None) -> None:
+        self._config = config
+        self._console = console
+        self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
+        self._progress: Progress | None = None
+        self._board = None
+        if metrics is not None and config.train.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError(
+                    "train.tensorboard (true) must have the package tensorboard: "
+                    "pip install 'halley-moe[tensorboard]'"
+                ) from error
+            self._board = SummaryWriter(str(metrics.parent / "tensorboard"))
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self._console.print(text, highlight=False)
+
+    def report(self, metrics: Metrics) -> None:
+        """Show one step and write it down.
+
+        Args:
+            metrics: ``step`` counts the steps done, from 1.
+        """
+        if self._metrics is None:
+            return
+        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.flush()
+        step = int(metrics["step"] or 0)
+        if self._board is not None:
+            for name, value in metrics.items():
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step, description=describe(metrics))
+        elif step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
+            self.say(f"step {step}/{self._config.train.num_steps}  {describe(metrics)}")
+
+    @contextmanager
+    def running(self, first_step: int) -> Iterator[None]:
+        """Show a progress bar while the loop runs, on a terminal."""
+        if self._metrics is None:
+            yield
+            return
+        if self._console.is_terminal:
+            columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"))
+            text = TextColumn("{task.description}")
+            with Progress(*columns, TimeRemainingColumn(), text, console=self._console) as bar:
+                self._progress = bar
+                self._bar = bar.add_task(
+                    "", total=self._config.train.num_steps, completed=first_step
+                )
+                yield
+            self._progress = None
+        else:
+            yield
+        self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def describe(metrics: Metrics) -> str:
+    """Return the metrics of a step as people read them."""
+    parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
+    mfu, exposed = metrics["mfu"], metrics["exposed_share"]
+    parts.append("mfu -" if mfu is None else f"mfu {mfu:.1%}")
+    parts.append(f"exposed communication {exposed:.1%}")
+    return "  ".join(parts)
+
+
+def drop_later_steps(path: Path, *, step: int) -> None:
+    """Remove the lines of steps after ``step``, which a resumed run takes again.
+
+    A last line that a crash cut short goes too.
+    """
+    if not path.exists():
+        return
+    kept: list[str] = []
+    for line in path.read_text(encoding="ascii").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError):
+            continue
+    path.write_text("".join(kept), encoding="ascii")

@@ -1,0 +1,166 @@
+"""What a training step needs, and the step: forward, backward, sum over ranks, update."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from halley.core.config import RunConfig
+from halley.core.timeline import Recorder
+from halley.moe.model import MoETransformer
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.moe.router import SigmoidRouter
+from halley.moe.strategy import build_strategy
+from halley.moe.world import World
+from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
+from halley.train.optim import ModelOptimizer, learning_rate
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """The parts of a run on this rank."""
+
+    config: RunConfig
+    world: World
+    groups: ParallelGroups
+    recorder: Recorder
+    model: MoETransformer
+    optimizer: ModelOptimizer
+    loader: BatchLoader
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks in one step."""
+        train = self.config.train
+        sequences = train.batch_size * train.num_microbatches * self.world.num_ranks
+        return sequences * self.config.data.seq_len
+
+    def routers(self) -> list[SigmoidRouter]:
+        """Return the routers whose selection bias follows the load, in order of layer."""
+        return [m for m in self.model.modules() if isinstance(m, SigmoidRouter)]
+
+    def state(self) -> dict[str, object]:
+        """Return what a checkpoint keeps; loading writes into it."""
+        biases = {str(index): router.bias for index, router in enumerate(self.routers())}
+        return self.optimizer.state() | ({"router_bias": biases} if biases else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step gives, averaged over ranks and microbatches.
+
+    Attributes:
+        loss: next-byte cross-entropy, nats a byte.
+        router_loss: balance and z losses times their coefficients.
+        grad_norm: global norm before clipping.
+    """
+
+    loss: float
+    router_loss: float
+    grad_norm: float
+    learning_rate: float
+
+
+def open_corpus(config: RunConfig) -> Corpus:
+    """Open the text of a run.
+
+    Raises:
+        ValueError: it is missing, or too short for one sequence.
+    """
+    path = None if config.data.path is None else Path(config.data.path)
+    return Corpus(find_text_files(path), window=config.data.seq_len + 1)
+
+
+def build_run(config: RunConfig, world: World) -> TrainingRun:
+    """Make the model, its optimizer and its data; a collective of all ranks.
+
+    Raises:
+        ValueError: the configuration does not fit the ranks or the data.
+    """
+    if config.model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
+        )
+    groups = build_groups(config.ep_size, device_type=world.device.type)
+    recorder = Recorder(world.device, rank=world.rank)
+    strategy = build_strategy(
+        config.strategy,
+        groups.ep,
+        recorder=recorder,
+        device=world.device,
+        num_chunks=config.num_chunks,
+    )
+    model = MoETransformer(
+        config.model,
+        strategy=strategy,
+        groups=groups,
+        recorder=recorder,
+        dtype=_DTYPES[config.train.dtype],
+        device=world.device,
+        activation_checkpointing=config.train.activation_checkpointing,
+    )
+    model.init_weights(seed=config.train.seed)
+    loader = BatchLoader(
+        open_corpus(config),
+        seq_len=config.data.seq_len,
+        batch_size=config.train.batch_size,
+        num_microbatches=config.train.num_microbatches,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        seed=config.train.seed,
+    )
+    return TrainingRun(
+        config=config,
+        world=world,
+        groups=groups,
+        recorder=recorder,
+        model=model,
+        optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
+        loader=loader,
+    )
+
+
+def train_step(run: TrainingRun, step: int) -> StepResult:
+    """Take one optimizer step, number ``step`` from 0; a collective of all ranks."""
+    recorder, num_microbatches = run.recorder, run.config.train.num_microbatches
+    losses = torch.zeros(2, device=run.world.device)
+    counts_ME: torch.Tensor | None = None
+    for microbatch in range(num_microbatches):
+        tokens_BS, targets_BS = (
+            part.to(run.world.device) for part in run.loader.batch(step, microbatch)
+        )
+        with recorder.span("forward"):
+            output = run.model(tokens_BS)
+        with recorder.span("loss"):
+            loss = F.cross_entropy(output.logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+        with recorder.span("backward"):
+            ((loss + output.router_loss) / num_microbatches).backward()
+        run.optimizer.accumulate()
+        losses += torch.stack([loss.detach(), output.router_loss.detach()]) / num_microbatches
+        counts_ME = output.counts_ME if counts_ME is None else counts_ME + output.counts_ME
+
+    with recorder.span("gradients.wait", stream="exposed"):
+        norm = run.optimizer.sync()
+        if dist.is_initialized():
+            dist.all_reduce(losses)
+    rate = learning_rate(run.config.optimizer, step, num_steps=run.config.train.num_steps)
+    with recorder.span("optimizer"):
+        run.optimizer.step(rate)
+        _update_router_bias(run, counts_ME)
+    mean, router_mean = (losses / run.world.num_ranks).tolist()
+    return StepResult(loss=mean, router_loss=router_mean, grad_norm=float(norm), learning_rate=rate)
+
+
+def _update_router_bias(run: TrainingRun, counts_ME: torch.Tensor | None) -> None:
+    routers = run.routers()
+    if not routers or counts_ME is None:
+        return
+    if dist.is_initialized():
+        dist.all_reduce(counts_ME)
+    for router, counts_E in zip(routers, counts_ME, strict=True):
+        router.update_bias(counts_E)
