@@ -1,7 +1,5 @@
 """Index arithmetic of routing: counts, sort orders and the dispatch plan. No communication."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -109,13 +107,28 @@ def _places(num_experts: int, *, ep_size: int, num_chunks: int) -> torch.Tensor:
     return places
 
 
-def plan_dispatch(counts_WE: np.ndarray, rank: int, *, num_chunks: int = 1) -> list[DispatchPlan]:
-    """Plan the exchange of routed rows from the routing table of all ranks, summed to counts.
+def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return where each expert's slots start among sorted keys, then where the last one's end.
+
+    Args:
+        keys_N: as ``sort_slots`` returns them for one chunk.
+
+    Returns:
+        ``(E + 1,)`` int64, by a search: no atomics, and nothing is read by the host.
+
+    Example: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give [0, 1, 1, 3, 3].
+    """
+    experts = torch.arange(num_experts + 1, dtype=keys_N.dtype, device=keys_N.device)
+    return torch.searchsorted(keys_N, experts)
+
+
+def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> list[DispatchPlan]:
+    """Plan the exchange of routed rows from the routing table of all ranks.
 
     Every rank holds the same table and derives its own plan alone.
 
     Args:
-        counts_WE: routed rows of each expert on each source rank, int64.
+        starts_WE1: ``expert_starts`` of each source rank, ``(W, E + 1)``.
         rank: this rank's index in the expert-parallel group.
         num_chunks: ranges into which each rank's local experts are divided.
 
@@ -125,63 +138,45 @@ def plan_dispatch(counts_WE: np.ndarray, rank: int, *, num_chunks: int = 1) -> l
     Raises:
         ValueError: the experts do not divide over the ranks, or the chunks over the experts.
     """
-    num_ranks, num_experts = counts_WE.shape
+    num_ranks, num_experts = starts_WE1.shape[0], starts_WE1.shape[1] - 1
     num_local = local_experts(num_experts, ep_size=num_ranks)
-    sizes = chunk_sizes(num_local, num_chunks)
-    sent_WL = counts_WE[rank].reshape(num_ranks, num_local)
-    received_WL = counts_WE[:, rank * num_local : (rank + 1) * num_local]
+    first_W = np.arange(num_ranks) * num_local
+    own = rank * num_local
     plans: list[DispatchPlan] = []
     start = 0
-    for size in sizes:
-        chunk = slice(start, start + size)
-        start += size
+    for size in chunk_sizes(num_local, num_chunks):
+        end = start + size
+        sent_W = starts_WE1[rank, first_W + end] - starts_WE1[rank, first_W + start]
+        received_W = starts_WE1[:, own + end] - starts_WE1[:, own + start]
         plan = DispatchPlan(
             num_local=size,
-            send_splits=sent_WL[:, chunk].sum(1).tolist(),
-            recv_splits=received_WL[:, chunk].sum(1).tolist(),
-            received_WL=received_WL[:, chunk],
+            send_splits=sent_W.tolist(),
+            recv_splits=received_W.tolist(),
+            starts_WL1=starts_WE1[:, own + start : own + end + 1],
         )
         plans.append(plan)
+        start = end
     return plans
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertOrder:
-    """How received rows are sorted by expert; they arrive by source rank, then expert, then token.
+def order_by_expert(plan: DispatchPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Sort a plan's received rows by expert; they arrive by source rank, then expert, then token.
 
-    Attributes:
-        arrival_R: the arrival place of each row in expert-major order.
-        place_R: the expert-major place of each row in order of arrival, its inverse.
-        ends_L: end of each expert's rows in expert-major order.
-    """
-
-    arrival_R: torch.Tensor
-    place_R: torch.Tensor
-    ends_L: torch.Tensor
-
-
-def order_by_expert(plan: DispatchPlan, *, device: torch.device) -> ExpertOrder:
-    """Return the order of a plan's received rows, as int32 tensors on ``device``.
-
-    The segments of (source, expert) are few, and laid out on the host; the rows are many, and
-    laid out on the device.
+    Returns:
+        The arrival place of each row in order of expert, then the place in order of expert of
+        each row in order of arrival, ``(2, R)`` int32; and the end of each expert's rows in order
+        of expert, ``(L,)`` int32.
 
     Example: 2 sources, 2 experts, counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0, so
-    expert-major order reads places 0, 3, 1, 2, and the experts end at 2 and 4.
+    order of expert reads places 0, 3, 1, 2, and the experts end at 2 and 4.
     """
-    counts_WL = plan.received_WL
-    counts_LW = counts_WL.T
-    arrival_end_WL = counts_WL.reshape(-1).cumsum().reshape(counts_WL.shape)
-    expert_end_LW = counts_LW.reshape(-1).cumsum().reshape(counts_LW.shape)
+    counts_WL = np.diff(plan.starts_WL1, axis=1)
+    counts_LW = np.ascontiguousarray(counts_WL.T)
+    arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
+    expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
     shift_WL = expert_end_LW.T - arrival_end_WL  # of starts too, as both have the same counts
-    parts = (-shift_WL.T, counts_LW, shift_WL, counts_WL, expert_end_LW[:, -1])
-    table = np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32)
-    size = counts_WL.size
-    back, counts_back, there, counts_there, ends_L = (
-        torch.from_numpy(table).to(device, non_blocking=True).split([size] * 4 + [plan.num_local])
-    )
-    num_recv = plan.num_recv
-    rows_R = torch.arange(num_recv, dtype=torch.int32, device=device)
-    arrival_R = torch.repeat_interleave(back, counts_back, output_size=num_recv).add_(rows_R)
-    place_R = torch.repeat_interleave(there, counts_there, output_size=num_recv).add_(rows_R)
-    return ExpertOrder(arrival_R=arrival_R, place_R=place_R, ends_L=ends_L)
+    orders = np.empty((2, plan.num_recv), dtype=np.int32)
+    rows_R = np.arange(plan.num_recv, dtype=np.int32)
+    np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
+    np.add(rows_R, np.repeat(shift_WL, counts_WL.ravel()), out=orders[1], casting="unsafe")
+    return orders, expert_end_LW[:, -1].astype(np.int32)

@@ -92,13 +92,14 @@ class DispatchPlan:
         num_local: how many local experts the plan is for.
         send_splits: rows sent to each rank.
         recv_splits: rows received from each rank.
-        received_WL: rows received from each rank for each expert, int64.
+        starts_WL1: where each expert's rows start among those that each rank sends to all ranks,
+            then where the last one's end, int64.
     """
 
     num_local: int
     send_splits: list[int]
     recv_splits: list[int]
-    received_WL: np.ndarray
+    starts_WL1: np.ndarray
 
     @property
     def num_send(self) -> int:

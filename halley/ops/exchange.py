@@ -64,6 +64,12 @@ class Exchange:
             return started
         return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
 
+    def run(self, rows_SD: torch.Tensor) -> torch.Tensor:
+        """Send ``rows_SD`` and return the rows received; ``start`` and ``wait`` in one."""
+        if self.group is None:
+            return rows_SD
+        return _Run.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
+
     def launch(self, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
         """Begin the all-to-all in one direction; return the buffer that is being filled."""
         to, come = self.send_splits, self.recv_splits
@@ -114,6 +120,19 @@ class _Wait(torch.autograd.Function):
         return grad, None
 
 
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, exchange):
+        ctx.exchange = exchange
+        exchange.launch(rows, backward=False)
+        return exchange.finish(backward=False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.exchange.launch(grad, backward=True)
+        return ctx.exchange.finish(backward=True), None
+
+
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, whole, *parts):
@@ -136,16 +155,16 @@ def join_rows(whole_ND: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor
     return _Join.apply(whole_ND, *parts)  # pyright: ignore[reportReturnType]
 
 
-def gather_counts(counts_E: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the counts of all ranks, ``(W, E)``, on each of them.
+def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the values of all ranks, ``(W, V)``, on each of them.
 
     Args:
-        counts_E: this rank's routed rows of each expert, int64.
+        values_V: this rank's, as many on each rank.
     """
     if group is None:
-        return counts_E[None]
-    counts_WE = counts_E.new_empty(dist.get_world_size(group) * counts_E.numel())
+        return values_V[None]
+    table_WV = values_V.new_empty(dist.get_world_size(group) * values_V.numel())
     # torch 2.13 renamed the call and warns about the old name, which 2.11 alone knows.
     all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    all_gather(counts_WE, counts_E, group=group)
-    return counts_WE.view(-1, counts_E.numel())
+    all_gather(table_WV, values_V, group=group)
+    return table_WV.view(-1, values_V.numel())

@@ -11,7 +11,7 @@ from halley.core.routing import count_tokens_per_expert, local_experts
 from halley.core.skew import parse_load, sample_routing
 from halley.core.types import Experts, Routing
 from halley.moe.parallel import ParallelGroups
-from halley.ops.exchange import gather_counts
+from halley.ops.exchange import gather_table
 from halley.strategies.base import AbstractStrategy
 
 
@@ -86,7 +86,7 @@ def make_tensors(case: LayerCase, groups: ParallelGroups, *, device: torch.devic
         routing=routing,
         experts=experts,
         grad_TD=draw(case.num_tokens, hidden, scale=1.0),
-        counts_WE=gather_counts(counts_E, group=groups.ep).cpu(),
+        counts_WE=gather_table(counts_E, group=groups.ep).cpu(),
     )
 
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from halley.core.routing import (
     check_routing,
     local_experts,
-    order_by_expert,
     plan_dispatch,
     sort_slots,
 )
@@ -25,10 +24,10 @@ from halley.cost.predict import Predictor
 from halley.cost.simulate import Task, makespan_us
 from halley.ops.exchange import Exchange, join_rows
 from halley.ops.experts import apply_experts
-from halley.ops.permute import combine_tokens, gather_tokens, invert, permute_rows
+from halley.ops.permute import Permutation, combine_tokens, gather_tokens, permute_rows
 from halley.strategies.base import AbstractStrategy, check_inputs
-from halley.strategies.counts import CountTable
 from halley.strategies.sketch import pipeline_tasks
+from halley.strategies.table import RoutingTable, arrival_order
 
 
 _CANDIDATES = (1, 2, 3, 4, 6, 8)
@@ -71,16 +70,16 @@ class ChunkedStrategy(AbstractStrategy):
         size = {"num_experts": num_experts, "ep_size": self.ep_size}
         with self.recorder.span("route"):
             keys_N, slots_N = sort_slots(idx_TK, **size)
-            table = CountTable(keys_N, num_experts=num_experts, group=self.group)
+            table = RoutingTable(keys_N, num_experts=num_experts, group=self.group)
         with self.recorder.span("route.wait", stream="exposed"):
-            counts_WE = table.read()
+            starts_WE1 = table.read()
         with self.recorder.span("route"):
-            num_chunks = self.num_chunks or self._choose(counts_WE, idx_TK.shape[1], experts)
-            plans = plan_dispatch(counts_WE, self.rank, num_chunks=num_chunks)
+            num_chunks = self.num_chunks or self._choose(starts_WE1, idx_TK.shape[1], experts)
+            plans = plan_dispatch(starts_WE1, self.rank, num_chunks=num_chunks)
             if num_chunks > 1:
                 _, slots_N = sort_slots(idx_TK, num_chunks=num_chunks, **size)
-            inverse_N = invert(slots_N)
-            rows_ND = gather_tokens(x_TD, slots_N, inverse_N=inverse_N, top_k=idx_TK.shape[1])
+            slots = Permutation(slots_N)
+            rows_ND = gather_tokens(x_TD, slots, top_k=idx_TK.shape[1])
 
         back_ND = torch.empty_like(rows_ND)
         dropped_ND = back_ND[sum(plan.num_send for plan in plans) :].zero_()  # they come last
@@ -89,7 +88,7 @@ class ChunkedStrategy(AbstractStrategy):
             parts.append(dropped_ND)
             # A rank on its own exchanges nothing, so nothing has been put into the buffer.
             back_ND = torch.cat(parts) if self.group is None else join_rows(back_ND, parts)
-            return combine_tokens(back_ND, weights_TK, slots_N=slots_N, inverse_N=inverse_N)
+            return combine_tokens(back_ND, weights_TK, slots)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         num_chunks = self.num_chunks or choose_num_chunks(shape, predictor)
@@ -120,12 +119,12 @@ class ChunkedStrategy(AbstractStrategy):
         arriving = [d.start(rows) for d, rows in zip(dispatches, sent, strict=False)]
         returning: list[torch.Tensor] = []
         for c, plan in enumerate(plans):
-            order = order_by_expert(plan, device=rows_ND.device)
+            order, ends_L = arrival_order(plan, device=rows_ND.device)
             arrived_RD = dispatches[c].wait(arriving[c])
             with self.recorder.span("experts"):
-                x_RD = permute_rows(arrived_RD, order.arrival_R, inverse_R=order.place_R)
-                y_RD = apply_experts(x_RD, ranges[c], ends_L=order.ends_L)
-                y_RD = permute_rows(y_RD, order.place_R, inverse_R=order.arrival_R)
+                x_RD = permute_rows(arrived_RD, order)
+                y_RD = apply_experts(x_RD, ranges[c], ends_L=ends_L)
+                y_RD = permute_rows(y_RD, order.inverted())
             returning.append(combines[c].start(y_RD))
         return [combines[c].wait(rows) for c, rows in enumerate(returning)]
 
@@ -144,14 +143,14 @@ class ChunkedStrategy(AbstractStrategy):
             received=received,
         )
 
-    def _choose(self, counts_WE: np.ndarray, top_k: int, experts: Experts) -> int:
+    def _choose(self, starts_WE1: np.ndarray, top_k: int, experts: Experts) -> int:
         """Choose from what all ranks know, so that all choose alike."""
-        rows = int(counts_WE.sum()) // (self.ep_size * top_k)
+        rows = int(starts_WE1[:, -1].sum()) // (self.ep_size * top_k)
         shape = LayerShape(
             num_tokens=1 << max(rows - 1, 0).bit_length(),  # few sizes: each is simulated once
             hidden_size=experts.down_LDF.shape[1],
             intermediate_size=experts.down_LDF.shape[2],
-            num_experts=counts_WE.shape[1],
+            num_experts=starts_WE1.shape[1] - 1,
             top_k=top_k,
             ep_size=self.ep_size,
             itemsize=experts.down_LDF.itemsize,

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from halley.core.routing import check_routing, order_by_expert, plan_dispatch, sort_slots
+from halley.core.routing import check_routing, plan_dispatch, sort_slots
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.ops.exchange import Exchange
 from halley.ops.experts import apply_experts
-from halley.ops.permute import combine_tokens, gather_tokens, invert, permute_rows
+from halley.ops.permute import Permutation, combine_tokens, gather_tokens, permute_rows
 from halley.strategies.base import AbstractStrategy, check_inputs
-from halley.strategies.counts import CountTable
 from halley.strategies.sketch import pipeline_tasks
+from halley.strategies.table import RoutingTable, arrival_order
 
 
 @final
@@ -45,34 +45,32 @@ class SequentialStrategy(AbstractStrategy):
 
         with self.recorder.span("route"):
             keys_N, slots_N = sort_slots(idx_TK, num_experts=num_experts, ep_size=self.ep_size)
-            table = CountTable(keys_N, num_experts=num_experts, group=self.group)
-            inverse_N = invert(slots_N)
-            rows_ND = gather_tokens(x_TD, slots_N, inverse_N=inverse_N, top_k=idx_TK.shape[1])
+            table = RoutingTable(keys_N, num_experts=num_experts, group=self.group)
+            slots = Permutation(slots_N)
+            rows_ND = gather_tokens(x_TD, slots, top_k=idx_TK.shape[1])
         with self.recorder.span("route.wait", stream="exposed"):
-            counts_WE = table.read()
-        (plan,) = plan_dispatch(counts_WE, self.rank)
+            starts_WE1 = table.read()
+        (plan,) = plan_dispatch(starts_WE1, self.rank)
         num_dropped = idx_TK.numel() - plan.num_send  # they come last
+        sent_ND = rows_ND[: plan.num_send] if num_dropped else rows_ND
 
-        dispatch = self._exchange(plan.send_splits, plan.recv_splits, name="dispatch")
-        started = dispatch.start(rows_ND[: plan.num_send] if num_dropped else rows_ND)
-        order = order_by_expert(plan, device=x_TD.device)
-        arrived_RD = dispatch.wait(started)
+        arrived_RD = self._exchange(plan.send_splits, plan.recv_splits, "dispatch").run(sent_ND)
+        order, ends_L = arrival_order(plan, device=x_TD.device)
         with self.recorder.span("experts"):
-            x_RD = permute_rows(arrived_RD, order.arrival_R, inverse_R=order.place_R)
-            y_RD = apply_experts(x_RD, experts, ends_L=order.ends_L)
-            y_RD = permute_rows(y_RD, order.place_R, inverse_R=order.arrival_R)
-        combine = self._exchange(plan.recv_splits, plan.send_splits, name="combine")
-        back_ND = combine.wait(combine.start(y_RD))
+            x_RD = permute_rows(arrived_RD, order)
+            y_RD = apply_experts(x_RD, experts, ends_L=ends_L)
+            y_RD = permute_rows(y_RD, order.inverted())
+        back_ND = self._exchange(plan.recv_splits, plan.send_splits, "combine").run(y_RD)
 
         with self.recorder.span("restore"):
             if num_dropped:
                 back_ND = F.pad(back_ND, (0, 0, 0, num_dropped))
-            return combine_tokens(back_ND, weights_TK, slots_N=slots_N, inverse_N=inverse_N)
+            return combine_tokens(back_ND, weights_TK, slots)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         return pipeline_tasks(shape, predictor, num_chunks=1)
 
-    def _exchange(self, send_splits: list[int], recv_splits: list[int], *, name: str) -> Exchange:
+    def _exchange(self, send_splits: list[int], recv_splits: list[int], name: str) -> Exchange:
         return Exchange(
             send_splits=send_splits,
             recv_splits=recv_splits,
