@@ -1,3 +1,19 @@
 """Mixture-of-Experts training whose communication hides behind computation."""
 
-__version__ = "0.1.0"
+from halley.core.config import MoEConfig, RouterConfig
+from halley.core.timeline import Recorder
+from halley.moe.layer import MoELayer, MoEOutput
+from halley.moe.parallel import ParallelGroups, build_groups, sync_gradients
+from halley.moe.strategy import build_strategy
+
+__all__ = [
+    "MoEConfig",
+    "MoELayer",
+    "MoEOutput",
+    "ParallelGroups",
+    "Recorder",
+    "RouterConfig",
+    "build_groups",
+    "build_strategy",
+    "sync_gradients",
+]

@@ -3,37 +3,84 @@
 from rich.table import Table
 
 from halley.perf.results import Row
+from halley.train.compare import EXPOSED, OTHER, STEP
+
+
+# What each part of a step holds, in the order in which it runs.
+_PARTS = {
+    "attention": "attention with its norm",
+    "ffn": "routers, norms, shared experts",
+    "route": "sort, counts, gather of tokens",
+    "route.wait": "wait: counts of all ranks",
+    "dispatch.wait": "wait: tokens to their experts",
+    "experts": "experts",
+    "combine.wait": "wait: results back",
+    "restore": "weighted sum",
+    "forward": "embedding and head",
+    "loss": "loss",
+    "backward": "backward",
+    "combine.backward.wait": "wait: gradients to the experts",
+    "dispatch.backward.wait": "wait: gradients back",
+    "gradients.wait": "wait: sum of gradients",
+    "optimizer": "optimizer",
+    OTHER: "other",
+}
 
 
 def layer_table(rows: list[Row]) -> Table:
     """Return the result lines of the layer benchmark, one row each, times in microseconds."""
     gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
     table = Table(
-        title=f"MoE layer on {count} x {gpu}: slowest rank, microseconds",
-        caption="floor: the bare GEMMs or the wire, whichever is larger",
+        title=f"MoE layer on {count} x {gpu}, {rows[0]['skew']} routing: slowest rank, us",
+        caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits",
     )
-    for name in ("model", "tokens", "skew", "direction", "strategy"):
-        table.add_column(name)
-    for name in ("median", "p10-p90", "floor", "x floor", "exposed", "MiB", "error"):
-        table.add_column(name, justify="right")
+    for name in ("model", "tokens", "pass", "strategy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("median", "p90", "floor", "/ floor", "exposed", "MiB", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         setting = f" {row['setting']}" if row["setting"] else ""
         median, floor = row["median_us"], row["floor_us"]
         table.add_row(
             str(row["model"]),
             str(row["num_tokens"]),
-            str(row["skew"]),
-            str(row["direction"]).replace("_", "+"),
+            "fwd" if row["direction"] == "forward" else "fwd+bwd",
             f"{row['strategy']}{setting}",
-            _number(median) if median else "wrong values",
-            f"{_number(row['p10_us'])}-{_number(row['p90_us'])}" if median else "",
+            _number(median) if median else "[red]wrong",
+            _number(row["p90_us"]),
             _number(floor),
             f"{_float(median) / _float(floor):.2f}" if median else "",
             _number(row["exposed_comm_us"]),
             _number(row["peak_mib"]),
-            f"{_float(row['max_rel_err']):.1e}" + (" =" if row["bit_equal"] else ""),
+            f"{_float(row['max_rel_err']):.0e}" + ("=" if row["bit_equal"] else " "),
         )
     return table
+
+
+def step_table(profiles: dict[str, dict[str, float]]) -> Table:
+    """Return a step's time by part, one column a strategy, in milliseconds.
+
+    Args:
+        profiles: ``StepProfile.parts_us`` by strategy; speed is relative to the first.
+    """
+    table = Table(title="A training step by part: mean of ranks, median of steps, ms")
+    table.add_column("part")
+    for name in profiles:
+        table.add_column(name, justify="right")
+    for part, text in _PARTS.items():
+        if any(part in parts_us for parts_us in profiles.values()):
+            cells = [_ms(parts_us.get(part, 0.0)) for parts_us in profiles.values()]
+            table.add_row(text, *cells, style="red" if part.endswith(".wait") else None)
+    table.add_section()
+    for part, text in ((STEP, "whole step"), (EXPOSED, "exposed communication")):
+        table.add_row(text, *(_ms(p[part]) for p in profiles.values()), style="bold")
+    first = next(iter(profiles.values()))[STEP]
+    table.add_row("speed", *(f"{first / p[STEP]:.2f}x" for p in profiles.values()), style="bold")
+    return table
+
+
+def _ms(duration_us: float) -> str:
+    return f"{duration_us / 1e3:.2f}"
 
 
 def _number(value: object) -> str:

@@ -1,6 +1,72 @@
-"""stub"""
+"""``halley trace``: where the time of a training step goes."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from halley.cli.ranks import hand_to_ranks, joined
+from halley.cli.tables import step_table
+from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
+from halley.core.timeline import write_chrome_trace
+from halley.moe.strategy import STRATEGIES
+from halley.perf.charts import draw_timelines
+from halley.train.checkpoint import check_writable
+from halley.train.compare import StepProfile, compare_strategies
 
 
-def trace() -> int:
-    """Todo."""
+def trace(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    strategies: Annotated[str, typer.Option(help="Strategies to compare.")] = ",".join(STRATEGIES),
+    steps: Annotated[int, typer.Option(help="Counted steps of each strategy.")] = 11,
+    output: Annotated[Path | None, typer.Option(help="Folder; default <output>/trace.")] = None,
+    data: Annotated[str | None, typer.Option(help="A file or folder of text.")] = None,
+    nproc: NprocOption = 0,
+) -> int:
+    """Profile training steps with each strategy and draw one of them.
+
+    Prints a table of a step's time by part, then one JSON line; writes a Chrome trace for each
+    strategy (open it in Perfetto) and one picture of all.
+    """
+    run_config = read_config(config, overrides, data=data)
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    for name in names or [""]:
+        if name not in STRATEGIES:
+            raise ValueError(f"strategy ({name}) must be one of {', '.join(STRATEGIES)}")
+    if steps < 1:
+        raise ValueError(f"steps ({steps}) must be at least 1")
+    check_config(run_config, nproc=nproc)
+    folder = output or Path(run_config.output) / "trace"
+    check_writable(folder)
+    code = hand_to_ranks(nproc, device=run_config.device)
+    if code is not None:
+        return code
+
+    with joined(run_config.device) as (world, _):
+        console = Console(stderr=True, quiet=not world.is_first)
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("measuring steps")
+            profiles = compare_strategies(
+                run_config,
+                names,
+                world,
+                num_steps=steps,
+                on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+        if world.is_first:
+            _write(profiles, folder)
+            Console().print(step_table({n: p.parts_us for n, p in profiles.items()}))
+            typer.echo(f"timelines: {folder / 'timeline.png'}")
+            typer.echo(f"traces:    {folder}/trace-*.json.gz (ui.perfetto.dev opens them)")
+            typer.echo(json.dumps({name: p.parts_us for name, p in profiles.items()}))
     return 0
+
+
+def _write(profiles: dict[str, StepProfile], folder: Path) -> None:
+    for name, profile in profiles.items():
+        write_chrome_trace(profile.spans, folder / f"trace-{name}.json.gz")
+    draw_timelines({name: p.spans for name, p in profiles.items()}, folder / "timeline.png")

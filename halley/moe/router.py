@@ -138,7 +138,7 @@ class SigmoidRouter(AbstractRouter):
         router = self.config.router
         if router.num_limited_groups == router.num_groups:
             return scores_TE
-        grouped = scores_TE.view(scores_TE.shape[0], router.num_groups, -1)
+        grouped = scores_TE.unflatten(1, (router.num_groups, -1))
         best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(dim=-1)
         groups = best_two.topk(router.num_limited_groups, dim=-1).indices
         open_TG = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, groups, True)

@@ -268,7 +268,8 @@ def _draw_panel(axes: "Axes", panel: _Panel) -> None:
     axes.set_yticks([lane.y for lane in panel.lanes], [lane.label for lane in panel.lanes])
     axes.set_title(panel.title, loc="left", fontsize=_FONT_PT + 2, fontweight="bold", color=_INK)
     length, exposed = panel.length_us / 1e3, panel.exposed_us / 1e3
-    summary = f"{length:#.3g} ms, {exposed:#.3g} ms of it exposed communication"
+    digits = 0 if length >= 100 else 2
+    summary = f"{length:.{digits}f} ms, {exposed:.{digits}f} ms of it exposed communication"
     axes.set_title(summary, loc="right", fontsize=_FONT_PT, color=_INK)
     axes.grid(axis="x", color="#E6E6E6", linewidth=0.7)
     _strip(axes)

@@ -159,6 +159,7 @@ def _environment(num_processes: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
         # Its C++ warnings of a lost store carry stack traces that bury what the rank itself says.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "KINETO_LOG_LEVEL": "99",  # the profiler's own notes go to stdout
         **os.environ,  # what the user chose stays
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),

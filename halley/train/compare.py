@@ -1,0 +1,110 @@
+"""Measures training steps part by part, one strategy against another in turn."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+import torch.distributed as dist
+
+from halley.core.config import RunConfig
+from halley.core.timeline import Span
+from halley.moe.world import World
+from halley.perf.timer import start_together
+from halley.perf.tracing import exposed_comm_us, gather_spans, time_by_part, trace_step
+from halley.train.step import TrainingRun, build_run, train_step
+
+
+_NUM_WARMUP = 3
+STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """Where the time of a training step goes with one strategy.
+
+    Attributes:
+        parts_us: medians over steps of the mean over ranks, by part; a part's time is without the
+            parts inside it. ``STEP`` is the whole, ``OTHER`` what no part covers, ``EXPOSED`` the
+            time a rank stood waiting for communication, which the parts named "*.wait" make up.
+        spans: of one traced step, all ranks.
+    """
+
+    parts_us: dict[str, float]
+    spans: list[Span]
+
+
+def compare_strategies(
+    config: RunConfig,
+    strategies: list[str],
+    world: World,
+    *,
+    num_steps: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, StepProfile]:
+    """Profile training steps with each strategy; a collective of all ranks.
+
+    All strategies have a model in memory, so that their steps can take turns.
+
+    Args:
+        config: the run; its own strategy is not used.
+        num_steps: counted steps of each strategy.
+        on_progress: called with the steps done and to do.
+
+    Raises:
+        ValueError: ``num_steps`` is too small, or a strategy is unknown.
+    """
+    if num_steps < 1:
+        raise ValueError(f"steps ({num_steps}) must be at least 1")
+    runs = {
+        name: build_run(dataclasses.replace(config, strategy=name), world) for name in strategies
+    }
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    total = (num_steps + _NUM_WARMUP) * len(runs)
+    for step in range(num_steps + _NUM_WARMUP):
+        for index, (name, run) in enumerate(runs.items()):
+            parts_us = _measure_step(run, step)
+            if step >= _NUM_WARMUP:
+                samples[name].append(parts_us)
+            if on_progress is not None:
+                on_progress(step * len(runs) + index + 1, total)
+    return {
+        name: StepProfile(parts_us=_summarise(samples[name], world), spans=_trace(run, num_steps))
+        for name, run in runs.items()
+    }
+
+
+def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
+    start_together(run.world.device)
+    run.recorder.collect()
+    with run.recorder.span(STEP):
+        train_step(run, step)
+    spans = run.recorder.collect()
+    whole = next(span for span in spans if span.name == STEP)
+    parts_us = time_by_part(spans)
+    parts_us[OTHER] = parts_us.pop(STEP)
+    return parts_us | {STEP: whole.duration_us, EXPOSED: exposed_comm_us(spans)}
+
+
+def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:
+    names = list(samples[0])
+    table = torch.tensor([[sample[name] for name in names] for sample in samples])
+    table = table.to(world.device)
+    if dist.is_initialized():
+        dist.all_reduce(table)
+    table /= world.num_ranks
+    columns = zip(names, table.t().tolist(), strict=True)
+    return {name: statistics.median(column) for name, column in columns}
+
+
+def _trace(run: TrainingRun, first_step: int) -> list[Span]:
+    steps = count(first_step)
+
+    def step() -> None:
+        train_step(run, next(steps))
+
+    run.recorder.enabled = False  # the profiler alone marks the parts
+    spans = trace_step(step, rank=run.world.rank, device=run.world.device)
+    return gather_spans(spans) if dist.is_initialized() else spans

@@ -1,0 +1,114 @@
+"""The named models against what was published of them: shapes, and the sizes that follow."""
+
+import dataclasses
+
+import pytest
+
+from halley.core.config import ModelConfig
+from halley.core.models import NAMED_MODELS, find_model
+
+
+# num_experts, top_k, hidden_size, intermediate_size
+SHAPES = {
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "phi-3.5-moe": (16, 2, 4096, 6400),
+    "qwen2-moe": (64, 4, 2048, 1408),
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "deepseek-v3": (256, 8, 7168, 2048),
+    "olmoe": (64, 8, 2048, 1024),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+}
+
+# DeepSeek-V3's latent attention has 187.1 million parameters a layer (arXiv:2412.19437, section
+# 4.2: ranks 1536 and 512, heads of 128 + 64), the plain attention that stands for it 469.8.
+_PLAIN_ATTENTION = 61 * (469.8e6 - 187.1e6)
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Return all parameters of a model, and those that one token meets."""
+    moe, hidden = config.moe, config.hidden_size
+    queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    attention = 2 * hidden * queries + 2 * hidden * keys
+    if config.attention_bias:
+        attention += queries + 2 * keys
+    attention += {"none": 0, "head": 2 * config.head_dim, "full": queries + keys}[config.qk_norm]
+    gated = 3 if moe.activation == "swiglu" else 2
+    expert = gated * hidden * moe.intermediate_size
+    if moe.expert_bias:
+        expert += (gated - 1) * moe.intermediate_size + hidden
+    outside = moe.num_experts * hidden + gated * hidden * moe.shared_intermediate_size
+    outside += hidden if moe.shared_gate else 0
+    total = active = 2 * config.vocab_size * hidden + hidden
+    for index in range(config.num_layers):
+        total += attention + 2 * hidden
+        active += attention + 2 * hidden
+        if config.is_moe_layer(index):
+            total += outside + moe.num_experts * expert
+            active += outside + moe.top_k * expert
+        else:
+            total += 3 * hidden * config.dense_intermediate_size
+            active += 3 * hidden * config.dense_intermediate_size
+    return total, active
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape(name: str) -> None:
+    model = find_model(name)
+    moe = model.moe
+    shape = (moe.num_experts, moe.top_k, model.hidden_size, moe.intermediate_size)
+    assert shape == SHAPES[name]
+
+
+# gpt-oss has sinks (64), router biases (32) and biases of the output projection (2880) that
+# Halley's model lacks.
+_GPT_OSS_EXTRAS = 24 * (64 + 32 + 2880)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "tolerance"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 0),  # the numbers of elements of the released tensors
+        ("qwen3-30b-a3b", 30_532_122_624, 0),
+        ("olmoe", 6_919_161_856, 0),
+        ("gpt-oss-20b", 20_914_757_184 - _GPT_OSS_EXTRAS, 0),
+        ("phi-3.5-moe", 41.9e9, 1e-3),
+        ("deepseek-v3", 671e9 + _PLAIN_ATTENTION, 1e-3),
+    ],
+)
+def test_number_of_parameters(name: str, total: float, tolerance: float) -> None:
+    assert count_parameters(find_model(name))[0] == pytest.approx(total, rel=tolerance, abs=0)
+
+
+def test_number_of_parameters_of_qwen2_moe_with_its_own_60_experts() -> None:
+    model = find_model("qwen2-moe")
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, num_experts=60))
+    assert count_parameters(model)[0] == 14_315_784_192
+    assert count_parameters(model)[1] == pytest.approx(2.7e9, rel=0.01)
+
+
+# To the two digits that are published; two makers leave out the input embedding.
+@pytest.mark.parametrize(
+    ("name", "active", "outside"),
+    [
+        ("mixtral-8x7b", 12.9e9, 0.0),
+        ("qwen3-30b-a3b", 3.3e9, 0.0),
+        ("olmoe", 1.3e9, 0.0),
+        ("phi-3.5-moe", 6.6e9, 0.0),
+        ("gpt-oss-20b", 3.6e9, 201088 * 2880),
+        ("deepseek-v3", 37e9 + _PLAIN_ATTENTION, 129280 * 7168),
+    ],
+)
+def test_number_of_active_parameters(name: str, active: float, outside: float) -> None:
+    assert count_parameters(find_model(name))[1] - outside == pytest.approx(active, rel=0.02)
+
+
+def test_find_model() -> None:
+    assert find_model("olmoe") is NAMED_MODELS["olmoe"]
+    assert all(model.name == name for name, model in NAMED_MODELS.items())
+
+
+def test_unknown_model_names_all_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"^model \(olmo\) must be one of tiny, .*mean olmoe$"):
+        find_model("olmo")
+    with pytest.raises(ValueError, match=r"^model \(llama\) must be one of tiny, .*deepseek-v3$"):
+        find_model("llama")
