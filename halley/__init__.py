@@ -6,6 +6,7 @@ from halley.moe.layer import MoELayer, MoEOutput
 from halley.moe.parallel import ParallelGroups, build_groups, sync_gradients
 from halley.moe.strategy import build_strategy
 
+
 __all__ = [
     "MoEConfig",
     "MoELayer",

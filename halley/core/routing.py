@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from halley.core.types import DROPPED, DispatchPlan, Routing
 
@@ -100,7 +101,7 @@ def _places(num_experts: int, *, ep_size: int, num_chunks: int) -> torch.Tensor:
     """Return the place of each expert in order of (chunk, rank, expert), then that of DROPPED."""
     num_local = local_experts(num_experts, ep_size=ep_size)
     experts_WL = torch.arange(num_experts).view(ep_size, num_local)
-    chunks = experts_WL.split(chunk_sizes(num_local, num_chunks), dim=1)
+    chunks = torch.split(experts_WL, chunk_sizes(num_local, num_chunks), dim=1)
     places = torch.empty(num_experts + 1, dtype=torch.int64)
     places[torch.cat([chunk.flatten() for chunk in chunks])] = torch.arange(num_experts)
     places[DROPPED] = num_experts  # the last entry
@@ -140,7 +141,7 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
     """
     num_ranks, num_experts = starts_WE1.shape[0], starts_WE1.shape[1] - 1
     num_local = local_experts(num_experts, ep_size=num_ranks)
-    first_W = np.arange(num_ranks) * num_local
+    first_W: NDArray[np.int64] = np.arange(num_ranks) * num_local
     own = rank * num_local
     plans: list[DispatchPlan] = []
     start = 0

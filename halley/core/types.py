@@ -11,6 +11,7 @@ Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T
   C  chunks of a pipelined layer   V  vocabulary
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,19 +64,26 @@ class Experts:
 
     def split(self, sizes: list[int]) -> list["Experts"]:
         """Return consecutive ranges of experts as views, one of each given size."""
-        up, down = self.up_LGD.split(sizes), self.down_LDF.split(sizes)
-        none = [None] * len(sizes)
-        up_bias = none if self.up_bias_LG is None else self.up_bias_LG.split(sizes)
-        down_bias = none if self.down_bias_LD is None else self.down_bias_LD.split(sizes)
+
+        def parts(weight: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+            return [None] * len(sizes) if weight is None else torch.split(weight, sizes)
+
+        ranges = zip(
+            torch.split(self.up_LGD, sizes),
+            torch.split(self.down_LDF, sizes),
+            parts(self.up_bias_LG),
+            parts(self.down_bias_LD),
+            strict=True,
+        )
         return [
             Experts(
-                up_LGD=up[i],
-                down_LDF=down[i],
-                up_bias_LG=up_bias[i],
-                down_bias_LD=down_bias[i],
+                up_LGD=up,
+                down_LDF=down,
+                up_bias_LG=up_bias,
+                down_bias_LD=down_bias,
                 activation=self.activation,
             )
-            for i in range(len(sizes))
+            for up, down, up_bias, down_bias in ranges
         ]
 
 

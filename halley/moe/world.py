@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class World:
     rank: int
     num_ranks: int
     device: torch.device
-    store: dist.Store | None = None
+    store: Store | None = None
 
     @property
     def is_first(self) -> bool:
@@ -72,11 +74,11 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
     if not is_launched():
         yield World(rank=0, num_ranks=1, device=device)
         return
-    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    store, rank, num_ranks = next(rendezvous("env://"))
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("world", store),
+        store=PrefixStore("world", store),
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),

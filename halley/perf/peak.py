@@ -6,6 +6,7 @@ import torch
 
 from halley.cost.hardware import find_hardware
 
+
 _SIZE = 512
 _NUM_PRODUCTS = 5
 

@@ -1,6 +1,7 @@
 """Optimizer step of a model whose experts are sharded: float32 state, global clipping, schedule."""
 
 import math
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -49,11 +50,15 @@ class ModelOptimizer:
             for name, parameter in self.parameters.items()
         }
         self.experts = expert_parameter_names(model)
-        matrices = [master for master in self.masters.values() if master.ndim >= 2]
-        others = [master for master in self.masters.values() if master.ndim < 2]
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for name, master in self.masters.items():
+            # The biases of experts are stacked, but vectors.
+            is_vector = master.ndim < 2 or name.endswith("bias")
+            (vectors if is_vector else matrices).append(master)
         decay = [
             {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         decay = [group for group in decay if group["params"]]
         if config.kind == "sgd":
@@ -94,7 +99,8 @@ class ModelOptimizer:
         norm = global_norm(dense, expert, groups=self.groups)
         if self.config.clip_norm:
             scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(dense + expert, scale)
+            for gradient in dense + expert:
+                gradient.mul_(scale)
         return norm
 
     @torch.no_grad()
@@ -148,7 +154,7 @@ class ModelOptimizer:
             moments["exp_avg_sq"] = torch.zeros_like(master)
         return moments
 
-    def _sharded(self, tensors: dict[str, torch.Tensor]) -> dict[str, object]:
+    def _sharded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
         mesh = self.groups.mesh
         if mesh is None:
             return {name: tensor.detach() for name, tensor in tensors.items()}

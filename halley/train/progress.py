@@ -1,6 +1,8 @@
 """Reports a run: a line or a bar for people, one JSON line a step for programs, TensorBoard."""
 
 import json
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +40,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def report(self, metrics: Metrics) -> None:
         """Show one step and write it down.
@@ -48,7 +50,12 @@ class Reporter:
         """
         if self._metrics is None:
             return
-        self._metrics.write(json.dumps(metrics) + "\n")
+        # JSON has no NaN and no infinity.
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in metrics.items()
+        }
+        self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
         self._metrics.flush()
         step = int(metrics["step"] or 0)
         if self._board is not None:
@@ -66,21 +73,29 @@ class Reporter:
         if self._metrics is None:
             yield
             return
-        if self._console.is_terminal:
-            columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"))
-            text = TextColumn("{task.description}")
-            with Progress(*columns, TimeRemainingColumn(), text, console=self._console) as bar:
-                self._progress = bar
-                self._bar = bar.add_task(
-                    "", total=self._config.train.num_steps, completed=first_step
-                )
+        try:
+            if self._console.is_terminal:
+                with self._make_bar() as bar:
+                    num_steps = self._config.train.num_steps
+                    self._bar = bar.add_task("", total=num_steps, completed=first_step)
+                    self._progress = bar
+                    yield
+            else:
                 yield
+        finally:
             self._progress = None
-        else:
-            yield
-        self._metrics.close()
-        if self._board is not None:
-            self._board.close()
+            self._metrics.close()
+            if self._board is not None:
+                self._board.close()
+
+    def _make_bar(self) -> Progress:
+        return Progress(
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+        )
 
 
 def describe(metrics: Metrics) -> str:
@@ -102,8 +117,11 @@ def drop_later_steps(path: Path, *, step: int) -> None:
     kept: list[str] = []
     for line in path.read_text(encoding="ascii").splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+            is_kept = line.endswith("\n") and json.loads(line)["step"] <= step
         except (json.JSONDecodeError, KeyError):
             continue
-    path.write_text("".join(kept), encoding="ascii")
+        if is_kept:
+            kept.append(line)
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text("".join(kept), encoding="ascii")
+    os.replace(draft, path)  # a crash leaves the old lines or the new ones
