@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
+from halley.cli.bars import step_progress
 from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.tables import layer_table
 from halley.core.config import ModelConfig
@@ -70,9 +70,7 @@ def layer(
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type)
-        console = Console(stderr=True, quiet=not world.is_first)
-        with Progress(console=console) as progress:
-            bar = progress.add_task("")
+        with step_progress(world) as on_progress:
             rows = measure_layers(
                 cases,
                 names,
@@ -80,12 +78,10 @@ def layer(
                 device=world.device,
                 num_samples=samples,
                 commit=commit,
-                on_progress=lambda text, done, total: progress.update(
-                    bar, description=text, completed=done, total=total
-                ),
+                on_progress=on_progress,
             )
         if world.is_first:
-            Console().print(layer_table(rows))
+            Console(width=None if Console().is_terminal else 120).print(layer_table(rows))
             if output is not None:
                 write_rows(rows, output)
                 draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))

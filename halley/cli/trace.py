@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
+from halley.cli.bars import step_progress
 from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.tables import step_table
 from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
@@ -47,15 +47,13 @@ def trace(
         return code
 
     with joined(run_config.device) as (world, _):
-        console = Console(stderr=True, quiet=not world.is_first)
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("measuring steps")
+        with step_progress(world) as on_progress:
             profiles = compare_strategies(
                 run_config,
                 names,
                 world,
                 num_steps=steps,
-                on_progress=lambda done, total: progress.update(bar, completed=done, total=total),
+                on_progress=lambda done, total: on_progress("measuring steps", done, total),
             )
         if world.is_first:
             _write(profiles, folder)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from halley.core.types import DROPPED, DispatchPlan, Routing
 
@@ -141,7 +140,7 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
     """
     num_ranks, num_experts = starts_WE1.shape[0], starts_WE1.shape[1] - 1
     num_local = local_experts(num_experts, ep_size=num_ranks)
-    first_W: NDArray[np.int64] = np.arange(num_ranks) * num_local
+    first_W = np.arange(0, num_experts, num_local, dtype=np.int64)
     own = rank * num_local
     plans: list[DispatchPlan] = []
     start = 0

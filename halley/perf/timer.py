@@ -1,8 +1,10 @@
 """Times callables as the benchmarks do: ranks together, variants in turn, caches cold."""
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,15 +85,16 @@ def time_interleaved(
     flush = _flush_buffer(device)
     num_rounds = num_warmup + num_samples
     samples_us: list[list[float]] = [[] for _ in variants]
-    for round_index in range(num_rounds):
-        for index, run in enumerate(variants.values()):
-            flush.zero_()
-            start_together(device, group=group)
-            sample_us = _run_us(run, device)
-            if round_index >= num_warmup:
-                samples_us[index].append(sample_us)
-            if on_progress is not None:
-                on_progress(round_index * len(variants) + index + 1, num_rounds * len(variants))
+    with _no_garbage_collection():
+        for round_index in range(num_rounds):
+            for index, run in enumerate(variants.values()):
+                flush.zero_()
+                start_together(device, group=group)
+                sample_us = _run_us(run, device)
+                if round_index >= num_warmup:
+                    samples_us[index].append(sample_us)
+                if on_progress is not None:
+                    on_progress(round_index * len(variants) + index + 1, num_rounds * len(variants))
 
     slowest_us = torch.tensor(samples_us, dtype=torch.float64, device=device)
     if dist.is_initialized():
@@ -111,6 +114,19 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from stopping one rank in a sample, which all others would wait for."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _flush_buffer(device: torch.device) -> torch.Tensor:

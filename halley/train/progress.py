@@ -25,18 +25,19 @@ class Reporter:
     def __init__(self, config: RunConfig, *, console: Console, metrics: Path | None) -> None:
         self._config = config
         self._console = console
-        self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
         self._progress: Progress | None = None
         self._board = None
-        if metrics is not None and config.train.tensorboard:
-            try:
+        if config.train.tensorboard:
+            try:  # on all ranks, so that all of them raise
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ValueError(
                     "train.tensorboard (true) must have the package tensorboard: "
                     "pip install 'halley-moe[tensorboard]'"
                 ) from error
-            self._board = SummaryWriter(str(metrics.parent / "tensorboard"))
+            if metrics is not None:
+                self._board = SummaryWriter(str(metrics.parent / "tensorboard"))
+        self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
     def say(self, text: str) -> None:
         """Print one line."""
