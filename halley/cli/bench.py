@@ -4,15 +4,16 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from halley.cli.bars import step_progress
-from halley.cli.ranks import hand_to_ranks, joined
+from halley.cli.checks import DTYPES, check_package
+from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table
 from halley.core.config import ModelConfig
 from halley.core.models import find_model
+from halley.core.routing import local_experts
 from halley.core.skew import parse_load
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import STRATEGIES
@@ -20,12 +21,12 @@ from halley.moe.world import pick_device
 from halley.perf.bench import LayerCase, measure_layers
 from halley.perf.charts import draw_layer_bench
 from halley.perf.results import results_path, write_rows
+from halley.train.checkpoint import check_writable
 
 
 app = typer.Typer(help="Measure layers.", no_args_is_help=True)
 
 _BENCH_MODELS = "mixtral-8x7b,phi-3.5-moe,qwen2-moe,qwen3-30b-a3b,deepseek-v3"
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @app.callback()
@@ -51,6 +52,7 @@ def layer(
 
     Prints a table, then one JSON line for each measurement.
     """
+    num_ranks = count_ranks(nproc, device=device)
     on_gpu = pick_device(device).type == "cuda"
     if models == "default":
         models = _BENCH_MODELS if on_gpu else "tiny"
@@ -64,6 +66,13 @@ def layer(
         raise ValueError(f"strategy ({unknown[0]}) must be one of {', '.join(STRATEGIES)}")
     if samples < 1:
         raise ValueError(f"samples ({samples}) must be at least 1")
+    if seed < 0:
+        raise ValueError(f"seed ({seed}) must be at least 0")
+    for case in cases:
+        local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+    if output is not None:
+        check_package("matplotlib", extra="plot", option=f"output ({output})")
+        check_writable(output)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
@@ -91,13 +100,13 @@ def layer(
 
 
 def _cases(models: str, tokens: str, *, skew: str, dtype: str, seed: int) -> list[LayerCase]:
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype ({dtype}) must be one of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     configs = [find_model(name) for name in _split(models, option="models")]
     for config in configs:
         _check_skew(skew, config)
     return [
-        LayerCase(model=config, num_tokens=num_tokens, skew=skew, dtype=_DTYPES[dtype], seed=seed)
+        LayerCase(model=config, num_tokens=num_tokens, skew=skew, dtype=DTYPES[dtype], seed=seed)
         for config in configs
         for num_tokens in _positive_integers(tokens, option="tokens")
     ]

@@ -3,6 +3,8 @@
 import os
 import sys
 import traceback
+import warnings
+from typing import TextIO
 
 import typer
 
@@ -34,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
-        code = app([a for a in arguments if a != "--debug"], standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = app([a for a in arguments if a != "--debug"], standalone_mode=False)
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
@@ -61,6 +65,17 @@ def _report(error: Exception) -> int:
     text = str(error) or type(error).__name__
     sys.stderr.write(f"halley: failed{where}: {_one_line(text)}\n")
     return 1
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    sys.stderr.write(f"halley: warning: {_one_line(str(message))}\n")
 
 
 def _one_line(text: str) -> str:

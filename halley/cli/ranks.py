@@ -1,5 +1,6 @@
 """Running a command on several ranks of this host."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,20 +23,38 @@ def hand_to_ranks(nproc: int, *, device: str) -> int | None:
         The ranks' exit code, or None where the caller is to do the work itself.
 
     Raises:
-        ValueError: there are fewer GPUs than ranks.
+        ValueError: as for ``count_ranks``.
     """
     if is_launched():
         return None
-    if nproc < 0:
-        raise ValueError(f"nproc ({nproc}) must be at least 1, or 0 for one rank a GPU")
-    on_gpu = pick_device(device).type == "cuda"
-    num_gpus = torch.cuda.device_count() if on_gpu else 0
-    num_processes = nproc or (default_num_processes() if on_gpu else 2)
-    if on_gpu and num_processes > num_gpus:
-        raise ValueError(f"nproc ({num_processes}) must be at most the number of GPUs ({num_gpus})")
+    num_processes = count_ranks(nproc, device=device)
     if num_processes == 1:
         return None
     return launch(sys.argv[1:], num_processes=num_processes)
+
+
+def count_ranks(nproc: int, *, device: str) -> int:
+    """Return how many ranks this run has, or will have once they are started.
+
+    Args:
+        nproc: as for ``hand_to_ranks``; a launcher's own number goes before it.
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        ValueError: there is no such device, or there are fewer GPUs than ranks.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device (cuda) must be one that torch finds: it finds no GPU")
+    on_gpu = pick_device(device).type == "cuda"
+    if is_launched():
+        return int(os.environ["WORLD_SIZE"])
+    if nproc < 0:
+        raise ValueError(f"nproc ({nproc}) must be at least 1, or 0 for one rank a GPU")
+    num_gpus = torch.cuda.device_count() if on_gpu else 0
+    num_ranks = nproc or (default_num_processes() if on_gpu else 2)
+    if on_gpu and num_ranks > num_gpus:
+        raise ValueError(f"nproc ({num_ranks}) must be at most the number of GPUs ({num_gpus})")
+    return num_ranks
 
 
 @contextmanager

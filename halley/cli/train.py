@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
-from halley.cli.ranks import hand_to_ranks, joined
+from halley.cli.checks import DTYPES, check_package
+from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.core.config import RunConfig
 from halley.core.load_config import load_config
-from halley.core.routing import local_experts
+from halley.core.routing import chunk_sizes, local_experts
 from halley.moe.strategy import STRATEGIES
+from halley.ops.experts import check_alignment
 from halley.train.checkpoint import check_writable
+from halley.train.data import VOCAB_SIZE
 from halley.train.loop import CHECKPOINTS_FOLDER, train
 from halley.train.step import open_corpus
 
@@ -69,12 +72,36 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     """Check before ranks are started what can be checked without them.
 
     Raises:
-        ValueError: an unknown strategy, missing text, or experts that do not divide.
+        ValueError: a value that no rank could use, text that is missing, or experts, chunks and
+            ranks that do not fit each other.
     """
     if config.strategy not in STRATEGIES:
         raise ValueError(f"strategy ({config.strategy}) must be one of {', '.join(STRATEGIES)}")
+    num_ranks = count_ranks(nproc, device=config.device)
+    ep_size = config.ep_size or num_ranks
+    if num_ranks % ep_size != 0:
+        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
+    num_local = local_experts(config.model.moe.num_experts, ep_size=ep_size)
+    if config.num_chunks:
+        chunk_sizes(num_local, config.num_chunks)
+    _check_model(config)
+    if config.train.seed < 0:
+        raise ValueError(f"train.seed ({config.train.seed}) must be at least 0")
+    if config.train.tensorboard:
+        check_package("tensorboard", extra="tensorboard", option="train.tensorboard (true)")
     open_corpus(config)
-    if config.ep_size and nproc and nproc % config.ep_size != 0:
-        raise ValueError(f"ep_size ({config.ep_size}) must divide the number of ranks ({nproc})")
-    if config.ep_size or nproc:
-        local_experts(config.model.moe.num_experts, ep_size=config.ep_size or nproc)
+
+
+def _check_model(config: RunConfig) -> None:
+    model, moe = config.model, config.model.moe
+    dtype = DTYPES[config.train.dtype]
+    check_alignment(model.hidden_size, name="model.hidden_size", dtype=dtype)
+    check_alignment(moe.intermediate_size, name="model.moe.intermediate_size", dtype=dtype)
+    if model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"model.vocab_size ({model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
+        )
+    if moe.shared_intermediate_size < 0:
+        raise ValueError(
+            f"shared_intermediate_size ({moe.shared_intermediate_size}) must be at least 0"
+        )

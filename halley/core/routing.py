@@ -140,18 +140,21 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
     """
     num_ranks, num_experts = starts_WE1.shape[0], starts_WE1.shape[1] - 1
     num_local = local_experts(num_experts, ep_size=num_ranks)
-    first_W = np.arange(0, num_experts, num_local, dtype=np.int64)
     own = rank * num_local
     plans: list[DispatchPlan] = []
     start = 0
     for size in chunk_sizes(num_local, num_chunks):
         end = start + size
-        sent_W = starts_WE1[rank, first_W + end] - starts_WE1[rank, first_W + start]
-        received_W = starts_WE1[:, own + end] - starts_WE1[:, own + start]
         plan = DispatchPlan(
             num_local=size,
-            send_splits=sent_W.tolist(),
-            recv_splits=received_W.tolist(),
+            send_splits=[
+                int(starts_WE1[rank, first + end]) - int(starts_WE1[rank, first + start])
+                for first in range(0, num_experts, num_local)
+            ],
+            recv_splits=[
+                int(starts_WE1[source, own + end]) - int(starts_WE1[source, own + start])
+                for source in range(num_ranks)
+            ],
             starts_WL1=starts_WE1[:, own + start : own + end + 1],
         )
         plans.append(plan)

@@ -34,9 +34,10 @@ _EXPOSED_SAMPLES = 3
 
 def bench_layer(
     case: LayerCase,
-    strategies: list[str],
+    candidates: dict[str, AbstractStrategy],
     *,
     groups: ParallelGroups,
+    recorder: Recorder,
     device: torch.device,
     link_bytes_per_s: float,
     num_samples: int = 11,
@@ -46,16 +47,17 @@ def bench_layer(
 
     Args:
         case: the layer and its load.
-        strategies: by name.
+        candidates: as from ``build_candidates``: strategies by name and, after a space, setting;
+            of several settings the fastest is measured. Bits are compared with the first.
         groups: its expert-parallel group runs the layer.
+        recorder: that of the candidates.
         link_bytes_per_s: as from ``measure_link``.
 
     Raises:
-        ValueError: an unknown strategy, or sizes that do not fit the ranks.
+        ValueError: sizes that do not fit the ranks.
     """
+    strategies = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
     tensors = make_tensors(case, groups, device=device)
-    recorder = Recorder(device, enabled=False)
-    candidates = _candidates(case, strategies, groups=groups, recorder=recorder, device=device)
     errors = _check_values(candidates, tensors, groups)
     gemms = BareGemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
@@ -85,7 +87,7 @@ def bench_layer(
     return rows
 
 
-def _candidates(
+def build_candidates(
     case: LayerCase,
     strategies: list[str],
     *,
@@ -93,7 +95,11 @@ def _candidates(
     recorder: Recorder,
     device: torch.device,
 ) -> dict[str, AbstractStrategy]:
-    """Return every strategy at each of its settings, named "chunked n=4"."""
+    """Return every strategy at each of its settings, named "chunked n=4".
+
+    Raises:
+        ValueError: an unknown strategy, or experts that do not divide over the ranks.
+    """
     num_local = local_experts(case.model.moe.num_experts, ep_size=groups.ep_size)
     found: dict[str, AbstractStrategy] = {}
     for strategy in strategies:
@@ -254,11 +260,16 @@ def measure_layers(
     link = measure_link(groups, device=device)
     machine = machine_keys(groups, device=device, commit=commit)
     rows: list[Row] = []
+    recorder = Recorder(device, enabled=False)
     for case in cases:
+        candidates = build_candidates(
+            case, strategies, groups=groups, recorder=recorder, device=device
+        )
         found = bench_layer(
             case,
-            strategies,
+            candidates,
             groups=groups,
+            recorder=recorder,
             device=device,
             link_bytes_per_s=link,
             num_samples=num_samples,

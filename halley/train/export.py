@@ -82,7 +82,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     shards = _cut(shapes, max_bytes=max_shard_bytes, itemsize=dtype.itemsize)
     weight_map: dict[str, str] = {}
     step = 0
-    for index, names in enumerate(shards):
+    for number, names in enumerate(shards, start=1):
         state = {name: torch.empty(shapes[name]) for name in names}
         step = load_checkpoint(checkpoint, {"parameters": state})
         tensors: dict[str, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
             tensors |= {key: value.to(dtype, copy=True) for key, value in stored.items()}
         file = "model.safetensors"
         if len(shards) > 1:
-            file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(tensors, output / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
 

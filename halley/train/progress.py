@@ -64,7 +64,12 @@ class Reporter:
                 if value is not None:
                     self._board.add_scalar(name, value, step)
         if self._progress is not None:
-            self._progress.update(self._bar, completed=step, description=describe(metrics))
+            # Shorter than a line of the log, to fit beside the bar on a terminal of 80 columns.
+            text = (
+                f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s  "
+                f"exposed {metrics['exposed_share']:.0%}"
+            )
+            self._progress.update(self._bar, completed=step, description=text)
         elif step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
             self.say(f"step {step}/{self._config.train.num_steps}  {describe(metrics)}")
 
@@ -91,7 +96,7 @@ class Reporter:
 
     def _make_bar(self) -> Progress:
         return Progress(
-            BarColumn(),
+            BarColumn(bar_width=12),
             TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(),
             TextColumn("{task.description}"),
