@@ -66,8 +66,6 @@ def layer(
         raise ValueError(f"strategy ({unknown[0]}) must be one of {', '.join(STRATEGIES)}")
     if samples < 1:
         raise ValueError(f"samples ({samples}) must be at least 1")
-    if seed < 0:
-        raise ValueError(f"seed ({seed}) must be at least 0")
     for case in cases:
         local_experts(case.model.moe.num_experts, ep_size=num_ranks)
     if output is not None:
@@ -102,6 +100,8 @@ def layer(
 def _cases(models: str, tokens: str, *, skew: str, dtype: str, seed: int) -> list[LayerCase]:
     if dtype not in DTYPES:
         raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+    if seed < 0:
+        raise ValueError(f"seed ({seed}) must be at least 0")
     configs = [find_model(name) for name in _split(models, option="models")]
     for config in configs:
         _check_skew(skew, config)

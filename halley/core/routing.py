@@ -162,8 +162,13 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
     return plans
 
 
-def order_by_expert(plan: DispatchPlan) -> tuple[np.ndarray, np.ndarray]:
+def order_by_expert(
+    plan: DispatchPlan, out: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Sort a plan's received rows by expert; they arrive by source rank, then expert, then token.
+
+    Args:
+        out: where the results are laid out, ends first, ``(L + 2 * R,)`` int32.
 
     Returns:
         The arrival place of each row in order of expert, then the place in order of expert of
@@ -173,13 +178,17 @@ def order_by_expert(plan: DispatchPlan) -> tuple[np.ndarray, np.ndarray]:
     Example: 2 sources, 2 experts, counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0, so
     order of expert reads places 0, 3, 1, 2, and the experts end at 2 and 4.
     """
+    num_local, num_recv = plan.num_local, plan.num_recv
+    if out is None:
+        out = np.empty(num_local + 2 * num_recv, dtype=np.int32)
+    ends_L, orders = out[:num_local], out[num_local:].reshape(2, num_recv)
     counts_WL = np.diff(plan.starts_WL1, axis=1)
     counts_LW = np.ascontiguousarray(counts_WL.T)
     arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
     expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
     shift_WL = expert_end_LW.T - arrival_end_WL  # of starts too, as both have the same counts
-    orders = np.empty((2, plan.num_recv), dtype=np.int32)
-    rows_R = np.arange(plan.num_recv, dtype=np.int32)
+    rows_R = np.arange(num_recv, dtype=np.int32)
     np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
     np.add(rows_R, np.repeat(shift_WL, counts_WL.ravel()), out=orders[1], casting="unsafe")
-    return orders, expert_end_LW[:, -1].astype(np.int32)
+    ends_L[:] = expert_end_LW[:, -1]
+    return orders, ends_L

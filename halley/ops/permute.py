@@ -72,7 +72,7 @@ class _CombineTokens(torch.autograd.Function):
     def backward(ctx, grad):
         by_slot, weights = ctx.saved_tensors
         slots = ctx.slots.index_N
-        weights_of_row = weights.to(grad.dtype).view(-1, 1).index_select(0, slots)
+        weights_of_row = weights.to(grad.dtype).reshape(-1, 1).index_select(0, slots)
         grad_rows = grad.index_select(0, slots // weights.shape[1]).mul_(weights_of_row)
         grad_weights = torch.bmm(by_slot, grad.unsqueeze(2)).squeeze(2)
         return grad_rows, grad_weights.to(weights.dtype), None

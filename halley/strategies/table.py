@@ -43,14 +43,18 @@ class RoutingTable:
 def arrival_order(plan: DispatchPlan, *, device: torch.device) -> tuple[Permutation, torch.Tensor]:
     """Return the order of a plan's received rows by expert, and where each expert's rows end.
 
-    Laid out on the host, which has nothing else to do while the rows travel.
+    Laid out on the host, which has nothing else to do while the rows travel, in pinned memory, as
+    a copy from any other would wait for them.
 
     Returns:
         The order and ``(L,)`` int32, on ``device``.
     """
-    orders, ends_L = order_by_expert(plan)
-    on_device = torch.from_numpy(orders).to(device, non_blocking=True)
-    return (
-        Permutation(on_device[0], on_device[1]),
-        torch.from_numpy(ends_L).to(device, non_blocking=True),
+    num_local, num_recv = plan.num_local, plan.num_recv
+    host = torch.empty(
+        num_local + 2 * num_recv, dtype=torch.int32, pin_memory=device.type == "cuda"
     )
+    order_by_expert(plan, host.numpy())
+    ends_L, arrival_R, place_R = host.to(device, non_blocking=True).split(
+        [num_local, num_recv, num_recv]
+    )
+    return Permutation(arrival_R, place_R), ends_L
