@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = app([a for a in arguments if a != "--debug"], standalone_mode=False)
+            arguments = [a for a in arguments if a != "--debug"]
+            code = app(arguments, prog_name="halley", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
@@ -58,7 +59,7 @@ def _report(error: Exception) -> int:
     rank = os.environ.get("RANK", "0")
     if callable(usage) or isinstance(error, ValueError):
         text = str(usage()) if callable(usage) else str(error)
-        if rank == "0":
+        if rank == "0" and text:  # none where the help was shown for want of a command
             sys.stderr.write(f"halley: error: {_one_line(text)}\n")
         return USER_ERROR
     where = f" on rank {rank}" if "RANK" in os.environ else ""

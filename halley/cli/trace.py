@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from halley.cli.bars import step_progress
+from halley.cli.checks import check_package
 from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.tables import step_table
 from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
@@ -40,6 +41,7 @@ def trace(
     if steps < 1:
         raise ValueError(f"steps ({steps}) must be at least 1")
     check_config(run_config, nproc=nproc)
+    check_package("matplotlib", extra="plot", option="halley trace")
     folder = output or Path(run_config.output) / "trace"
     check_writable(folder)
     code = hand_to_ranks(nproc, device=run_config.device)

@@ -15,9 +15,8 @@ from halley.core.routing import chunk_sizes, local_experts
 from halley.moe.strategy import STRATEGIES
 from halley.ops.experts import check_alignment
 from halley.train.checkpoint import check_writable
-from halley.train.data import VOCAB_SIZE
 from halley.train.loop import CHECKPOINTS_FOLDER, train
-from halley.train.step import open_corpus
+from halley.train.step import check_vocabulary, open_corpus
 
 
 ConfigOption = Annotated[Path | None, typer.Option(help="A TOML file.")]
@@ -85,8 +84,6 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     if config.num_chunks:
         chunk_sizes(num_local, config.num_chunks)
     _check_model(config)
-    if config.train.seed < 0:
-        raise ValueError(f"train.seed ({config.train.seed}) must be at least 0")
     if config.train.tensorboard:
         check_package("tensorboard", extra="tensorboard", option="train.tensorboard (true)")
     open_corpus(config)
@@ -97,11 +94,4 @@ def _check_model(config: RunConfig) -> None:
     dtype = DTYPES[config.train.dtype]
     check_alignment(model.hidden_size, name="model.hidden_size", dtype=dtype)
     check_alignment(moe.intermediate_size, name="model.moe.intermediate_size", dtype=dtype)
-    if model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"model.vocab_size ({model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
-        )
-    if moe.shared_intermediate_size < 0:
-        raise ValueError(
-            f"shared_intermediate_size ({moe.shared_intermediate_size}) must be at least 0"
-        )
+    check_vocabulary(config)

@@ -83,6 +83,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         _require(self.num_experts >= 1, "num_experts", self.num_experts, "at least 1")
+        shared_size = self.shared_intermediate_size
+        _require(shared_size >= 0, "shared_intermediate_size", shared_size, "at least 0")
         _require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, ">= 1")
         _require(
             1 <= self.top_k <= self.num_experts,
@@ -151,6 +153,11 @@ class ModelConfig:
         _require(
             self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, >= 2"
         )
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value > 0, name, value, "above 0")
+        size = self.dense_intermediate_size
+        _require(size >= 0, "dense_intermediate_size", size, "at least 0")
         _require(self.moe_interval >= 1, "moe_interval", self.moe_interval, "at least 1")
         _require(
             0 <= self.num_dense_layers <= self.num_layers,
@@ -159,7 +166,6 @@ class ModelConfig:
             f"between 0 and num_layers ({self.num_layers})",
         )
         if not all(self.is_moe_layer(index) for index in range(self.num_layers)):
-            size = self.dense_intermediate_size
             _require(size >= 1, "dense_intermediate_size", size, "at least 1 for dense layers")
 
     def is_moe_layer(self, index: int) -> bool:
@@ -207,6 +213,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         rate = self.learning_rate
         _require(math.isfinite(rate) and rate > 0, "optimizer.learning_rate", rate, "above 0")
+        _require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
         for name in ("weight_decay", "clip_norm", "final_fraction"):
             value = getattr(self, name)
@@ -243,6 +250,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "num_microbatches", "log_every"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        _require(self.seed >= 0, "train.seed", self.seed, "at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +260,7 @@ class CheckpointConfig:
     Attributes:
         every_steps: steps between checkpoints; 0 writes only the last.
         keep: how many stay.
-        resume: go on from the newest valid one.
+        resume: go on from the newest valid one; false refuses a folder that holds any.
     """
 
     every_steps: int = 0

@@ -75,7 +75,8 @@ class Exchange:
         to, come = self.send_splits, self.recv_splits
         if backward:
             to, come = come, to
-        buffer = None if backward else self.received
+        # Forgotten once it is used: the joined buffer's graph leads back to this exchange.
+        buffer, self.received = self.received, None
         if buffer is None:
             buffer = rows.new_empty(sum(come), rows.shape[1])
         work = dist.all_to_all_single(

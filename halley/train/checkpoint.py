@@ -43,7 +43,7 @@ def check_writable(folder: Path) -> None:
             file.flush()
     except OSError as error:
         raise ValueError(
-            f"checkpoint folder ({folder}) must be writable: {error.strerror or error}"
+            f"folder ({folder}) must be writable: {error.strerror or error}"
         ) from error
 
 

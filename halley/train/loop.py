@@ -53,7 +53,10 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
         drop_later_steps(metrics_path, step=first_step)
         _write_config(config, output / CONFIG_FILE)
     reporter = Reporter(
-        config, console=Console(stderr=True, quiet=not world.is_first), metrics=metrics_path
+        config,
+        console=Console(stderr=True, quiet=not world.is_first),
+        metrics=metrics_path,
+        first_step=first_step,
     )
     reporter.say(_describe(run, first_step))
     peak = peak_flops_per_s(world.device) * world.num_ranks
@@ -85,10 +88,18 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
 
 
 def _resume(run: TrainingRun, folder: Path) -> int:
-    """Load the newest valid checkpoint, if one is wanted and there; return the steps done."""
-    path = find_newest_checkpoint(folder) if run.config.checkpoint.resume else None
+    """Load the newest valid checkpoint, if there is one; return the steps done.
+
+    Raises:
+        ValueError: there is one, and the run is not to resume: it would be taken for its own.
+    """
+    path = find_newest_checkpoint(folder)
     if path is None:
         return 0
+    if not run.config.checkpoint.resume:
+        raise ValueError(
+            f"checkpoint.resume (false) must have an output without checkpoints: {path} is there"
+        )
     step = load_checkpoint(path, run.state())
     run.optimizer.resume(step)
     return step

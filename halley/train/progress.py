@@ -22,7 +22,9 @@ Metrics = dict[str, float | int | None]
 class Reporter:
     """Takes the metrics of each step; on ranks other than the first it does nothing."""
 
-    def __init__(self, config: RunConfig, *, console: Console, metrics: Path | None) -> None:
+    def __init__(
+        self, config: RunConfig, *, console: Console, metrics: Path | None, first_step: int = 0
+    ) -> None:
         self._config = config
         self._console = console
         self._progress: Progress | None = None
@@ -36,7 +38,9 @@ class Reporter:
                     "pip install 'halley-moe[tensorboard]'"
                 ) from error
             if metrics is not None:
-                self._board = SummaryWriter(str(metrics.parent / "tensorboard"))
+                self._board = SummaryWriter(
+                    str(metrics.parent / "tensorboard"), purge_step=first_step + 1
+                )
         self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
     def say(self, text: str) -> None:
@@ -66,8 +70,8 @@ class Reporter:
         if self._progress is not None:
             # Shorter than a line of the log, to fit beside the bar on a terminal of 80 columns.
             text = (
-                f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s  "
-                f"exposed {metrics['exposed_share']:.0%}"
+                f"loss {metrics['loss']:.3f}  {(metrics['tokens_per_s'] or 0) / 1e3:,.1f}k tok/s  "
+                f"mfu {_share(metrics['mfu'])}  exposed {_share(metrics['exposed_share'])}"
             )
             self._progress.update(self._bar, completed=step, description=text)
         elif step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
@@ -111,6 +115,10 @@ def describe(metrics: Metrics) -> str:
     parts.append("mfu -" if mfu is None else f"mfu {mfu:.1%}")
     parts.append(f"exposed communication {exposed:.1%}")
     return "  ".join(parts)
+
+
+def _share(value: float | int | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def drop_later_steps(path: Path, *, step: int) -> None:

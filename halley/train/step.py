@@ -76,16 +76,25 @@ def open_corpus(config: RunConfig) -> Corpus:
     return Corpus(find_text_files(path), window=config.data.seq_len + 1)
 
 
+def check_vocabulary(config: RunConfig) -> None:
+    """Check that the model knows every byte.
+
+    Raises:
+        ValueError: its vocabulary is smaller than 256.
+    """
+    if config.model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
+        )
+
+
 def build_run(config: RunConfig, world: World) -> TrainingRun:
     """Make the model, its optimizer and its data; a collective of all ranks.
 
     Raises:
         ValueError: the configuration does not fit the ranks or the data.
     """
-    if config.model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
-        )
+    check_vocabulary(config)
     groups = build_groups(config.ep_size, device_type=world.device.type)
     recorder = Recorder(world.device, rank=world.rank)
     strategy = build_strategy(

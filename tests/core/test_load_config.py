@@ -121,7 +121,7 @@ def test_override(override: str, path: str, value: object) -> None:
         ("stratgy=chunked", "stratgy", "strategy"),
         ("model.moe.num_expert=4", "model.moe.num_expert", "model.moe.num_experts"),
         ("model.moe.router.capacity=1.0", "model.moe.router.capacity", ".router.capacity_factor"),
-        ("trian.seed=1", "trian", "train"),
+        ("trains.seed=1", "trains", "train"),
     ],
 )
 def test_unknown_key_names_the_nearest(override: str, key: str, near: str) -> None:

@@ -98,6 +98,7 @@ def destroy(groups: ParallelGroups) -> None:
     """Destroy the groups of a mesh, which would otherwise live as long as the test's ranks."""
     mesh = groups.mesh
     assert mesh is not None
+    dist.barrier()  # a rank that is still connecting must not find its peer gone
     for name in ("edp", "ep"):
         group = mesh.get_group(name)
         if group is not dist.group.WORLD:

@@ -22,6 +22,7 @@ from tests.moe.model_case import MODELS, build_model, destroy, make_tokens
 NUM_STEPS = 20
 NUM_RANKS = 4
 LEARNING_RATE = 0.2
+SEQUENTIAL, CHUNKED = {"strategy": "sequential"}, {"strategy": "chunked", "num_chunks": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,8 @@ def train(config_name: str, groups: ParallelGroups, *, ranks: list[int], **case)
         sync_gradients(dense, expert, groups=groups)
         norms[step] = global_norm(dense, expert, groups=groups)
         with torch.no_grad():
-            for parameter in parameters.values():
-                parameter -= LEARNING_RATE * parameter.grad
+            for name, parameter in parameters.items():
+                parameter -= LEARNING_RATE * grads[name]
                 parameter.grad = None
         if groups.world is not None:
             torch.distributed.all_reduce(counts_ME, group=groups.world)
@@ -89,8 +90,17 @@ def _join(runs: list[Run], sharded: set[str]) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "switch", "top2"])
-def test_every_layout_trains_alike(run_ranks, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "by_ep_size"),
+    [
+        ("softmax", (SEQUENTIAL, CHUNKED, SEQUENTIAL)),
+        ("sigmoid", (CHUNKED, SEQUENTIAL, CHUNKED)),
+        ("switch", (SEQUENTIAL, SEQUENTIAL, CHUNKED)),
+        ("top2", (CHUNKED, CHUNKED, SEQUENTIAL)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_layout_trains_alike(run_ranks, kind: str, by_ep_size: tuple[dict, ...]) -> None:
     start = build_model(MODELS[kind])
     sharded, tolerance = expert_parameter_names(start), RELATIVE_TOLERANCE[torch.float32]
     want = train(kind, ParallelGroups(), ranks=list(range(NUM_RANKS)))
@@ -99,15 +109,14 @@ def test_every_layout_trains_alike(run_ranks, kind: str) -> None:
     for name, weight in start.state_dict().items():
         assert relative_error(want.weights[name], weight) > 1e-3
 
-    for ep_size in (1, 2, 4):
-        for case in ({}, {"strategy": "chunked", "num_chunks": 2}):
-            runs: list[Run] = run_ranks(_train_on_ranks, NUM_RANKS, kind, ep_size, case)
-            for first in range(0, NUM_RANKS, ep_size):
-                weights = _join(runs[first : first + ep_size], sharded)
-                for name, weight in want.weights.items():
-                    assert relative_error(weights[name], weight) <= tolerance, name
-            for run in runs:
-                assert relative_error(run.losses, want.losses) <= tolerance
-                assert relative_error(run.norms, want.norms) <= tolerance
-                for name in want.weights.keys() - sharded:  # copies stay copies, bit for bit
-                    assert torch.equal(run.weights[name], runs[0].weights[name]), name
+    for ep_size, case in zip((1, 2, 4), by_ep_size, strict=True):
+        runs: list[Run] = run_ranks(_train_on_ranks, NUM_RANKS, kind, ep_size, case)
+        for first in range(0, NUM_RANKS, ep_size):
+            weights = _join(runs[first : first + ep_size], sharded)
+            for name, weight in want.weights.items():
+                assert relative_error(weights[name], weight) <= tolerance, name
+        for run in runs:
+            assert relative_error(run.losses, want.losses) <= tolerance
+            assert relative_error(run.norms, want.norms) <= tolerance
+            for name in want.weights.keys() - sharded:  # copies stay copies, bit for bit
+                assert torch.equal(run.weights[name], runs[0].weights[name]), name

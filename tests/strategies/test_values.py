@@ -1,6 +1,7 @@
 """Every strategy against the reference, forward and every gradient, over 1, 2 and 4 ranks."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.strategy import STRATEGIES, build_strategy
+from halley.ops.exchange import Exchange
 from tests.strategies.layer_case import (
     LayerCase,
     expected,
@@ -135,3 +137,20 @@ def _run_several_shapes(rank: int, num_ranks: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_several_shapes_in_a_row(run_ranks, strategy):
     run_ranks(_run_several_shapes, 2, strategy)
+
+
+def _count_leftovers(rank: int, num_ranks: int, case: LayerCase, strategy: str) -> int:
+    """Return how many exchanges a finished layer leaves to the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        run_layer(rank, case, strategy, num_chunks=2, group=dist.group.WORLD)
+        return sum(type(item) is Exchange for item in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layer_frees_its_graph_at_once(run_ranks, strategy):
+    """A cycle through the graph would hold activations until a collection, or for good."""
+    assert run_ranks(_count_leftovers, 2, LayerCase(num_tokens_W=(8, 5)), strategy) == [0, 0]

@@ -179,7 +179,7 @@ def test_damaged_data_is_no_misfit(tmp_path: Path):
 def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "runs"
-    message = rf"checkpoint folder \({folder}\) must be writable: Not a directory"
+    message = rf"folder \({folder}\) must be writable: Not a directory"
     with pytest.raises(ValueError, match=message):
         check_writable(folder)
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,348 @@
+"""A mistake of the user: one line that names value and rule, exit code 2, and no rank started."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halley.cli import ranks
+from halley.cli.main import main
+from halley.core.load_config import load_config
+
+
+LIMIT_S = 60.0
+PREFIX = "halley: error: "
+
+# Name of the case: arguments, and what the line must say. Words of the form {folder}/... are
+# paths that the fixture ``folder`` has laid out.
+WRONG_COMMANDS: dict[str, tuple[str, str]] = {
+    "unknown command": ("nonsense", "nonsense"),
+    "unknown benchmark": ("bench nonsense", "nonsense"),
+    "unknown option of train": ("train --nonsense 3", "--nonsense"),
+    "unknown option of doctor": ("doctor --nonsense", "--nonsense"),
+    "unknown option of trace": ("trace --nonsense", "--nonsense"),
+    "unknown option of export": ("export run --nonsense", "--nonsense"),
+    "an argument too many": ("doctor now", "(now)"),
+    "an option without its value": ("train --nproc", "--nproc"),
+    "not a number": ("train --nproc two", "--nproc"),
+    "too few ranks": ("train --nproc -1", "nproc (-1) must be at least 1"),
+}
+WRONG_CONFIGS: dict[str, tuple[str, str]] = {
+    "missing file": (
+        "train --config {folder}/none.toml",
+        "config ({folder}/none.toml) must be a readable file: No such file",
+    ),
+    "folder for a file": ("train --config {folder}", "must be a readable file: Is a directory"),
+    "broken TOML": ("train --config {folder}/broken.toml", "must be TOML: Expected"),
+    "no text": ("train --config {folder}/binary.toml", "must be TOML: 'utf-8'"),
+    "unknown key in a file": (
+        "train --config {folder}/unknown.toml",
+        "key (train.num_stepz) must be one of train.num_steps, ",
+    ),
+    "unknown key, nearest name": (
+        "train --set optimizer.learning_rat=1",
+        "did you mean optimizer.learning_rate",
+    ),
+    "no key": ("train --set num_steps", "--set (num_steps) must be KEY=VALUE"),
+    "wrong type": ("train --set train.num_steps=ten", "num_steps ('ten') must be of type int"),
+    "fraction": ("train --set train.num_steps=1.5", "num_steps (1.5) must be of type int"),
+    "value for a table": ("train --set train=3", "train (3) must be a table"),
+    "unknown model": ("train --set model=tinny", "model (tinny) must be one of tiny, mixtral"),
+    "unknown model, nearest name": ("train --set model=tinny", "did you mean tiny"),
+    "no steps": ("train --set train.num_steps=0", "train.num_steps (0) must be at least 1"),
+    "no batch": ("train --set train.batch_size=0", "train.batch_size (0) must be at least 1"),
+    "no sequence": ("train --set data.seq_len=0", "data.seq_len (0) must be at least 1"),
+    "negative rate": (
+        "train --set optimizer.learning_rate=-1",
+        "optimizer.learning_rate (-1.0) must be above 0",
+    ),
+    "negative seed": ("train --set train.seed=-1", "train.seed (-1) must be at least 0"),
+    "unknown dtype": (
+        "train --set train.dtype=float64",
+        "train.dtype ('float64') must be one of 'float32', 'bfloat16'",
+    ),
+    "unknown device": ("train --set device=tpu", "device ('tpu') must be one of 'auto', 'cpu'"),
+    "no checkpoint kept": ("train --set checkpoint.keep=0", "checkpoint.keep (0) must be"),
+}
+WRONG_MODELS: dict[str, tuple[str, str]] = {
+    "top_k too large": (
+        "train --set model.moe.top_k=9",
+        "top_k (9) must be between 1 and num_experts (8)",
+    ),
+    "heads do not divide": (
+        "train --set model.num_heads=3",
+        "num_heads (3) must be divisible by num_kv_heads (2)",
+    ),
+    "odd head": ("train --set model.head_dim=7", "head_dim (7) must be even"),
+    "hidden size not aligned": (
+        "train --set model.hidden_size=130",
+        "model.hidden_size (130) must be a multiple of 4 for torch.float32",
+    ),
+    "hidden size not aligned for half the bytes": (
+        "train --set model.hidden_size=132 --set train.dtype=bfloat16",
+        "model.hidden_size (132) must be a multiple of 8 for torch.bfloat16",
+    ),
+    "experts not aligned": (
+        "train --set model.moe.intermediate_size=33",
+        "model.moe.intermediate_size (33) must be a multiple of 4",
+    ),
+    "vocabulary below bytes": (
+        "train --set model.vocab_size=100",
+        "model.vocab_size (100) must be at least 256",
+    ),
+    "top2 without capacity": (
+        "train --set model.moe.router.kind=top2",
+        "capacity_factor (0.0) must be above 0 for the top2 router",
+    ),
+    "switch with two experts a token": (
+        "train --set model.moe.router.kind=switch --set model.moe.router.capacity_factor=1",
+        "top_k (2) must be 1 for switch",
+    ),
+    "groups do not divide": (
+        "train --set model.moe.router.num_groups=3",
+        "num_experts (8) must be divisible by num_groups (3)",
+    ),
+    "dense layers without a size": (
+        "train --set model.num_dense_layers=1",
+        "dense_intermediate_size (0) must be at least 1 for dense layers",
+    ),
+    "negative shared experts": (
+        "train --set model.moe.shared_intermediate_size=-1",
+        "shared_intermediate_size (-1) must be at least 0",
+    ),
+}
+WRONG_RUNS: dict[str, tuple[str, str]] = {
+    "experts over ranks": (
+        "train --nproc 3",
+        "num_experts (8) must be divisible by ep_size (3)",
+    ),
+    "experts over the default ranks": (
+        "train --set model.moe.num_experts=7 --set device=cpu",
+        "num_experts (7) must be divisible by ep_size (2)",
+    ),
+    "ep_size over ranks": (
+        "train --set ep_size=4 --nproc 6",
+        "ep_size (4) must divide the number of ranks (6)",
+    ),
+    "ep_size over the default ranks": (
+        "train --set ep_size=4 --set device=cpu",
+        "ep_size (4) must divide the number of ranks (2)",
+    ),
+    "unknown strategy": (
+        "train --strategy magic",
+        "strategy (magic) must be one of sequential, chunked",
+    ),
+    "too many chunks": (
+        "train --strategy chunked --set num_chunks=5 --nproc 2",
+        "num_chunks (5) must be between 1 and num_local_experts (4)",
+    ),
+    "negative chunks": ("train --set num_chunks=-1", "num_chunks (-1) must be at least 0"),
+    "missing text": (
+        "train --data {folder}/none",
+        "text ({folder}/none) must be a file or a folder that exists",
+    ),
+    "folder without text": ("train --data {folder}/empty", "must hold at least one byte"),
+    "short text": (
+        "train --data {folder}/short.txt",
+        "text of 3 bytes in 1 files must hold at least one window of 257 bytes",
+    ),
+    "output below a file": (
+        "train --output {folder}/short.txt/run",
+        "({folder}/short.txt/run/checkpoints) must be writable: Not a directory",
+    ),
+    "trace: unknown strategy": ("trace --strategies magic", "strategy (magic) must be one of"),
+    "trace: no strategy": ("trace --strategies ,", "strategy () must be one of"),
+    "trace: no steps": ("trace --steps 0", "steps (0) must be at least 1"),
+    "trace: unknown key": ("trace --set train.num_stepz=3", "did you mean train.num_steps"),
+    "trace: output below a file": (
+        "trace --output {folder}/short.txt/trace",
+        "({folder}/short.txt/trace) must be writable: Not a directory",
+    ),
+    "trace: too many chunks": (
+        "trace --set num_chunks=5 --nproc 2",
+        "num_chunks (5) must be between 1 and num_local_experts (4)",
+    ),
+}
+WRONG_BENCHES: dict[str, tuple[str, str]] = {
+    "unknown skew": (
+        "--skew steep",
+        "skew (steep) must be balanced, std:NUMBER, zipf:NUMBER or one-hot",
+    ),
+    "skew without a number": ("--skew zipf:x", "skew (zipf:x) must be balanced"),
+    "std too large": (
+        "--skew std:9 --models tiny",
+        "std (9.0) must be between 0 and 0.0818 for num_experts 8 and top_k 2",
+    ),
+    "negative exponent": ("--skew zipf:-1", "exponent (-1.0) must be at least 0"),
+    "tokens that are no number": ("--tokens 12,a", "tokens (12,a) must be positive integers"),
+    "no tokens": ("--tokens 0", "tokens (0) must be positive integers"),
+    "no samples": ("--samples 0", "samples (0) must be at least 1"),
+    "negative seed": ("--seed -1", "seed (-1) must be at least 0"),
+    "unknown dtype": ("--dtype int8", "dtype (int8) must be one of float32, float16, bfloat16"),
+    "unknown device": ("--device tpu", "device (tpu) must be one of auto, cpu, cuda"),
+    "unknown model": ("--models tiny,tinny", "model (tinny) must be one of"),
+    "no model": ("--models ,", "models (,) must name at least one"),
+    "unknown strategy": ("--strategies magic", "strategy (magic) must be one of"),
+    "experts over ranks": (
+        "--models tiny --nproc 3 --device cpu",
+        "num_experts (8) must be divisible by ep_size (3)",
+    ),
+    "output below a file": (
+        "--output {folder}/short.txt/results",
+        "({folder}/short.txt/results) must be writable: Not a directory",
+    ),
+}
+WRONG_EXPORTS: dict[str, tuple[str, str]] = {
+    "no output": ("export run", "--output"),
+    "no run": ("export --output out", "run"),
+    "missing run": (
+        "export {folder}/none --output {folder}/out",
+        "run ({folder}/none) must be the output folder of halley train",
+    ),
+    "damaged configuration": (
+        "export {folder}/damaged --output {folder}/out",
+        "{folder}/damaged/config.json must be as halley train wrote it",
+    ),
+    "no checkpoint": (
+        "export {folder}/tiny --output {folder}/out",
+        "run ({folder}/tiny) must hold a whole checkpoint in checkpoints/",
+    ),
+    "no family": (
+        "export {folder}/deepseek-v3 --output {folder}/out",
+        "deepseek-v3 differs in: ",
+    ),
+}
+
+CASES = {
+    **WRONG_COMMANDS,
+    **WRONG_CONFIGS,
+    **WRONG_MODELS,
+    **WRONG_RUNS,
+    **{f"bench: {name}": (f"bench layer {a}", t) for name, (a, t) in WRONG_BENCHES.items()},
+    **{f"export: {name}": case for name, case in WRONG_EXPORTS.items()},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files that the cases name."""
+    path = tmp_path_factory.mktemp("wrong")
+    (path / "empty").mkdir()
+    (path / "short.txt").write_text("abc")
+    (path / "broken.toml").write_text("[train\n")
+    (path / "unknown.toml").write_text("[train]\nnum_stepz = 3\n")
+    (path / "binary.toml").write_bytes(b"\xff\xfe")
+    for model in ("tiny", "deepseek-v3"):
+        config = load_config(None, overrides=[f"model={model}"])
+        (path / model).mkdir()
+        (path / model / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    (path / "damaged").mkdir()
+    (path / "damaged" / "config.json").write_text('{"model": ')
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    def launch(argv: list[str], *, num_processes: int) -> int:
+        pytest.fail(f"{num_processes} ranks would start")
+
+    monkeypatch.setattr(ranks, "launch", launch)
+    monkeypatch.chdir(folder)  # a run's default output is relative
+
+
+def _line_of(err: str) -> str:
+    """Return what standard error says after its prefix; it must be one line."""
+    assert err.startswith(PREFIX)
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err.removeprefix(PREFIX).strip()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_names_value_and_rule(name: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    command, wanted = (text.replace("{folder}", str(folder)) for text in CASES[name])
+    assert main(command.split()) == 2
+    captured = capsys.readouterr()
+    assert wanted in _line_of(captured.err)
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", ["train --set device=cuda", "bench layer --device cuda"])
+def test_gpus_that_are_not_there(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(command.split()) == 2
+    line = _line_of(capsys.readouterr().err)
+    assert line == "device (cuda) must be one that torch finds: it finds no GPU"
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("bench layer --output out --device cpu", "matplotlib", "plot"),
+        ("train --set train.tensorboard=true --set device=cpu", "tensorboard", "tensorboard"),
+    ],
+)
+def test_missing_package_is_told_with_its_cure(
+    command: str,
+    package: str,
+    extra: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("halley.cli.checks.find_spec", lambda name: None)
+    assert main(command.split()) == 2
+    line = _line_of(capsys.readouterr().err)
+    assert line.endswith(f"must have the package {package}: pip install 'halley-moe[{extra}]'")
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_debug_shows_the_traceback(place: str, capsys: pytest.CaptureFixture[str]):
+    command = ["train", "--set", "train.num_steps=0"]
+    assert main(["--debug", *command] if place == "first" else [*command, "--debug"]) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last == f"{PREFIX}train.num_steps (0) must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"), [("", "halley [OPTIONS]"), ("bench", "halley bench [OPTIONS]")]
+)
+def test_help_where_no_command_is_given(
+    command: str, usage: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(command.split()) == 2
+    captured = capsys.readouterr()
+    assert f"Usage: {usage}" in captured.out + captured.err
+    assert PREFIX.strip() not in captured.err
+
+
+def test_a_failure_of_the_machine_is_told_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def fail() -> None:
+        raise RuntimeError("the disk\nis full")
+
+    monkeypatch.setattr("halley.cli.doctor.examine_machine", fail)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "halley: failed: the disk is full\n"
+
+
+def test_as_a_program(folder: Path):
+    command = f"train --data {folder}/short.txt"
+    done = subprocess.run(
+        [sys.executable, "-m", "halley.cli", *command.split()],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert _line_of(done.stderr).startswith("text of 3 bytes in 1 files must hold")

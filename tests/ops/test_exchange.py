@@ -1,0 +1,185 @@
+"""The all-to-all of labelled rows among 2 and 4 ranks, its gradient, and the order of its parts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.ops.exchange import Exchange, gather_table, join_rows
+
+
+CPU = torch.device("cpu")
+
+# Rows that rank r sends to rank s, [r][s].
+SPLITS = [
+    pytest.param([[1, 3], [2, 0]], id="2 uneven"),
+    pytest.param([[0, 0], [0, 0]], id="2 none"),
+    pytest.param([[0, 5], [0, 2]], id="2 one takes all"),
+    pytest.param([[1, 0, 2, 3], [4, 1, 0, 0], [0, 0, 0, 0], [2, 2, 1, 0]], id="4 uneven"),
+    pytest.param([[1] * 4] * 4, id="4 even"),
+]
+
+
+def _exchange(
+    rank: int,
+    splits: list[list[int]],
+    *,
+    name: str = "dispatch",
+    recorder: Recorder | None = None,
+    received: torch.Tensor | None = None,
+) -> Exchange:
+    return Exchange(
+        send_splits=splits[rank],
+        recv_splits=[row[rank] for row in splits],
+        group=dist.group.WORLD,
+        name=name,
+        recorder=recorder or Recorder(CPU, enabled=False),
+        received=received,
+    )
+
+
+def _label(source: int, target: int, index: int) -> list[float]:
+    return [100.0 * source + 10.0 * target + index, -1.0]
+
+
+def _sent(rank: int, splits: list[list[int]]) -> torch.Tensor:
+    rows = [_label(rank, s, i) for s, count in enumerate(splits[rank]) for i in range(count)]
+    return torch.tensor(rows).view(-1, 2).requires_grad_()
+
+
+def _received(rank: int, splits: list[list[int]]) -> list[list[float]]:
+    return [_label(r, rank, i) for r, row in enumerate(splits) for i in range(row[rank])]
+
+
+def _send_and_return(rank: int, num_ranks: int, splits: list[list[int]], way: str) -> None:
+    rows_SD = _sent(rank, splits)
+    received = torch.empty(sum(row[rank] for row in splits), 2) if way == "buffer" else None
+    exchange = _exchange(rank, splits, received=received)
+    arrived_RD = exchange.run(rows_SD) if way == "run" else exchange.wait(exchange.start(rows_SD))
+    assert arrived_RD.tolist() == _received(rank, splits)
+    if received is not None:
+        assert arrived_RD.data_ptr() == received.data_ptr()
+    # Each row goes back with its receiver's mark: the gradient of sum(rows * mark of receiver).
+    marks_RD = torch.tensor([[rank + 1.0, 0.5]]).expand(arrived_RD.shape)
+    (arrived_RD * arrived_RD * marks_RD).sum().backward()
+    want = [
+        [2.0 * value * mark for value, mark in zip(_label(rank, s, i), (s + 1.0, 0.5), strict=True)]
+        for s, count in enumerate(splits[rank])
+        for i in range(count)
+    ]
+    assert rows_SD.grad is not None
+    assert rows_SD.grad.tolist() == want
+
+
+@pytest.mark.parametrize("way", ["start and wait", "run", "buffer"])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_rows_arrive_and_gradients_return(run_ranks, splits: list[list[int]], way: str) -> None:
+    run_ranks(_send_and_return, len(splits), splits, way)
+
+
+def _expanded_gradient(rank: int, num_ranks: int) -> None:
+    rows_SD = torch.ones(4, 3, requires_grad=True)
+    _exchange(rank, [[2, 2], [2, 2]]).run(rows_SD).sum().backward()  # a gradient of stride 0
+    assert rows_SD.grad is not None
+    assert rows_SD.grad.tolist() == [[1.0] * 3] * 4
+    columns_DS = torch.arange(12.0).view(3, 4) + 100.0 * rank  # rows that are not contiguous
+    arrived_RD = _exchange(rank, [[2, 2], [2, 2]]).run(columns_DS.T)
+    first = 2.0 * rank
+    want = [[first + s * 100.0 + i + 4.0 * d for d in range(3)] for s in (0, 1) for i in (0, 1)]
+    assert arrived_RD.tolist() == want
+
+
+def test_rows_need_not_be_contiguous(run_ranks) -> None:
+    run_ranks(_expanded_gradient, 2)
+
+
+def _pipeline(rank: int, num_ranks: int) -> list[str]:
+    """Run two exchanges at once and return what happened in order."""
+    recorder = Recorder(CPU)
+    splits = [[1, 3], [2, 0]]
+    a, b = (_exchange(rank, splits, name=name, recorder=recorder) for name in "ab")
+    rows_SD = _sent(rank, splits)
+    started_a, started_b = a.start(rows_SD), b.start(2.0 * rows_SD)
+    arrived = {"a": a.wait(started_a), "b": b.wait(started_b)}
+    for name, rows_RD in arrived.items():
+
+        def mark(grad: torch.Tensor, name: str = name) -> None:
+            with recorder.span(f"{name}.gradient"):
+                pass
+
+        rows_RD.register_hook(mark)
+    assert arrived["b"].tolist() == [[2.0 * x for x in row] for row in _received(rank, splits)]
+    (arrived["a"] + 10.0 * arrived["b"]).sum().backward()
+    assert rows_SD.grad is not None
+    assert rows_SD.grad.unique().tolist() == [21.0]
+    spans = recorder.collect()
+    assert {span.stream for span in spans if span.name.endswith("wait")} == {"exposed"}
+    return [span.name for span in spans]
+
+
+def test_backward_mirrors_forward(run_ranks) -> None:
+    # The gradients of both are on their way before either is waited for.
+    want = ["a.wait", "b.wait"]
+    want += ["b.gradient", "a.gradient", "b.backward.wait", "a.backward.wait"]
+    assert run_ranks(_pipeline, 2) == [want, want]
+
+
+def _wait_twice(rank: int, num_ranks: int) -> None:
+    exchange = _exchange(rank, [[1, 1], [1, 1]])
+    started = exchange.start(torch.zeros(2, 2))
+    exchange.wait(started)
+    with pytest.raises(AssertionError, match="dispatch was waited for twice"):
+        exchange.wait(started)
+
+
+def test_waiting_twice_is_a_mistake(run_ranks) -> None:
+    run_ranks(_wait_twice, 2)
+
+
+def _join_two(rank: int, num_ranks: int) -> None:
+    """Receive two exchanges into one buffer; compare it and the gradients with a copy's."""
+    splits = [[[1, 3], [2, 0]], [[2, 1], [1, 1]]]
+    sizes = [sum(row[rank] for row in part) for part in splits]
+    whole_ND = torch.full((sum(sizes) + 1, 2), torch.nan)
+    rest = whole_ND[sum(sizes) :].zero_()
+    sent = [_sent(rank, part) for part in splits]
+    buffers = torch.split(whole_ND, [*sizes, 1])
+    exchanges = [
+        _exchange(rank, part, received=buffer)
+        for part, buffer in zip(splits, buffers, strict=False)
+    ]
+    parts = [exchange.run(rows) for exchange, rows in zip(exchanges, sent, strict=True)]
+    joined_ND = join_rows(whole_ND, [*parts, rest])
+    assert joined_ND.data_ptr() == buffers[0].data_ptr()
+    want = [*_received(rank, splits[0]), *_received(rank, splits[1]), [0.0, 0.0]]
+    assert joined_ND.tolist() == want
+    joined_ND.pow(2).sum().backward()
+    for rows in sent:
+        assert rows.grad is not None
+        assert torch.equal(rows.grad, 2.0 * rows.detach())
+
+
+def test_joined_rows_are_those_of_all_parts(run_ranks) -> None:
+    run_ranks(_join_two, 2)
+
+
+def _gather(rank: int, num_ranks: int) -> list[list[int]]:
+    return gather_table(torch.arange(3) + 10 * rank, group=dist.group.WORLD).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_table_has_a_row_for_each_rank(run_ranks, num_ranks: int) -> None:
+    want = [[10 * rank, 10 * rank + 1, 10 * rank + 2] for rank in range(num_ranks)]
+    assert run_ranks(_gather, num_ranks) == [want] * num_ranks
+
+
+def test_rank_on_its_own_keeps_its_rows() -> None:
+    recorder = Recorder(CPU)
+    exchange = Exchange(
+        send_splits=[3], recv_splits=[3], group=None, name="dispatch", recorder=recorder
+    )
+    rows_SD = torch.ones(3, 2)
+    assert exchange.wait(exchange.start(rows_SD)) is rows_SD
+    assert exchange.run(rows_SD) is rows_SD
+    assert recorder.collect() == []
+    assert gather_table(torch.tensor([4, 5]), group=None).tolist() == [[4, 5]]

@@ -1,0 +1,145 @@
+"""A small training run for tests: a model that steps in milliseconds, on text of its own."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from halley.core.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    RouterConfig,
+    RunConfig,
+    TrainConfig,
+)
+from halley.moe.parallel import ParallelGroups
+from halley.moe.world import World
+from halley.train import loop
+from halley.train.step import TrainingRun, build_run
+from tests.moe.model_case import destroy
+
+
+SMALL = ModelConfig(
+    name="small",
+    vocab_size=256,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm="head",
+    moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=8),
+)
+SIGMOID = dataclasses.replace(
+    SMALL,
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=2,
+        intermediate_size=8,
+        router=RouterConfig(kind="sigmoid", num_groups=4, num_limited_groups=2),
+    ),
+)
+SGD = OptimizerConfig(kind="sgd", learning_rate=0.2, warmup_steps=2, clip_norm=1.0)
+ADAMW = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+
+
+# What the command line takes for such a run, with a checkpoint every third step.
+SETTINGS = [
+    "model.hidden_size=16",
+    "model.num_layers=2",
+    "model.head_dim=8",
+    "model.moe.num_experts=6",
+    "model.moe.intermediate_size=8",
+    "device=cpu",
+    "data.seq_len=16",
+    "train.batch_size=2",
+    "optimizer.learning_rate=0.01",
+    "checkpoint.every_steps=3",
+    "checkpoint.keep=100",
+]
+
+
+def write_text(folder: Path) -> Path:
+    """Write 8 KiB of words that follow each other by a rule, and return their file."""
+    words = ["expert", "token", "router", "rank", "gate", "\n"]
+    place, text = 1, ""
+    while len(text) < 8192:
+        place = (5 * place + 3) % 4096
+        text += words[place % 7 % len(words)] + " "
+    path = folder / "text.txt"
+    path.write_text(text[:8192])
+    return path
+
+
+def make_config(
+    text: Path,
+    *,
+    model: ModelConfig = SMALL,
+    optimizer: OptimizerConfig = SGD,
+    ep_size: int = 0,
+    num_steps: int = 20,
+    every_steps: int = 0,
+    **train: object,
+) -> RunConfig:
+    """Return the configuration of a run that writes beside its text."""
+    sizes: dict[str, object] = {"num_steps": num_steps, "batch_size": 2, "log_every": 1000}
+    return RunConfig(
+        model=model,
+        output=str(text.parent / "run"),
+        ep_size=ep_size,
+        device="cpu",
+        data=DataConfig(path=str(text), seq_len=16),
+        optimizer=optimizer,
+        train=TrainConfig(**{**sizes, **train}),  # type: ignore[arg-type]
+        checkpoint=CheckpointConfig(every_steps=every_steps, keep=100),
+    )
+
+
+def make_world(rank: int = 0, num_ranks: int = 1) -> World:
+    """Return the place of a rank whose process group the test has already made."""
+    return World(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
+
+
+def command_line(config: RunConfig) -> list[str]:
+    """Return the arguments of ``halley`` for a configuration that ``SETTINGS`` made."""
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    num_steps = f"--set=train.num_steps={config.train.num_steps}"
+    return [
+        "train",
+        f"--data={config.data.path}",
+        f"--output={config.output}",
+        *settings,
+        num_steps,
+    ]
+
+
+def train_on_ranks(rank: int, num_ranks: int, config: RunConfig) -> list[int]:
+    """Train on the ranks of the default group; return the steps taken."""
+    groups: list[ParallelGroups] = []
+
+    def build(config: RunConfig, world: World) -> TrainingRun:
+        run = build_run(config, world)
+        groups.append(run.groups)
+        return run
+
+    steps: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_run", build)
+        loop.train(config, make_world(rank, num_ranks), on_step=steps.append)
+    destroy(groups[0])
+    return steps
+
+
+@contextmanager
+def built(config: RunConfig, *, rank: int = 0, num_ranks: int = 1) -> Iterator[TrainingRun]:
+    """Yield the parts of a run; destroy its process groups afterwards."""
+    run = build_run(config, make_world(rank, num_ranks))
+    yield run
+    if run.groups.mesh is not None:
+        destroy(run.groups)

@@ -1,0 +1,184 @@
+"""Whole runs in this process and on pooled ranks: what they write, and how they go on."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halley.cli.main import main
+from halley.cli.train import read_config
+from halley.core.config import RunConfig
+from halley.train.loop import train
+from tests.rank_pool import RunRanks
+from tests.train.run_case import (
+    ADAMW,
+    SETTINGS,
+    SGD,
+    SIGMOID,
+    command_line,
+    make_config,
+    make_world,
+    train_on_ranks,
+    write_text,
+)
+
+
+def _losses(config: RunConfig) -> list[float]:
+    lines = Path(config.output, "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def _checkpoint(config: RunConfig, step: int) -> Path:
+    return Path(config.output, "checkpoints", f"step-{step:08d}")
+
+
+def _train_here(config: RunConfig) -> list[int]:
+    """Train in this process; return the steps taken."""
+    steps: list[int] = []
+    train(config, make_world(), on_step=steps.append)
+    return steps
+
+
+def _truncate(path: Path) -> int:
+    """Cut one byte off a checkpoint's tensors and return how many are left."""
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    return file.stat().st_size
+
+
+def test_a_run_writes_its_config_metrics_and_checkpoints(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=5, every_steps=2)
+    assert _train_here(config) == [1, 2, 3, 4, 5]
+    output = Path(config.output)
+    assert sorted(path.name for path in output.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+    ]
+    folders = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert folders == ["step-00000002", "step-00000004", "step-00000005"]
+    written = json.loads((output / "config.json").read_text())
+    assert written == json.loads(json.dumps(dataclasses.asdict(config)))
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(32 / row["step_s"])  # 2 sequences of 16
+        assert row["mfu"] > 0
+        assert 0 <= row["exposed_share"] < 1
+    rates = [0.1, 0.2, 0.2, 0.2 * (0.1 + 0.9 * 0.75), 0.2 * (0.1 + 0.9 * 0.25)]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
+
+
+def test_a_finished_run_takes_no_step_and_keeps_its_metrics(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=3)
+    _train_here(config)
+    before = Path(config.output, "metrics.jsonl").read_text()
+    assert _train_here(config) == []
+    assert Path(config.output, "metrics.jsonl").read_text() == before
+
+
+def test_without_resume_a_run_begins_again(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=3)
+    _train_here(config)
+    again = dataclasses.replace(config.checkpoint, resume=False)
+    assert _train_here(dataclasses.replace(config, checkpoint=again)) == [1, 2, 3]
+    assert len(_losses(config)) == 3
+
+
+@pytest.mark.filterwarnings("default")
+def test_torn_checkpoints_are_a_line_each_for_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text, output = str(write_text(tmp_path)), str(tmp_path / "run")
+    config = read_config(None, [*SETTINGS, "train.num_steps=9"], data=text, output=output)
+    argv = command_line(config)
+    assert main([*argv, "--nproc=1"]) == 0
+    losses = _losses(config)
+    _checkpoint(config, 9).joinpath("manifest.json").unlink()
+    num_bytes = _truncate(_checkpoint(config, 6))
+    capsys.readouterr()
+    assert main([*argv, "--nproc=1"]) == 0
+    assert _losses(config) == losses
+    lines = capsys.readouterr().err.splitlines()
+    folder = tmp_path / "run" / "checkpoints"
+    assert lines[:2] == [
+        f"halley: warning: checkpoint {folder}/step-00000009 is passed over: it has no "
+        "manifest.json",
+        f"halley: warning: checkpoint {folder}/step-00000006 is passed over: __0_0.distcp has "
+        f"{num_bytes} bytes and not {num_bytes + 1}",
+    ]
+    assert lines[2].endswith(", resumed after step 3")
+
+
+def test_torn_checkpoints_warn_and_the_one_before_is_resumed(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=9, every_steps=3, optimizer=ADAMW)
+    _train_here(config)
+    losses = _losses(config)
+    _truncate(_checkpoint(config, 9))
+    with pytest.warns(UserWarning, match=r"step-00000009 is passed over: __0_0\.distcp has"):
+        assert _train_here(config) == [7, 8, 9]
+    assert _losses(config) == losses
+    for step in (3, 6, 9):
+        shutil.rmtree(_checkpoint(config, step))
+    assert _train_here(config) == list(range(1, 10))
+    assert _losses(config) == losses
+
+
+def test_metrics_that_a_crash_cut_short_are_written_again(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=6, every_steps=4)
+    _train_here(config)
+    losses = _losses(config)
+    shutil.rmtree(_checkpoint(config, 6))
+    metrics = Path(config.output, "metrics.jsonl")
+    metrics.write_text(metrics.read_text()[:-20])
+    assert _train_here(config) == [5, 6]
+    assert _losses(config) == losses
+
+
+@pytest.fixture(params=[SGD, ADAMW], ids=["sgd", "adamw"])
+def trained(
+    request: pytest.FixtureRequest, run_ranks: RunRanks, tmp_path: Path
+) -> tuple[RunConfig, list[float]]:
+    """Return a run of 8 steps on 4 ranks with ep_size 2, left at step 4, and all its losses."""
+    config = make_config(
+        write_text(tmp_path),
+        model=SIGMOID,
+        optimizer=request.param,
+        ep_size=2,
+        num_steps=8,
+        every_steps=4,
+    )
+    assert run_ranks(train_on_ranks, 4, config) == [list(range(1, 9))] * 4
+    losses = _losses(config)
+    shutil.rmtree(_checkpoint(config, 8))
+    return config, losses
+
+
+def test_a_run_goes_on_with_another_ep_size(
+    run_ranks: RunRanks, trained: tuple[RunConfig, list[float]], tmp_path: Path
+):
+    config, losses = trained
+    go_on: list[Callable[[RunConfig], object]] = [
+        lambda config: run_ranks(train_on_ranks, 4, dataclasses.replace(config, ep_size=1)),
+        lambda config: run_ranks(train_on_ranks, 4, dataclasses.replace(config, ep_size=4)),
+        lambda config: run_ranks(train_on_ranks, 4, config),
+        lambda config: _train_here(
+            dataclasses.replace(
+                config, ep_size=0, train=dataclasses.replace(config.train, num_microbatches=4)
+            )
+        ),
+    ]
+    for index, resume in enumerate(go_on):
+        output = tmp_path / f"copy{index}"
+        shutil.copytree(config.output, output)
+        copy = dataclasses.replace(config, output=str(output))
+        resume(copy)
+        got = _losses(copy)
+        assert got[:4] == losses[:4]
+        assert got == pytest.approx(losses, rel=1e-6)
+        if index == 2:  # the same ranks
+            assert got == losses

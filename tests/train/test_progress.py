@@ -1,0 +1,159 @@
+"""Reports: JSON lines that parse whatever the terminal, events that read back, torn lines."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from halley.core.config import RunConfig, TrainConfig
+from halley.core.models import find_model
+from halley.train.progress import Metrics, Reporter, describe, drop_later_steps
+
+
+def _config(**changes: object) -> RunConfig:
+    train = TrainConfig(num_steps=5, log_every=2, **changes)  # type: ignore[arg-type]
+    return RunConfig(model=find_model("tiny"), train=train)
+
+
+def _metrics(step: int, **changes: float | None) -> Metrics:
+    metrics: Metrics = {
+        "step": step,
+        "loss": 4.0 / step,
+        "router_loss": 0.01,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "step_s": 0.5,
+        "tokens_per_s": 12345.6,
+        "mfu": 0.25,
+        "exposed_share": 0.125,
+    }
+    return metrics | changes
+
+
+def _report(path: Path | None, *, is_terminal: bool, config: RunConfig | None = None) -> str:
+    """Report steps 3 to 5 and return what a person sees."""
+    environment = {"TERM": "xterm" if is_terminal else "dumb"}
+    console = Console(
+        file=io.StringIO(), force_terminal=is_terminal, width=80, _environ=environment
+    )
+    reporter = Reporter(config or _config(), console=console, metrics=path)
+    reporter.say("[tiny] " + "one line, however long it is; " * 4)
+    with reporter.running(2):
+        for step in (3, 4, 5):
+            reporter.report(_metrics(step))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_each_step_is_a_line_of_json(tmp_path: Path, is_terminal: bool):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(_metrics(2)) + "\n")
+    _report(path, is_terminal=is_terminal)
+    lines = path.read_text(encoding="ascii").splitlines()
+    assert [json.loads(line) for line in lines] == [_metrics(step) for step in (2, 3, 4, 5)]
+
+
+def test_a_log_gets_every_second_line_and_the_last(tmp_path: Path):
+    lines = _report(tmp_path / "metrics.jsonl", is_terminal=False).splitlines()
+    assert lines == [
+        "[tiny] " + ("one line, however long it is; " * 4),
+        "step 4/5  loss 1.0000  12,346 tokens/s  mfu 25.0%  exposed communication 12.5%",
+        "step 5/5  loss 0.8000  12,346 tokens/s  mfu 25.0%  exposed communication 12.5%",
+    ]
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path):
+    shown = _report(tmp_path / "metrics.jsonl", is_terminal=True)
+    assert "5/5" in shown
+    assert "loss 0.8000  12,346 tokens/s  exposed 12%" in shown
+    assert "step 4/5" not in shown
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    console = Console(file=io.StringIO(), quiet=True)
+    reporter = Reporter(_config(), console=console, metrics=None)
+    reporter.say("hello")
+    with reporter.running(0):
+        reporter.report(_metrics(1))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    reporter = Reporter(_config(), console=Console(file=io.StringIO()), metrics=path)
+    with reporter.running(0):
+        reporter.report(_metrics(2, loss=math.nan, grad_norm=math.inf, mfu=None))
+    want = _metrics(2, loss=None, grad_norm=None, mfu=None)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == want
+
+
+def test_an_error_leaves_what_was_reported(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    console = Console(file=io.StringIO(), force_terminal=True)
+    reporter = Reporter(_config(), console=console, metrics=path)
+
+    def fail() -> None:
+        with reporter.running(0):
+            reporter.report(_metrics(1))
+            raise RuntimeError("rank 0 lost rank 1")
+
+    with pytest.raises(RuntimeError, match="lost rank 1"):
+        fail()
+    assert json.loads(path.read_text()) == _metrics(1)
+    with pytest.raises(ValueError, match="closed file"):
+        reporter.report(_metrics(2))
+
+
+def test_describe_without_mfu():
+    want = "loss 0.5000  12,346 tokens/s  mfu -  exposed communication 12.5%"
+    assert describe(_metrics(8, mfu=None)) == want
+
+
+# Its protocol files still call what numpy 2 calls deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_the_scalars_back(tmp_path: Path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", exc_type=ImportError
+    )
+    _report(tmp_path / "metrics.jsonl", is_terminal=False, config=_config(tensorboard=True))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    names = set(_metrics(1)) - {"step"}
+    assert names <= set(events.Tags()["scalars"])
+    for name in names:
+        got = [(event.step, event.value) for event in events.Scalars(name)]
+        want = [(step, pytest.approx(_metrics(step)[name], rel=1e-6)) for step in (3, 4, 5)]
+        assert got == want
+
+
+def test_tensorboard_that_is_not_there_is_named_by_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"train\.tensorboard .* pip install 'halley-moe\[tensor"):
+        Reporter(_config(tensorboard=True), console=Console(quiet=True), metrics=None)
+
+
+@pytest.mark.parametrize(
+    "torn", ["", '{"step": 4, "lo', '{"step": 4}', '{"step": 2}', "\0\0\0\0", "{}\n", "\n"]
+)
+def test_later_and_torn_lines_are_dropped(tmp_path: Path, torn: str):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 0.1 * step}) + "\n" for step in (1, 2, 3, 4)]
+    path.write_text("".join(lines) + torn)
+    drop_later_steps(path, step=2)
+    assert path.read_text() == "".join(lines[:2])
+    drop_later_steps(path, step=0)
+    assert path.read_text() == ""
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_lines_are_none_to_drop(tmp_path: Path):
+    drop_later_steps(tmp_path / "metrics.jsonl", step=2)
+    assert list(tmp_path.iterdir()) == []
