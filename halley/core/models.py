@@ -1,7 +1,9 @@
 """Named models: the shapes that papers and benchmarks speak of, each with its source.
 
 Where a published model has a part that Halley's model lacks, its entry says which and has no
-``hf_family``: it serves benchmarks, not the loading of weights.
+``hf_family``: it serves benchmarks, not the loading of weights. Balance coefficients are the
+published ones; Halley adds a loss that is 1 when balanced for every layer, Hugging Face pools the
+layers and counts each of the K choices, so equal pressure takes the coefficient times K / layers.
 """
 
 import difflib

@@ -175,7 +175,8 @@ def capacity(factor: float, num_slots: int, *, num_experts: int) -> int:
 
     Source: Switch (arXiv:2101.03961), equation 3.
     """
-    return max(1, math.ceil(factor * num_slots / num_experts))
+    # Less what floating point may add to a whole number: 1.1 * 100 / 10 is 11 slots, not 12.
+    return max(1, math.ceil(factor * num_slots / num_experts - 1e-9))
 
 
 def within_capacity(idx_TK: torch.Tensor, limit: int, *, num_experts: int) -> torch.Tensor:

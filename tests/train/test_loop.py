@@ -81,12 +81,14 @@ def test_a_finished_run_takes_no_step_and_keeps_its_metrics(tmp_path: Path):
     assert Path(config.output, "metrics.jsonl").read_text() == before
 
 
-def test_without_resume_a_run_begins_again(tmp_path: Path):
+def test_a_run_that_is_not_to_resume_refuses_the_checkpoints_of_another(tmp_path: Path):
     config = make_config(write_text(tmp_path), num_steps=3)
     _train_here(config)
+    losses = _losses(config)
     again = dataclasses.replace(config.checkpoint, resume=False)
-    assert _train_here(dataclasses.replace(config, checkpoint=again)) == [1, 2, 3]
-    assert len(_losses(config)) == 3
+    with pytest.raises(ValueError, match=r"checkpoint\.resume \(false\) .*step-00000003 is there"):
+        _train_here(dataclasses.replace(config, checkpoint=again))
+    assert _losses(config) == losses
 
 
 @pytest.mark.filterwarnings("default")

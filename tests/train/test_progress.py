@@ -70,7 +70,8 @@ def test_a_log_gets_every_second_line_and_the_last(tmp_path: Path):
 def test_a_terminal_gets_a_bar(tmp_path: Path):
     shown = _report(tmp_path / "metrics.jsonl", is_terminal=True)
     assert "5/5" in shown
-    assert "loss 0.8000  12,346 tokens/s  exposed 12%" in shown
+    assert "loss 0.800  12.3k tok/s  mfu" in shown
+    assert "exposed 12%" in shown
     assert "step 4/5" not in shown
 
 
