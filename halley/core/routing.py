@@ -10,10 +10,13 @@ _BYTE = 256  # one-byte keys
 
 
 def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:
-    """Check what can be checked without reading the device.
+    """Check what can be checked without waiting for a device.
+
+    Expert ids are checked on a CPU only; on a GPU reading them would stop the host.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or top_k is larger than num_experts.
+        ValueError: shapes or dtypes do not fit, top_k is larger than num_experts, or there is no
+            such expert.
     """
     idx, weights = routing.topk_idx_TK, routing.topk_weights_TK
     if idx.ndim != 2 or idx.shape[0] != num_tokens:
@@ -30,6 +33,14 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
         raise ValueError(f"topk_weights dtype ({weights.dtype}) must be a floating dtype")
     if idx.shape[1] > num_experts:
         raise ValueError(f"top_k ({idx.shape[1]}) must be at most num_experts ({num_experts})")
+    if not idx.is_cuda and idx.numel():
+        least, largest = int(idx.min()), int(idx.max())
+        if least < DROPPED or largest >= num_experts:
+            wrong = least if least < DROPPED else largest
+            raise ValueError(
+                f"topk_idx ({wrong}) must be an expert below num_experts ({num_experts}), or "
+                f"{DROPPED} where dropped"
+            )
 
 
 def local_experts(num_experts: int, *, ep_size: int) -> int:

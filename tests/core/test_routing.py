@@ -221,6 +221,8 @@ def _routed_to(expert: int, tables: list[Table]) -> list[Row]:
         (torch.zeros(4, 2).int(), torch.zeros(4, 2), r"topk_idx dtype \(torch.int32\) must be"),
         (torch.zeros(4, 2).long(), torch.zeros(4, 2).long(), r"weights dtype \(torch.int64\) must"),
         (torch.zeros(4, 9).long(), torch.zeros(4, 9), r"top_k \(9\) must be at most num_experts"),
+        (torch.full((4, 2), 8), torch.zeros(4, 2), r"topk_idx \(8\) must be .* num_experts \(8\)"),
+        (torch.full((4, 2), -2), torch.zeros(4, 2), r"topk_idx \(-2\) must be .* or -1 where"),
     ],
 )
 def test_routing_that_does_not_fit_is_an_error(

@@ -1,0 +1,70 @@
+"""What a strategy does is what it says: parts are recorded in the order of its simulated tasks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.types import LayerShape
+from halley.cost.hardware import H200
+from halley.cost.predict import Predictor
+from halley.cost.simulate import simulate
+from halley.moe.strategy import build_strategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
+
+
+CPU = torch.device("cpu")
+CASE = LayerCase(num_tokens_W=(40, 40))
+# What both the recorder and the simulator name: experts forward, and every wait.
+COMPARED = ("dispatch", "experts", "combine", "restore")
+
+
+def _record(rank: int, num_ranks: int, name: str, num_chunks: int) -> list[str]:
+    recorder = Recorder(CPU, rank=rank)
+    strategy = build_strategy(
+        name, dist.group.WORLD, recorder=recorder, device=CPU, num_chunks=num_chunks
+    )
+    x_TD, routing, grad_TD = make_tokens(CASE, rank)
+    strategy.forward(x_TD, routing, local_experts_of(CASE, rank)).backward(grad_TD)
+    return [span.name for span in recorder.collect() if not span.name.startswith("route")]
+
+
+def _simulate(name: str, num_chunks: int) -> list[str]:
+    """Return the compute lane of the simulated layer, each task after the waits for its needs."""
+    shape = LayerShape(
+        num_tokens=40,
+        hidden_size=SIZES["hidden_size"],
+        intermediate_size=SIZES["intermediate_size"],
+        num_experts=CASE.num_experts,
+        top_k=CASE.top_k,
+        ep_size=2,
+    )
+    predictor = Predictor(H200)
+    strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU, num_chunks=num_chunks)
+    tasks = strategy.tasks(shape, predictor)
+    streams = {task.name: task.stream for task in tasks}
+    starts_us = {span.name: span.start_us for span in simulate(tasks)}
+    order: list[str] = []
+    for task in sorted(tasks, key=lambda task: starts_us[task.name]):
+        if task.stream == "compute":
+            order += [f"{need}.wait" for need in task.needs if streams[need] == "comm"]
+            order.append(task.name)
+    plain = [".".join(part for part in item.split(".") if not part.isdecimal()) for item in order]
+    return [
+        item
+        for item in plain
+        if item.startswith(COMPARED) and not (item.endswith(".backward"))  # autograd's own parts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks"), [("sequential", 0), ("chunked", 2), ("chunked", 4)]
+)
+def test_recorded_order_is_the_simulated_one(
+    run_ranks: RunRanks, name: str, num_chunks: int
+) -> None:
+    want = _simulate(name, num_chunks)
+    assert want.count("dispatch.backward.wait") == max(1, num_chunks)
+    for recorded in run_ranks(_record, 2, name, num_chunks):
+        assert recorded == want
