@@ -89,7 +89,7 @@ def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:
-    names = list(samples[0])
+    names = sorted(samples[0])  # parts come by length, so in another order on each rank
     table = torch.tensor([[sample[name] for name in names] for sample in samples])
     table = table.to(world.device)
     if dist.is_initialized():
