@@ -80,49 +80,53 @@ def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
     return [quotient + 1] * remainder + [quotient] * (num_chunks - remainder)
 
 
-def sort_slots(
-    topk_idx_TK: torch.Tensor, *, num_experts: int, ep_size: int, num_chunks: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort the slots in the order in which they are sent.
-
-    By chunk, then destination rank, then expert, then token; dropped slots come last. A chunk is a
-    range of local experts, the same on each rank (``chunk_sizes``).
+def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the slots by expert, those of one expert by token; dropped slots come last.
 
     Returns:
-        The sorted keys, which are expert ids where there is one chunk, and the slots in that
+        The sorted keys, expert ids then larger values for dropped slots, and the slots in that
         order, int64, both ``(N,)``.
 
-    Example: with idx [[0, 2], [2, 1]], 4 experts, 2 ranks and 2 chunks, experts 0 and 2 make the
-    first chunk, so slots 0 (expert 0), 1, 2 (expert 2) come before slot 3 (expert 1).
+    Example: with idx [[0, 2], [2, 1]] and 4 experts the slots come as 0, 3, 1, 2.
     """
     key_N = topk_idx_TK.flatten()
-    if num_chunks > 1:
-        place_E = _places(num_experts, ep_size=ep_size, num_chunks=num_chunks)
-        key_N = place_E.to(key_N.device)[key_N]
-    elif num_experts >= _BYTE:
-        key_N = torch.where(key_N == DROPPED, num_experts, key_N)
     # Fewer key bytes are fewer passes of the radix sort; as a byte, DROPPED is the largest.
-    dtype = torch.uint8 if num_experts < _BYTE else torch.int16
-    keys_N, slots_N = key_N.to(dtype).sort(stable=True)
+    if num_experts < _BYTE:
+        keys_N, slots_N = key_N.to(torch.uint8).sort(stable=True)
+    else:
+        key_N = torch.where(key_N == DROPPED, num_experts, key_N)
+        keys_N, slots_N = key_N.to(torch.int16).sort(stable=True)
     return keys_N, slots_N
 
 
-def _places(num_experts: int, *, ep_size: int, num_chunks: int) -> torch.Tensor:
-    """Return the place of each expert in order of (chunk, rank, expert), then that of DROPPED."""
-    num_local = local_experts(num_experts, ep_size=ep_size)
-    experts_WL = torch.arange(num_experts).view(ep_size, num_local)
-    chunks = torch.split(experts_WL, chunk_sizes(num_local, num_chunks), dim=1)
-    places = torch.empty(num_experts + 1, dtype=torch.int64)
-    places[torch.cat([chunk.flatten() for chunk in chunks])] = torch.arange(num_experts)
-    places[DROPPED] = num_experts  # the last entry
-    return places
+def order_by_chunk(
+    slots_N: torch.Tensor, starts_E1: np.ndarray, *, ep_size: int, num_chunks: int
+) -> torch.Tensor:
+    """Reorder slots sorted by expert by chunk, then destination rank; dropped slots stay last.
+
+    Args:
+        slots_N: as from ``sort_slots``.
+        starts_E1: their ``expert_starts``, on the host.
+        num_chunks: ranges of local experts (``chunk_sizes``), the same on each rank.
+
+    Example: with 4 experts, 2 ranks and 2 chunks, experts 0 and 2 make the first chunk.
+    """
+    num_local = local_experts(len(starts_E1) - 1, ep_size=ep_size)
+    starts = starts_E1.tolist()
+    parts: list[torch.Tensor] = []
+    first = 0
+    for size in chunk_sizes(num_local, num_chunks):
+        for expert in range(first, len(starts) - 1, num_local):
+            parts.append(slots_N[starts[expert] : starts[expert + size]])
+        first += size
+    return torch.cat([*parts, slots_N[starts[-1] :]])
 
 
 def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return where each expert's slots start among sorted keys, then where the last one's end.
 
     Args:
-        keys_N: as ``sort_slots`` returns them for one chunk.
+        keys_N: as from ``sort_slots``.
 
     Returns:
         ``(E + 1,)`` int64, by a search: no atomics, and nothing is read by the host.

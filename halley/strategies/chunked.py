@@ -15,6 +15,7 @@ import torch.distributed as dist
 from halley.core.routing import (
     check_routing,
     local_experts,
+    order_by_chunk,
     plan_dispatch,
     sort_slots,
 )
@@ -67,9 +68,8 @@ class ChunkedStrategy(AbstractStrategy):
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
-        size = {"num_experts": num_experts, "ep_size": self.ep_size}
         with self.recorder.span("route"):
-            keys_N, slots_N = sort_slots(idx_TK, **size)
+            keys_N, slots_N = sort_slots(idx_TK, num_experts)
             table = RoutingTable(keys_N, num_experts=num_experts, group=self.group)
         with self.recorder.span("route.wait", stream="exposed"):
             starts_WE1 = table.read()
@@ -77,7 +77,9 @@ class ChunkedStrategy(AbstractStrategy):
             num_chunks = self.num_chunks or self._choose(starts_WE1, idx_TK.shape[1], experts)
             plans = plan_dispatch(starts_WE1, self.rank, num_chunks=num_chunks)
             if num_chunks > 1:
-                _, slots_N = sort_slots(idx_TK, num_chunks=num_chunks, **size)
+                slots_N = order_by_chunk(
+                    slots_N, starts_WE1[self.rank], ep_size=self.ep_size, num_chunks=num_chunks
+                )
             slots = Permutation(slots_N)
             rows_ND = gather_tokens(x_TD, slots, top_k=idx_TK.shape[1])
 

@@ -44,7 +44,7 @@ class SequentialStrategy(AbstractStrategy):
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
         with self.recorder.span("route"):
-            keys_N, slots_N = sort_slots(idx_TK, num_experts=num_experts, ep_size=self.ep_size)
+            keys_N, slots_N = sort_slots(idx_TK, num_experts)
             table = RoutingTable(keys_N, num_experts=num_experts, group=self.group)
             slots = Permutation(slots_N)
             rows_ND = gather_tokens(x_TD, slots, top_k=idx_TK.shape[1])

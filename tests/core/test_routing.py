@@ -14,6 +14,7 @@ from halley.core.routing import (
     count_tokens_per_expert,
     expert_starts,
     local_experts,
+    order_by_chunk,
     order_by_expert,
     plan_dispatch,
     sort_slots,
@@ -72,11 +73,12 @@ def test_experts_must_divide_over_the_ranks() -> None:
 
 def test_sort_slots_by_hand() -> None:
     idx_TK = torch.tensor([[0, 2], [2, 1], [DROPPED, 0]])
-    keys_N, slots_N = sort_slots(idx_TK, num_experts=4, ep_size=2)
+    keys_N, slots_N = sort_slots(idx_TK, 4)
     assert keys_N.tolist()[:5] == [0, 0, 1, 2, 2]
     assert slots_N.tolist() == [0, 5, 3, 1, 2, 4]
     # With two chunks experts 0 and 2 come first, then 1 and 3.
-    _, slots_N = sort_slots(idx_TK, num_experts=4, ep_size=2, num_chunks=2)
+    starts_E1 = np.array([0, 2, 3, 5, 5])
+    slots_N = order_by_chunk(slots_N, starts_E1, ep_size=2, num_chunks=2)
     assert slots_N.tolist() == [0, 5, 1, 2, 3, 4]
 
 
@@ -100,10 +102,12 @@ def test_slots_are_sorted_as_python_would(
         return chunk, expert // num_local, expert, slot
 
     want = sorted(range(4 * num_tokens), key=place)
-    size = {"num_experts": num_experts, "ep_size": ep_size}
-    keys_N, slots_N = sort_slots(_tensor(table, 4), num_chunks=num_chunks, **size)
-    assert slots_N.tolist() == want
+    keys_N, slots_N = sort_slots(_tensor(table, 4), num_experts)
+    starts_E1 = expert_starts(keys_N, num_experts).numpy()
+    ordered_N = order_by_chunk(slots_N, starts_E1, ep_size=ep_size, num_chunks=num_chunks)
+    assert ordered_N.tolist() == want
     if num_chunks == 1:
+        assert slots_N.tolist() == want
         experts = [table[slot // 4][slot % 4] for slot in want]
         kept = [expert for expert in experts if expert != DROPPED]
         assert keys_N[: len(kept)].tolist() == kept
@@ -147,14 +151,16 @@ def _cases(draw: st.DrawFn) -> tuple[list[Table], int, int, int]:
 def test_rows_reach_their_experts_and_come_home(case: tuple[list[Table], int, int, int]) -> None:
     tables, num_local, top_k, num_chunks = case
     num_ranks = len(tables)
-    size = {"num_experts": num_ranks * num_local, "ep_size": num_ranks}
+    num_experts = num_ranks * num_local
     idx = [_tensor(table, top_k) for table in tables]
-    starts = [expert_starts(sort_slots(i, **size)[0], size["num_experts"]) for i in idx]
-    starts_WE1 = torch.stack(starts).numpy()
+    by_expert = [sort_slots(i, num_experts) for i in idx]
+    starts_WE1 = torch.stack([expert_starts(keys, num_experts) for keys, _ in by_expert]).numpy()
     plans = [plan_dispatch(starts_WE1, r, num_chunks=num_chunks) for r in range(num_ranks)]
     queues: list[list[Row]] = []
-    for rank, (i, table) in enumerate(zip(idx, tables, strict=True)):
-        slots = sort_slots(i, num_chunks=num_chunks, **size)[1].tolist()
+    for rank, ((_, slots_N), table) in enumerate(zip(by_expert, tables, strict=True)):
+        slots = order_by_chunk(
+            slots_N, starts_WE1[rank], ep_size=num_ranks, num_chunks=num_chunks
+        ).tolist()
         queues.append([(rank, slot, table[slot // top_k][slot % top_k]) for slot in slots])
 
     home: list[list[Row]] = [[] for _ in range(num_ranks)]
@@ -168,12 +174,12 @@ def test_rows_reach_their_experts_and_come_home(case: tuple[list[Table], int, in
             assert [len(rows) for rows in inbox] == plan.recv_splits
             arrived = _flat(inbox)
             orders, ends_L = order_by_expert(plan)
-            by_expert = [arrived[place] for place in orders[0]]
+            sorted_rows = [arrived[place] for place in orders[0]]
             chunk = range(first_local, first_local + plan.num_local)
             wanted = [_routed_to(rank * num_local + local, tables) for local in chunk]
-            assert by_expert == _flat(wanted)
+            assert sorted_rows == _flat(wanted)
             assert ends_L.tolist() == np.cumsum([len(rows) for rows in wanted]).tolist()
-            returned = [by_expert[place] for place in orders[1]]
+            returned = [sorted_rows[place] for place in orders[1]]
             assert returned == arrived
             back.append(_split(returned, plan.recv_splits))
         for rank in range(num_ranks):
