@@ -11,7 +11,6 @@ from halley.cli.bars import step_progress
 from halley.cli.checks import DTYPES, check_package
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table
-from halley.core.config import ModelConfig
 from halley.core.models import find_model
 from halley.core.routing import local_experts
 from halley.core.skew import parse_load
@@ -39,7 +38,7 @@ def layer(
     models: Annotated[str, typer.Option(help="Named models, or 'default'.")] = "default",
     tokens: Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")] = "default",
     strategies: Annotated[str, typer.Option(help="Strategies.")] = ",".join(STRATEGIES),
-    skew: Annotated[str, typer.Option(help="balanced, std:X, zipf:X, one-hot.")] = "balanced",
+    skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or default.")] = "default",
     samples: Annotated[int, typer.Option(help="Counted samples of each variant.")] = 11,
     seed: Annotated[int, typer.Option(help="Of tokens, weights and routing.")] = 0,
@@ -103,17 +102,16 @@ def _cases(models: str, tokens: str, *, skew: str, dtype: str, seed: int) -> lis
     if seed < 0:
         raise ValueError(f"seed ({seed}) must be at least 0")
     configs = [find_model(name) for name in _split(models, option="models")]
+    loads = _split(skew, option="skew")
     for config in configs:
-        _check_skew(skew, config)
+        for load in loads:
+            parse_load(load, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
     return [
-        LayerCase(model=config, num_tokens=num_tokens, skew=skew, dtype=DTYPES[dtype], seed=seed)
+        LayerCase(model=config, num_tokens=num_tokens, skew=load, dtype=DTYPES[dtype], seed=seed)
         for config in configs
         for num_tokens in _positive_integers(tokens, option="tokens")
+        for load in loads
     ]
-
-
-def _check_skew(skew: str, config: ModelConfig) -> None:
-    parse_load(skew, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
 
 
 def _split(text: str, *, option: str) -> list[str]:

@@ -31,10 +31,10 @@ def layer_table(rows: list[Row]) -> Table:
     """Return the result lines of the layer benchmark, one row each, times in microseconds."""
     gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
     table = Table(
-        title=f"MoE layer on {count} x {gpu}, {rows[0]['skew']} routing: slowest rank, us",
+        title=f"MoE layer on {count} x {gpu}: slowest rank, us",
         caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits",
     )
-    for name in ("model", "tokens", "pass", "strategy"):
+    for name in ("model", "tokens", "routing", "pass", "strategy"):
         table.add_column(name, no_wrap=True)
     for name in ("median", "p90", "floor", "/ floor", "exposed", "MiB", "error"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -44,6 +44,7 @@ def layer_table(rows: list[Row]) -> Table:
         table.add_row(
             str(row["model"]),
             str(row["num_tokens"]),
+            str(row["skew"]),
             "fwd" if row["direction"] == "forward" else "fwd+bwd",
             f"{row['strategy']}{setting}",
             _number(median) if median else "[red]wrong",

@@ -128,15 +128,16 @@ def draw_layer_bench(rows: Sequence[Mapping[str, object]], path: str | Path) -> 
     Where a case was run twice, the last result counts.
 
     Args:
-        rows: result lines; directions other than forward and forward_backward are left out.
+        rows: result lines; other directions than forward and forward_backward are left out, and
+            lines without a time, whose values were wrong.
         path: of the picture.
 
     Raises:
         ValueError: no row is left to draw, one lacks a number, or there are too many strategies.
     """
-    rows = [row for row in rows if row["direction"] in _DIRECTIONS]
+    rows = [row for row in rows if row["direction"] in _DIRECTIONS and row["median_us"]]
     if not rows:
-        raise ValueError(f"rows (none of {', '.join(_DIRECTIONS)}) must hold at least one")
+        raise ValueError(f"rows (none of {', '.join(_DIRECTIONS)}) must hold at least one time")
     models = list(dict.fromkeys(str(row["model"]) for row in rows))
     directions = [name for name in _DIRECTIONS if any(row["direction"] == name for row in rows)]
     strategies = list(dict.fromkeys(_strategy_label(row) for row in rows))

@@ -136,6 +136,7 @@ def test_bench_draws_the_last_result_of_a_case_and_no_other_direction(tmp_path: 
         result("sequential", 400.0, p10_us=390.0, p90_us=450.0),
         result("fused", 200.0),
         result("fused", 9000.0, direction="step"),
+        result("wrong", 0.0) | {"median_us": None},
     ]
     draw_layer_bench(rows, tmp_path / "bench.png")
     blue, orange = heights(tmp_path / "bench.png", [BLUE, ORANGE])

@@ -1,0 +1,149 @@
+"""The layer benchmark: lines in their format, floors by hand, and no time for a wrong value."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import final
+
+import pytest
+import torch
+
+from halley.core.models import find_model
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.perf.bench import bench_layer, build_candidates, measure_layers
+from halley.perf.floor import wire_us
+from halley.perf.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
+from halley.perf.results import Row, results_path, write_rows
+from halley.strategies.base import AbstractStrategy
+from halley.strategies.sequential import SequentialStrategy
+from tests.moe.model_case import CPU, destroy
+from tests.rank_pool import RunRanks
+
+
+TINY = find_model("tiny")
+CASE = LayerCase(
+    model=dataclasses.replace(
+        TINY, hidden_size=16, moe=dataclasses.replace(TINY.moe, intermediate_size=8)
+    ),
+    num_tokens=32,
+    dtype=torch.float32,
+)
+
+
+@final
+class WrongStrategy(AbstractStrategy):
+    """Right but for a hundredth of the output."""
+
+    def __init__(self, groups: ParallelGroups, recorder: Recorder) -> None:
+        self.right = SequentialStrategy(groups.ep, recorder=recorder)
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        return 1.01 * self.right.forward(x_TD, routing, experts)
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        return self.right.tasks(shape, predictor)
+
+
+def _measure(rank: int, num_ranks: int) -> list[Row]:
+    groups = build_groups(0, device_type="cpu")
+    recorder = Recorder(CPU, enabled=False)
+    names = ["sequential", "chunked"]
+    candidates = build_candidates(CASE, names, groups=groups, recorder=recorder, device=CPU)
+    rows = bench_layer(
+        CASE,
+        candidates | {"wrong": WrongStrategy(groups, recorder)},
+        groups=groups,
+        recorder=recorder,
+        device=CPU,
+        link_bytes_per_s=1e6,
+        num_samples=3,
+    )
+    destroy(groups)
+    return rows
+
+
+def test_lines_of_right_and_wrong_strategies(run_ranks: RunRanks) -> None:
+    rows, others = run_ranks(_measure, 2)
+    assert [(row["strategy"], row["direction"]) for row in rows] == [
+        (strategy, direction)
+        for direction in ("forward", "forward_backward")
+        for strategy in ("sequential", "chunked", "wrong")
+    ]
+    for row, other in zip(rows, others, strict=True):
+        assert row["median_us"] == other["median_us"]
+        error, floor, gemm, wire = (
+            float(str(row[key])) for key in ("max_rel_err", "floor_us", "gemm_us", "wire_us")
+        )
+        assert floor == max(gemm, wire)
+        if row["strategy"] == "wrong":
+            assert row["median_us"] is None
+            assert error == pytest.approx(0.01, rel=0.01)
+            assert row["bit_equal"] is False
+            continue
+        assert row["samples"] == 3
+        assert error < 1e-6
+        assert row["bit_equal"] is True
+        p10, median, p90 = (float(str(row[key])) for key in ("p10_us", "median_us", "p90_us"))
+        assert 0 < p10 <= median <= p90
+        assert float(str(row["exposed_comm_us"])) > 0
+    forward, both = (float(str(rows[i]["wire_us"])) for i in (0, 3))
+    assert both == pytest.approx(2 * forward, abs=0.2)  # rounded to a tenth
+    assert rows[0]["setting"] is None
+    assert str(rows[1]["setting"]).startswith("n=")
+
+
+def _wire(rank: int, num_ranks: int) -> float:
+    groups = build_groups(0, device_type="cpu")
+    tensors = make_tensors(CASE, groups, device=CPU)
+    # 8 experts on 4 ranks. Rank 0 sends tokens 0 and 1 to rank 1 (token 0 has two experts there)
+    # and token 1 to rank 3; the others keep theirs at home.
+    home = torch.tensor([[2 * rank, 2 * rank + 1]] * 2)
+    idx_TK = torch.tensor([[2, 3], [3, 6]]) if rank == 0 else home
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=torch.ones(2, 2))
+    result = wire_us(dataclasses.replace(tensors, routing=routing), groups, link_bytes_per_s=3e6)
+    destroy(groups)
+    return result
+
+
+def test_a_token_crosses_once_for_each_rank_it_goes_to(run_ranks: RunRanks) -> None:
+    """Three rows of 16 float32 leave rank 0: 192 bytes at 3 MB/s are 64 us."""
+    assert run_ranks(_wire, 4) == pytest.approx([64.0] * 4)
+
+
+def _compare_with_one_rank(rank: int, num_ranks: int) -> None:
+    groups = build_groups(0, device_type="cpu")
+    tensors = make_tensors(CASE, groups, device=CPU)
+    strategy = SequentialStrategy(groups.ep, recorder=Recorder(CPU, enabled=False))
+    got, want = outputs_of(strategy, tensors), reference_outputs(tensors, groups)
+    destroy(groups)
+    assert len(got) == len(want) == len(tensors.names)
+    for name, value, wanted in zip(tensors.names, got, want, strict=True):
+        torch.testing.assert_close(value, wanted.to(value.dtype), msg=name, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_reference_over_ranks_is_the_layer(run_ranks: RunRanks, num_ranks: int) -> None:
+    run_ranks(_compare_with_one_rank, num_ranks)
+
+
+def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
+    rows = measure_layers(
+        [CASE, dataclasses.replace(CASE, skew="zipf:1.0")],
+        ["sequential"],
+        groups=ParallelGroups(),
+        device=CPU,
+        num_samples=1,
+        commit="abc",
+    )
+    assert [row["skew"] for row in rows] == ["balanced"] * 2 + ["zipf:1.0"] * 2
+    required = {"median_us", "floor_us", "gpu", "num_gpus", "torch", "commit", "date", "dtype"}
+    assert all(required <= set(row) for row in rows)
+    assert rows[0]["commit"] == "abc"
+    path = write_rows(rows, tmp_path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    row: Row = {"gpu": "NVIDIA H200", "num_gpus": 4, "case": "layer"}
+    assert results_path(tmp_path, row) == tmp_path / "h200x4" / "layer.jsonl"
