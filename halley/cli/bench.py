@@ -8,12 +8,13 @@ import typer
 from rich.console import Console
 
 from halley.cli.bars import step_progress
-from halley.cli.checks import DTYPES, check_package
+from halley.cli.checks import check_package
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table
 from halley.core.models import find_model
 from halley.core.routing import local_experts
 from halley.core.skew import parse_load
+from halley.core.types import DTYPES
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import STRATEGIES
 from halley.moe.world import pick_device

@@ -2,11 +2,6 @@
 
 from importlib.util import find_spec
 
-import torch
-
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 def check_package(name: str, *, extra: str, option: str) -> None:
     """Check that an optional package is installed, before the work that ends in its use.

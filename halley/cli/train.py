@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from halley.cli.checks import DTYPES, check_package
+from halley.cli.checks import check_package
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.core.config import RunConfig
 from halley.core.load_config import load_config
 from halley.core.routing import chunk_sizes, local_experts
+from halley.core.types import DTYPES
 from halley.moe.strategy import STRATEGIES
 from halley.ops.experts import check_alignment
 from halley.train.checkpoint import check_writable

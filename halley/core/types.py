@@ -21,6 +21,7 @@ import torch
 
 Activation = Literal["swiglu", "gelu"]
 DROPPED = -1  # expert id of a slot that capacity dropped
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)

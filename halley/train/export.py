@@ -13,6 +13,7 @@ import torch
 from halley.core.config import ModelConfig, RunConfig
 from halley.core.load_config import build
 from halley.core.timeline import Recorder
+from halley.core.types import DTYPES
 from halley.moe.model import MoETransformer
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
@@ -28,7 +29,6 @@ ARCHITECTURES = {
 }
 MAX_SHARD_BYTES = 4 * 2**30
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MIXTRAL_NAMES = {"gate_proj.": "w1.", "up_proj.": "w3.", "down_proj.": "w2."}
 
 
@@ -78,7 +78,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     _make_empty(output)
 
     shapes = _parameter_shapes(config.model)
-    dtype = _DTYPES[config.train.dtype]
+    dtype = DTYPES[config.train.dtype]
     shards = _cut(shapes, max_bytes=max_shard_bytes, itemsize=dtype.itemsize)
     weight_map: dict[str, str] = {}
     step = 0

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from halley.core.config import RunConfig
 from halley.core.timeline import Recorder
+from halley.core.types import DTYPES
 from halley.moe.model import MoETransformer
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.router import SigmoidRouter
@@ -16,9 +17,6 @@ from halley.moe.strategy import build_strategy
 from halley.moe.world import World
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
 from halley.train.optim import ModelOptimizer, learning_rate
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         strategy=strategy,
         groups=groups,
         recorder=recorder,
-        dtype=_DTYPES[config.train.dtype],
+        dtype=DTYPES[config.train.dtype],
         device=world.device,
         activation_checkpointing=config.train.activation_checkpointing,
     )

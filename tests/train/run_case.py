@@ -22,20 +22,10 @@ from halley.moe.parallel import ParallelGroups
 from halley.moe.world import World
 from halley.train import loop
 from halley.train.step import TrainingRun, build_run
-from tests.moe.model_case import destroy
+from tests.moe.model_case import MODELS, destroy
 
 
-SMALL = ModelConfig(
-    name="small",
-    vocab_size=256,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qk_norm="head",
-    moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=8),
-)
+SMALL = dataclasses.replace(MODELS["softmax"], vocab_size=256)
 SIGMOID = dataclasses.replace(
     SMALL,
     moe=MoEConfig(

@@ -30,6 +30,7 @@ from halley.train.export import (
     read_run_config,
 )
 from halley.train.optim import ModelOptimizer
+from tests.moe.model_case import MODELS as SMALL_MODELS
 from tests.moe.model_case import build_model, destroy, make_tokens
 from tests.rank_pool import RunRanks
 
@@ -37,16 +38,7 @@ from tests.rank_pool import RunRanks
 safetensors = pytest.importorskip("safetensors.torch")
 
 _MOE = MoEConfig(num_experts=4, top_k=2, intermediate_size=8)
-_BASE = ModelConfig(
-    name="small",
-    vocab_size=32,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    moe=_MOE,
-)
+_BASE = dataclasses.replace(SMALL_MODELS["softmax"], qk_norm="none", head_dim=4, moe=_MOE)
 _NOT_NORMALIZED = RouterConfig(normalize=False, balance_coefficient=0.25)
 MODELS = {
     "mixtral": dataclasses.replace(
