@@ -22,7 +22,7 @@ _PARTS = {
     "combine.backward.wait": "wait: gradients to the experts",
     "dispatch.backward.wait": "wait: gradients back",
     "gradients.wait": "wait: sum of gradients",
-    "optimizer": "optimizer",
+    "optimizer": "clipping and optimizer",
     OTHER: "other",
 }
 

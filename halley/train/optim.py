@@ -85,17 +85,19 @@ class ModelOptimizer:
             parameter.grad = None
 
     @torch.no_grad()
-    def sync(self) -> torch.Tensor:
-        """Sum gradients over ranks, clip them by their global norm and return that norm.
+    def sync(self) -> None:
+        """Sum gradients over the ranks that share them; a collective of all ranks."""
+        dense, expert = self._gradients()
+        sync_gradients(dense, expert, groups=self.groups)
 
-        A collective of all ranks.
+    @torch.no_grad()
+    def clip(self) -> torch.Tensor:
+        """Clip summed gradients by their global norm; a collective of all ranks.
 
         Returns:
             The norm before clipping, a float32 scalar.
         """
-        expert = [self._grad(name) for name in self.masters if name in self.experts]
-        dense = [self._grad(name) for name in self.masters if name not in self.experts]
-        sync_gradients(dense, expert, groups=self.groups)
+        dense, expert = self._gradients()
         norm = global_norm(dense, expert, groups=self.groups)
         if self.config.clip_norm:
             scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -139,10 +141,14 @@ class ModelOptimizer:
                 self._moments(name)["step"].fill_(step)
         self.publish()
 
-    def _grad(self, name: str) -> torch.Tensor:
-        grad = self.masters[name].grad
-        assert grad is not None, f"{name} has no gradient"
-        return grad
+    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the gradients of dense parameters and those of experts."""
+        dense: list[torch.Tensor] = []
+        expert: list[torch.Tensor] = []
+        for name, master in self.masters.items():
+            assert master.grad is not None, f"{name} has no gradient"
+            (expert if name in self.experts else dense).append(master.grad)
+        return dense, expert
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return AdamW's state of a parameter, made before its first step if need be."""

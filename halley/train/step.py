@@ -152,11 +152,12 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
         counts_ME = output.counts_ME if counts_ME is None else counts_ME + output.counts_ME
 
     with recorder.span("gradients.wait", stream="exposed"):
-        norm = run.optimizer.sync()
+        run.optimizer.sync()
         if dist.is_initialized():
             dist.all_reduce(losses)
     rate = learning_rate(run.config.optimizer, step, num_steps=run.config.train.num_steps)
     with recorder.span("optimizer"):
+        norm = run.optimizer.clip()
         run.optimizer.step(rate)
         _update_router_bias(run, counts_ME)
     mean, router_mean = (losses / run.world.num_ranks).tolist()

@@ -65,7 +65,8 @@ def test_applied_gradient_has_the_norm_of_clipping(clip_norm: float, want: float
     optimizer = _optimizer(model, clip_norm=clip_norm)
     before = model.weight.detach().clone()
     _set_gradients(model, math.sqrt(3.0))  # of 12 elements: the norm is 6
-    norm = optimizer.sync()
+    optimizer.sync()
+    norm = optimizer.clip()
     optimizer.step(1.0)
     assert float(norm) == pytest.approx(6.0)
     assert float((before - model.weight.detach()).norm()) == pytest.approx(want, rel=1e-5)
@@ -97,6 +98,7 @@ def test_matrices_alone_decay(kind: str):
             parameter.fill_(8.0)
     _set_gradients(model, 0.0)
     optimizer.sync()
+    optimizer.clip()
     optimizer.step(0.25)
     got = {name: parameter.unique().tolist() for name, parameter in model.named_parameters()}
     assert got == {
@@ -124,6 +126,7 @@ def test_adamw_is_that_of_torch():
         for each in (model, peer):
             _set_gradients(each, float(step - 2))
         optimizer.sync()
+        optimizer.clip()
         optimizer.step(0.5 / step)
         torch_optimizer.step()
     torch.testing.assert_close(model.state_dict(), peer.state_dict(), rtol=0, atol=0)
@@ -146,6 +149,7 @@ def test_bfloat16_gradients_and_updates_are_added_in_float32():
     assert grad is not None
     assert grad.unique().tolist() == [258.0]
     optimizer.sync()
+    optimizer.clip()
     master = optimizer.masters["weight"]
     with torch.no_grad():
         master.fill_(1.0)
@@ -164,6 +168,7 @@ def test_state_copied_into_another_optimizer_goes_on_alike(kind: str, dtype: tor
         _set_gradients(model, value)
         optimizer.accumulate()
         optimizer.sync()
+        optimizer.clip()
         optimizer.step(0.125)
 
     for value in (1.0, -3.0):
