@@ -1,0 +1,108 @@
+"""Who can address whose memory, from places written by hand, and on this machine."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.symm import access
+from halley.symm.access import Place, find_problem, peer_access
+
+
+CPU = Place(host="ada", boot_id="1f", device="cpu", shm_id=24)
+UUIDS = ("a", "b", "c", "d")
+GPUS = [
+    Place(
+        host="ada",
+        boot_id="1f",
+        device=f"cuda:{index}",
+        uuid=uuid,
+        reachable=tuple(other for other in UUIDS if other != uuid),
+    )
+    for index, uuid in enumerate(UUIDS)
+]
+
+
+def _with(place: Place, **changes: object) -> Place:
+    return dataclasses.replace(place, **changes)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("places", [[CPU], [CPU] * 3, GPUS[:1], GPUS, [GPUS[2], GPUS[0]]])
+def test_no_problem(places: list[Place]) -> None:
+    assert find_problem(places) == ""
+
+
+@pytest.mark.parametrize(
+    ("places", "problem"),
+    [
+        ([CPU, _with(CPU, shm_id=None)], "rank 1 has no shared memory: ada has no /dev/shm"),
+        ([_with(CPU, shm_id=None)], "rank 0 has no shared memory: ada has no /dev/shm"),
+        (
+            [CPU, CPU, _with(CPU, shm_id=25)],
+            "ranks 0 and 2 have different /dev/shm: they are in different containers",
+        ),
+        ([CPU, _with(CPU, host="bob")], "ranks 0 and 1 are on different hosts, ada and bob"),
+        (
+            [GPUS[0], GPUS[1], _with(GPUS[2], boot_id="2e")],
+            "ranks 0 and 2 are on different hosts, ada and ada",
+        ),
+        (
+            [CPU, GPUS[1]],
+            "ranks 0 and 1 are on different kinds of device, cpu and cuda:1",
+        ),
+        (
+            [GPUS[0], GPUS[1], _with(GPUS[1], device="cuda:0")],
+            "ranks 0 and 2 both call their GPU cuda:0: let every rank see all GPUs "
+            "(CUDA_VISIBLE_DEVICES)",
+        ),
+        (
+            [GPUS[0], _with(GPUS[0], device="cuda:1")],
+            "ranks 0 and 1 share one GPU, cuda:0 and cuda:1",
+        ),
+        (
+            [GPUS[0], GPUS[1], GPUS[2], _with(GPUS[3], reachable=("a", "c"))],
+            "no peer access from cuda:3 of rank 3 to cuda:1 of rank 1",
+        ),
+        (
+            [_with(GPUS[0], reachable=("b", "c")), *GPUS[1:]],
+            "no peer access from cuda:0 of rank 0 to cuda:3 of rank 3",
+        ),
+    ],
+)
+def test_problem_is_told(places: list[Place], problem: str) -> None:
+    assert find_problem(places) == problem
+
+
+def test_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        def __init__(self, index: int) -> None:
+            self.uuid = UUIDS[index]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (2, 0))
+    for device in (torch.device("cuda", 2), torch.device("cuda")):
+        place = access._place(device)
+        assert (place.device, place.uuid, place.reachable) == ("cuda:2", "c", ("b", "d"))
+    assert peer_access(None, torch.device("cuda", 2)) == ""
+
+
+def test_rank_on_its_own() -> None:
+    assert peer_access(None, torch.device("cpu")) == ""
+
+
+def _ask(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
+    found = peer_access(dist.group.WORLD, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(access, "SHM", Path(missing))
+        without = peer_access(dist.group.WORLD, torch.device("cpu"))
+    return found, without.partition(":")[0]
+
+
+def test_all_ranks_get_the_same_answer(run_ranks, tmp_path: Path) -> None:
+    answers = run_ranks(_ask, 2, str(tmp_path / "missing"))
+    assert answers == [("", "rank 1 has no shared memory")] * 2
