@@ -10,6 +10,7 @@ import pytest
 
 # The ranks inherit the environment as it is when the fork server starts. It takes PYTHONPATH, not
 # sys.path. Gloo on the loopback device needs no host name that resolves.
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when first imported
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
 os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -1,0 +1,55 @@
+"""What the few lines of PTX in the kernels do, for the interpreter.
+
+A fence orders two paths to memory of which the interpreter has one, and a wait for bulk stores
+finds them done: both return their operand and do nothing else.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from halley.kernels.interpreter.scheduler import switch_point
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What a call of inline assembly yields, as Triton asks for it."""
+
+    handles: Sequence[TensorHandle]
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self.handles[index]
+
+
+def install() -> None:
+    """Let the interpreter run the inline assembly that the kernels use."""
+    InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _create_inline_asm(
+    self: InterpreterBuilder,
+    text: str,
+    constraints: str,
+    values: Sequence[TensorHandle],
+    types: Sequence[tl.dtype],
+    is_pure: bool,
+    pack: int,
+) -> _Results:
+    if "%globaltimer" in text:
+        return _Results([_full(type_, time.monotonic_ns()) for type_ in types])
+    if "nanosleep" in text:
+        switch_point()
+    elif "fence.proxy.async" not in text and "cp.async.bulk.wait_group" not in text:
+        raise NotImplementedError(f"the interpreter does not know this assembly: {text}")
+    return _Results(list(values) or [_full(type_, 0) for type_ in types])
+
+
+def _full(type_: tl.dtype, value: int) -> TensorHandle:
+    shape = list(map(int, type_.shape)) if isinstance(type_, tl.block_type) else [1]
+    data = np.full(shape, value, dtype=interpreter._get_np_dtype(type_))
+    return TensorHandle(data, type_.scalar)

@@ -1,0 +1,151 @@
+"""bfloat16 in the interpreter as GPUs compute it: in float32, rounded to nearest even.
+
+The interpreter holds bfloat16 as uint16 and gives these to numpy as integers, so that sums,
+products and comparisons of them are garbage, and casts to them truncate. Conversions to float8 are
+left as they are: they round wrongly in 2 of 100 values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+
+
+_NAN = np.uint16(0x7FC0)
+
+
+def widen(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Return bfloat16 values, given by their bits, as float32."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def round_to_bfloat16(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    """Return the bits of the nearest bfloat16 values, ties to even; float64 passes float32 first.
+
+    Example:
+        1 + 2**-8 lies between 1 (0x3F80) and 1 + 2**-7 (0x3F81), and goes to the even 0x3F80.
+        1 + 3 * 2**-8 lies between 0x3F81 and 0x3F82, and goes to 0x3F82.
+    """
+    bits = values.astype(np.float32).view(np.uint32)
+    # One less than half of the last bit kept, plus that bit: a tie carries only into an odd value.
+    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    rounded = ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), _NAN, rounded)
+
+
+def install() -> None:
+    """Replace the interpreter's operations that touch bfloat16."""
+    builder = {
+        "cast_impl": _cast,
+        "get_bf16": _get_bf16,
+        "create_fp_to_fp": _make_convert_float(InterpreterBuilder.create_fp_to_fp),
+        "binary_op": _make_binary_op(InterpreterBuilder.binary_op),
+        "create_fma": _make_fma(InterpreterBuilder.create_fma),
+        "create_dot": _make_dot(InterpreterBuilder.create_dot),
+    }
+    for name, method in builder.items():
+        setattr(InterpreterBuilder, name, method)
+    ReduceOps.sum = _make_sum(ReduceOps.sum)
+
+
+def _is_bfloat16(handle: TensorHandle) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def _values(handle: TensorHandle) -> npt.NDArray[Any]:
+    return widen(handle.data) if _is_bfloat16(handle) else handle.data
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    return TensorHandle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+
+
+def _rounded(values: npt.NDArray[Any]) -> TensorHandle:
+    return TensorHandle(round_to_bfloat16(values), tl.bfloat16)
+
+
+def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+    if dst_type.scalar == tl.bfloat16:
+        return _rounded(_values(src))
+    return TensorHandle(_values(src).astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+
+
+def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
+    return _rounded(np.array([value], np.float32))
+
+
+def _make_convert_float(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    def create_fp_to_fp(
+        self: InterpreterBuilder,
+        src: TensorHandle,
+        dst_type: tl.dtype,
+        rounding_mode: ir.ROUNDING_MODE | None,
+    ) -> TensorHandle:
+        """Convert from and to float8, and wherever a kernel names the rounding."""
+        if dst_type.scalar != tl.bfloat16:
+            return original(self, _widened(src), dst_type, rounding_mode)
+        if src.dtype.scalar.is_fp8():
+            src = original(self, src, tl.float32, rounding_mode)
+        if rounding_mode == ir.ROUNDING_MODE.RTZ:
+            bits = src.data.astype(np.float32).view(np.uint32) >> np.uint32(16)
+            return TensorHandle(bits.astype(np.uint16), tl.bfloat16)
+        return _rounded(src.data)
+
+    return create_fp_to_fp
+
+
+def _make_binary_op(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    def binary_op(
+        self: InterpreterBuilder,
+        lhs: TensorHandle,
+        rhs: TensorHandle,
+        op: Callable[..., npt.NDArray[Any]],
+    ) -> TensorHandle:
+        if not (_is_bfloat16(lhs) and _is_bfloat16(rhs)):
+            return original(self, lhs, rhs, op)
+        output = op(widen(lhs.data), widen(rhs.data))
+        return TensorHandle(output, tl.int1) if output.dtype == np.bool_ else _rounded(output)
+
+    return binary_op
+
+
+def _make_fma(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    def create_fma(
+        self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle
+    ) -> TensorHandle:
+        if not _is_bfloat16(z):
+            return original(self, x, y, z)
+        # float64 holds the product exactly: only the sum is rounded, as in hardware.
+        product = widen(x.data).astype(np.float64) * widen(y.data)
+        return _rounded(product + widen(z.data))
+
+    return create_fma
+
+
+def _make_dot(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    def create_dot(
+        self: InterpreterBuilder,
+        a: TensorHandle,
+        b: TensorHandle,
+        d: TensorHandle,
+        input_precision: object,
+        max_num_imprecise_acc: object,
+    ) -> TensorHandle:
+        return original(self, _widened(a), _widened(b), d, input_precision, max_num_imprecise_acc)
+
+    return create_dot
+
+
+def _make_sum(original: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
+    def sum_(self: ReduceOps, x: tl.tensor) -> tl.tensor:
+        if x.dtype != tl.bfloat16:
+            return original(self, x)
+        total = np.sum(widen(x.handle.data), axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(round_to_bfloat16(np.asarray(total)), tl.bfloat16)
+
+    return sum_

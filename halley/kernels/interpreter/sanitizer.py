@@ -1,0 +1,157 @@
+"""The address sanitizer: a kernel may touch its arguments' memory and registered memory only.
+
+A load past the end of a tensor, or a store through a peer's pointer that is none, is silent on a
+GPU more often than not. Here it is an error that names the program. One argument's memory may begin
+right where that of another ends; then a step over that border is not seen.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+# The memory of heaps, by address: its size, and how many of the process's ranks registered it. The
+# one state of this module; heaps outlive launches, and kernels know them by integers only.
+_registered: dict[int, tuple[int, int]] = {}
+
+
+def register(address: int, num_bytes: int) -> None:
+    """Let kernels that are launched from now on touch memory that is no argument of theirs.
+
+    Ranks in threads may register the same memory; each then unregisters it.
+
+    Raises:
+        ValueError: the address is registered with another size.
+    """
+    size, count = _registered.get(address, (num_bytes, 0))
+    if size != num_bytes:
+        raise ValueError(f"num_bytes ({num_bytes}) must be {size}, as {address:#x} is registered")
+    _registered[address] = size, count + 1
+
+
+def unregister(address: int) -> None:
+    """Take one ``register`` of that address back.
+
+    Raises:
+        ValueError: it is not registered.
+    """
+    if address not in _registered:
+        raise ValueError(f"address ({address:#x}) must be registered")
+    size, count = _registered.pop(address)
+    if count > 1:
+        _registered[address] = size, count - 1
+
+
+@final
+class Allowed:
+    """The memory that one launch may touch: its arguments' and what is registered.
+
+    Args:
+        kernel: name of the kernel, for errors.
+        arguments: of the launch; tensors, descriptors of tensors and tuples of them count.
+
+    Raises:
+        ValueError: a tensor is not on the CPU.
+    """
+
+    def __init__(self, kernel: str, arguments: Iterable[object]) -> None:
+        self._kernel = kernel
+        spans = [(start, start + size) for start, (size, _) in list(_registered.items())]
+        for argument in arguments:
+            _add_spans(argument, spans)
+        spans.sort()
+        self._starts = [start for start, _ in spans]
+        # Spans may lie in each other: an address is inside if any span that starts before it is.
+        ends = np.array([end for _, end in spans], np.uint64)
+        self._ends = np.maximum.accumulate(ends) if spans else ends
+
+    def check(
+        self,
+        what: str,
+        pointers: TensorHandle,
+        mask: TensorHandle | npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Check where the active lanes of an access point.
+
+        Raises:
+            IndexError: one of them points elsewhere.
+        """
+        addresses = pointers.data
+        if mask is not None:
+            addresses = addresses[mask.data if isinstance(mask, TensorHandle) else mask]
+        if addresses.size == 0:
+            return
+        num_bytes = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
+        # Most accesses fall into one span, which their first and last address tell.
+        index = bisect_right(self._starts, int(addresses.min())) - 1
+        if index >= 0 and int(addresses.max()) + num_bytes <= int(self._ends[index]):
+            return
+        outside = self._outside(addresses.ravel(), num_bytes)
+        if outside.size:
+            raise IndexError(
+                f"{self._kernel}, program {interpreter.interpreter_builder.grid_idx}: {what} of "
+                f"{outside.size} lanes outside of its arguments and of registered memory, "
+                f"first at {int(outside[0]):#x}"
+            )
+
+    def _outside(self, addresses: npt.NDArray[np.uint64], num_bytes: int) -> npt.NDArray[np.uint64]:
+        starts = np.array(self._starts, np.uint64)
+        if not starts.size:
+            return addresses
+        index = np.searchsorted(starts, addresses, side="right") - 1
+        inside = (index >= 0) & (addresses + np.uint64(num_bytes) <= self._ends[index])
+        return addresses[~inside]
+
+
+_ALLOWED: ContextVar[Allowed] = ContextVar("allowed")
+
+
+def allow(allowed: Allowed) -> None:
+    """Check the accesses of this thread's kernel against that memory from now on."""
+    _ALLOWED.set(allowed)
+
+
+def install() -> None:
+    """Check each load, store and atomic operation of the interpreter before it is done."""
+    checks: dict[str, Callable[..., None]] = {
+        "create_masked_load": lambda ptr, mask, *_: _ALLOWED.get().check("load", ptr, mask),
+        "create_masked_store": lambda ptr, _, mask, *__: _ALLOWED.get().check("store", ptr, mask),
+        "create_atomic_rmw": lambda _, ptr, __, mask, *___: _ALLOWED.get().check(
+            "atomic operation", ptr, mask
+        ),
+        "create_atomic_cas": lambda ptr, *_: _ALLOWED.get().check("atomic operation", ptr),
+    }
+    for name, check in checks.items():
+        setattr(InterpreterBuilder, name, _checked(getattr(InterpreterBuilder, name), check))
+
+
+def _checked(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
+        check(*args)  # descriptors pass what comes after the mask by keyword
+        return original(self, *args, **kwargs)
+
+    return access
+
+
+def _add_spans(argument: object, spans: list[tuple[int, int]]) -> None:
+    """Add start and end of the memory of each tensor in ``argument``."""
+    argument = interpreter._unwrap_tensor(argument)
+    if isinstance(argument, tuple):
+        for part in argument:
+            _add_spans(part, spans)
+    elif isinstance(argument, TensorDescriptor):
+        _add_spans(argument.base, spans)
+    elif isinstance(argument, torch.Tensor) and argument.numel():
+        if argument.device.type != "cpu":
+            raise ValueError(f"device ({argument.device}) must be cpu: kernels are interpreted")
+        last = sum((n - 1) * s for n, s in zip(argument.shape, argument.stride(), strict=True))
+        start = argument.data_ptr()
+        spans.append((start, start + (last + 1) * argument.element_size()))
