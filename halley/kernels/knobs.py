@@ -1,0 +1,67 @@
+"""What a tuner may turn: sizes of tiles and tasks, and how many programs begin with which work."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmTile:
+    """The shape of one tile of a grouped GEMM and of the loop that makes it.
+
+    Attributes:
+        block_n: columns of the product before the activation.
+        block_k: depth of one step.
+        group: row tiles that share a column of weights before the next column.
+        num_warps: warps of a program.
+        num_stages: steps in flight.
+    """
+
+    block_n: int = 256
+    block_k: int = 64
+    group: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """The knobs of a layer. All of them change only time, never a value.
+
+    Attributes:
+        num_programs: programs of the persistent launches; 0 is one a multiprocessor.
+        block_m: rows of a tile, of both GEMMs.
+        num_fetchers: programs of dispatch_gemm that fetch until nothing is left to fetch; the
+            others fetch their own rank's rows, and more while their next tile is not ready.
+        fetch_elements: what a fetching program keeps in flight: some whole rows, or a part of them.
+        num_combiners: programs of gemm_combine that combine whenever a chunk is ready; the others
+            multiply until nothing is left to multiply. 0 chooses by the experts' size.
+        combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
+        combine_unroll: rows of one send that are in flight at once.
+        chunk_columns: columns of the down projection that are combined at once; a multiple of the
+            columns of a tile.
+        home_rows: tokens of one task of the sum at home.
+    """
+
+    num_programs: int = 0
+    block_m: int = 128
+    up: GemmTile = field(default_factory=GemmTile)
+    down: GemmTile = field(default_factory=GemmTile)
+    num_fetchers: int = 8
+    fetch_elements: int = 32768
+    num_combiners: int = 0
+    combine_rows: int = 16
+    combine_unroll: int = 2
+    chunk_columns: int = 1024
+    home_rows: int = 16
+
+    def combiners(self, intermediate_size: int) -> int:
+        """Return how many programs begin by combining.
+
+        What a row costs to combine is fixed, what it costs to multiply grows with the experts:
+        fewer programs keep up beside larger ones. The figures are those that measured fastest.
+        """
+        return self.num_combiners or min(48, max(16, 36864 // intermediate_size))
+
+    def fetch_block(self, hidden_size: int) -> tuple[int, int]:
+        """Return rows and columns of the piece that a fetching program keeps in flight."""
+        columns = min(4096, 1 << (hidden_size - 1).bit_length(), self.fetch_elements)
+        return min(64, self.fetch_elements // columns), columns

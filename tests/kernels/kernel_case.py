@@ -1,0 +1,337 @@
+"""The kernels of one layer on ranks that are threads: memory, calls, and what must come out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar, final
+
+import torch
+
+from halley.core.reference import moe_reference
+from halley.core.skew import parse_load, sample_routing
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.core.types import DROPPED, Activation, Experts, Routing
+from halley.kernels.dispatch_gemm import dispatch_gemm
+from halley.kernels.gemm_combine import gemm_combine
+from halley.kernels.interpreter import sanitizer
+from halley.kernels.interpreter.scheduler import Scheduler
+from halley.kernels.knobs import GemmTile, Knobs
+from halley.kernels.layout import Layout
+from halley.kernels.plan import NUM_MARKS, make_plan
+from halley.kernels.status import check
+from halley.symm.heap import AbstractSymmHeap
+from halley.symm.threads import ThreadWorld
+
+
+T = TypeVar("T")
+
+TIMEOUT_S = 60.0
+GARBAGE = -858993460  # what a plan holds before it is made
+
+# The interpreter takes as long for a small tensor as for a large one: tasks are few and large.
+SMALL_KNOBS = Knobs(
+    num_programs=4,
+    block_m=16,
+    up=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    down=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    num_fetchers=2,
+    fetch_elements=2048,
+    num_combiners=2,
+    combine_rows=64,
+    combine_unroll=2,
+    chunk_columns=32,
+    home_rows=16,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """Sizes of one layer and of the calls of it.
+
+    Attributes:
+        num_tokens_CW: tokens of each rank, a tuple a call.
+        load: as for ``parse_load``, or "empty-expert": nobody picks the last expert.
+        dropped: part of the slots that a router dropped.
+        max_tokens: of the layout; the most tokens of a call unless given.
+    """
+
+    num_tokens_CW: tuple[tuple[int, ...], ...] = ((20, 13),)
+    num_experts: int = 4
+    top_k: int = 2
+    hidden_size: int = 40
+    intermediate_size: int = 24
+    load: str = "balanced"
+    dropped: float = 0.0
+    activation: Activation = "swiglu"
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    max_tokens: int = 0
+    block_slots: int = 32
+    knobs: Knobs = field(default=SMALL_KNOBS)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens_CW[0])
+
+    @property
+    def num_parts(self) -> int:
+        """Projections that the activation is made of."""
+        return 2 if self.activation == "swiglu" else 1
+
+    def layout(self) -> Layout:
+        """Return the layout that all ranks share."""
+        return Layout(
+            num_ranks=self.num_ranks,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens or max(map(max, self.num_tokens_CW)),
+            block_m=self.knobs.block_m,
+            block_slots=self.block_slots,
+        )
+
+
+def make_experts(case: KernelCase) -> Experts:
+    """Return all experts of the case."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def weight(*shape: int) -> torch.Tensor:
+        values = torch.randn(case.num_experts, *shape, generator=generator)
+        return (values * shape[-1] ** -0.5).to(case.dtype)
+
+    hidden, inner = case.hidden_size, case.intermediate_size
+    return Experts(
+        up_LGD=weight(case.num_parts * inner, hidden),
+        down_LDF=weight(hidden, inner),
+        activation=case.activation,
+    )
+
+
+def share_of(experts: Experts, rank: int, *, num_ranks: int) -> Experts:
+    """Return the experts that live on a rank."""
+    return experts.split([experts.num_local_experts // num_ranks] * num_ranks)[rank]
+
+
+def make_tokens(case: KernelCase, rank: int, *, call: int = 0) -> tuple[torch.Tensor, Routing]:
+    """Return a rank's tokens and their routing in one call."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + 10 * call + rank + 1)
+    num_tokens = case.num_tokens_CW[call][rank]
+    x_TD = torch.randn(num_tokens, case.hidden_size, generator=generator).to(case.dtype)
+    num_loaded = case.num_experts - (case.load == "empty-expert")
+    load = "balanced" if case.load == "empty-expert" else case.load
+    load_E = parse_load(load, num_experts=num_loaded, top_k=case.top_k)
+    routing = sample_routing(load_E, num_tokens, top_k=case.top_k, generator=generator)
+    if not case.dropped:
+        return x_TD, routing
+    dropped_TK = torch.rand(num_tokens, case.top_k, generator=generator) < case.dropped
+    return x_TD, Routing(
+        topk_idx_TK=routing.topk_idx_TK.masked_fill(dropped_TK, DROPPED),
+        topk_weights_TK=routing.topk_weights_TK.masked_fill(dropped_TK, 0.0),
+    )
+
+
+def expected_outputs(case: KernelCase) -> list[list[torch.Tensor]]:
+    """Return by rank what the reference gives for its tokens, a tensor a call."""
+    experts = make_experts(case)
+    return [
+        [
+            moe_reference(*make_tokens(case, rank, call=call), experts)
+            for call in range(len(case.num_tokens_CW))
+        ]
+        for rank in range(case.num_ranks)
+    ]
+
+
+def assert_close(value: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
+    """Compare with the reference, by the tolerance of the value's dtype."""
+    error = relative_error(value, reference)
+    assert error <= RELATIVE_TOLERANCE[value.dtype], f"{what}: relative error {error:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What the kernels of one call write on one rank besides the output; NaN before they do."""
+
+    x_RD: torch.Tensor
+    h_RF: torch.Tensor
+    pre_RG: torch.Tensor
+    z_RD: torch.Tensor
+
+
+@final
+class KernelRank:
+    """One rank's memory and the three kernels on it, as a layer would call them.
+
+    Args:
+        heap: of this rank.
+        case: the sizes.
+        timeout_s: how long kernels wait.
+    """
+
+    def __init__(
+        self, heap: AbstractSymmHeap, case: KernelCase, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.heap, self.rank = heap, heap.rank
+        self.case, self.layout = case, case.layout()
+        self.timeout_s = timeout_s
+        tokens = (self.layout.max_tokens, case.hidden_size)
+        self.words = heap.zeros((self.layout.mailbox_words,), torch.int32)
+        self.stage = heap.zeros(tokens, case.dtype)
+        self.home = heap.zeros((case.num_ranks, *tokens), case.dtype)
+        self.experts = share_of(make_experts(case), self.rank, num_ranks=case.num_ranks)
+        self.marks = torch.zeros(NUM_MARKS, dtype=torch.int32)
+        self.status = torch.zeros(1, dtype=torch.int64)
+        self.host_words = torch.zeros(3, dtype=torch.int64)
+        self.plan = torch.empty(0, dtype=torch.int32)
+        self.epoch = 0
+
+    def make_plan(self, x_TD: torch.Tensor, routing: Routing) -> int:
+        """Begin the next call, with nothing left of the last; return the rows of its plan."""
+        self.epoch += 1
+        self.stage.local.fill_(torch.nan)
+        self.home.local.fill_(torch.nan)
+        self.plan = torch.full((self.layout.plan_words,), GARBAGE, dtype=torch.int32)
+        make_plan(
+            self.plan,
+            x_TD,
+            routing.topk_idx_TK,
+            routing.topk_weights_TK,
+            epoch=self.epoch,
+            rank=self.rank,
+            layout=self.layout,
+            stage_TD=self.stage.local,
+            words=self.words.local,
+            words_ptrs_W=self.words.ptrs_W,
+            marks=self.marks,
+            num_programs=self.case.knobs.num_programs,
+            status=self.status,
+            host_words=self.host_words,
+            timeout_ns=int(self.timeout_s * 1e9),
+        )
+        return int(self.host_words[1])
+
+    def make_rows(self, num_rows: int) -> Rows:
+        """Return buffers of that many rows, at least one tile, without a number in them."""
+        hidden, inner = self.case.hidden_size, self.case.intermediate_size
+
+        def nan(columns: int) -> torch.Tensor:
+            shape = (max(num_rows, self.layout.block_m), columns)
+            return torch.full(shape, torch.nan, dtype=self.case.dtype)
+
+        return Rows(
+            x_RD=nan(hidden),
+            h_RF=nan(inner),
+            pre_RG=nan(self.case.num_parts * inner),
+            z_RD=nan(hidden),
+        )
+
+    def dispatch_gemm(self, rows: Rows, *, fused: bool = True, keep: bool = True) -> None:
+        """Fill ``x_RD`` and ``h_RF``, and ``pre_RG`` if it is to be kept."""
+        dispatch_gemm(
+            rows.x_RD,
+            rows.h_RF,
+            rows.pre_RG if keep else None,
+            stage_ptrs_W=self.stage.ptrs_W,
+            plan=self.plan,
+            up_LGD=self.experts.up_LGD,
+            gated=self.case.num_parts == 2,
+            layout=self.layout,
+            knobs=self.case.knobs,
+            num_programs=self.case.knobs.num_programs,
+            status=self.status,
+            host_words=self.host_words,
+            timeout_ns=int(self.timeout_s * 1e9),
+            fused=fused,
+        )
+
+    def gemm_combine(self, rows: Rows, num_tokens: int, *, fused: bool = True) -> torch.Tensor:
+        """Return the output for this rank's tokens."""
+        shape = (num_tokens, self.case.hidden_size)
+        y_TD = torch.full(shape, torch.nan, dtype=self.case.dtype)
+        gemm_combine(
+            y_TD,
+            rows.z_RD,
+            rows.h_RF,
+            plan=self.plan,
+            down_LDF=self.experts.down_LDF,
+            home_WTD=self.home.local,
+            home_ptrs_W=self.home.ptrs_W,
+            words=self.words.local,
+            words_ptrs_W=self.words.ptrs_W,
+            epoch=self.epoch,
+            rank=self.rank,
+            layout=self.layout,
+            knobs=self.case.knobs,
+            num_programs=self.case.knobs.num_programs,
+            status=self.status,
+            host_words=self.host_words,
+            timeout_ns=int(self.timeout_s * 1e9),
+            fused=fused,
+        )
+        return y_TD
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, *, fused: bool = True) -> torch.Tensor:
+        """Run one whole call and return its output; a failed wait is a RuntimeError."""
+        rows = self.make_rows(self.make_plan(x_TD, routing))
+        self.dispatch_gemm(rows, fused=fused)
+        y_TD = self.gemm_combine(rows, len(x_TD), fused=fused)
+        self.check()
+        return y_TD
+
+    def check(self) -> None:
+        """Raise what a kernel of this rank has written down."""
+        check(self.host_words, rank=self.rank, timeout_s=self.timeout_s)
+
+    def section(self, name: str, *shape: int) -> torch.Tensor:
+        """Return words of the plan, from the offset of that name in the layout."""
+        start = getattr(self.layout, name)
+        return self.plan[start : start + torch.Size(shape).numel()].view(shape)
+
+
+def run_world(
+    case: KernelCase,
+    fn: Callable[[KernelRank], T],
+    *,
+    seed: int = 0,
+    resident: int = 4,
+    starve: float = 0.0,
+    timeout_s: float = TIMEOUT_S,
+    max_switches: int = 200_000,
+) -> list[T]:
+    """Call ``fn`` on every rank of a world of its own and return the results by rank."""
+    scheduler = Scheduler(seed, resident=resident, starve=starve, max_switches=max_switches)
+    mapped: list[int] = []
+
+    def on_map(address: int, num_bytes: int) -> None:
+        sanitizer.register(address, num_bytes)
+        mapped.append(address)
+
+    world = ThreadWorld(case.num_ranks, scheduler.barrier(), on_map=on_map)
+
+    def run(rank: int) -> T:
+        return fn(KernelRank(world.heap(rank), case, timeout_s=timeout_s))
+
+    try:
+        return scheduler.run_ranks(case.num_ranks, run)
+    finally:
+        # Not by closing the heaps: a rank that failed would not come to their barrier.
+        for address in mapped:
+            sanitizer.unregister(address)
+
+
+def run_forward(
+    case: KernelCase,
+    *,
+    fused: bool = True,
+    seed: int = 0,
+    resident: int = 4,
+    starve: float = 0.0,
+    timeout_s: float = TIMEOUT_S,
+) -> list[list[torch.Tensor]]:
+    """Run all calls of the case on one heap, one after another; return outputs by rank and call."""
+
+    def run(rank: KernelRank) -> list[torch.Tensor]:
+        return [
+            rank.forward(*make_tokens(case, rank.rank, call=call), fused=fused)
+            for call in range(len(case.num_tokens_CW))
+        ]
+
+    return run_world(case, run, seed=seed, resident=resident, starve=starve, timeout_s=timeout_s)

@@ -1,0 +1,294 @@
+"""The kernels compiled for sm_90, without a GPU: registers, shared memory, and the PTX of waits.
+
+What the interpreter cannot see: a barrier before a release, fences, the width of loads. Triton
+interprets in the process of the tests, so this file also runs as a program of its own, which calls
+the launchers on tensors without memory and compiles what they would launch.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs as triton_knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from halley.kernels import dispatch_gemm, gemm_combine, plan
+from halley.kernels.knobs import Knobs
+from halley.kernels.layout import Layout
+
+
+MAX_SHARED_BYTES = 232448  # of a program on sm_90
+MODELS = {
+    "qwen3": {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768},
+    "mixtral": {"num_experts": 8, "top_k": 2, "hidden_size": 4096, "intermediate_size": 14336},
+}
+NUM_RANKS, NUM_TOKENS = 4, 8192
+KERNELS = {"plan": plan, "dispatch_gemm": dispatch_gemm, "gemm_combine": gemm_combine}
+TYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler made of a kernel."""
+
+    ptx: str
+    num_spilled_bytes: int
+    num_shared_bytes: int
+    is_serialized: bool
+
+    def lines(self) -> list[str]:
+        """Return the instructions and labels, without comments and directives."""
+        lines = (line.partition("//")[0].strip() for line in self.ptx.splitlines())
+        return [line for line in lines if line and not line.startswith((".", "{", "}"))]
+
+
+def _record_launches(module: ModuleType) -> list[tuple[Any, ...]]:
+    """Let a module's launcher note what it would launch."""
+    launches: list[tuple[Any, ...]] = []
+    launcher = module._launch
+
+    def record(num_programs: int, args: Any, constants: Any, **options: Any) -> None:
+        launches.append((launcher.kernel, args, constants, options))
+
+    module._launch = record  # pyright: ignore[reportAttributeAccessIssue]
+    return launches
+
+
+def _launch_all(*, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
+    """Call the three launchers with the sizes of a model, on tensors without memory."""
+    knobs = Knobs()
+    layout = Layout(
+        num_ranks=NUM_RANKS,
+        num_experts=num_experts,
+        top_k=top_k,
+        max_tokens=NUM_TOKENS,
+        block_m=knobs.block_m,
+    )
+    num_rows, num_local = 32 * knobs.block_m, layout.num_local
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    table = empty(NUM_RANKS, dtype=torch.int64)
+    words, plan_words = empty(9, dtype=torch.int32), empty(9, dtype=torch.int32)
+    x_RD, h_RF = empty(num_rows, hidden_size), empty(num_rows, intermediate_size)
+    shared: dict[str, Any] = {
+        "layout": layout, "num_programs": 132, "status": empty(1, dtype=torch.int64),
+        "host_words": empty(3, dtype=torch.int64), "timeout_ns": 10**9,
+    }  # fmt: skip
+    call: dict[str, Any] = {
+        "epoch": 1, "rank": 0, "words": words, "words_ptrs_W": table, **shared,
+    }  # fmt: skip
+    x_TD = empty(NUM_TOKENS, hidden_size)
+    plan.make_plan(
+        plan_words, x_TD, empty(NUM_TOKENS, top_k, dtype=torch.int64),
+        empty(NUM_TOKENS, top_k, dtype=torch.float32), stage_TD=x_TD,
+        marks=empty(plan.NUM_MARKS, dtype=torch.int32), **call,
+    )  # fmt: skip
+    dispatch_gemm.dispatch_gemm(
+        x_RD, h_RF, empty(num_rows, 2 * intermediate_size), stage_ptrs_W=table, plan=plan_words,
+        up_LGD=empty(num_local, 2 * intermediate_size, hidden_size), gated=True, knobs=knobs,
+        **shared,
+    )  # fmt: skip
+    gemm_combine.gemm_combine(
+        x_TD, x_RD, h_RF, plan=plan_words, home_WTD=empty(NUM_RANKS, NUM_TOKENS, hidden_size),
+        down_LDF=empty(num_local, hidden_size, intermediate_size), home_ptrs_W=table, knobs=knobs,
+        **call,
+    )  # fmt: skip
+
+
+def _type_of(arg: object, annotation: str) -> str:
+    if isinstance(arg, torch.Tensor):
+        return f"*{TYPES[arg.dtype]}"
+    if isinstance(arg, TensorDescriptor):
+        return f"tensordesc<{TYPES[arg.base.dtype]}{list(arg.block_shape)}>"
+    return annotation or "i32"
+
+
+def _compile(kernel: Any, args: Any, constants: Any, options: Any) -> dict[str, Any]:
+    names = kernel.arg_names
+    annotations = [param.annotation for param in kernel.params]
+    types = [_type_of(arg, a) for arg, a in zip(args, annotations, strict=False)]
+    first = len(args)
+    source = ASTSource(
+        fn=kernel,
+        signature=dict(zip(names, types + ["constexpr"] * len(constants), strict=True)),
+        constexprs={(first + i,): value for i, value in enumerate(constants)},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, arg in enumerate(args)
+            if isinstance(arg, torch.Tensor)
+        },
+    )
+    options = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(binary.asm["ptx"])
+        command = [
+            triton_knobs.nvidia.ptxas.path,
+            "-v",
+            "--gpu-name=sm_90a",
+            ptx,
+            "-o",
+            "/dev/null",
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    assert spilled is not None
+    return {
+        "ptx": binary.asm["ptx"],
+        "num_spilled_bytes": int(spilled[1]),
+        "num_shared_bytes": binary.metadata.shared,
+        "is_serialized": "wgmma.mma_async instructions are serialized" in report,
+    }
+
+
+def main(model: str) -> None:
+    """Compile the kernels of a model and write what came out to standard output."""
+    launches = {name: _record_launches(module) for name, module in KERNELS.items()}
+    _launch_all(**MODELS[model])
+    compiled = {name: _compile(*found[0]) for name, found in launches.items()}
+    json.dump(compiled, sys.stdout)
+
+
+def compile_in_process(model: str) -> dict[str, Compiled]:
+    """Compile the kernels of a model in a process in which Triton compiles."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_compiled", model],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return {name: Compiled(**found) for name, found in json.loads(result.stdout).items()}
+
+
+def find_unguarded_releases(lines: list[str]) -> list[str]:
+    """Return the releases that some thread's stores may follow.
+
+    One thread releases for the whole program: a barrier must stand right before, with no place
+    between that a jump leads to, no store and no other release. Only additions to counters may
+    share a barrier, since a tensor of them becomes several instructions.
+    """
+    unguarded = []
+    for index, line in enumerate(lines):
+        if not re.search(r"atom\S*\.sys\.(acq_rel|release)|(atom|st|red)\S*\.release", line):
+            continue
+        for earlier in reversed(lines[:index]):
+            if earlier.startswith("bar.sync"):
+                break
+            is_shared = "release.add" in line and "release.add" in earlier
+            is_store = re.search(r"\b(st|red|cp|atom)\.", earlier) and not is_shared
+            if is_store or earlier.startswith("$L__BB"):
+                unguarded.append(line)
+                break
+        else:
+            unguarded.append(line)
+    return unguarded
+
+
+def test_unguarded_release_is_found() -> None:
+    release = "@%p1 atom.global.sys.release.exch.b32 %r1, [ %rd1 + 0 ], %r2;"
+    store, barrier = "st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r2, %r3, %r4 };", "bar.sync 0;"
+    move = "mov.u32 %r1, 0x0;"
+    assert find_unguarded_releases([store, barrier, move, release]) == []
+    assert find_unguarded_releases([barrier, move, release, barrier, release]) == []
+    assert find_unguarded_releases([barrier, release, move, release]) == [release]
+    assert find_unguarded_releases([store, move, release]) == [release]
+    assert find_unguarded_releases([barrier, store, release]) == [release]
+    assert find_unguarded_releases([barrier, "$L__BB0_3:", release]) == [release]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_the_compiler_makes_of_the_kernels(model: str) -> None:
+    """One test a model, since each compiles its kernels once."""
+    compiled = compile_in_process(model)
+    for name, kernel in compiled.items():
+        _check_resources(name, kernel)
+        _check_copies(name, kernel)
+        assert find_unguarded_releases(kernel.lines()) == [], name
+    for name in ("dispatch_gemm", "gemm_combine"):
+        _check_tiles(name, compiled[name])
+    for name in ("plan", "gemm_combine"):
+        _check_signals(name, compiled[name])
+    _check_fence(compiled["dispatch_gemm"])
+    _check_counted_tiles(compiled["gemm_combine"])
+
+
+def _check_resources(name: str, kernel: Compiled) -> None:
+    assert kernel.num_spilled_bytes == 0, name
+    assert not kernel.is_serialized, name
+    assert kernel.num_shared_bytes <= MAX_SHARED_BYTES, name
+
+
+def _check_copies(name: str, kernel: Compiled) -> None:
+    """Rows are copied 16 bytes at a time."""
+    assert "ld.global.v4.b32" in kernel.ptx, name
+    assert "st.global.v4.b32" in kernel.ptx, name
+    assert not re.search(r"(ld|st)\.global\S*\.b16", kernel.ptx), name
+
+
+def _check_tiles(name: str, kernel: Compiled) -> None:
+    """Tiles come and go by tensor memory, and are multiplied by tensor cores."""
+    for instruction in (
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
+        "cp.async.bulk.tensor.2d.shared::cta.global",
+        "cp.async.bulk.tensor.4d.shared::cta.global",
+        "cp.async.bulk.tensor.2d.global.shared::cta",
+    ):
+        assert instruction in kernel.ptx, f"{name}: {instruction}"
+
+
+def _check_signals(name: str, kernel: Compiled) -> None:
+    """Peers are signalled and waited for at the scope of the system."""
+    lines = kernel.lines()
+    assert sum("atom.global.sys.release.exch" in line for line in lines) == NUM_RANKS, name
+    acquire = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)"
+    assert any(re.search(acquire, line) for line in lines), name
+    # What other programs of this rank stored for the peers is released with the flag.
+    assert any("atom.global.sys.acq_rel.add" in line for line in lines), name
+
+
+def _check_fence(kernel: Compiled) -> None:
+    """Rows that programs stored are fenced from the loads of tensor memory."""
+    lines = kernel.lines()
+    load = next(i for i, line in enumerate(lines) if "bulk.tensor.2d.shared::cta.global" in line)
+    fence = _last(lines[:load], "fence.proxy.async;")
+    assert _last(lines[:load], ".acquire.") < fence
+
+
+def _check_counted_tiles(kernel: Compiled) -> None:
+    """A tile is counted when its stores are complete, of all threads."""
+    lines = kernel.lines()
+    counted = [i for i, line in enumerate(lines) if "atom.global.gpu.release.add" in line]
+    assert counted
+    for index in counted:
+        waited = _last(lines[:index], "cp.async.bulk.wait_group 0")
+        assert waited < _last(lines[:index], "bar.sync")
+        assert _last(lines[:index], "bulk.tensor.2d.global.shared") < waited
+
+
+def _last(lines: list[str], text: str) -> int:
+    """Return the index of the last line with that text, -1 if there is none."""
+    return max((i for i, line in enumerate(lines) if text in line), default=-1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

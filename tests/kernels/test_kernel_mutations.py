@@ -1,0 +1,235 @@
+"""Mistakes in the protocol of the kernels: each must show in one of a few seeded schedules.
+
+A mutation replaces lines in the source of one device function, for the interpreter only. That the
+schedules find them is the ground on which the same schedules may say that the kernels are right.
+"""
+
+import inspect
+import textwrap
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+
+import pytest
+import torch
+from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
+
+from halley.kernels import dispatch_gemm, gemm_combine, peer, plan, publish
+from halley.kernels.switch import INTERPRETED
+from tests.kernels.kernel_case import (
+    SMALL_KNOBS,
+    KernelCase,
+    assert_close,
+    expected_outputs,
+    run_forward,
+)
+
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="mutates interpreted kernels")
+
+NUM_SEEDS = 6
+SHORT_S = 0.3  # where a mistake means that something never comes
+# Programs begin one after another and fetch few rows at once. Rank 0 has no tokens at first.
+CASE = KernelCase(
+    num_tokens_CW=((0, 13), (18, 20)),
+    knobs=replace(SMALL_KNOBS, num_programs=6, fetch_elements=512),
+)
+# All go to rank 0: rank 1 without tokens waits for nobody and runs ahead into the next call.
+AHEAD = replace(CASE, num_tokens_CW=((13, 0), (20, 18), (9, 0), (3, 7)), load="one-hot", top_k=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """Lines of one device function and what stands there instead.
+
+    Attributes:
+        function: as ``triton.jit`` made it.
+        edits: old text, which stands there once, and new text.
+        case: that shows it.
+        timeout_s: of waits.
+    """
+
+    function: object
+    edits: tuple[tuple[str, str], ...]
+    case: KernelCase = CASE
+    timeout_s: float = 30.0
+
+
+_PUBLISH = "            publish_task(\n"
+_RAISE_FLAGS = "            raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)\n"
+_SOURCE = "origin // LAYOUT.max_tokens"
+_COUNT_ROWS = """
+    arrived = plan + LAYOUT.tile_arrived + row_RK // LAYOUT.block_m
+    tl.atomic_add(arrived, 1, mask=row_RK >= 0, sem="release", scope="gpu")
+"""
+_FETCH_LOOP = "    for start in range(0, HIDDEN_SIZE, COLUMNS):\n"
+
+MUTATIONS = {
+    "no wait": Mutation(
+        function=peer.wait,
+        edits=(
+            ("while (value < target) & healthy:", "while False:"),
+            ("return value >= target", "return True"),
+        ),
+    ),
+    "publish: flags before data": Mutation(
+        function=plan.plan_kernel, edits=((_PUBLISH, f"{_RAISE_FLAGS}{_PUBLISH}"),)
+    ),
+    "publish: the first task raises the flags": Mutation(
+        function=plan.plan_kernel,
+        edits=(("before == num_tasks - 1", "before >= 0"),),
+        case=replace(CASE, block_slots=8),
+    ),
+    "publish: flags of the next epoch": Mutation(
+        function=publish.raise_flags, edits=(("rank, epoch)\n", "rank, epoch + 1)\n"),)
+    ),
+    "publish: one half of the mailbox": Mutation(
+        function=publish.record_of,
+        edits=(("(epoch % 2) * LAYOUT.num_ranks + source", "source + epoch * 0"),),
+        case=AHEAD,
+    ),
+    "plan: stale epoch": Mutation(
+        function=plan._count, edits=(("wait(flag, epoch,", "wait(flag, epoch - 1,"),)
+    ),
+    "plan: waits for its own flag only": Mutation(
+        function=plan._count, edits=(("LAYOUT.arrived + peer", "LAYOUT.arrived + rank"),)
+    ),
+    "plan: the first column lays out the rest": Mutation(
+        function=plan._count, edits=(("before % 65536 == num_columns - 1", "before >= 0"),)
+    ),
+    "plan: places before all is laid out": Mutation(
+        function=plan.plan_kernel, edits=(("wait(laid_out, epoch,", "wait(laid_out, epoch - 1,"),)
+    ),
+    "plan: marks are not zeroed": Mutation(
+        function=plan.plan_kernel,
+        edits=(("tl.store(marks + _TICKET, 0)", "tl.store(marks + _TICKET, 1)"),),
+        timeout_s=SHORT_S,
+    ),
+    "dispatch: tiles do not wait": Mutation(
+        function=dispatch_gemm.dispatch_gemm_kernel,
+        edits=(('ready = poll(arrived, "gpu") >= need', "ready = True"),),
+    ),
+    "dispatch: the first row of a tile is enough": Mutation(
+        function=dispatch_gemm.dispatch_gemm_kernel, edits=((">= need", ">= 1"),)
+    ),
+    "dispatch: rows counted before they are stored": Mutation(
+        function=dispatch_gemm._fetch,
+        edits=((_COUNT_ROWS, ""), (_FETCH_LOOP, f"{_COUNT_ROWS}{_FETCH_LOOP}")),
+    ),
+    "dispatch: rows of the wrong source": Mutation(
+        function=dispatch_gemm._fetch,
+        edits=((f"stage_ptrs_W + {_SOURCE}", f"stage_ptrs_W + (1 - {_SOURCE})"),),
+    ),
+    "dispatch: rows counted for the next tile": Mutation(
+        function=dispatch_gemm._fetch,
+        edits=(("row_RK // LAYOUT.block_m", "(row_RK + 1) // LAYOUT.block_m"),),
+        timeout_s=SHORT_S,
+    ),
+    "dispatch: own rows do not come": Mutation(
+        function=dispatch_gemm._fetch,
+        edits=(("real = origin >= 0", "real = (origin >= 0) & (task > 0)"),),
+        timeout_s=SHORT_S,
+    ),
+    "combine: tiles counted before they are stored": Mutation(
+        function=gemm_combine._multiply,
+        edits=(
+            ("_count_tile(pending, plan, LAYOUT)", "_count_tile(chunk, plan, LAYOUT)"),
+            ("return chunk", "return -1"),
+        ),
+    ),
+    "combine: one tile too few": Mutation(
+        function=gemm_combine.gemm_combine_kernel,
+        edits=(
+            ("wait(done, need,", "wait(done, need - 1,"),
+            ('poll(done, "gpu") >= need', 'poll(done, "gpu") >= need - 1'),
+        ),
+    ),
+    "combine: the first task of a chunk raises the flags": Mutation(
+        function=gemm_combine._combine, edits=((" == num_tasks - 1:", " >= 0:"),)
+    ),
+    "combine: flags of the next epoch": Mutation(
+        function=gemm_combine._combine, edits=(("+ chunk, epoch)", "+ chunk, epoch + 1)"),)
+    ),
+    "combine: flags on rank 0 only": Mutation(
+        function=gemm_combine._combine,
+        edits=(("peer_ptr(words_ptrs_W, peer,", "peer_ptr(words_ptrs_W, 0 * peer,"),),
+        timeout_s=SHORT_S,
+    ),
+    "combine: sums in the place of the other rank": Mutation(
+        function=gemm_combine._combine, edits=(("((rank * LAYOUT", "(((1 - rank) * LAYOUT"),)
+    ),
+    "home: does not wait": Mutation(
+        function=gemm_combine._wait_for_chunk,
+        edits=(("wait(flag, epoch,", "wait(flag, 0,"),),
+    ),
+    "home: waits for rank 0 only": Mutation(
+        function=gemm_combine._wait_for_chunk,
+        edits=(("LAYOUT.home + peer *", "LAYOUT.home + 0 * peer *"),),
+    ),
+    "home: looks for the last epoch": Mutation(
+        function=gemm_combine._chunk_came, edits=((">= epoch", ">= epoch - 1"),)
+    ),
+}
+
+
+def apply(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter run the mutated source in place of the function's."""
+    function = mutation.function
+    assert isinstance(function, InterpretedFunction)
+    source = textwrap.dedent(inspect.getsource(function.fn))
+    source = source[source.index("def ") :]
+    for old, new in mutation.edits:
+        assert source.count(old) == 1, f"{old!r} must stand once in {function.fn.__name__}"
+        source = source.replace(old, new)
+    rewriter = FunctionRewriter(function.fn, **function.kwargs)
+    rewriter.filename, rewriter.def_file_lineno = "<mutation>", 1
+    mutated = rewriter._compile_and_exec(rewriter._transform_ast(source))
+    monkeypatch.setitem(InterpretedFunction.rewritten_fn, function.fn, mutated)
+
+
+def _run(case: KernelCase, seed: int, *, timeout_s: float = 30.0) -> list[torch.Tensor]:
+    """Return the outputs of all ranks and calls; seeds differ in how programs run, too."""
+    outputs = run_forward(
+        case,
+        seed=seed,
+        resident=2 if seed % 2 else 4,
+        starve=0.05 * (seed % 2),
+        timeout_s=timeout_s,
+    )
+    return list(chain.from_iterable(outputs))
+
+
+@cache
+def _right_outputs(case: KernelCase) -> list[torch.Tensor]:
+    """Return the outputs of the unfused form, which are those of the reference."""
+    outputs = list(chain.from_iterable(run_forward(case, fused=False)))
+    for y_TD, wanted_TD in zip(outputs, chain.from_iterable(expected_outputs(case)), strict=True):
+        assert_close(y_TD, wanted_TD)
+    return outputs
+
+
+def _is_right(case: KernelCase, seed: int, *, timeout_s: float = 30.0) -> bool:
+    outputs = _run(case, seed, timeout_s=timeout_s)
+    return all(map(torch.equal, outputs, _right_outputs(case)))
+
+
+def _is_caught(mutation: Mutation, seed: int) -> bool:
+    try:
+        return not _is_right(mutation.case, seed, timeout_s=mutation.timeout_s)
+    except (IndexError, RuntimeError):  # an address that is none, a wait without end
+        return True
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_unmutated_kernels_are_right_with_every_seed(seed: int) -> None:
+    assert _is_right(CASE, seed)
+    assert _is_right(AHEAD, seed)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation = MUTATIONS[name]
+    _right_outputs(mutation.case)  # before the mutation
+    apply(mutation, monkeypatch)
+    caught = (_is_caught(mutation, seed) for seed in range(NUM_SEEDS))
+    assert any(caught), f"{name} shows with none of {NUM_SEEDS} seeds"
