@@ -38,7 +38,7 @@ def _bench() -> None:
 def layer(
     models: Annotated[str, typer.Option(help="Named models, or 'default'.")] = "default",
     tokens: Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")] = "default",
-    strategies: Annotated[str, typer.Option(help="Strategies.")] = ",".join(STRATEGIES),
+    strategies: Annotated[str, typer.Option(help="Strategies.")] = "sequential,chunked",
     skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or default.")] = "default",
     samples: Annotated[int, typer.Option(help="Counted samples of each variant.")] = 11,

@@ -13,7 +13,7 @@ from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.tables import step_table
 from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
 from halley.core.timeline import write_chrome_trace
-from halley.moe.strategy import STRATEGIES
+from halley.moe.strategy import check_trainable
 from halley.perf.charts import draw_timelines
 from halley.train.checkpoint import check_writable
 from halley.train.compare import StepProfile, compare_strategies
@@ -22,7 +22,7 @@ from halley.train.compare import StepProfile, compare_strategies
 def trace(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    strategies: Annotated[str, typer.Option(help="Strategies to compare.")] = ",".join(STRATEGIES),
+    strategies: Annotated[str, typer.Option(help="Strategies to compare.")] = "sequential,chunked",
     steps: Annotated[int, typer.Option(help="Counted steps of each strategy.")] = 11,
     output: Annotated[Path | None, typer.Option(help="Folder; default <output>/trace.")] = None,
     data: Annotated[str | None, typer.Option(help="A file or folder of text.")] = None,
@@ -36,8 +36,7 @@ def trace(
     run_config = read_config(config, overrides, data=data)
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     for name in names or [""]:
-        if name not in STRATEGIES:
-            raise ValueError(f"strategy ({name}) must be one of {', '.join(STRATEGIES)}")
+        check_trainable(name)
     if steps < 1:
         raise ValueError(f"steps ({steps}) must be at least 1")
     check_config(run_config, nproc=nproc)

@@ -12,7 +12,8 @@ _BYTE = 256  # one-byte keys
 def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:
     """Check what can be checked without waiting for a device.
 
-    Expert ids are checked on a CPU only; on a GPU reading them would stop the host.
+    Expert ids are checked on a CPU only; on a GPU reading them would stop the host. Inside
+    ``torch.compile`` there is nothing to read.
 
     Raises:
         ValueError: shapes or dtypes do not fit, top_k is larger than num_experts, or there is no
@@ -33,7 +34,7 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
         raise ValueError(f"topk_weights dtype ({weights.dtype}) must be a floating dtype")
     if idx.shape[1] > num_experts:
         raise ValueError(f"top_k ({idx.shape[1]}) must be at most num_experts ({num_experts})")
-    if not idx.is_cuda and idx.numel():
+    if not idx.is_cuda and not torch.compiler.is_compiling() and idx.numel():
         least, largest = int(idx.min()), int(idx.max())
         if least < DROPPED or largest >= num_experts:
             wrong = least if least < DROPPED else largest

@@ -11,7 +11,8 @@ from halley.core.timeline import Recorder, total_us
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
-from halley.perf.floor import BareGemms, measure_link, wire_us
+from halley.ops.workspaces import Workspaces
+from halley.perf.floor import floor_gemms, measure_link, wire_us
 from halley.perf.layer_case import (
     LayerCase,
     LayerTensors,
@@ -48,7 +49,8 @@ def bench_layer(
     Args:
         case: the layer and its load.
         candidates: as from ``build_candidates``: strategies by name and, after a space, setting;
-            of several settings the fastest is measured. Bits are compared with the first.
+            of several settings the fastest is measured. Bits are compared with the first that
+            uses the same GEMM. Those that cannot train are measured forward.
         groups: its expert-parallel group runs the layer.
         recorder: that of the candidates.
         link_bytes_per_s: as from ``measure_link``.
@@ -56,28 +58,30 @@ def bench_layer(
     Raises:
         ValueError: sizes that do not fit the ranks.
     """
-    strategies = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
     tensors = make_tensors(case, groups, device=device)
     errors = _check_values(candidates, tensors, groups)
-    gemms = BareGemms(tensors, groups)
+    gemms = floor_gemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
     rows: list[Row] = []
     for direction in DIRECTIONS:
-        right = {n: s for n, s in candidates.items() if errors[n][0] <= _tolerance(case)}
+        able = {n: s for n, s in candidates.items() if direction == "forward" or s.has_backward}
+        in_turn = list(dict.fromkeys(name.partition(" ")[0] for name in able))
+        right = {n: s for n, s in able.items() if errors[n][0] <= _tolerance(case)}
         runs = {name: _runner(s, tensors, direction) for name, s in right.items()}
-        best = _best_settings(strategies, runs, device=device, groups=groups)
+        best = _best_settings(in_turn, runs, device=device, groups=groups)
         chosen = {name: runs[name] for name in best.values()}
         timings = time_interleaved(
-            {**chosen, "gemms": gemms},
+            {**chosen, **gemms},
             device=device,
             num_samples=num_samples,
             group=groups.ep,
             on_progress=_labelled(on_progress, f"{case.model.name} {direction}"),
         )
-        for strategy in strategies:
+        gemm_us = min(timings[name].median_us for name in gemms)
+        for strategy in in_turn:
             name = best.get(strategy, strategy)
             row = _row(case, groups, direction=direction, strategy=strategy)
-            row |= _floors(timings["gemms"], crossing_us, direction=direction)
+            row |= _floors(gemm_us, crossing_us, direction=direction)
             row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
             row |= {"setting": name.partition(" ")[2] or None}
             if name in timings:
@@ -94,8 +98,12 @@ def build_candidates(
     groups: ParallelGroups,
     recorder: Recorder,
     device: torch.device,
+    workspaces: Workspaces | None = None,
 ) -> dict[str, AbstractStrategy]:
     """Return every strategy at each of its settings, named "chunked n=4".
+
+    Args:
+        workspaces: buffers that the strategies with kernels of their own share.
 
     Raises:
         ValueError: an unknown strategy, or experts that do not divide over the ranks.
@@ -112,6 +120,7 @@ def build_candidates(
                 recorder=recorder,
                 device=device,
                 num_chunks=n,
+                workspaces=workspaces,
             )
     return found
 
@@ -121,13 +130,13 @@ def _check_values(
 ) -> dict[str, tuple[float, bool]]:
     """Return each candidate's largest relative error, and whether it equals the first's bits."""
     wanted = reference_outputs(tensors, groups)
-    first: list[torch.Tensor] | None = None
+    first: dict[bool, list[torch.Tensor]] = {}  # torch's GEMMs have a backward, Halley's have none
     results: dict[str, tuple[float, bool]] = {}
     for name, strategy in candidates.items():
-        got = outputs_of(strategy, tensors)
-        first = first or got
-        error = max(relative_error(g, w) for g, w in zip(got, wanted, strict=True))
-        equal = all(torch.equal(g, f) for g, f in zip(got, first, strict=True))
+        got = outputs_of(strategy, tensors, backward=strategy.has_backward)
+        equals = first.setdefault(strategy.has_backward, got)
+        error = max(relative_error(g, w) for g, w in zip(got, wanted, strict=False))
+        equal = all(torch.equal(g, f) for g, f in zip(got, equals, strict=True))
         summary = torch.tensor([error, float(not equal)], dtype=torch.float64)
         summary = summary.to(tensors.x_TD.device)
         if groups.ep is not None:
@@ -201,10 +210,10 @@ def _extras(
     }
 
 
-def _floors(gemms: Timing, crossing_us: float, *, direction: str) -> Row:
+def _floors(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
     """Return the floor; backward adds twice the GEMMs and once the crossings of forward."""
     both = direction == "forward_backward"
-    gemm_us = gemms.median_us * (3 if both else 1)
+    gemm_us *= 3 if both else 1
     total_wire_us = 2 * crossing_us * (2 if both else 1)
     return {
         "gemm_us": round(gemm_us, 1),
@@ -261,9 +270,15 @@ def measure_layers(
     machine = machine_keys(groups, device=device, commit=commit)
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
+    workspaces = Workspaces(groups.ep, device)
     for case in cases:
         candidates = build_candidates(
-            case, strategies, groups=groups, recorder=recorder, device=device
+            case,
+            strategies,
+            groups=groups,
+            recorder=recorder,
+            device=device,
+            workspaces=workspaces,
         )
         found = bench_layer(
             case,
@@ -276,6 +291,7 @@ def measure_layers(
             on_progress=on_progress,
         )
         rows += [row | machine for row in found]
+        workspaces.close()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows

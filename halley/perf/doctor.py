@@ -148,7 +148,11 @@ def check_strategy(
     """
     backend = "nccl" if device.kind == "cuda" else "gloo"
     needs = {f"{backend} of torch.distributed": backends[backend]}
-    needs["torch.nn.functional.grouped_mm"] = grouped_gemm_problem is None
+    has_own_kernels = name in ("unfused", "fused")
+    if has_own_kernels:
+        needs["triton"] = _installed("triton") is not None
+    else:
+        needs["torch.nn.functional.grouped_mm"] = grouped_gemm_problem is None
     problems: list[str] = []
     notes: list[str] = []
     if not backends[backend]:
@@ -156,7 +160,9 @@ def check_strategy(
             f"ranks cannot reach each other, as this torch has no {backend}: "
             f"install a torch that is built with {backend}"
         )
-    if grouped_gemm_problem is not None:
+    if has_own_kernels and not needs["triton"]:
+        problems.append("its kernels are written in Triton: install triton 3.6 or newer")
+    if not has_own_kernels and grouped_gemm_problem is not None:
         problems.append(
             f"torch.nn.functional.grouped_mm does not run on {device.name} "
             f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"

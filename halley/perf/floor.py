@@ -1,8 +1,12 @@
 """The time that no layer with these GEMMs and this link can beat."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
+from halley.kernels.grouped_gemm import grouped_gemm
+from halley.kernels.knobs import GemmTile
 from halley.moe.parallel import ParallelGroups
 from halley.ops.experts import grouped_linear
 from halley.perf.layer_case import LayerTensors
@@ -12,8 +16,21 @@ from halley.perf.timer import time_interleaved
 _PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}  # a peer; past the latency of the link
 
 
+_BLOCK_M = 128
+# With its first loads begun early, a tile needs a buffer of its own to be stored from: one stage.
+_TILE = GemmTile(num_stages=3)
+
+
+def floor_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Callable[[], None]]:
+    """Return the layer's two grouped GEMMs alone by each implementation there is; none may lose."""
+    bare = BareGemms(tensors, groups)
+    if not bare.x_RD.is_cuda or not len(bare.x_RD):
+        return {"torch gemms": bare}
+    return {"torch gemms": bare, "triton gemms": TritonGemms(bare)}
+
+
 class BareGemms:
-    """The layer's two grouped GEMMs alone, on the very rows that this rank's experts receive."""
+    """The two GEMMs by torch, on the very rows that this rank's experts receive."""
 
     def __init__(self, tensors: LayerTensors, groups: ParallelGroups) -> None:
         first = groups.ep_rank * tensors.experts.num_local_experts
@@ -32,6 +49,39 @@ class BareGemms:
     def __call__(self) -> None:
         grouped_linear(self.x_RD, self.experts.up_LGD, ends_L=self.ends_L)
         grouped_linear(self.h_RF, self.experts.down_LDF, ends_L=self.ends_L)
+
+
+class TritonGemms:
+    """The same GEMMs by Halley's kernel, on the rows that it pads to."""
+
+    def __init__(self, bare: BareGemms) -> None:
+        counts_L = bare.ends_L.diff(prepend=bare.ends_L.new_zeros(1))
+        tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
+        num_rows = int(tiles_L.sum()) * _BLOCK_M
+        device = bare.x_RD.device
+        experts = torch.arange(len(counts_L), dtype=torch.int32, device=device)
+        self.experts = bare.experts
+        self.tile_expert = experts.repeat_interleave(tiles_L)
+        self.num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        self.x_RD = bare.x_RD.new_empty(num_rows, bare.x_RD.shape[1]).normal_()
+        self.h_RF = bare.h_RF.new_empty(num_rows, bare.h_RF.shape[1]).normal_()
+        self.up_RG = bare.x_RD.new_empty(num_rows, bare.experts.up_LGD.shape[1])
+        self.down_RD = torch.empty_like(self.x_RD)
+
+    def __call__(self) -> None:
+        for out, rows, weight in (
+            (self.up_RG, self.x_RD, self.experts.up_LGD),
+            (self.down_RD, self.h_RF, self.experts.down_LDF),
+        ):
+            grouped_gemm(
+                out,
+                rows,
+                weight,
+                tile_expert=self.tile_expert,
+                block_m=_BLOCK_M,
+                tile=_TILE,
+                num_programs=self.num_programs,
+            )
 
 
 def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:

@@ -90,8 +90,13 @@ def make_tensors(case: LayerCase, groups: ParallelGroups, *, device: torch.devic
     )
 
 
-def outputs_of(strategy: AbstractStrategy, tensors: LayerTensors) -> list[torch.Tensor]:
-    """Run forward and backward; return the output and the gradients of ``leaves()``."""
+def outputs_of(
+    strategy: AbstractStrategy, tensors: LayerTensors, *, backward: bool = True
+) -> list[torch.Tensor]:
+    """Run forward, and backward unless not; return output and gradients of ``leaves()``."""
+    if not backward:
+        with torch.no_grad():
+            return [strategy.forward(tensors.x_TD, tensors.routing, tensors.experts)]
     y_TD = strategy.forward(tensors.x_TD, tensors.routing, tensors.experts)
     gradients = torch.autograd.grad(y_TD, tensors.leaves(), tensors.grad_TD)
     return [y_TD.detach(), *gradients]

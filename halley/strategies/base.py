@@ -32,9 +32,36 @@ class AbstractStrategy(abc.ABC):
             ValueError: shapes, dtypes or devices do not fit.
         """
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients can be had; without, ``forward`` refuses inputs that want them."""
+        return True
+
+    def find_problem(self, experts: Experts, *, top_k: int) -> str:
+        """Return why this strategy cannot run a layer, or ""; the same on all ranks.
+
+        Args:
+            experts: of any rank.
+            top_k: experts of a token.
+        """
+        return ""
+
     @abc.abstractmethod
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         """Return the work of one forward and backward pass on one rank, in order of issue."""
+
+
+def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> bool:
+    """Return whether autograd would record a layer of these."""
+    tensors = (
+        x_TD,
+        routing.topk_weights_TK,
+        experts.up_LGD,
+        experts.down_LDF,
+        experts.up_bias_LG,
+        experts.down_bias_LD,
+    )
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:

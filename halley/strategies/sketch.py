@@ -1,4 +1,9 @@
-"""The pipeline of sequential and chunked as tasks for the simulator; sequential is one chunk."""
+"""Layers as tasks for the simulator: the pipeline of sequential and chunked, and fused kernels.
+
+Sequential is chunked with one chunk, unfused is fused with one piece of each kind.
+"""
+
+from math import comb
 
 from halley.core.routing import chunk_sizes, local_experts
 from halley.core.types import LayerShape
@@ -51,6 +56,68 @@ def pipeline_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) 
     returned = tuple(f"dispatch.backward.{c}" for c in chunks)
     tasks.append(_compute("gather.backward", 2 * reorder_us, needs=returned))
     return tasks
+
+
+def fused_tasks(
+    shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
+) -> list[Task]:
+    """Return forward of one rank under balanced routing, in order of issue.
+
+    A token crosses once to each rank that has one of its experts, and one sum of it comes back.
+    Fused, the rows of the other ranks arrive while those that are here are multiplied, and a chunk
+    of columns travels while the next is multiplied: in the simulator, tasks of their own. What
+    communication takes from the multiprocessors is not counted.
+
+    Args:
+        shape: the layer.
+        predictor: gives each part its time.
+        chunk_columns: columns of the second GEMM that are combined at once.
+        fused: False for the same parts one after another.
+    """
+    hidden, inner, itemsize = shape.hidden_size, shape.intermediate_size, shape.itemsize
+    rows, ranks = shape.num_tokens * shape.top_k, shape.ep_size
+    num_local = local_experts(shape.num_experts, ep_size=ranks)
+    crossings = shape.num_tokens * (ranks - 1) * _reach(shape, num_local)
+    link_us = predictor.all_to_all_us(crossings * hidden * itemsize)
+    up_us = predictor.grouped_gemm_us(
+        rows, num_local, inner=hidden, outer=shape.up_size, itemsize=itemsize
+    )
+    down_us = predictor.grouped_gemm_us(
+        rows, num_local, inner=inner, outer=hidden, itemsize=itemsize
+    )
+    row_bytes = hidden * itemsize
+    publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
+    plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us
+    expand_us = predictor.memory_us(2.0 * rows * row_bytes)
+    sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
+
+    num_parts = ranks if fused else 1  # by the rank that rows come from, this one's first
+    num_chunks = -(-hidden // chunk_columns) if fused else 1
+    tasks = [
+        _compute("publish", publish_us, needs=()),
+        _compute("plan", plan_us, needs=("publish",)),
+    ]
+    first = 1 if fused else 0  # own rows do not travel
+    for part in range(first, num_parts):
+        share = 1.0 / (num_parts - first)
+        tasks.append(_comm(f"dispatch.{part}", link_us * share, needs="plan"))
+    for part in range(num_parts):
+        needs = ("plan",) if part < first else (f"dispatch.{part}",)
+        tasks.append(_compute(f"up.{part}", (expand_us + up_us) / num_parts, needs=needs))
+    for chunk in range(num_chunks):
+        needs = (f"up.{num_parts - 1}",)
+        tasks.append(_compute(f"down.{chunk}", down_us / num_chunks, needs=needs))
+        tasks.append(_comm(f"combine.{chunk}", link_us / num_chunks, needs=f"down.{chunk}"))
+    for chunk in range(num_chunks):
+        needs = (f"combine.{chunk}",)
+        tasks.append(_compute(f"home.{chunk}", sum_us / num_chunks, needs=needs))
+    return tasks
+
+
+def _reach(shape: LayerShape, num_local: int) -> float:
+    """Return the share of tokens that have any expert on a given rank, experts being equal."""
+    elsewhere = comb(shape.num_experts - num_local, shape.top_k)
+    return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 
 
 def _experts_us(

@@ -136,6 +136,10 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "train --strategy magic",
         "strategy (magic) must be one of sequential, chunked",
     ),
+    "strategy without backward": (
+        "train --strategy fused",
+        "strategy (fused) must be one of sequential, chunked, auto in training: it has no backward",
+    ),
     "too many chunks": (
         "train --strategy chunked --set num_chunks=5 --nproc 2",
         "num_chunks (5) must be between 1 and num_local_experts (4)",
@@ -155,6 +159,10 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "({folder}/short.txt/run/checkpoints) must be writable: Not a directory",
     ),
     "trace: unknown strategy": ("trace --strategies magic", "strategy (magic) must be one of"),
+    "trace: strategy without backward": (
+        "trace --strategies sequential,unfused",
+        "strategy (unfused) must be one of sequential, chunked, auto in training",
+    ),
     "trace: no strategy": ("trace --strategies ,", "strategy () must be one of"),
     "trace: no steps": ("trace --steps 0", "steps (0) must be at least 1"),
     "trace: unknown key": ("trace --set train.num_stepz=3", "did you mean train.num_steps"),

@@ -8,7 +8,7 @@ from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.layer import MoELayer
 from halley.moe.parallel import GroupedExperts, ParallelGroups, build_groups
-from halley.moe.strategy import STRATEGIES, build_strategy
+from halley.moe.strategy import build_strategy
 from tests.moe.model_case import CPU, MODELS, destroy
 from tests.rank_pool import RunRanks
 
@@ -83,7 +83,7 @@ def _check(rank: int, num_ranks: int, kind: str, strategy: str) -> None:
         assert error <= RELATIVE_TOLERANCE[torch.float32], f"{name} is off by {error:.2e}"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["sequential", "chunked"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "switch", "top2", "biases"])
 def test_every_router_over_ranks(

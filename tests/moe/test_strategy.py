@@ -6,8 +6,17 @@ import torch
 from halley.core.timeline import Recorder
 from halley.cost.hardware import CPU as CPU_FIGURES
 from halley.cost.hardware import H100, H200, Hardware
-from halley.moe.strategy import STRATEGIES, build_strategy, predictor_of
+from halley.moe.strategy import (
+    STRATEGIES,
+    TRAINABLE,
+    build_strategy,
+    check_trainable,
+    predictor_of,
+)
+from halley.ops.workspaces import Workspaces
+from halley.strategies.auto import AutoStrategy
 from halley.strategies.chunked import ChunkedStrategy
+from halley.strategies.fused import FusedStrategy
 from halley.strategies.sequential import SequentialStrategy
 from tests.moe.model_case import CPU
 
@@ -15,10 +24,39 @@ from tests.moe.model_case import CPU
 def test_each_name_builds_its_strategy() -> None:
     recorder = Recorder(CPU)
     built = [build_strategy(name, None, recorder=recorder, device=CPU) for name in STRATEGIES]
-    assert [type(strategy) for strategy in built] == [SequentialStrategy, ChunkedStrategy]
+    assert [type(strategy) for strategy in built] == [
+        SequentialStrategy,
+        ChunkedStrategy,
+        FusedStrategy,
+        FusedStrategy,
+        AutoStrategy,
+    ]
+    assert [s.fused for s in built if isinstance(s, FusedStrategy)] == [False, True]
+    able = [name for name, s in zip(STRATEGIES, built, strict=True) if s.has_backward]
+    assert able == list(TRAINABLE)
     chunked = build_strategy("chunked", None, recorder=recorder, device=CPU, num_chunks=3)
     assert isinstance(chunked, ChunkedStrategy)
     assert (chunked.num_chunks, chunked.predictor.hardware) == (3, CPU_FIGURES)
+
+
+def test_strategies_share_the_workspaces_that_they_are_given() -> None:
+    workspaces = Workspaces(None, CPU)
+    fused, unfused, auto = (
+        build_strategy(name, None, recorder=Recorder(CPU), device=CPU, workspaces=workspaces)
+        for name in ("fused", "unfused", "auto")
+    )
+    assert isinstance(auto, AutoStrategy)
+    for strategy in (fused, unfused, auto.candidates["fused"]):
+        assert isinstance(strategy, FusedStrategy)
+        assert strategy.workspaces is workspaces
+
+
+@pytest.mark.parametrize("name", ["fused", "unfused"])
+def test_strategy_without_backward_does_not_train(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"strategy \({name}\) must be one of sequential, chunked"
+    ):
+        check_trainable(name)
 
 
 def test_unknown_strategy_is_an_error() -> None:

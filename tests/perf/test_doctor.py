@@ -81,6 +81,15 @@ def test_grouped_gemm_that_does_not_run():
     assert "NVIDIA Z9 (too old): install torch 2.11 or newer" in problem
 
 
+def test_kernels_need_triton_and_no_grouped_gemm(monkeypatch: pytest.MonkeyPatch):
+    state = check_strategy("fused", device=H200, backends=BOTH, grouped_gemm_problem="too old")
+    assert (state.needs["triton"], state.problems) == (True, [])
+    monkeypatch.setattr(doctor, "_installed", lambda package: None)
+    state = check_strategy("fused", device=H200, backends=BOTH, grouped_gemm_problem=None)
+    assert state.needs["triton"] is False
+    assert state.problems == ["its kernels are written in Triton: install triton 3.6 or newer"]
+
+
 def test_figures_are_for_chunked_alone():
     sequential, chunked = (
         check_strategy(name, device=UNKNOWN, backends=BOTH, grouped_gemm_problem=None)

@@ -1,4 +1,4 @@
-"""A layer's pipeline as tasks: their order, times that add up, and the chunks worth having."""
+"""Layers as tasks: their order, times that add up, and the chunks worth having."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from halley.cost.hardware import H200, Hardware
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task, makespan_us, simulate
 from halley.strategies.chunked import choose_num_chunks
-from halley.strategies.sketch import pipeline_tasks
+from halley.strategies.sketch import fused_tasks, pipeline_tasks
 
 
 SHAPE = LayerShape(
@@ -110,3 +110,54 @@ def test_no_more_chunks_than_local_experts(num_experts: int) -> None:
 
 def test_rank_on_its_own_is_not_chunked() -> None:
     assert choose_num_chunks(dataclasses.replace(SHAPE, ep_size=1), Predictor(H200)) == 1
+
+
+def _fused(*, fused: bool, shape: LayerShape = SHAPE, hardware: Hardware = H200) -> list[Task]:
+    return fused_tasks(shape, Predictor(hardware), chunk_columns=2048, fused=fused)
+
+
+def test_order_of_unfused_parts() -> None:
+    tasks = _fused(fused=False)
+    assert [(task.stream, task.name, task.needs) for task in tasks] == [
+        ("compute", "publish", ()),
+        ("compute", "plan", ("publish",)),
+        ("comm", "dispatch.0", ("plan",)),
+        ("compute", "up.0", ("dispatch.0",)),
+        ("compute", "down.0", ("up.0",)),
+        ("comm", "combine.0", ("down.0",)),
+        ("compute", "home.0", ("combine.0",)),
+    ]
+    assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
+
+
+def test_fused_parts_begin_with_what_is_here() -> None:
+    tasks = _fused(fused=True)
+    needs = {task.name: task.needs for task in tasks}
+    assert needs["up.0"] == ("plan",)
+    assert [needs[f"up.{rank}"] for rank in (1, 2, 3)] == [
+        (f"dispatch.{rank}",) for rank in (1, 2, 3)
+    ]
+    assert [name for name in needs if name.startswith("down")] == ["down.0", "down.1"]
+    assert needs["down.1"] == ("up.3",)
+    assert needs["combine.1"] == ("down.1",)
+    # The same work on each stream, and less time.
+    unfused = _fused(fused=False)
+    for stream in ("compute", "comm"):
+        work_us = [sum(t.duration_us for t in ts if t.stream == stream) for ts in (tasks, unfused)]
+        assert work_us[0] == pytest.approx(work_us[1])
+    assert makespan_us(tasks) < makespan_us(unfused)
+
+
+def test_a_token_crosses_once_to_each_rank() -> None:
+    # Two different experts of 32, 8 on a rank: 24 * 23 of 32 * 31 pairs are elsewhere.
+    crossings = 8192 * 3 * (1 - 24 * 23 / (32 * 31))
+    wire_us = 2 * crossings * 8192 / H200.link_bytes_per_s * 1e6
+    for fused in (True, False):
+        comm_us = sum(t.duration_us for t in _fused(fused=fused) if t.stream == "comm")
+        assert comm_us == pytest.approx(wire_us + 2 * H200.link_latency_us)
+
+
+def test_fused_rank_on_its_own() -> None:
+    alone = dataclasses.replace(SHAPE, ep_size=1)
+    names = [task.name for task in _fused(fused=True, shape=alone)]
+    assert names[:3] == ["publish", "plan", "up.0"]

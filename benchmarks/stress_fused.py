@@ -1,0 +1,109 @@
+"""Many calls of the fused strategy with random shapes and delays: no wrong value, no hang.
+
+Every call draws a layer, a load, the number of tokens of each rank (none included) and how long
+each rank dawdles before it. The fused form must equal the unfused one bit for bit, and `sequential`
+within the tolerance of the dtype.
+
+    torchrun --nproc-per-node 4 benchmarks/stress_fused.py 2000
+"""
+
+import json
+import random
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from halley.core.skew import parse_load, sample_routing
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.core.types import Experts, Routing
+from halley.moe.parallel import build_groups
+from halley.moe.strategy import build_strategy
+from halley.moe.world import join_world
+from halley.ops.workspaces import Workspaces
+from halley.strategies.base import AbstractStrategy
+
+
+LAYERS = ((8, 1, 256, 136), (8, 2, 1024, 512), (64, 8, 2048, 768), (32, 10, 520, 264))  # E, K, D, F
+LOADS = ("balanced", "std:0.01", "zipf:1.2", "one-hot")
+MAX_TOKENS = 700
+MAX_DELAY_CYCLES = 1_000_000  # about 0.6 ms
+
+
+def main() -> None:
+    num_calls = int(sys.argv[1])
+    with join_world("cuda") as world:
+        device, groups = world.device, build_groups(0, device_type="cuda")
+        recorder = Recorder(device, enabled=False)
+        workspaces = Workspaces(groups.ep, device, max_tokens=MAX_TOKENS)
+        strategies = {
+            name: build_strategy(
+                name, groups.ep, recorder=recorder, device=device, workspaces=workspaces
+            )
+            for name in ("sequential", "unfused", "fused")
+        }
+        experts = [draw_experts(layer, device=device) for layer in LAYERS]
+        begin, worst = time.perf_counter(), 0.0
+        for call in range(num_calls):
+            worst = max(worst, check_call(call, strategies, experts, device=device))
+        seconds = time.perf_counter() - begin
+        total = torch.tensor(worst, device=device)
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        if world.is_first:
+            line = {"calls": num_calls, "seconds": round(seconds, 1), "max_rel_err": float(total)}
+            sys.stdout.write(json.dumps(line) + "\n")
+
+
+def draw_experts(layer: tuple[int, int, int, int], *, device: torch.device) -> Experts:
+    """Return random experts of this rank."""
+    num_experts, _, hidden, inner = layer
+    num_local = num_experts // dist.get_world_size()
+    options = {"dtype": torch.bfloat16, "device": device}
+    return Experts(
+        up_LGD=torch.randn(num_local, 2 * inner, hidden, **options) * hidden**-0.5,
+        down_LDF=torch.randn(num_local, hidden, inner, **options) * inner**-0.5,
+    )
+
+
+@torch.no_grad()
+def check_call(
+    call: int,
+    strategies: dict[str, AbstractStrategy],
+    experts: list[Experts],
+    *,
+    device: torch.device,
+) -> float:
+    """Run one random layer by all strategies; return the relative error.
+
+    Raises:
+        RuntimeError: a value is wrong.
+    """
+    alike = random.Random(call)  # the same on all ranks
+    own = random.Random(call * 64 + dist.get_rank())
+    which = alike.randrange(len(LAYERS))
+    num_experts, top_k, hidden, _ = LAYERS[which]
+    load_E = parse_load(alike.choice(LOADS), num_experts=num_experts, top_k=top_k)
+    num_tokens = own.choice((0, 1, own.randrange(MAX_TOKENS + 1), MAX_TOKENS))
+    generator = torch.Generator().manual_seed(call * 64 + dist.get_rank())
+    routing: Routing = sample_routing(
+        load_E, num_tokens, top_k=top_k, generator=generator, device=device
+    )
+    x_TD = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device=device)
+    results = {}
+    for name, strategy in strategies.items():
+        torch.cuda._sleep(own.randrange(MAX_DELAY_CYCLES))
+        results[name] = strategy.forward(x_TD, routing, experts[which])
+    if not torch.equal(results["fused"], results["unfused"]):
+        raise RuntimeError(f"call {call}: fused differs from unfused on rank {dist.get_rank()}")
+    if not num_tokens:
+        return 0.0
+    error = relative_error(results["fused"], results["sequential"])
+    if error > RELATIVE_TOLERANCE[torch.bfloat16]:
+        raise RuntimeError(f"call {call}: relative error {error} on rank {dist.get_rank()}")
+    return error
+
+
+if __name__ == "__main__":
+    main()

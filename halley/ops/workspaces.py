@@ -1,0 +1,190 @@
+"""The workspaces of a group by shape: made when first needed, known to operators by number."""
+
+import itertools
+import weakref
+from collections import deque
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from halley.kernels.knobs import GemmTile, Knobs
+from halley.ops.workspace import ShapeClass, Workspace
+from halley.symm.heap import AbstractSymmHeap, RangeHook
+from halley.symm.open import open_heap
+from halley.symm.ranks import gather, place_in
+
+
+# An interpreted program costs the same whatever its size is: few programs, few and small tasks.
+CPU_KNOBS = Knobs(
+    num_programs=2,
+    block_m=16,
+    up=GemmTile(block_n=64, block_k=64, group=2),
+    down=GemmTile(block_n=64, block_k=64, group=2),
+    num_fetchers=1,
+    fetch_elements=16384,
+    num_combiners=1,
+    combine_rows=64,
+    combine_unroll=2,
+    chunk_columns=64,
+    home_rows=64,
+)
+
+# The schemas of operators know no objects, so they name workspaces by number.
+_ALL: "weakref.WeakValueDictionary[int, Workspaces]" = weakref.WeakValueDictionary()
+_next_handle = itertools.count(1)
+
+
+@final
+class Workspaces:
+    """The workspaces of the ranks of one group, made when a layer first needs them.
+
+    Layers share what they share by sharing this object. Memory goes with ``close``, or with the
+    last reference to it.
+
+    Args:
+        group: the ranks over which experts are spread; None for a rank on its own.
+        device: of this rank.
+        max_tokens: tokens a rank that there is room for from the start; 0 is what the ranks bring
+            at the first call. More are no error, but the call that brings them makes room first.
+        timeout_s: how long a kernel waits for a peer.
+        knobs: of the kernels; None for the defaults of the device.
+
+    Attributes:
+        num_ranks: of the group.
+        handle: the number by which operators name this object.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        max_tokens: int = 0,
+        timeout_s: float = 30.0,
+        knobs: Knobs | None = None,
+    ) -> None:
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens ({max_tokens}) must be at least 0")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s ({timeout_s}) must be above 0")
+        self.group, self.device, self.timeout_s = group, device, timeout_s
+        self.max_tokens = max_tokens
+        self.knobs = knobs or (CPU_KNOBS if device.type == "cpu" else Knobs())
+        self.num_ranks = place_in(group)[1]
+        self.handle = next(_next_handle)
+        self._heap: AbstractSymmHeap | None = None
+        self._by_shape: dict[ShapeClass, Workspace] = {}
+        self._last: Workspace | None = None
+        self._plan: int | None = None  # the address of the last plan
+        self._overtaken: deque[int] = deque(maxlen=64)
+        _ALL[self.handle] = self
+
+    def get(self, shape: ShapeClass, *, num_tokens: int) -> Workspace:
+        """Return the workspace of a shape class; a collective when there is none yet.
+
+        Args:
+            num_tokens: of this rank; decides nothing but the size of a new workspace.
+
+        Raises:
+            RuntimeError: the ranks cannot address each other's memory, or differ in the shape.
+            MemoryError: a rank has too little memory.
+        """
+        found = self._by_shape.get(shape)
+        return found or self._make(shape, num_tokens)
+
+    def dispatched(self, workspace: Workspace, plan: torch.Tensor) -> None:
+        """Note that this plan is the next to be combined."""
+        # By address, since the operator that combines may get another tensor for the same memory.
+        if self._plan is not None:
+            self._overtaken.append(self._plan)
+        self._last, self._plan = workspace, plan.data_ptr()
+        if self._plan in self._overtaken:  # memory of a plan that is gone
+            self._overtaken.remove(self._plan)
+
+    def combining(self, plan: torch.Tensor) -> Workspace:
+        """Return the workspace of the last plan, which this one must be.
+
+        Raises:
+            RuntimeError: another plan was made after this one, so that peers may have overwritten
+                what its sums go through; or an earlier wait failed.
+        """
+        if self._last is None or plan.data_ptr() in self._overtaken:
+            raise RuntimeError("gemm_combine must follow the dispatch_gemm that made its plan")
+        self._last.check()
+        return self._last
+
+    def all(self) -> list[Workspace]:
+        """Return the workspaces that there are, in the order in which they were made."""
+        return list(self._by_shape.values())
+
+    def check(self) -> None:
+        """Raise what a kernel wrote down, see ``Workspace.check``."""
+        for workspace in self._by_shape.values():
+            workspace.check()
+
+    def close(self) -> None:
+        """Give all memory back; a collective. The next call of a layer makes new workspaces."""
+        self._by_shape.clear()
+        self._last = self._plan = None
+        self._overtaken.clear()
+        heap, self._heap = self._heap, None
+        if heap is not None:
+            heap.close()
+
+    def _make(self, shape: ShapeClass, num_tokens: int) -> Workspace:
+        if self._heap is None:
+            self._heap = self._open_heap()
+        told = gather((shape, num_tokens), group=self.group)
+        for rank, (other, _) in enumerate(told):
+            if other != shape:
+                raise RuntimeError(
+                    f"rank {self._heap.rank} runs a layer of {shape}, rank {rank} one of {other}"
+                )
+        most = max(num_tokens for _, num_tokens in told)
+        self._by_shape[shape] = Workspace(
+            shape,
+            heap=self._heap,
+            knobs=self.knobs,
+            max_tokens=max(self.max_tokens, most, 1),
+            timeout_s=self.timeout_s,
+        )
+        return self._by_shape[shape]
+
+    def _open_heap(self) -> AbstractSymmHeap:
+        hooks: dict[str, RangeHook] = {}
+        if self.device.type == "cpu":
+            # Only here: what it imports is of no use where Triton compiles.
+            from halley.kernels.interpreter.sanitizer import register, unregister
+
+            mapped: set[int] = set()
+
+            def on_map(address: int, num_bytes: int) -> None:
+                register(address, num_bytes)
+                mapped.add(address)
+
+            def on_unmap(address: int, num_bytes: int) -> None:
+                unregister(address)
+                mapped.remove(address)
+
+            # Addresses come again when memory is gone without a close.
+            gone = weakref.finalize(self, lambda: [unregister(address) for address in mapped])
+            gone.atexit = False
+            hooks = {"on_map": on_map, "on_unmap": on_unmap}
+        try:
+            return open_heap(self.group, self.device, **hooks)
+        except RuntimeError as error:
+            advice = "the strategies sequential and chunked need none"
+            raise RuntimeError(f"{error}; {advice}") from error
+
+
+def find_workspaces(handle: int) -> Workspaces:
+    """Return the object of that number.
+
+    Raises:
+        RuntimeError: it is gone.
+    """
+    found = _ALL.get(handle)
+    if found is None:
+        raise RuntimeError(f"workspaces ({handle}) are gone with the strategy that they were of")
+    return found

@@ -1,0 +1,175 @@
+"""Whichever strategy is fastest: measured on the first call of a shape, agreed on by all ranks."""
+
+import time
+from statistics import median
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task, makespan_us
+from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
+from halley.symm.access import peer_access
+
+
+_NUM_SAMPLES = 3
+
+# Hidden size, intermediate size, experts, top-k, bytes of an element, activation; whether there are
+# biases; whether gradients are wanted. Nothing that differs between ranks, so that all of them
+# measure in the same call.
+_Key = tuple[int, int, int, int, int, str, bool, bool]
+
+
+@final
+class AutoStrategy(AbstractStrategy):
+    """Runs each shape by the strategy that measured fastest when it first came.
+
+    The first call of a shape runs every candidate some times, one after another in turn, on the
+    inputs that it was given; where gradients are wanted, with backward, and only candidates that
+    have one. A rank's time is that of the slowest rank.
+
+    Args:
+        candidates: by name; one of them is "chunked".
+        group: the ranks over which the experts are spread; None for a rank on its own.
+        device: of this rank.
+        recorder: that of the candidates; silent while they are measured.
+        shares_memory: the candidates that need memory which all ranks can address.
+    """
+
+    def __init__(
+        self,
+        candidates: dict[str, AbstractStrategy],
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        recorder: Recorder,
+        shares_memory: tuple[str, ...] = ("unfused", "fused"),
+    ) -> None:
+        self.candidates = candidates
+        self.group, self.device, self.recorder = group, device, recorder
+        self.ep_size = 1 if group is None else dist.get_world_size(group)
+        self._shares_memory = shares_memory
+        self._no_access: str | None = None  # not asked yet
+        self._choices: dict[_Key, str] = {}
+        self._reasons: dict[_Key, str] = {}
+
+    @property
+    def reasons(self) -> list[str]:
+        """What was chosen for each shape so far, and why, a sentence each."""
+        return list(self._reasons.values())
+
+    def choice(self, shape: LayerShape, *, gradients: bool) -> str:
+        """Return the name of the strategy that a layer without biases runs by, "" if undecided.
+
+        Args:
+            shape: the layer; its number of tokens does not matter.
+            gradients: whether with backward.
+        """
+        sizes = (shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k)
+        key = (*sizes, shape.itemsize, shape.activation, False, gradients)
+        return self._choices.get(key, "")
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        weight, gradients = experts.down_LDF, wants_gradients(x_TD, routing, experts)
+        key = (
+            weight.shape[1],
+            weight.shape[2],
+            weight.shape[0] * self.ep_size,
+            routing.topk_idx_TK.shape[1],
+            weight.itemsize,
+            experts.activation,
+            experts.up_bias_LG is not None,
+            gradients,
+        )
+        name = self._choices.get(key)
+        if name is None:
+            check_inputs(x_TD, experts)
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "strategy auto chooses by measuring: run the layer once before torch.compile"
+                )
+            name = self._decide(key, x_TD, routing, experts)
+        return self.candidates[name].forward(x_TD, routing, experts)
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        """Return the work of what was chosen for training; else of what is predicted fastest."""
+        if name := self.choice(shape, gradients=True):
+            return self.candidates[name].tasks(shape, predictor)
+        with_backward = (s for s in self.candidates.values() if s.has_backward)
+        return min((s.tasks(shape, predictor) for s in with_backward), key=makespan_us)
+
+    def _decide(self, key: _Key, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> str:
+        gradients = key[-1]
+        names, problems = self._able(experts, top_k=key[3], gradients=gradients)
+        direction = "with backward" if gradients else "forward"
+        text = f"hidden_size {key[0]}, {key[2]} experts, top_k {key[3]}, {direction}: "
+        if self._no_access and not gradients:
+            name = "chunked"
+            text += f"chunked, as the fused kernels cannot run here: {self._no_access}"
+        else:
+            times_us = self._measure(names, x_TD, routing, experts, gradients=gradients)
+            name = min(names, key=lambda name: times_us[name])
+            shown = ", ".join(f"{name} {times_us[name]:.0f} us" for name in names)
+            text += f"{name} is fastest of {shown}"
+            text += "".join(f"; not {name}: {why}" for name, why in problems.items())
+        self._choices[key], self._reasons[key] = name, text
+        return name
+
+    def _able(
+        self, experts: Experts, *, top_k: int, gradients: bool
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the candidates that can run a layer, and why the others cannot."""
+        if self._no_access is None:
+            self._no_access = peer_access(self.group, self.device)
+        problems: dict[str, str] = {}
+        for name, strategy in self.candidates.items():
+            problem = strategy.find_problem(experts, top_k=top_k)
+            if gradients and not strategy.has_backward:
+                problem = "it has no backward yet"
+            elif name in self._shares_memory and self._no_access:
+                problem = self._no_access
+            if problem:
+                problems[name] = problem
+        return [name for name in self.candidates if name not in problems], problems
+
+    def _measure(
+        self,
+        names: list[str],
+        x_TD: torch.Tensor,
+        routing: Routing,
+        experts: Experts,
+        *,
+        gradients: bool,
+    ) -> dict[str, float]:
+        """Return each candidate's time, the same on all ranks; a collective."""
+
+        def run(name: str) -> None:
+            y_TD = self.candidates[name].forward(x_TD, routing, experts)
+            if gradients:
+                torch.autograd.grad(y_TD, leaves, torch.zeros_like(y_TD))
+
+        parts = (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
+        leaves = [part for part in parts if part.requires_grad]
+        samples = torch.zeros(_NUM_SAMPLES, len(names), dtype=torch.float64)
+        enabled, self.recorder.enabled = self.recorder.enabled, False
+        # Hooks of the caller, such as those of activation checkpointing, must see one forward.
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            for sample in range(-1, _NUM_SAMPLES):  # the first makes buffers and compiles
+                for index, name in enumerate(names):
+                    start = self._now()
+                    run(name)
+                    samples[max(sample, 0), index] = self._now() - start
+        self.recorder.enabled = enabled
+        slowest = samples.to(self.device)
+        if self.group is not None:
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
+        columns = slowest.t().tolist()
+        return {name: median(column) * 1e6 for name, column in zip(names, columns, strict=True)}
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

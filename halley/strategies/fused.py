@@ -1,0 +1,127 @@
+"""Communication inside the GEMMs: two kernels that fetch, multiply and send tile by tile.
+
+Rows travel through memory that all ranks address, while the tiles whose rows have come are
+multiplied; the sums go home in column chunks while the next are multiplied. No process group is
+asked in a call.
+
+Source: COMET (arXiv:2502.19811).
+"""
+
+from typing import final
+
+import torch
+
+from halley.core.routing import check_routing
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
+from halley.kernels.layout import MAX_CHUNKS
+from halley.ops.overlap import dispatch_gemm, gemm_combine
+from halley.ops.workspaces import Workspaces
+from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
+from halley.strategies.sketch import fused_tasks
+
+
+_MAX_RANKS = 31  # a bit a rank in an int32
+_MAX_EXPERTS = 2**15 - 1  # packed with 16 other bits into an int32
+_MAX_TOP_K = 64
+_ROW_ALIGNMENT = 16  # bytes; what the tensor-memory engine asks of each row
+_DTYPES = {
+    "cpu": (torch.float32, torch.float16, torch.bfloat16),
+    "cuda": (torch.float16, torch.bfloat16),
+}
+
+
+@final
+class FusedStrategy(AbstractStrategy):
+    """Dispatch in the first GEMM, combine in the second. Forward only.
+
+    Args:
+        workspaces: the buffers, made for the ranks over which the experts are spread. Strategies
+            with the same ones share memory; calls of those take turns.
+        recorder: marks the two halves. What they wait for peers is inside them.
+        fused: False runs the same kernels one part after another, bit for bit the same: what
+            fusing gains, with all else equal.
+    """
+
+    def __init__(self, workspaces: Workspaces, *, recorder: Recorder, fused: bool = True) -> None:
+        self.workspaces = workspaces
+        self.recorder = recorder
+        self.fused = fused
+
+    @property
+    def has_backward(self) -> bool:
+        return False
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        num_tokens, num_ranks = x_TD.shape[0], self.workspaces.num_ranks
+        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+        check_inputs(x_TD, experts)
+        check_routing(
+            routing, num_tokens=num_tokens, num_experts=experts.num_local_experts * num_ranks
+        )
+        if problem := self.find_problem(experts, top_k=idx_TK.shape[1]):
+            raise ValueError(problem)
+        if wants_gradients(x_TD, routing, experts):
+            name = "fused" if self.fused else "unfused"
+            raise ValueError(
+                f"strategy {name} has no backward yet: train with sequential or chunked"
+            )
+        handle = self.workspaces.handle
+        with self.recorder.span("dispatch_gemm"):
+            h_RF, plan = dispatch_gemm(
+                x_TD,
+                idx_TK,
+                weights_TK,
+                experts.up_LGD,
+                gated=experts.activation == "swiglu",
+                fused=self.fused,
+                workspaces=handle,
+            )
+        with self.recorder.span("gemm_combine"):
+            return gemm_combine(
+                h_RF,
+                plan,
+                experts.down_LDF,
+                num_tokens=num_tokens,
+                fused=self.fused,
+                workspaces=handle,
+            )
+
+    def find_problem(self, experts: Experts, *, top_k: int) -> str:
+        weight, num_ranks = experts.down_LDF, self.workspaces.num_ranks
+        hidden_size, intermediate_size = weight.shape[1], weight.shape[2]
+        num_experts = experts.num_local_experts * num_ranks
+        if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
+            return (
+                "expert_bias (true) must be false for strategy fused: its kernels add no bias yet"
+            )
+        allowed = _DTYPES.get(weight.device.type, ())
+        if weight.dtype not in allowed:
+            names = ", ".join(str(dtype) for dtype in allowed)
+            return f"dtype ({weight.dtype}) must be one of {names} for strategy fused"
+        if not (experts.up_LGD.is_contiguous() and weight.is_contiguous()):
+            return "the experts' weights (strided) must be contiguous for strategy fused"
+        multiple = _ROW_ALIGNMENT // weight.itemsize
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if size % multiple:
+                return (
+                    f"{name} ({size}) must be a multiple of {multiple} for {weight.dtype} and "
+                    f"strategy fused: its kernels read rows of {_ROW_ALIGNMENT} bytes"
+                )
+        limits = (
+            ("ep_size", num_ranks, _MAX_RANKS),
+            ("num_experts", num_experts, _MAX_EXPERTS),
+            ("top_k", top_k, _MAX_TOP_K),
+            ("hidden_size", hidden_size, MAX_CHUNKS * self.workspaces.knobs.chunk_columns),
+        )
+        for name, size, most in limits:
+            if size > most:
+                return f"{name} ({size}) must be at most {most} for strategy fused"
+        return ""
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        """Return the work of one forward pass: there is no backward yet."""
+        columns = self.workspaces.knobs.chunk_columns
+        return fused_tasks(shape, predictor, chunk_columns=columns, fused=self.fused)

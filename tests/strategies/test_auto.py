@@ -1,0 +1,223 @@
+"""What auto chooses, that all ranks choose alike and once, and that it gives what it chose."""
+
+import time
+from typing import final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from halley.core.reference import moe_reference
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.hardware import H200
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
+from halley.moe.strategy import build_strategy
+from halley.strategies.auto import AutoStrategy
+from halley.strategies.base import AbstractStrategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import (
+    SIZES,
+    LayerCase,
+    expected,
+    gradients,
+    local_experts_of,
+    make_tokens,
+)
+
+
+CPU = torch.device("cpu")
+SHAPE = LayerShape(
+    num_tokens=1,
+    num_experts=8,
+    top_k=2,
+    ep_size=1,
+    itemsize=4,
+    hidden_size=SIZES["hidden_size"],
+    intermediate_size=SIZES["intermediate_size"],
+)
+
+
+@final
+class _Slow(AbstractStrategy):
+    """The reference on one rank, after a wait, counting its calls."""
+
+    def __init__(self, delay_s: float, *, has_backward: bool = True, problem: str = "") -> None:
+        self.delay_s = delay_s
+        self.num_calls = 0
+        self._has_backward = has_backward
+        self._problem = problem
+
+    @property
+    def has_backward(self) -> bool:
+        return self._has_backward
+
+    def find_problem(self, experts: Experts, *, top_k: int) -> str:
+        return self._problem
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        self.num_calls += 1
+        time.sleep(self.delay_s)
+        return moe_reference(x_TD, routing, experts)
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        return [Task(name="all", stream="compute", duration_us=self.delay_s * 1e6)]
+
+
+def _auto(
+    candidates: dict[str, AbstractStrategy], group: dist.ProcessGroup | None = None
+) -> AutoStrategy:
+    return AutoStrategy(candidates, group=group, device=CPU, recorder=Recorder(CPU))
+
+
+def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torch.Tensor:
+    x_TD, routing, _ = make_tokens(case, rank)
+    return strategy.forward(x_TD, routing, local_experts_of(case, rank))
+
+
+def test_fastest_is_chosen_once() -> None:
+    candidates = {"chunked": _Slow(0.02), "fused": _Slow(0.0, has_backward=False)}
+    auto = _auto({**candidates})
+    assert auto.choice(SHAPE, gradients=False) == ""
+    with torch.no_grad():
+        for num_tokens in (8, 3):
+            case = LayerCase(num_tokens_W=(num_tokens,))
+            got = _forward(auto, case)
+            with torch.enable_grad():
+                assert torch.equal(got, expected(case, 0)["y"])
+    assert [c.num_calls for c in candidates.values()] == [4, 6]
+    assert auto.choice(SHAPE, gradients=False) == "fused"
+    (reason,) = auto.reasons
+    assert reason.startswith("hidden_size 24, 8 experts, top_k 2, forward: fused is fastest of")
+
+
+def test_gradients_are_another_shape() -> None:
+    """With gradients only those with a backward are measured, with backward."""
+    candidates = {"chunked": _Slow(0.02), "fused": _Slow(0.0, has_backward=False)}
+    auto = _auto({**candidates})
+    _forward(auto, LayerCase(num_tokens_W=(8,))).sum().backward()
+    assert auto.choice(SHAPE, gradients=True) == "chunked"
+    assert auto.choice(SHAPE, gradients=False) == ""
+    assert candidates["fused"].num_calls == 0
+    assert auto.reasons[0].endswith("; not fused: it has no backward yet")
+
+
+def test_shapes_that_a_candidate_cannot_run() -> None:
+    auto = _auto({"chunked": _Slow(0.02), "fused": _Slow(0.0, problem="top_k (2) is a pair")})
+    with torch.no_grad():
+        _forward(auto, LayerCase(num_tokens_W=(8,)))
+    assert auto.choice(SHAPE, gradients=False) == "chunked"
+    assert auto.reasons[0].endswith("; not fused: top_k (2) is a pair")
+
+
+def test_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halley.strategies.auto.peer_access", lambda group, device: "on Mars")
+    names = ("sequential", "chunked", "fused")
+    candidates = {name: _Slow(0.01) for name in names}
+    auto = _auto({**candidates})
+    with torch.no_grad():
+        _forward(auto, LayerCase(num_tokens_W=(8,)))
+    assert [c.num_calls for c in candidates.values()] == [0, 1, 0]
+    assert auto.reasons[0].endswith("chunked, as the fused kernels cannot run here: on Mars")
+    _forward(auto, LayerCase(num_tokens_W=(8,))).sum().backward()
+    assert candidates["fused"].num_calls == 0
+
+
+def test_tasks_are_those_of_the_choice() -> None:
+    candidates = {"chunked": _Slow(0.03), "sequential": _Slow(0.02)}
+    auto = _auto({**candidates, "fused": _Slow(0.0, has_backward=False)})
+    (task,) = auto.tasks(SHAPE, Predictor(H200))
+    assert task.duration_us == 0.02e6  # what is predicted fastest of those with a backward
+    candidates["sequential"].delay_s = 0.06
+    _forward(auto, LayerCase(num_tokens_W=(8,)))
+    assert auto.choice(SHAPE, gradients=True) == "chunked"
+    (task,) = auto.tasks(SHAPE, Predictor(H200))
+    assert task.duration_us == 0.03e6
+
+
+def _choose_over_ranks(rank: int, num_ranks: int) -> tuple[str, list[str]]:
+    """Each candidate is slow on one rank; the first is slowest there."""
+    delays_s = [(0.0, 0.06), (0.03, 0.0)]
+    candidates = {
+        name: _Slow(delay_s[rank])
+        for name, delay_s in zip(("chunked", "fused"), delays_s, strict=True)
+    }
+    auto = _auto({**candidates}, dist.group.WORLD)
+    case = LayerCase(num_tokens_W=(5,) if rank else (0,), num_experts=4)
+    with torch.no_grad():
+        _forward(auto, case)
+    return auto._choices[next(iter(auto._choices))], auto.reasons
+
+
+def test_ranks_agree(run_ranks: RunRanks) -> None:
+    (first, reasons), second = run_ranks(_choose_over_ranks, 2)
+    assert (first, reasons) == second
+    assert first == "fused"
+
+
+def _check_values(rank: int, num_ranks: int) -> None:
+    recorder = Recorder(CPU)
+    strategy = build_strategy("auto", dist.group.WORLD, recorder=recorder, device=CPU)
+    assert isinstance(strategy, AutoStrategy)
+    for case in (
+        LayerCase(num_tokens_W=(9, 0)),
+        LayerCase(num_tokens_W=(3, 8), seed=1),
+        LayerCase(num_tokens_W=(4, 8), bias=True),
+    ):
+        with torch.no_grad():
+            y_TD = _forward(strategy, case, rank)
+        tolerance = RELATIVE_TOLERANCE[case.dtype]
+        want = expected(case, rank)
+        assert relative_error(y_TD, want["y"]) <= tolerance
+        x_TD, routing, grad_TD = make_tokens(case, rank)
+        experts = local_experts_of(case, rank)
+        strategy.forward(x_TD, routing, experts).backward(grad_TD)
+        got = {"x.grad": x_TD.grad, "weights.grad": routing.topk_weights_TK.grad}
+        got |= {f"{name}.grad": grad for name, grad in gradients(experts).items()}
+        for name, value in got.items():
+            assert value is not None
+            assert relative_error(value, want[name]) <= tolerance, name
+    assert len(strategy.reasons) == 4  # two layers, each with and without gradients
+    assert "expert_bias (true) must be false" in strategy.reasons[2]
+    names = {span.name for span in recorder.collect()}
+    assert names  # of the calls themselves
+    assert recorder.enabled
+
+
+def test_values(run_ranks: RunRanks) -> None:
+    run_ranks(_check_values, 2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_activation_checkpointing(use_reentrant: bool) -> None:
+    """Measuring saves tensors that the recomputation does not: its hooks must not see them."""
+    auto = build_strategy("auto", None, recorder=Recorder(CPU), device=CPU)
+    case = LayerCase(num_tokens_W=(8,))
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    y_TD = checkpoint(
+        lambda x_TD: auto.forward(x_TD, routing, experts), x_TD, use_reentrant=use_reentrant
+    )
+    assert isinstance(y_TD, torch.Tensor)
+    y_TD.backward(grad_TD)
+    assert x_TD.grad is not None
+    assert relative_error(x_TD.grad, expected(case, 0)["x.grad"]) <= 1e-6
+
+
+def test_choice_comes_before_compilation() -> None:
+    auto = _auto({"chunked": _Slow(0.0)})
+    x_TD, routing, _ = make_tokens(LayerCase(num_tokens_W=(8,)), 0)
+    experts = local_experts_of(LayerCase(num_tokens_W=(8,)), 0)
+    torch.compiler.reset()
+    compiled = torch.compile(auto.forward, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match="run the layer once before"):
+        compiled(x_TD, routing, experts)
+    fused = build_strategy("fused", None, recorder=Recorder(CPU), device=CPU)
+    auto = _auto({"fused": fused})
+    with torch.no_grad():
+        want = auto.forward(x_TD, routing, experts)
+        compiled = torch.compile(auto.forward, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x_TD, routing, experts), want)

@@ -1,0 +1,300 @@
+"""The fused strategy against the reference, and how the layers of a process share its buffers."""
+
+import dataclasses
+import gc
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.core.types import Experts
+from halley.kernels.interpreter import sanitizer
+from halley.ops.workspace import roomy_tokens
+from halley.ops.workspaces import Workspaces
+from halley.strategies.fused import FusedStrategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import (
+    SIZES,
+    LayerCase,
+    expected,
+    local_experts_of,
+    make_tokens,
+)
+
+
+CPU = torch.device("cpu")
+FORMS = [pytest.param(True, id="fused"), pytest.param(False, id="unfused")]
+
+
+def _build(workspaces: Workspaces, *, fused: bool = True) -> FusedStrategy:
+    return FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), fused=fused)
+
+
+def _group(num_ranks: int) -> dist.ProcessGroup | None:
+    return dist.group.WORLD if num_ranks > 1 else None
+
+
+def _output(strategy: FusedStrategy, case: LayerCase, rank: int) -> torch.Tensor:
+    x_TD, routing, _ = make_tokens(case, rank)
+    with torch.no_grad():
+        return strategy.forward(x_TD, routing, local_experts_of(case, rank))
+
+
+def _check_case(strategy: FusedStrategy, case: LayerCase, rank: int) -> None:
+    error = relative_error(_output(strategy, case, rank), expected(case, rank)["y"])
+    assert error <= RELATIVE_TOLERANCE[case.dtype], f"y is off by {error:.2e} for {case}"
+
+
+def _check(rank: int, num_ranks: int, fused: bool, cases: list[LayerCase]) -> None:
+    workspaces = Workspaces(_group(num_ranks), CPU)
+    strategy = _build(workspaces, fused=fused)
+    for case in cases:
+        _check_case(strategy, case, rank)
+    workspaces.close()
+
+
+def _tokens(num_ranks: int) -> tuple[int, ...]:
+    return tuple(7 + 5 * rank for rank in range(num_ranks))
+
+
+@pytest.mark.parametrize("fused", FORMS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_values_by_top_k(run_ranks: RunRanks, fused: bool, num_ranks: int) -> None:
+    """Each top-k is a shape class of its own, all in the same heap."""
+    cases = [
+        LayerCase(num_tokens_W=_tokens(num_ranks), num_experts=16, top_k=top_k, dtype=dtype)
+        for top_k, dtype in [
+            (1, torch.float32),
+            (2, torch.bfloat16),
+            (4, torch.float32),
+            (8, torch.float16),
+        ]
+    ]
+    run_ranks(_check, num_ranks, fused, cases)
+
+
+@pytest.mark.parametrize("fused", FORMS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_values_by_skew(run_ranks: RunRanks, fused: bool, num_ranks: int) -> None:
+    cases = [
+        LayerCase(num_tokens_W=_tokens(num_ranks), skew=skew, seed=1)
+        for skew in ("std:0.08", "zipf:1.5", "one-hot", "empty-expert")
+    ]
+    run_ranks(_check, num_ranks, fused, cases)
+
+
+@pytest.mark.parametrize("fused", FORMS)
+def test_values_by_tokens_and_experts(run_ranks: RunRanks, fused: bool) -> None:
+    cases = [LayerCase(num_tokens_W=tokens, seed=2) for tokens in [(0, 9), (9, 0), (0, 0), (1, 0)]]
+    for activation in ("swiglu", "gelu"):
+        for dropped in (0.0, 0.4, 1.0):
+            case = LayerCase(num_tokens_W=(9, 6), activation=activation, dropped=dropped)
+            cases.append(case)
+    run_ranks(_check, 2, fused, cases)
+
+
+def test_ranks_without_tokens(run_ranks: RunRanks) -> None:
+    run_ranks(_check, 4, True, [LayerCase(num_tokens_W=(5, 0, 3, 0), seed=2)])
+
+
+def _compare_forms(rank: int, num_ranks: int, case: LayerCase) -> None:
+    workspaces = Workspaces(_group(num_ranks), CPU)
+    forms = [_build(workspaces, fused=fused) for fused in (True, False)]
+    fused, unfused = (_output(strategy, case, rank) for strategy in forms)
+    assert torch.equal(fused, unfused)
+    workspaces.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fused_equals_unfused_bit_for_bit(run_ranks: RunRanks, dtype: torch.dtype) -> None:
+    case = LayerCase(num_tokens_W=(40, 23), skew="zipf:1.0", top_k=3, dtype=dtype)
+    run_ranks(_compare_forms, 2, case)
+
+
+def _run_in_subgroups(rank: int, num_ranks: int, case: LayerCase) -> None:
+    """Ranks 0 and 2, and 1 and 3, form a group each, with different tokens."""
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    assert isinstance(group, dist.ProcessGroup)
+    mine = dataclasses.replace(case, seed=case.seed + rank % 2)
+    workspaces = Workspaces(group, CPU)
+    _check_case(_build(workspaces), mine, rank // 2)
+    workspaces.close()
+    dist.destroy_process_group(group)
+
+
+def test_any_subgroup(run_ranks: RunRanks) -> None:
+    run_ranks(_run_in_subgroups, 4, LayerCase(num_tokens_W=(8, 5)))
+
+
+def _grow(rank: int, num_ranks: int) -> None:
+    workspaces = Workspaces(dist.group.WORLD, CPU)
+    strategy = _build(workspaces)
+    # Fewer, more on both, many more on one rank alone, and few again.
+    for seed, tokens in enumerate([(9, 7), (3, 0), (12, 14), (0, 90), (130, 1), (2, 2)]):
+        _check_case(strategy, LayerCase(num_tokens_W=tokens, seed=seed), rank)
+    (workspace,) = workspaces.all()
+    # 14 asked for 64, 90 for 128, 130 for 192.
+    assert workspace.layout.max_tokens == roomy_tokens(130) == 192
+    assert workspace.stage.local.shape == (192, SIZES["hidden_size"])
+    heap_bytes = workspace.heap.num_bytes
+    assert heap_bytes == workspace.symmetric_bytes  # what was outgrown was given back
+    workspaces.close()
+
+
+def test_tokens_beyond_max_tokens_on_one_rank(run_ranks: RunRanks) -> None:
+    run_ranks(_grow, 2)
+
+
+def test_max_tokens_are_made_room_for_at_once() -> None:
+    workspaces = Workspaces(None, CPU, max_tokens=100)
+    _check_case(_build(workspaces), LayerCase(num_tokens_W=(8,)), 0)
+    assert [w.layout.max_tokens for w in workspaces.all()] == [100]
+
+
+def test_rows_beyond_capacity() -> None:
+    """A plan with more rows than the scratch holds runs again; the scratch stays grown."""
+    workspaces = Workspaces(None, CPU)
+    strategy = _build(workspaces)
+    case = LayerCase(num_tokens_W=(40,), top_k=4)
+    _check_case(strategy, case, 0)
+    (workspace,) = workspaces.all()
+    workspace.rows_RD = workspace.rows_RD[:16]
+    _check_case(strategy, dataclasses.replace(case, seed=1), 0)
+    assert workspace.capacity >= 160
+
+
+def _run_layers(rank: int, num_ranks: int) -> None:
+    workspaces = Workspaces(dist.group.WORLD, CPU)
+    strategies = [_build(workspaces, fused=fused) for fused in (True, False, True)]
+    wide = LayerCase(num_tokens_W=(8, 21), top_k=4)
+    narrow = LayerCase(num_tokens_W=(30, 2), num_experts=4, top_k=1, dtype=torch.bfloat16)
+    for seed in range(2):
+        for strategy in strategies:
+            for case in (wide, narrow):
+                _check_case(strategy, dataclasses.replace(case, seed=seed), rank)
+    shapes = [workspace.shape for workspace in workspaces.all()]
+    assert [(s.num_experts, s.top_k) for s in shapes] == [(8, 4), (4, 1)]
+    first, _ = workspaces.all()
+    assert first.epoch == 6
+    assert first.local_bytes > first.rows_RD.nbytes
+    workspaces.close()
+
+
+def test_layers_of_two_shapes_share_workspaces(run_ranks: RunRanks) -> None:
+    run_ranks(_run_layers, 2)
+
+
+def _leave_alone(rank: int, num_ranks: int) -> None:
+    workspaces = Workspaces(dist.group.WORLD, CPU, timeout_s=0.5)
+    strategy = _build(workspaces)
+    case = LayerCase(num_tokens_W=(8, 5))
+    _check_case(strategy, case, rank)
+    if rank == 1:
+        return
+    text = r"rank 0: rank 1 did not publish its routing \(plan\) within 0.5 s"
+    for _ in range(2):  # it stays broken
+        with pytest.raises(RuntimeError, match=text):
+            _output(strategy, case, rank)
+    with pytest.raises(RuntimeError, match=text):
+        workspaces.check()
+    raise ValueError("seen")
+
+
+def test_rank_that_does_not_call(run_ranks: RunRanks) -> None:
+    with pytest.raises(AssertionError, match="ValueError: seen"):
+        run_ranks(_leave_alone, 2)
+    run_ranks(_check, 2, True, [LayerCase(num_tokens_W=(8, 5))])  # in new processes
+
+
+def _differ(rank: int, num_ranks: int) -> None:
+    strategy = _build(Workspaces(dist.group.WORLD, CPU))
+    case = LayerCase(num_tokens_W=(8, 5), top_k=2 + rank)
+    with pytest.raises(RuntimeError, match=f"rank {rank} runs a layer of .* rank {1 - rank} one"):
+        _output(strategy, case, rank)
+
+
+def test_ranks_that_run_different_layers(run_ranks: RunRanks) -> None:
+    run_ranks(_differ, 2)
+
+
+def test_memory_goes_with_the_last_reference() -> None:
+    gc.collect()
+    before = dict(sanitizer._registered)
+    strategy = _build(Workspaces(None, CPU))
+    _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
+    assert len(sanitizer._registered) == len(before) + 3
+    del strategy
+    gc.collect()
+    assert sanitizer._registered == before
+
+
+def test_closed_workspaces_are_made_again() -> None:
+    workspaces = Workspaces(None, CPU)
+    strategy = _build(workspaces)
+    for _ in range(2):
+        _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
+        workspaces.close()
+        assert workspaces.all() == []
+
+
+def test_wanted_gradients_are_refused() -> None:
+    case = LayerCase(num_tokens_W=(8,))
+    x_TD, routing, _ = make_tokens(case, 0)
+    for fused, name in ((True, "fused"), (False, "unfused")):
+        strategy = _build(Workspaces(None, CPU), fused=fused)
+        with pytest.raises(ValueError, match=f"strategy {name} has no backward yet: train with"):
+            strategy.forward(x_TD.detach(), routing, local_experts_of(case, 0))
+
+
+def _experts(
+    hidden_size: int = 16, intermediate_size: int = 16, dtype: torch.dtype = torch.float32
+) -> Experts:
+    return Experts(
+        up_LGD=torch.zeros(4, 2 * intermediate_size, hidden_size, dtype=dtype),
+        down_LDF=torch.zeros(4, hidden_size, intermediate_size, dtype=dtype),
+    )
+
+
+_PLAIN = _experts()
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "problem"),
+    [
+        (_PLAIN, 2, ""),
+        (dataclasses.replace(_PLAIN, up_bias_LG=torch.zeros(4, 32)), 2, r"expert_bias \(true\)"),
+        (_experts(dtype=torch.float64), 2, r"dtype \(torch.float64\) must be one of"),
+        (_experts(hidden_size=18), 2, r"hidden_size \(18\) must be a multiple of 4"),
+        (
+            _experts(intermediate_size=12, dtype=torch.bfloat16),
+            2,
+            r"intermediate_size \(12\) must be a multiple of 8",
+        ),
+        (_PLAIN, 65, r"top_k \(65\) must be at most 64"),
+        (_experts(hidden_size=4112), 2, r"hidden_size \(4112\) must be at most 4096"),
+        (
+            dataclasses.replace(_PLAIN, down_LDF=torch.zeros(4, 16, 16).transpose(1, 2)),
+            2,
+            "must be contiguous",
+        ),
+    ],
+)
+def test_what_the_kernels_cannot_run(experts: Experts, top_k: int, problem: str) -> None:
+    found = _build(Workspaces(None, CPU)).find_problem(experts, top_k=top_k)
+    assert re.search(problem, found) if problem else not found
+
+
+def test_no_peer_access_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halley.symm.shared.peer_access", lambda group, device: "on Mars")
+    with pytest.raises(RuntimeError, match=r"on Mars; the strategies sequential and chunked need"):
+        _check_case(_build(Workspaces(None, CPU)), LayerCase(num_tokens_W=(8,)), 0)
+
+
+@pytest.mark.parametrize("sizes", [{"max_tokens": -1}, {"timeout_s": 0.0}])
+def test_sizes_of_workspaces(sizes: dict[str, float]) -> None:
+    (name,) = sizes
+    with pytest.raises(ValueError, match=name):
+        Workspaces(None, CPU, **sizes)  # pyright: ignore[reportArgumentType]
