@@ -1,28 +1,101 @@
-"""Examples run, and tables in the README are those of the result files."""
+"""Examples and figures run, and tables in documents are those of result files and of formulas."""
 
 import importlib.util
 import runpy
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+
+from halley.core.models import find_model
+from halley.kernels.knobs import Knobs
+from halley.kernels.layout import Layout
+from halley.moe.parallel import build_groups
+from tests.rank_pool import RunRanks
 
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FIGURES = sorted((ROOT / "docs" / "figures").glob("*.py"))
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a CPU wherever tests run: kernels are interpreted here.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runpy.run_path(str(path), run_name="__main__")
     assert "experts" in capsys.readouterr().out
 
 
+def _compare(rank: int, num_ranks: int) -> list[str]:
+    example = _load(ROOT / "examples" / "02_fused_layer.py")
+    return example.compare(build_groups(0, device_type="cpu"), torch.device("cpu"))
+
+
+def test_fused_example_on_two_ranks(run_ranks: RunRanks) -> None:
+    for lines in run_ranks(_compare, 2):
+        assert "fused equals unfused bit for bit: True" in lines
+        assert any("(2, 64, 256)" in line for line in lines)
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)
+def test_figure_is_drawn(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "figure.png"
+    monkeypatch.setattr(sys, "argv", [str(path), str(picture)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert path.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3"]
+)
+def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
+    """The formulas of docs/comet.md give its table: four ranks, bfloat16, in MiB."""
+    num_ranks, num_tokens, model = 4, 8192, find_model(name)
+    experts, top_k, hidden = model.moe.num_experts, model.moe.top_k, model.hidden_size
+    layout = Layout(
+        num_ranks=num_ranks,
+        num_experts=experts,
+        top_k=top_k,
+        max_tokens=num_tokens,
+        block_m=Knobs().block_m,
+    )
+    num_local = experts // num_ranks
+    num_blocks = -(-num_tokens // (256 // (1 << (top_k - 1).bit_length())))
+    counts = 2 * num_local + top_k
+    record = 16 + _whole(counts * num_blocks) + 2 * _whole(num_tokens * top_k)
+    words = _whole(num_ranks) + 64 * num_ranks + 2 * num_ranks * record
+    assert words == layout.mailbox_words
+
+    stage, home = 2 * num_tokens * hidden, 2 * num_ranks * num_tokens * hidden
+    num_rows = num_tokens * top_k * 5 // 4 + Knobs().block_m * num_local
+    sizes = (stage, home, 4 * words, stage + home + 4 * words, 2 * num_rows * hidden)
+    cells = [name, hidden, experts, top_k, *(f"{size / 2**20:.1f}" for size in sizes)]
+    document = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
+    assert f"| {' | '.join(map(str, cells))} |" in document
+
+
+def _whole(num_words: int) -> int:
+    """Return the words that a section takes: a multiple of 64 bytes."""
+    return -(-num_words // 16) * 16
+
+
 def test_readme_has_the_tables_of_the_results() -> None:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = _load(ROOT / "benchmarks" / "tables.py")
     lines: list[str] = []
     for path in sorted(ROOT.glob("benchmarks/results/*/layer.jsonl")):
         lines += ["", *tables.layer_table(path)] if lines else tables.layer_table(path)

@@ -1,0 +1,140 @@
+"""Draws what the programs of one rank do in a fused and in an unfused call: a sketch, to no scale.
+
+``python docs/figures/fused_timeline.py [path]`` writes the picture beside this file, or to path.
+"""
+
+import sys
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+
+# Colours, sizes and fonts are those of halley/perf/charts.py.
+INK, GREY = "#222222", "#777777"
+FONT_PT = 9.0
+FILLS = {
+    "publish, count, place": "#CFCFCF",
+    "fetch own rows": "#56B4E9",
+    "fetch": "#E69F00",
+    "multiply": "#0072B2",
+    "combine": "#009E73",
+    "home": "#CC79A7",
+}
+WHITE_TEXT = ("multiply", "combine")
+
+Bar = tuple[float, float, str, str]  # start, end, what of FILLS, text
+Lanes = dict[str, list[Bar]]
+
+FUSED: Lanes = {
+    "link": [
+        (0.4, 1.2, "publish, count, place", ""),
+        (2.9, 6.8, "fetch", "rows of other ranks"),
+        (11.2, 12.8, "combine", "sums 0"),
+        (13.2, 14.8, "combine", "sums 1"),
+        (15.2, 16.8, "combine", "sums 2"),
+        (17.2, 18.4, "combine", "sums 3"),
+    ],
+    "programs that\nbegin by fetching,\nby combining": [
+        (0.0, 2.0, "publish, count, place", "plan"),
+        (2.0, 2.9, "fetch own rows", "own"),
+        (2.9, 6.8, "fetch", "fetch"),
+        (6.8, 9.0, "multiply", "up"),
+        (9.0, 11.2, "multiply", "down"),
+        (11.2, 12.8, "combine", "chunk 0"),
+        (12.8, 13.2, "multiply", ""),
+        (13.2, 14.8, "combine", "chunk 1"),
+        (14.8, 15.2, "home", ""),
+        (15.2, 16.8, "combine", "chunk 2"),
+        (16.8, 17.2, "home", ""),
+        (17.2, 18.4, "combine", "chunk 3"),
+        (18.4, 19.4, "home", "home"),
+    ],
+    "a program whose\ntile is late": [
+        (0.0, 2.0, "publish, count, place", "plan"),
+        (2.0, 2.9, "fetch own rows", "own"),
+        (2.9, 3.9, "fetch", "fetch"),
+        (3.9, 5.0, "multiply", "up"),
+        (5.0, 5.7, "fetch", "fetch"),
+        (5.7, 9.0, "multiply", "up"),
+        (9.0, 17.2, "multiply", "down"),
+        (17.2, 18.4, "combine", "chunk 3"),
+        (18.4, 19.4, "home", "home"),
+    ],
+    "all others": [
+        (0.0, 2.0, "publish, count, place", "plan"),
+        (2.0, 2.9, "fetch own rows", "own"),
+        (2.9, 9.0, "multiply", "up: tile by tile, as rows arrive"),
+        (9.0, 17.2, "multiply", "down: columns of chunk 0, 1, 2, 3"),
+        (17.2, 18.4, "combine", "chunk 3"),
+        (18.4, 19.4, "home", "home"),
+    ],
+}
+UNFUSED: Lanes = {
+    "link": [
+        (0.4, 1.2, "publish, count, place", ""),
+        (2.9, 6.0, "fetch", "rows of other ranks"),
+        (18.4, 22.0, "combine", "sums 0 to 3"),
+    ],
+    "all programs": [
+        (0.0, 2.0, "publish, count, place", "plan"),
+        (2.0, 2.9, "fetch own rows", "own"),
+        (2.9, 6.0, "fetch", "fetch"),
+        (6.0, 11.2, "multiply", "up"),
+        (11.2, 18.4, "multiply", "down"),
+        (18.4, 22.0, "combine", "combine"),
+        (22.0, 23.4, "home", "home"),
+    ],
+}
+FUSED_LAUNCHES = {0.0: "make_plan", 2.0: "dispatch_gemm", 9.0: "gemm_combine", 19.4: ""}
+UNFUSED_LAUNCHES = dict.fromkeys((0.0, 2.0, 6.0, 11.2, 18.4, 22.0, 23.4), "")
+
+
+def draw_lanes(axes: Axes, lanes: Lanes, launches: dict[float, str], *, title: str) -> None:
+    """Draw one panel: a lane a group of programs, dotted lines where launches begin and end."""
+    for y, bars in enumerate(lanes.values()):
+        for start, end, what, text in bars:
+            place = (y - 0.4, 0.8)
+            axes.broken_barh([(start, end - start)], place, facecolor=FILLS[what], edgecolor="w")
+            colour = "white" if what in WHITE_TEXT else INK
+            label = axes.text((start + end) / 2, y, text, fontsize=FONT_PT - 1.5, color=colour)
+            label.set(ha="center", va="center_baseline")
+    for start, name in launches.items():
+        axes.axvline(start, color=GREY, linewidth=0.9, linestyle=(0, (2, 2)), zorder=0)
+        axes.text(start + 0.05, -0.5, name, fontsize=FONT_PT - 1, color=INK, va="bottom")
+    axes.set_ylim(len(lanes) - 0.4, -0.95)
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.set_title(title, loc="left", fontsize=FONT_PT + 2, fontweight="bold", color=INK)
+    axes.tick_params(length=0, labelsize=FONT_PT, labelcolor=INK)
+    axes.set_xticks([])
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def draw(path: Path) -> None:
+    """Draw both forms, one above the other on one axis of time."""
+    figure = Figure(figsize=(12.0, 4.9), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[len(FUSED), len(UNFUSED)])
+    upper.set_xlim(-0.05, 23.6)
+    draw_lanes(upper, FUSED, FUSED_LAUNCHES, title="fused, three launches")
+    draw_lanes(lower, UNFUSED, UNFUSED_LAUNCHES, title="unfused, the same parts in six launches")
+    lower.set_xlabel(
+        "time, to no scale: a sketch of one rank, not a measurement", fontsize=FONT_PT, color=INK
+    )
+    patches = [Patch(label=what, facecolor=fill) for what, fill in FILLS.items()]
+    figure.legend(
+        handles=patches,
+        loc="outside lower center",
+        ncols=len(patches),
+        frameon=False,
+        fontsize=FONT_PT,
+        labelcolor=INK,
+    )
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".png"))

@@ -1,0 +1,78 @@
+"""One MoE layer by three strategies: what fused kernels give, and the memory they share.
+
+Run it with ``torchrun --nproc-per-node 2 examples/02_fused_layer.py``, or alone on one rank. The
+ranks take the GPUs found; without any, the kernels are interpreted, which takes some seconds.
+"""
+
+import sys
+
+import torch
+
+import halley
+from halley.core.types import Experts, Routing
+from halley.moe.world import join_world
+from halley.ops.workspaces import Workspaces
+
+
+NUM_TOKENS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 256, 128
+NUM_EXPERTS, TOP_K = 8, 2
+
+
+def make_experts(groups: halley.ParallelGroups, device: torch.device) -> Experts:
+    """Return random weights of this rank's share of the experts."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        shape = (NUM_EXPERTS // groups.ep_size, rows, columns)
+        return (torch.randn(shape, device=device) * columns**-0.5).to(dtype)
+
+    return Experts(
+        up_LGD=weight(2 * INTERMEDIATE_SIZE, HIDDEN_SIZE),
+        down_LDF=weight(HIDDEN_SIZE, INTERMEDIATE_SIZE),
+    )
+
+
+def compare(groups: halley.ParallelGroups, device: torch.device) -> list[str]:
+    """Run all strategies on the same tokens; return what there is to say on this rank."""
+    torch.manual_seed(groups.rank)
+    experts = make_experts(groups, device)
+    x_TD = torch.randn(NUM_TOKENS, HIDDEN_SIZE, device=device).to(experts.up_LGD.dtype)
+    scores_TE = torch.randn(NUM_TOKENS, NUM_EXPERTS, device=device).softmax(dim=-1)
+    weights_TK, idx_TK = scores_TE.topk(TOP_K, dim=-1)
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
+
+    recorder = halley.Recorder(device.type, enabled=False)
+    workspaces = Workspaces(groups.ep, device)  # of all layers that share memory
+    outputs: dict[str, torch.Tensor] = {}
+    for name in ("sequential", "unfused", "fused"):
+        strategy = halley.build_strategy(
+            name, groups.ep, recorder=recorder, device=device, workspaces=workspaces
+        )
+        with torch.no_grad():  # the fused kernels have no backward yet
+            outputs[name] = strategy.forward(x_TD, routing, experts)
+
+    wanted, fused = outputs["sequential"], outputs["fused"]
+    difference, largest = (fused - wanted).abs().max(), wanted.abs().max()
+    lines = [
+        f"{NUM_TOKENS} tokens a rank, {NUM_EXPERTS} experts on {groups.ep_size} ranks ({device})",
+        f"fused differs from sequential by at most {difference:.1e}, values reach {largest:.2f}",
+        f"fused equals unfused bit for bit: {torch.equal(fused, outputs['unfused'])}",
+    ]
+    for workspace in workspaces.all():
+        for name in ("words", "stage", "home"):
+            local = getattr(workspace, name).local
+            lines.append(f"symmetric {name:<5} {tuple(local.shape)!s:>14} {local.nbytes:>9} bytes")
+    workspaces.close()
+    return lines
+
+
+def main() -> None:
+    with join_world("auto") as world:
+        groups = halley.build_groups(0, device_type=world.device.type)  # experts over all ranks
+        lines = compare(groups, world.device)
+        if world.is_first:
+            sys.stdout.write("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
