@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from halley.core.timeline import Recorder, total_us
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
-from halley.ops.workspaces import Workspaces
 from halley.perf.floor import floor_gemms, measure_link, wire_us
 from halley.perf.layer_case import (
     LayerCase,
@@ -23,6 +23,10 @@ from halley.perf.layer_case import (
 from halley.perf.results import Row, machine_keys
 from halley.perf.timer import Timing, time_interleaved
 from halley.strategies.base import AbstractStrategy
+
+
+if TYPE_CHECKING:
+    from halley.ops.workspaces import Workspaces
 
 
 DIRECTIONS = ("forward", "forward_backward")
@@ -98,7 +102,7 @@ def build_candidates(
     groups: ParallelGroups,
     recorder: Recorder,
     device: torch.device,
-    workspaces: Workspaces | None = None,
+    workspaces: "Workspaces | None" = None,
 ) -> dict[str, AbstractStrategy]:
     """Return every strategy at each of its settings, named "chunked n=4".
 
@@ -266,6 +270,9 @@ def measure_layers(
     on_progress: Progress | None = None,
 ) -> list[Row]:
     """Measure the cases one after another; return all result lines, complete."""
+    # Only here: commands that need no kernels run where there is no Triton.
+    from halley.ops.workspaces import Workspaces
+
     link = measure_link(groups, device=device)
     machine = machine_keys(groups, device=device, commit=commit)
     rows: list[Row] = []

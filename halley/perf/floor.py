@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from halley.kernels.grouped_gemm import grouped_gemm
-from halley.kernels.knobs import GemmTile
 from halley.moe.parallel import ParallelGroups
 from halley.ops.experts import grouped_linear
 from halley.perf.layer_case import LayerTensors
@@ -17,8 +15,6 @@ _PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}  # a peer; past the latenc
 
 
 _BLOCK_M = 128
-# With its first loads begun early, a tile needs a buffer of its own to be stored from: one stage.
-_TILE = GemmTile(num_stages=3)
 
 
 def floor_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Callable[[], None]]:
@@ -55,6 +51,14 @@ class TritonGemms:
     """The same GEMMs by Halley's kernel, on the rows that it pads to."""
 
     def __init__(self, bare: BareGemms) -> None:
+        # Only here: commands that need no kernels run where there is no Triton.
+        from halley.kernels.grouped_gemm import grouped_gemm
+        from halley.kernels.knobs import GemmTile
+
+        self.grouped_gemm = grouped_gemm
+        # As a tile's first loads begin early, the one before is stored from a buffer of its own,
+        # which takes the room of a stage.
+        self.tile = GemmTile(num_stages=3)
         counts_L = bare.ends_L.diff(prepend=bare.ends_L.new_zeros(1))
         tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
         num_rows = int(tiles_L.sum()) * _BLOCK_M
@@ -73,13 +77,13 @@ class TritonGemms:
             (self.up_RG, self.x_RD, self.experts.up_LGD),
             (self.down_RD, self.h_RF, self.experts.down_LDF),
         ):
-            grouped_gemm(
+            self.grouped_gemm(
                 out,
                 rows,
                 weight,
                 tile_expert=self.tile_expert,
                 block_m=_BLOCK_M,
-                tile=_TILE,
+                tile=self.tile,
                 num_programs=self.num_programs,
             )
 

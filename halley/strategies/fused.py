@@ -23,6 +23,7 @@ from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradien
 from halley.strategies.sketch import fused_tasks
 
 
+_CAPABILITY = (9, 0)
 _MAX_RANKS = 31  # a bit a rank in an int32
 _MAX_EXPERTS = 2**15 - 1  # packed with 16 other bits into an int32
 _MAX_TOP_K = 64
@@ -49,25 +50,15 @@ class FusedStrategy(AbstractStrategy):
         self.workspaces = workspaces
         self.recorder = recorder
         self.fused = fused
+        self._checked: tuple[object, ...] = ()
 
     @property
     def has_backward(self) -> bool:
         return False
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        num_tokens, num_ranks = x_TD.shape[0], self.workspaces.num_ranks
-        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
-        check_inputs(x_TD, experts)
-        check_routing(
-            routing, num_tokens=num_tokens, num_experts=experts.num_local_experts * num_ranks
-        )
-        if problem := self.find_problem(experts, top_k=idx_TK.shape[1]):
-            raise ValueError(problem)
-        if wants_gradients(x_TD, routing, experts):
-            name = "fused" if self.fused else "unfused"
-            raise ValueError(
-                f"strategy {name} has no backward yet: train with sequential or chunked"
-            )
+        num_tokens, idx_TK, weights_TK = x_TD.shape[0], routing.topk_idx_TK, routing.topk_weights_TK
+        self._check(x_TD, routing, experts)
         handle = self.workspaces.handle
         with self.recorder.span("dispatch_gemm"):
             h_RF, plan = dispatch_gemm(
@@ -89,6 +80,29 @@ class FusedStrategy(AbstractStrategy):
                 workspaces=handle,
             )
 
+    def _check(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
+        """Check the inputs; what depends on sizes and dtypes alone, only when those are new."""
+        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+        tensors = (x_TD, idx_TK, weights_TK, experts.up_LGD, experts.down_LDF)
+        biases = (experts.up_bias_LG is None, experts.down_bias_LD is None)
+        kind = (
+            *((t.shape, t.dtype, t.device, t.stride()) for t in tensors),
+            *biases,
+            experts.activation,
+        )
+        num_experts = experts.num_local_experts * self.workspaces.num_ranks
+        if kind != self._checked or not x_TD.is_cuda:
+            check_inputs(x_TD, experts)
+            check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
+            if problem := self.find_problem(experts, top_k=idx_TK.shape[1]):
+                raise ValueError(problem)
+            self._checked = kind
+        if wants_gradients(x_TD, routing, experts):
+            name = "fused" if self.fused else "unfused"
+            raise ValueError(
+                f"strategy {name} has no backward yet: train with sequential or chunked"
+            )
+
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         weight, num_ranks = experts.down_LDF, self.workspaces.num_ranks
         hidden_size, intermediate_size = weight.shape[1], weight.shape[2]
@@ -101,6 +115,12 @@ class FusedStrategy(AbstractStrategy):
         if weight.dtype not in allowed:
             names = ", ".join(str(dtype) for dtype in allowed)
             return f"dtype ({weight.dtype}) must be one of {names} for strategy fused"
+        if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _CAPABILITY:
+            found = ".".join(map(str, torch.cuda.get_device_capability(weight.device)))
+            return (
+                f"compute capability ({found}) must be at least 9.0 for strategy fused: its "
+                "kernels use the tensor-memory engine"
+            )
         if not (experts.up_LGD.is_contiguous() and weight.is_contiguous()):
             return "the experts' weights (strided) must be contiguous for strategy fused"
         multiple = _ROW_ALIGNMENT // weight.itemsize
