@@ -27,7 +27,7 @@ from halley.strategies.base import AbstractStrategy
 
 
 LAYERS = ((8, 1, 256, 136), (8, 2, 1024, 512), (64, 8, 2048, 768), (32, 10, 520, 264))  # E, K, D, F
-LOADS = ("balanced", "std:0.01", "zipf:1.2", "one-hot")
+LOADS = ("balanced", "std:0.005", "zipf:1.2", "one-hot")
 MAX_TOKENS = 700
 MAX_DELAY_CYCLES = 1_000_000  # about 0.6 ms
 
