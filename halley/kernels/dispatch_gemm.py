@@ -28,7 +28,7 @@ from halley.kernels.tiles import (
     describe_weights,
     gelu,
     halves,
-    multiply_tile,
+    multiply_step,
     tile_of,
 )
 
@@ -109,6 +109,31 @@ def _store_activated(
             pre_desc.store([row, 0, column], acc.to(h_desc.dtype).reshape(BLOCK_M, 1, BLOCK_N))
 
 
+@triton.jit
+def _multiply_run(
+    row, expert, first, columns, a_desc, b_desc, h_desc, pre_desc,
+    DEPTH: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Make some tiles side by side; if more than one, in one loop, whose loads run on."""
+    BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if RUN == 1:
+        column = first * BLOCK_F
+        for k in range(0, DEPTH, BLOCK_K):
+            acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
+        _store_activated(acc, h_desc, pre_desc, row, column, GATED, KEEP, BLOCK_M, BLOCK_N)
+    else:
+        for step in range(0, columns * STEPS):
+            column = (first + step // STEPS) * BLOCK_F
+            k = (step % STEPS) * BLOCK_K
+            acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
+            if step % STEPS == STEPS - 1:
+                _store_activated(acc, h_desc, pre_desc, row, column, GATED, KEEP, BLOCK_M, BLOCK_N)
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
 @triton.jit(
     do_not_specialize=["num_fetchers", "capacity", "fetch_part", "multiply_part", "timeout_ns"]
 )
@@ -118,16 +143,17 @@ def dispatch_gemm_kernel(
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr,
     GATED: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Fetch and multiply by tickets. A ``_part`` is 1, or 0 to leave that out."""
     BLOCK_M: tl.constexpr = LAYOUT.block_m
     BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     num_columns: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_F - 1) // BLOCK_F
+    num_runs: tl.constexpr = (num_columns + RUN - 1) // RUN
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES)
     usable = tl.load(plan + LAYOUT.summary + USABLE) * (num_tiles * BLOCK_M <= capacity)
     num_tiles *= usable
-    total = num_tiles * num_columns * multiply_part
+    total = num_tiles * num_runs * multiply_part
     num_tasks = tl.load(plan + LAYOUT.summary + NUM_SENDS) // ROWS * usable * fetch_part
     num_first = tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS) // ROWS * usable * fetch_part
     if (tl.program_id(0) < num_fetchers) | (multiply_part == 0):
@@ -137,7 +163,7 @@ def dispatch_gemm_kernel(
     more = num_tasks > 0
     fetching = num_first > 0
     while (ticket < total) | fetching:
-        tile, column = tile_of(ticket % tl.maximum(total, 1), num_tiles, num_columns, GROUP)
+        tile, run = tile_of(ticket % tl.maximum(total, 1), num_tiles, num_runs, GROUP)
         expert = tl.load(plan + LAYOUT.tile_expert + tile)
         need = tl.load(plan + LAYOUT.tile_rows + tile)
         arrived = plan + LAYOUT.tile_arrived + tile
@@ -156,14 +182,12 @@ def dispatch_gemm_kernel(
                 ready = wait(arrived, need, timeout_ns, status, host_words, code, "gpu")
             if ready:
                 fence_async()
-                row = tile * BLOCK_M
-                acc = multiply_tile(
-                    a_desc, b_desc, row, expert, column * BLOCK_F,
-                    HIDDEN_SIZE, BLOCK_M, BLOCK_N, BLOCK_K,
+                first = run * RUN
+                _multiply_run(
+                    tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN),
+                    a_desc, b_desc, h_desc, pre_desc,
+                    HIDDEN_SIZE, GATED, KEEP, RUN, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                _store_activated(
-                    acc, h_desc, pre_desc, row, column * BLOCK_F, GATED, KEEP, BLOCK_M, BLOCK_N
-                )
                 ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
             else:
                 ticket = total
@@ -224,6 +248,7 @@ def dispatch_gemm(
             (stage_ptrs_W, x_RD, plan, x_desc, up_desc, h_desc, pre_desc, knobs.num_fetchers,
              x_RD.shape[0], fetch, multiply, status, host_words, timeout_ns),
             (layout, hidden_size, intermediate_size, gated, pre_RG is not None,
-             *knobs.fetch_block(hidden_size), tile.block_n, tile.block_k, tile.group),
+             *knobs.fetch_block(hidden_size), tile.block_n, tile.block_k, tile.group,
+             tile.run),
             dtypes=(x_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

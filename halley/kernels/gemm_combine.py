@@ -22,13 +22,14 @@ from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
 from halley.kernels.peer import failure, peer_ptr, poll, signal, wait, wait_bulk_stores
 from halley.kernels.plan import NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE, HOME
-from halley.kernels.tiles import describe_rows, describe_weights, multiply_tile, tile_of
+from halley.kernels.tiles import describe_rows, describe_weights, multiply_step, tile_of
 
 
 _COMBINE = tl.constexpr(COMBINE)
 _HOME = tl.constexpr(HOME)
 _TASK_ROWS = tl.constexpr(TASK_ROWS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
+_MAX_RUN = tl.constexpr(1024)
 _TILE_TICKET = tl.constexpr(2)
 _TASK_TICKET = tl.constexpr(3)
 _HOME_TICKET = tl.constexpr(4)
@@ -62,7 +63,7 @@ def _combine(
     """
     TOP_K: tl.constexpr = LAYOUT.top_k
     column = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (column < HIDDEN_SIZE)[None, :]
+    inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
     k = tl.arange(0, LAYOUT.padded_k)
     first = task * _TASK_ROWS
     origin, row_RK, weight_RK = _load_sends(first, plan, LAYOUT, ROWS)
@@ -149,7 +150,7 @@ def _sum_at_home(
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = task * ROWS + tl.arange(0, ROWS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (column < HIDDEN_SIZE)[None, :]
+    inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
     ranks = tl.load(plan + LAYOUT.home_ranks + token, mask=token < num_tokens, other=0)
     acc = tl.zeros((ROWS, CHUNK), tl.float32)
     for source in tl.static_range(NUM_RANKS):
@@ -168,33 +169,53 @@ def _multiply(
     ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """Make the tile of a ticket and return its chunk; the caller counts it (``_count_tile``)."""
+    """Make the tiles of a ticket, side by side, and count those of the ticket before.
+
+    Returns what the caller must have counted in turn (``_count_tiles``).
+    """
     BLOCK_M: tl.constexpr = LAYOUT.block_m
+    STEPS: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_K - 1) // BLOCK_K
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
-    chunk = ticket // (num_tiles * per_chunk)
-    columns = tl.minimum(num_columns - chunk * per_chunk, per_chunk)
-    within = ticket - chunk * num_tiles * per_chunk
-    tile, column = tile_of(within, num_tiles, columns, GROUP)
-    column = (chunk * per_chunk + column) * BLOCK_N
+    runs_a_chunk: tl.constexpr = (per_chunk + RUN - 1) // RUN
+    chunk = ticket // (num_tiles * runs_a_chunk)
+    first_column = chunk * per_chunk
+    end = tl.minimum(first_column + per_chunk, num_columns)
+    within = ticket - chunk * num_tiles * runs_a_chunk
+    tile, run = tile_of(within, num_tiles, tl.cdiv(end - first_column, RUN), GROUP)
+    first = first_column + run * RUN
+    columns = tl.minimum(end - first, RUN)
     expert = tl.load(plan + LAYOUT.tile_expert + tile)
-    acc = multiply_tile(
-        a_desc, b_desc, tile * BLOCK_M, expert, column,
-        INTERMEDIATE_SIZE, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    _count_tile(pending, plan, LAYOUT)
-    z_desc.store([tile * BLOCK_M, column], acc.to(z_desc.dtype))
-    return chunk
+    row = tile * BLOCK_M
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if RUN == 1:
+        column = first * BLOCK_N
+        for k in range(0, INTERMEDIATE_SIZE, BLOCK_K):
+            acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
+        _count_tiles(pending, plan, LAYOUT)
+        z_desc.store([row, column], acc.to(z_desc.dtype))
+    else:
+        _count_tiles(pending, plan, LAYOUT)
+        for step in range(0, columns * STEPS):
+            column = (first + step // STEPS) * BLOCK_N
+            k = (step % STEPS) * BLOCK_K
+            acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
+            if step % STEPS == STEPS - 1:
+                z_desc.store([row, column], acc.to(z_desc.dtype))
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return chunk * _MAX_RUN + columns
 
 
 @triton.jit
-def _count_tile(chunk, plan, LAYOUT: tl.constexpr):
-    """Count the last tile that this program stored for its chunk, if it has not been counted."""
-    if chunk >= 0:
+def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
+    """Count the tiles that this program stored last for their chunk, if there are any."""
+    if pending > 0:
         wait_bulk_stores()
         tl.debug_barrier()
-        tl.atomic_add(plan + LAYOUT.chunk_done + chunk, 1, sem="release", scope="gpu")
+        done = plan + LAYOUT.chunk_done + pending // _MAX_RUN
+        tl.atomic_add(done, pending % _MAX_RUN, sem="release", scope="gpu")
 
 
 @triton.jit(do_not_specialize=[
@@ -207,7 +228,7 @@ def gemm_combine_kernel(
     status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, UNROLL: tl.constexpr, HOME_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Multiply, combine and sum by tickets. A ``_part`` is 1, or 0 to leave that out."""
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
@@ -216,7 +237,10 @@ def gemm_combine_kernel(
     usable = tl.load(plan + LAYOUT.summary + USABLE)
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     tasks_a_chunk = tl.load(plan + LAYOUT.summary + NUM_SENDS) // _TASK_ROWS * usable
-    total = num_tiles * num_columns * multiply_part
+    last_columns: tl.constexpr = num_columns - (num_chunks - 1) * per_chunk
+    runs_a_chunk: tl.constexpr = (per_chunk + RUN - 1) // RUN
+    num_runs: tl.constexpr = (num_chunks - 1) * runs_a_chunk + (last_columns + RUN - 1) // RUN
+    total = num_tiles * num_runs * multiply_part
     num_tasks = tasks_a_chunk * num_chunks * combine_part
     tickets = plan + LAYOUT.tickets
     multiplying = total > 0
@@ -228,7 +252,7 @@ def gemm_combine_kernel(
         task = tl.atomic_add(tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu")
         home = tl.atomic_add(tickets + _HOME_TICKET, home_part, sem="relaxed", scope="gpu")
     arrived = -1  # the last chunk that all ranks have sent, as far as this program knows
-    pending = -1  # the chunk of the last tile, until the tile is counted
+    pending = 0  # chunk and number of the tiles made last, until they are counted
     ready = -1  # the last chunk that this program has seen to be whole
     while multiplying | (task < num_tasks):
         chunk = task // tl.maximum(tasks_a_chunk, 1)
@@ -265,12 +289,12 @@ def gemm_combine_kernel(
             if multiplying:
                 pending = _multiply(
                     ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
-                    LAYOUT, HIDDEN_SIZE, INTERMEDIATE_SIZE, CHUNK, BLOCK_N, BLOCK_K, GROUP,
+                    LAYOUT, HIDDEN_SIZE, INTERMEDIATE_SIZE, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
                 )  # fmt: skip
-            # A tile is counted when the next one is made: by then its store is long done.
+            # Tiles are counted when the next are begun: by then their stores are done.
             if (not multiplying) | (task < num_tasks):
-                _count_tile(pending, plan, LAYOUT)
-                pending = -1
+                _count_tiles(pending, plan, LAYOUT)
+                pending = 0
             if (not multiplying) & (task >= num_tasks):
                 task = tl.atomic_add(
                     tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu"
@@ -349,6 +373,6 @@ def gemm_combine(
              host_words, timeout_ns),
             (layout, hidden_size, h_RF.shape[1], knobs.combine_rows,
              min(knobs.combine_unroll, layout.padded_k), knobs.home_rows, knobs.chunk_columns,
-             tile.block_n, tile.block_k, tile.group),
+             tile.block_n, tile.block_k, tile.group, tile.run),
             dtypes=(z_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

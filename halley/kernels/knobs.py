@@ -10,7 +10,9 @@ class GemmTile:
     Attributes:
         block_n: columns of the product before the activation.
         block_k: depth of one step.
-        group: row tiles that share a column of weights before the next column.
+        group: row tiles that share columns of weights before the next columns.
+        run: tiles side by side that a program makes in one loop: the loads of the next begin
+            during the last products of the one before, which is stored meanwhile.
         num_warps: warps of a program.
         num_stages: steps in flight.
     """
@@ -18,6 +20,7 @@ class GemmTile:
     block_n: int = 256
     block_k: int = 64
     group: int = 8
+    run: int = 1
     num_warps: int = 8
     num_stages: int = 4
 
@@ -36,8 +39,8 @@ class Knobs:
             multiply until nothing is left to multiply. 0 chooses by the experts' size.
         combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
         combine_unroll: rows of one send that are in flight at once.
-        chunk_columns: columns of the down projection that are combined at once; a multiple of the
-            columns of a tile.
+        chunk_columns: columns of the down projection that are combined at once; a power of two,
+            and a multiple of the columns of a tile.
         home_rows: tokens of one task of the sum at home.
     """
 

@@ -26,20 +26,28 @@ def tile_of(ticket, num_tiles, num_columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(
-    a_desc, b_desc, row, expert, column,
-    DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return ``a[row : row + BLOCK_M] @ b[expert, :, column :].T`` in float32.
+def multiply_step(
+    acc, a_desc, b_desc, row, expert, column, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Add the product of one block of columns of ``a`` and of ``b[expert]`` to a tile.
 
     ``b`` is (experts, parts, columns of a part, depth); a tile has the same columns of every part
     side by side, so that the gate and the up projection of a column meet in one program.
     """
+    a = a_desc.load([row, k])
+    b = b_desc.load([expert, 0, column, k]).reshape(BLOCK_N, BLOCK_K)
+    return tl.dot(a, b.T, acc)
+
+
+@triton.jit
+def multiply_tile(
+    a_desc, b_desc, row, expert, column,
+    DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return ``a[row : row + BLOCK_M] @ b[expert, :, column :].T`` in float32."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, DEPTH, BLOCK_K):
-        a = a_desc.load([row, k])
-        b = b_desc.load([expert, 0, column, k]).reshape(BLOCK_N, BLOCK_K)
-        acc = tl.dot(a, b.T, acc)
+        acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
     return acc
 
 

@@ -56,6 +56,23 @@ def test_values_and_bits_in_every_schedule(name: str) -> None:
                 assert torch.equal(y_TD, wanted_TD), f"seed {seed}"
 
 
+@pytest.mark.parametrize(("up", "down", "chunk_columns"), [(2, 3, 64), (3, 2, 128)])
+def test_tiles_made_in_runs(up: int, down: int, chunk_columns: int) -> None:
+    """Runs that end with a row of tiles, with a chunk, or in their midst, give the same bits."""
+    knobs = replace(
+        TWO.knobs,
+        up=replace(TWO.knobs.up, run=up),
+        down=replace(TWO.knobs.down, run=down),
+        chunk_columns=chunk_columns,
+    )
+    one_by_one = replace(TWO, hidden_size=260, intermediate_size=76)
+    wanted = run_forward(one_by_one, fused=False)
+    for fused in (False, True):
+        in_runs = run_forward(replace(one_by_one, knobs=knobs), fused=fused, seed=up)
+        for outputs, others in zip(in_runs, wanted, strict=True):
+            assert torch.equal(outputs[0], others[0])
+
+
 @pytest.mark.parametrize("resident", [1, 2, 8])
 def test_any_number_of_resident_programs(resident: int) -> None:
     """However few run at a time, none of them waits for one that has not begun."""

@@ -133,8 +133,12 @@ MUTATIONS = {
     "combine: tiles counted before they are stored": Mutation(
         function=gemm_combine._multiply,
         edits=(
-            ("_count_tile(pending, plan, LAYOUT)", "_count_tile(chunk, plan, LAYOUT)"),
-            ("return chunk", "return -1"),
+            (
+                "    row = tile * BLOCK_M",
+                "    row = tile * BLOCK_M\n"
+                "    _count_tiles(chunk * _MAX_RUN + columns, plan, LAYOUT)",
+            ),
+            ("return chunk * _MAX_RUN + columns", "return 0"),
         ),
     ),
     "combine: one tile too few": Mutation(
