@@ -4,17 +4,17 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
 from halley.cli.bars import step_progress
-from halley.cli.checks import check_package
+from halley.cli.checks import check_package, read_dtype
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table
 from halley.core.models import find_model
 from halley.core.routing import local_experts
 from halley.core.skew import parse_load
-from halley.core.types import DTYPES
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import STRATEGIES
 from halley.moe.world import pick_device
@@ -58,9 +58,7 @@ def layer(
         models = _BENCH_MODELS if on_gpu else "tiny"
     if tokens == "default":
         tokens = "2048,8192" if on_gpu else "512"
-    if dtype == "default":
-        dtype = "bfloat16" if on_gpu else "float32"
-    cases = _cases(models, tokens, skew=skew, dtype=dtype, seed=seed)
+    cases = _cases(models, tokens, skew=skew, dtype=read_dtype(dtype, on_gpu=on_gpu), seed=seed)
     names = _split(strategies, option="strategies")
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise ValueError(f"strategy ({unknown[0]}) must be one of {', '.join(STRATEGIES)}")
@@ -97,9 +95,9 @@ def layer(
     return 0
 
 
-def _cases(models: str, tokens: str, *, skew: str, dtype: str, seed: int) -> list[LayerCase]:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+def _cases(
+    models: str, tokens: str, *, skew: str, dtype: torch.dtype, seed: int
+) -> list[LayerCase]:
     if seed < 0:
         raise ValueError(f"seed ({seed}) must be at least 0")
     configs = [find_model(name) for name in _split(models, option="models")]
@@ -108,7 +106,7 @@ def _cases(models: str, tokens: str, *, skew: str, dtype: str, seed: int) -> lis
         for load in loads:
             parse_load(load, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
     return [
-        LayerCase(model=config, num_tokens=num_tokens, skew=load, dtype=DTYPES[dtype], seed=seed)
+        LayerCase(model=config, num_tokens=num_tokens, skew=load, dtype=dtype, seed=seed)
         for config in configs
         for num_tokens in _positive_integers(tokens, option="tokens")
         for load in loads

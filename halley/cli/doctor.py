@@ -3,12 +3,20 @@
 import dataclasses
 import json
 from collections import defaultdict
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from halley.cli.checks import read_dtype
+from halley.cli.ranks import count_ranks, hand_to_ranks, joined
+from halley.core.models import find_model
+from halley.core.routing import local_experts
+from halley.moe.parallel import build_groups
+from halley.moe.world import pick_device
+from halley.perf.choice import LayerChoice, choose_strategy
 from halley.perf.doctor import (
     OPTIONAL_PACKAGES,
     Device,
@@ -17,17 +25,94 @@ from halley.perf.doctor import (
     StrategyState,
     examine_machine,
 )
+from halley.perf.layer_case import LayerCase
 
 
-def doctor() -> int:
+# Keys of ``FusedBuffers``, and what they are to a reader.
+_BUFFERS = {
+    "mailbox_mib": "mailbox, symmetric",
+    "stage_mib": "stage, symmetric",
+    "home_mib": "home, symmetric",
+    "symm_mib": "all symmetric",
+    "rows_mib": "rows, local",
+    "plan_mib": "plan of a call",
+}
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Named model whose layer to try.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens a rank; 2048, or 512 on CPUs.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Ranks; default one a GPU, or 2.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+) -> int:
     """Show versions, devices and links, and whether each strategy can run here.
 
-    Prints a table, then one JSON line. Fails only where no strategy can run.
+    With a model, ranks start and run its MoE layer forward: what strategy auto picks and why,
+    whether ranks address each other's memory, and the memory that the fused kernels take.
+
+    Prints tables, then one JSON line. Fails only where no strategy, or that layer, can run.
     """
-    machine = examine_machine()
-    Console().print(machine_table(machine))
-    typer.echo(json.dumps(dataclasses.asdict(machine)))
-    return 0 if machine.can_run else 1
+    if model is None:
+        options = {"tokens": tokens, "dtype": dtype, "nproc": nproc, "device": device}
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"{name} ({value}) must come with a model: add --model")
+        machine = examine_machine()
+        Console().print(machine_table(machine))
+        typer.echo(json.dumps(dataclasses.asdict(machine)))
+        return 0 if machine.can_run else 1
+    device = device or "auto"
+    num_ranks = count_ranks(nproc or 0, device=device)
+    on_gpu = pick_device(device).type == "cuda"
+    num_tokens = (2048 if on_gpu else 512) if tokens is None else tokens
+    if num_tokens < 1:
+        raise ValueError(f"tokens ({num_tokens}) must be at least 1")
+    case = LayerCase(
+        model=find_model(model),
+        num_tokens=num_tokens,
+        dtype=read_dtype(dtype or "default", on_gpu=on_gpu),
+    )
+    local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+    code = hand_to_ranks(nproc or 0, device=device)
+    if code is not None:
+        return code
+
+    with joined(device) as (world, _):
+        groups = build_groups(0, device_type=world.device.type)
+        machine = examine_machine() if world.is_first else None
+        if machine is not None:  # before the layer runs, which may fail
+            Console().print(machine_table(machine))
+        choice = choose_strategy(case, groups=groups, device=world.device)
+        if machine is not None:
+            Console().print(choice_table(choice))
+            told = dataclasses.asdict(machine) | {"choice": dataclasses.asdict(choice)}
+            typer.echo(json.dumps(told))
+    return 0
+
+
+def choice_table(choice: LayerChoice) -> Table:
+    """Return how strategy auto runs a layer; what keeps ranks out of each other's memory is red."""
+    title = f"MoE layer of {choice.model}, forward: {choice.num_tokens} tokens a rank, "
+    table = Table(title=f"{title}{choice.dtype}, ep_size {choice.num_ranks}")
+    for name in ("", "what", "state"):
+        table.add_column(name, overflow="fold")
+    table.add_row("strategy auto", "picks", escape(choice.strategy))
+    for name, time_us in choice.times_us.items():
+        table.add_row("", escape(name), f"{time_us:,.0f} us")
+    table.add_row("", "why", escape(choice.reason))
+    table.add_section()
+    problem = f"[red]no: {escape(choice.access_problem)}[/red]"
+    table.add_row("memory of peers", "addressed", problem if choice.access_problem else "yes")
+    table.add_section()
+    title = "buffers of fused"
+    if choice.buffers is None:
+        table.add_row(title, "", "none, as it does not run")
+        return table
+    for key, text in _BUFFERS.items():
+        table.add_row(title, text, f"{getattr(choice.buffers, key):.3f} MiB")
+        title = ""
+    return table
 
 
 def machine_table(machine: Machine) -> Table:

@@ -22,6 +22,7 @@ from halley.perf.layer_case import (
 )
 from halley.perf.results import Row, machine_keys
 from halley.perf.timer import Timing, time_interleaved
+from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 
 
@@ -83,7 +84,8 @@ def bench_layer(
         )
         gemm_us = min(timings[name].median_us for name in gemms)
         for strategy in in_turn:
-            name = best.get(strategy, strategy)
+            first = next(name for name in able if name.partition(" ")[0] == strategy)
+            name = best.get(strategy, first)  # the first, where none is right
             row = _row(case, groups, direction=direction, strategy=strategy)
             row |= _floors(gemm_us, crossing_us, direction=direction)
             row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
@@ -91,6 +93,7 @@ def bench_layer(
             if name in timings:
                 row |= _times(timings[name])
                 row |= _extras(runs[name], recorder, device=device, groups=groups)
+                row["symm_mib"] = _symm_mib(candidates[name])
             rows.append(row)
     return rows
 
@@ -214,6 +217,19 @@ def _extras(
     }
 
 
+def _symm_mib(strategy: AbstractStrategy) -> float | None:
+    """Return the MiB a rank that peers address, the same on all ranks; None where there are none.
+
+    Strategies that share their buffers tell the same.
+    """
+    parts = strategy.candidates.values() if isinstance(strategy, AutoStrategy) else [strategy]
+    num_bytes = 0
+    for part in parts:
+        if workspaces := getattr(part, "workspaces", None):
+            num_bytes += sum(workspace.symmetric_bytes for workspace in workspaces.all())
+    return round(num_bytes / 2**20, 3) if num_bytes else None
+
+
 def _floors(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
     """Return the floor; backward adds twice the GEMMs and once the crossings of forward."""
     both = direction == "forward_backward"
@@ -256,6 +272,7 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: s
         "samples": 0,
         "exposed_comm_us": None,
         "peak_mib": None,
+        "symm_mib": None,
     }
 
 

@@ -55,6 +55,7 @@ class AutoStrategy(AbstractStrategy):
         self._no_access: str | None = None  # not asked yet
         self._choices: dict[_Key, str] = {}
         self._reasons: dict[_Key, str] = {}
+        self._times_us: dict[_Key, dict[str, float]] = {}
 
     @property
     def reasons(self) -> list[str]:
@@ -68,9 +69,15 @@ class AutoStrategy(AbstractStrategy):
             shape: the layer; its number of tokens does not matter.
             gradients: whether with backward.
         """
-        sizes = (shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k)
-        key = (*sizes, shape.itemsize, shape.activation, False, gradients)
-        return self._choices.get(key, "")
+        return self._choices.get(_key(shape, gradients=gradients), "")
+
+    def times_us(self, shape: LayerShape, *, gradients: bool) -> dict[str, float]:
+        """Return the candidates' times that a choice rests on; none where nothing was measured.
+
+        Args:
+            shape, gradients: as for ``choice``.
+        """
+        return dict(self._times_us.get(_key(shape, gradients=gradients), {}))
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         weight, gradients = experts.down_LDF, wants_gradients(x_TD, routing, experts)
@@ -111,6 +118,7 @@ class AutoStrategy(AbstractStrategy):
             text += f"chunked, as the fused kernels cannot run here: {self._no_access}"
         else:
             times_us = self._measure(names, x_TD, routing, experts, gradients=gradients)
+            self._times_us[key] = times_us
             name = min(names, key=lambda name: times_us[name])
             shown = ", ".join(f"{name} {times_us[name]:.0f} us" for name in names)
             text += f"{name} is fastest of {shown}"
@@ -173,3 +181,8 @@ class AutoStrategy(AbstractStrategy):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def _key(shape: LayerShape, *, gradients: bool) -> _Key:
+    sizes = (shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k)
+    return (*sizes, shape.itemsize, shape.activation, False, gradients)

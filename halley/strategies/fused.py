@@ -17,6 +17,7 @@ from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.kernels.layout import MAX_CHUNKS
+from halley.kernels.switch import INTERPRETED
 from halley.ops.overlap import dispatch_gemm, gemm_combine
 from halley.ops.workspaces import Workspaces
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
@@ -115,6 +116,11 @@ class FusedStrategy(AbstractStrategy):
         if weight.dtype not in allowed:
             names = ", ".join(str(dtype) for dtype in allowed)
             return f"dtype ({weight.dtype}) must be one of {names} for strategy fused"
+        if not weight.is_cuda and not INTERPRETED:
+            return (
+                "device (cpu) must be cuda for strategy fused in a process whose Triton compiles: "
+                "set TRITON_INTERPRET=1 before it starts"
+            )
         if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _CAPABILITY:
             found = ".".join(map(str, torch.cuda.get_device_capability(weight.device)))
             return (

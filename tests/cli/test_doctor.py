@@ -3,13 +3,15 @@
 import dataclasses
 import io
 import json
+import sys
 
 import pytest
 from rich.console import Console
 
-from halley.cli.doctor import machine_table
+from halley.cli.doctor import choice_table, machine_table
 from halley.cli.main import main
 from halley.moe.strategy import STRATEGIES
+from halley.perf.choice import FusedBuffers, LayerChoice
 from halley.perf.doctor import Device, Link, Machine, StrategyState
 
 
@@ -35,13 +37,26 @@ MACHINE = Machine(
     strategies=[FINE],
     notes=[],
 )
+CHOICE = LayerChoice(
+    model="tiny",
+    num_tokens=64,
+    num_ranks=4,
+    dtype="bfloat16",
+    strategy="fused",
+    times_us={"chunked": 3000.0, "fused": 20.0},
+    reason="fused is fastest of chunked 30 us, fused 20 us",
+    access_problem="",
+    buffers=FusedBuffers(
+        mailbox_mib=0.25, stage_mib=1.0, home_mib=4.0, symm_mib=5.25, rows_mib=2.5, plan_mib=0.125
+    ),
+)
 RED = "\x1b[31m"
 
 
-def _rendered(machine: Machine, *, color: bool = False) -> str:
+def _rendered(facts: Machine | LayerChoice, *, color: bool = False) -> str:
     system = "standard" if color else None
     console = Console(file=io.StringIO(), width=200, force_terminal=color, color_system=system)
-    console.print(machine_table(machine))
+    console.print(machine_table(facts) if isinstance(facts, Machine) else choice_table(facts))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -104,3 +119,41 @@ def test_command_fails_where_nothing_can_run(
         monkeypatch.setattr("halley.cli.doctor.examine_machine", lambda found=machine: found)
         assert main(["doctor"]) == code
         assert "no nccl: install it" in capsys.readouterr().out
+
+
+def test_choice_tells_why_and_what_it_takes():
+    text = _rendered(CHOICE)
+    assert "MoE layer of tiny, forward: 64 tokens a rank, bfloat16, ep_size 4" in text
+    assert _row(text, "picks") == "fused"
+    assert _row(text, "│ chunked") == "3,000 us"
+    assert _row(text, "why") == CHOICE.reason
+    assert _row(text, "addressed") == "yes"
+    assert _row(text, "home, symmetric") == "4.000 MiB"
+    assert _row(text, "all symmetric") == "5.250 MiB"
+    assert _row(text, "plan of a call") == "0.125 MiB"
+
+
+def test_ranks_out_of_reach_are_red():
+    far = dataclasses.replace(CHOICE, access_problem="ranks 0 and 1 are [far]", buffers=None)
+    text = _rendered(far, color=True)
+    assert f"{RED}no: ranks 0 and 1 are [far]" in text
+    assert "none, as it does not run" in text
+    assert RED not in _rendered(CHOICE, color=True)
+
+
+def test_model_on_two_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    argv = ["doctor", "--model", "tiny", "--tokens", "16", "--nproc", "2", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["halley", *argv])  # what the ranks are started with
+    assert main(argv) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    told = json.loads(out.splitlines()[-1])
+    choice = told.pop("choice")
+    assert told.keys() == {field.name for field in dataclasses.fields(Machine)}
+    assert (choice["model"], choice["num_tokens"], choice["num_ranks"]) == ("tiny", 16, 2)
+    assert choice["dtype"] == "float32"
+    assert min(choice["times_us"], key=choice["times_us"].get) == choice["strategy"]
+    assert f"forward: {choice['strategy']} is fastest of sequential " in choice["reason"]
+    assert choice["access_problem"] == ""
+    assert choice["buffers"]["home_mib"] == 2 * 16 * 128 * 4 / 2**20
+    assert out.count("Halley on this machine") == out.count("MoE layer of tiny") == 1

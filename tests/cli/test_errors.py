@@ -204,6 +204,22 @@ WRONG_BENCHES: dict[str, tuple[str, str]] = {
         "({folder}/short.txt/results) must be writable: Not a directory",
     ),
 }
+WRONG_DOCTORS: dict[str, tuple[str, str]] = {
+    "unknown model": ("--model tinny", "model (tinny) must be one of tiny"),
+    "no tokens": ("--model tiny --tokens 0", "tokens (0) must be at least 1"),
+    "unknown dtype": (
+        "--model tiny --dtype int8",
+        "dtype (int8) must be one of float32, float16, bfloat16",
+    ),
+    "unknown device": ("--model tiny --device tpu", "device (tpu) must be one of auto, cpu, cuda"),
+    "negative ranks": ("--model tiny --nproc -1", "nproc (-1) must be at least 1"),
+    "experts over ranks": (
+        "--model tiny --nproc 3 --device cpu",
+        "num_experts (8) must be divisible by ep_size (3)",
+    ),
+    "tokens without a model": ("--tokens 64", "tokens (64) must come with a model: add --model"),
+    "ranks without a model": ("--nproc 2", "nproc (2) must come with a model: add --model"),
+}
 WRONG_EXPORTS: dict[str, tuple[str, str]] = {
     "no output": ("export run", "--output"),
     "no run": ("export --output out", "run"),
@@ -231,6 +247,7 @@ CASES = {
     **WRONG_MODELS,
     **WRONG_RUNS,
     **{f"bench: {name}": (f"bench layer {a}", t) for name, (a, t) in WRONG_BENCHES.items()},
+    **{f"doctor: {name}": (f"doctor {a}", t) for name, (a, t) in WRONG_DOCTORS.items()},
     **{f"export: {name}": case for name, case in WRONG_EXPORTS.items()},
 }
 
@@ -281,7 +298,10 @@ def test_one_line_names_value_and_rule(name: str, folder: Path, capsys: pytest.C
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("command", ["train --set device=cuda", "bench layer --device cuda"])
+@pytest.mark.parametrize(
+    "command",
+    ["train --set device=cuda", "bench layer --device cuda", "doctor --model tiny --device cuda"],
+)
 def test_gpus_that_are_not_there(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,6 +8,7 @@ from typing import final
 import pytest
 import torch
 
+from halley.cli.tables import layer_table
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
@@ -147,3 +148,39 @@ def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     row: Row = {"gpu": "NVIDIA H200", "num_gpus": 4, "case": "layer"}
     assert results_path(tmp_path, row) == tmp_path / "h200x4" / "layer.jsonl"
+
+
+def _measure_memory(rank: int, num_ranks: int) -> list[Row]:
+    groups = build_groups(0, device_type="cpu")
+    rows = measure_layers(
+        [LayerCase(model=TINY, num_tokens=16, dtype=torch.float32)],
+        ["sequential", "fused", "auto"],
+        groups=groups,
+        device=CPU,
+        num_samples=1,
+        commit="abc",
+    )
+    destroy(groups)
+    return rows
+
+
+def test_symmetric_memory_of_each_strategy(run_ranks: RunRanks) -> None:
+    """Stage and home hold 16 and 2 x 16 rows of 128 floats; the mailbox is 528 words."""
+    symm_mib = round((3 * 16 * 128 * 4 + 528 * 4) / 2**20, 3)
+    for rows in run_ranks(_measure_memory, 2):
+        assert [(row["strategy"], row["direction"], row["symm_mib"]) for row in rows] == [
+            ("sequential", "forward", None),
+            ("fused", "forward", symm_mib),
+            ("auto", "forward", symm_mib),
+            ("sequential", "forward_backward", None),
+            ("auto", "forward_backward", symm_mib),
+        ]
+
+
+def test_lines_without_later_keys_are_still_read() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    for path in folder.glob("*/layer.jsonl"):
+        rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row.pop("symm_mib", None)
+        assert layer_table(rows).row_count == len(rows) > 0

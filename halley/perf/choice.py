@@ -1,0 +1,131 @@
+"""What strategy auto makes of one layer on these ranks, and what memory the fused kernels take."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from halley.core.timeline import Recorder
+from halley.core.types import LayerShape
+from halley.moe.parallel import ParallelGroups
+from halley.moe.strategy import build_strategy
+from halley.perf.layer_case import LayerCase, make_tensors, outputs_of
+from halley.strategies.auto import AutoStrategy
+from halley.symm.access import peer_access
+
+
+if TYPE_CHECKING:
+    from halley.ops.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedBuffers:
+    """Memory of the fused kernels on one rank, in MiB.
+
+    Attributes:
+        mailbox_mib: what ranks tell each other of a call.
+        stage_mib: the rank's tokens, which its peers fetch.
+        home_mib: the sums that its peers send.
+        symm_mib: these three, which peers address.
+        rows_mib: scratch of this rank alone.
+        plan_mib: made anew by each call.
+    """
+
+    mailbox_mib: float
+    stage_mib: float
+    home_mib: float
+    symm_mib: float
+    rows_mib: float
+    plan_mib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice:
+    """How strategy auto runs a layer forward.
+
+    Attributes:
+        num_tokens: of each rank.
+        strategy: what auto picked.
+        times_us: of each candidate, on the slowest rank; none where nothing was measured.
+        reason: auto's own words, and why others are no candidates.
+        access_problem: why the ranks cannot address each other's memory; "" where they can.
+        buffers: of this rank; None where the fused kernels do not run.
+    """
+
+    model: str
+    num_tokens: int
+    num_ranks: int
+    dtype: str
+    strategy: str
+    times_us: dict[str, float]
+    reason: str
+    access_problem: str
+    buffers: FusedBuffers | None
+
+
+def choose_strategy(
+    case: LayerCase, *, groups: ParallelGroups, device: torch.device
+) -> LayerChoice:
+    """Let strategy auto measure and choose for a layer without gradients; a collective.
+
+    Args:
+        case: the layer and its load.
+        groups: its expert-parallel group runs the layer.
+        device: of this rank.
+
+    Raises:
+        ValueError: sizes that do not fit the ranks.
+        RuntimeError: a candidate failed.
+        MemoryError: a rank has too little memory for the buffers.
+    """
+    # Only here: commands that need no kernels run where there is no Triton.
+    from halley.ops.workspaces import Workspaces
+
+    workspaces = Workspaces(groups.ep, device)
+    recorder = Recorder(device, enabled=False)
+    auto = build_strategy(
+        "auto", groups.ep, recorder=recorder, device=device, workspaces=workspaces
+    )
+    assert isinstance(auto, AutoStrategy)
+    outputs_of(auto, make_tensors(case, groups, device=device), backward=False)
+    (reason,) = auto.reasons
+    if case.model.moe.expert_bias:
+        reason += "; measured without the experts' biases, with which fused cannot run"
+    buffers = [_measure_buffers(workspace) for workspace in workspaces.all()]
+    workspaces.close()
+    return LayerChoice(
+        model=case.model.name,
+        num_tokens=case.num_tokens,
+        num_ranks=groups.ep_size,
+        dtype=str(case.dtype).removeprefix("torch."),
+        strategy=auto.choice(_shape(case, groups), gradients=False),
+        times_us=auto.times_us(_shape(case, groups), gradients=False),
+        reason=reason,
+        access_problem=peer_access(groups.ep, device),
+        buffers=buffers[0] if buffers else None,
+    )
+
+
+def _shape(case: LayerCase, groups: ParallelGroups) -> LayerShape:
+    moe = case.model.moe
+    return LayerShape(
+        num_tokens=case.num_tokens,
+        hidden_size=case.model.hidden_size,
+        intermediate_size=moe.intermediate_size,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        ep_size=groups.ep_size,
+        itemsize=case.dtype.itemsize,
+        activation=moe.activation,
+    )
+
+
+def _measure_buffers(workspace: "Workspace") -> FusedBuffers:
+    return FusedBuffers(
+        mailbox_mib=workspace.words.local.nbytes / 2**20,
+        stage_mib=workspace.stage.local.nbytes / 2**20,
+        home_mib=workspace.home.local.nbytes / 2**20,
+        symm_mib=workspace.symmetric_bytes / 2**20,
+        rows_mib=workspace.rows_RD.nbytes / 2**20,
+        plan_mib=workspace.layout.plan_words * torch.int32.itemsize / 2**20,
+    )
