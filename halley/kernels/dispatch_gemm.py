@@ -20,7 +20,7 @@ from halley.kernels.knobs import Knobs
 from halley.kernels.launch import Launcher
 from halley.kernels.layout import Layout
 from halley.kernels.peer import failure, fence_async, poll, wait
-from halley.kernels.plan import NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
+from halley.kernels.plan_words import NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import DISPATCH
 from halley.kernels.tiles import (
     describe,

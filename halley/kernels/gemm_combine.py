@@ -20,7 +20,7 @@ from halley.kernels.knobs import Knobs
 from halley.kernels.launch import Launcher
 from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
 from halley.kernels.peer import failure, peer_ptr, poll, signal, wait, wait_bulk_stores
-from halley.kernels.plan import NUM_SENDS, NUM_TILES, USABLE
+from halley.kernels.plan_words import NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE, HOME
 from halley.kernels.tiles import describe_rows, describe_weights, multiply_step, tile_of
 

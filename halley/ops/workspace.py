@@ -7,7 +7,7 @@ import torch
 
 from halley.kernels.knobs import Knobs
 from halley.kernels.layout import Layout
-from halley.kernels.plan import NUM_MARKS
+from halley.kernels.plan_words import NUM_MARKS
 from halley.kernels.status import check
 from halley.symm.heap import AbstractSymmHeap, Signals, SymmTensor
 

@@ -16,7 +16,8 @@ from halley.kernels.interpreter import sanitizer
 from halley.kernels.interpreter.scheduler import Scheduler
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.layout import Layout
-from halley.kernels.plan import NUM_MARKS, make_plan
+from halley.kernels.plan import make_plan
+from halley.kernels.plan_words import NUM_MARKS
 from halley.kernels.status import check
 from halley.symm.heap import AbstractSymmHeap
 from halley.symm.threads import ThreadWorld

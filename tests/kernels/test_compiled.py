@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from halley.kernels import dispatch_gemm, gemm_combine, plan
 from halley.kernels.knobs import Knobs
 from halley.kernels.layout import Layout
+from halley.kernels.plan_words import NUM_MARKS
 
 
 MAX_SHARED_BYTES = 232448  # of a program on sm_90
@@ -97,7 +98,7 @@ def _launch_all(*, num_experts: int, top_k: int, hidden_size: int, intermediate_
     plan.make_plan(
         plan_words, x_TD, empty(NUM_TOKENS, top_k, dtype=torch.int64),
         empty(NUM_TOKENS, top_k, dtype=torch.float32), stage_TD=x_TD,
-        marks=empty(plan.NUM_MARKS, dtype=torch.int32), **call,
+        marks=empty(NUM_MARKS, dtype=torch.int32), **call,
     )  # fmt: skip
     dispatch_gemm.dispatch_gemm(
         x_RD, h_RF, empty(num_rows, 2 * intermediate_size), stage_ptrs_W=table, plan=plan_words,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
-from halley.kernels import dispatch_gemm, gemm_combine, peer, plan, publish
+from halley.kernels import count, dispatch_gemm, gemm_combine, peer, plan, publish
 from halley.kernels.switch import INTERPRETED
 from tests.kernels.kernel_case import (
     SMALL_KNOBS,
@@ -89,20 +89,20 @@ MUTATIONS = {
         case=AHEAD,
     ),
     "plan: stale epoch": Mutation(
-        function=plan._count, edits=(("wait(flag, epoch,", "wait(flag, epoch - 1,"),)
+        function=count.count_task, edits=(("wait(flag, epoch,", "wait(flag, epoch - 1,"),)
     ),
     "plan: waits for its own flag only": Mutation(
-        function=plan._count, edits=(("LAYOUT.arrived + peer", "LAYOUT.arrived + rank"),)
+        function=count.count_task, edits=(("LAYOUT.arrived + peer", "LAYOUT.arrived + rank"),)
     ),
     "plan: the first column lays out the rest": Mutation(
-        function=plan._count, edits=(("before % 65536 == num_columns - 1", "before >= 0"),)
+        function=count.count_task, edits=(("before % 65536 == num_columns - 1", "before >= 0"),)
     ),
     "plan: places before all is laid out": Mutation(
         function=plan.plan_kernel, edits=(("wait(laid_out, epoch,", "wait(laid_out, epoch - 1,"),)
     ),
     "plan: marks are not zeroed": Mutation(
         function=plan.plan_kernel,
-        edits=(("tl.store(marks + _TICKET, 0)", "tl.store(marks + _TICKET, 1)"),),
+        edits=(("tl.store(marks + TICKET, 0)", "tl.store(marks + TICKET, 1)"),),
         timeout_s=SHORT_S,
     ),
     "dispatch: tiles do not wait": Mutation(

@@ -8,7 +8,7 @@ import torch
 
 from halley.core.types import Routing
 from halley.kernels.layout import MAX_CHUNKS, NUM_TICKETS, TASK_ROWS, Layout
-from halley.kernels.plan import NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
+from halley.kernels.plan_words import NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
 from tests.kernels.kernel_case import KernelCase, KernelRank, make_tokens, run_world
 
 

@@ -1,0 +1,28 @@
+# Kernels are Triton, which only looks like Python to a type checker.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
+"""Words of a plan's summary, and marks of how far the launch that makes a plan has come."""
+
+import triton
+import triton.language as tl
+
+
+# The summary.
+USABLE = tl.constexpr(0)  # 1 when all tables came whole; else nothing else of the plan may be read
+NUM_TILES = tl.constexpr(1)
+NUM_SENDS = tl.constexpr(2)  # end of the list of sends, in whole tasks
+NUM_OWN_SENDS = tl.constexpr(3)  # end of this rank's own, in whole tasks
+
+# The marks. All but LAID_OUT are zero between launches.
+NUM_MARKS = 16
+TICKET = tl.constexpr(0)
+PUBLISHED = tl.constexpr(1)
+COUNTED = tl.constexpr(2)
+LAID_OUT = tl.constexpr(3)  # epoch of the last plan whose tables were counted
+EXITED = tl.constexpr(4)
+
+
+@triton.jit
+def base_of(plan, i, column, LAYOUT: tl.constexpr):
+    """Return where the bases of a column's blocks stand, of the ring's i-th source."""
+    return plan + LAYOUT.base + (i * LAYOUT.num_columns + column) * LAYOUT.max_blocks
