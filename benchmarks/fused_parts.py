@@ -1,0 +1,134 @@
+"""Where a fused layer's time goes, part by part, and what a knob does to it.
+
+Parts are the launches of the unfused form, by the profiler: plan, fetch, multiply, multiply,
+combine, home. Beside them stand the three launches of the fused form and the time of a whole call
+with the host, all medians of the slowest rank. Sets of knobs are separated by a slash; a set may be
+empty, which is the defaults.
+
+    torchrun --nproc-per-node 4 benchmarks/fused_parts.py qwen3-30b-a3b 8192 / up.run=2 / block_m=64
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from halley.core.models import find_model
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.kernels.knobs import Knobs
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.moe.strategy import build_strategy
+from halley.moe.world import join_world
+from halley.ops.workspaces import Workspaces
+from halley.perf.floor import floor_gemms
+from halley.perf.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
+from halley.perf.timer import time_interleaved
+from halley.strategies.base import AbstractStrategy
+from halley.strategies.fused import FusedStrategy
+
+
+PARTS = ("plan", "fetch", "multiply", "multiply", "combine", "home")
+LAUNCHES = ("plan", "dispatch_gemm", "gemm_combine")
+NUM_CALLS = 7
+
+
+def main() -> None:
+    model, num_tokens, *words = sys.argv[1:]
+    case = LayerCase(model=find_model(model), num_tokens=int(num_tokens))
+    with join_world("cuda") as world:
+        groups = build_groups(0, device_type="cuda")
+        tensors = make_tensors(case, groups, device=world.device)
+        timings = time_interleaved(
+            floor_gemms(tensors, groups), device=world.device, group=groups.ep
+        )
+        gemms = {name: round(timing.median_us) for name, timing in timings.items()}
+        say(world.is_first, {"model": model, "num_tokens": case.num_tokens, **gemms})
+        for settings in " ".join(words).split("/"):
+            say(world.is_first, measure(settings.split(), tensors, groups))
+
+
+def measure(
+    settings: list[str], tensors: LayerTensors, groups: ParallelGroups
+) -> dict[str, object]:
+    """Return a line of figures for one set of knobs.
+
+    Raises:
+        RuntimeError: values are wrong.
+    """
+    device, dtype = tensors.x_TD.device, tensors.x_TD.dtype
+    recorder = Recorder(device, enabled=False)
+    workspaces = Workspaces(groups.ep, device, knobs=read_knobs(settings))
+    sequential = build_strategy("sequential", groups.ep, recorder=recorder, device=device)
+    wanted_TD = forward(sequential, tensors)
+    runs = {}
+    for name in ("unfused", "fused"):
+        strategy = FusedStrategy(workspaces, recorder=recorder, fused=name == "fused")
+        runs[name] = partial(forward, strategy, tensors)
+        error = relative_error(runs[name](), wanted_TD)
+        if error > RELATIVE_TOLERANCE[dtype]:
+            raise RuntimeError(f"{name} with {settings}: off by {error:.1e}")
+    line: dict[str, object] = {"knobs": " ".join(settings)}
+    line["parts_us"] = kernel_times(runs["unfused"], PARTS)
+    line["fused_us"] = kernel_times(runs["fused"], LAUNCHES)
+    whole = time_interleaved(runs, device=device, group=groups.ep)
+    line |= {f"{name}_whole_us": round(timing.median_us) for name, timing in whole.items()}
+    workspaces.close()
+    return line
+
+
+def forward(strategy: AbstractStrategy, tensors: LayerTensors) -> torch.Tensor:
+    return outputs_of(strategy, tensors, backward=False)[0]
+
+
+def read_knobs(settings: list[str]) -> Knobs:
+    """Return the default knobs but for settings such as "num_fetchers=16" and "up.run=2"."""
+    knobs = Knobs()
+    for setting in settings:
+        name, value = setting.split("=")
+        gemm, _, field = name.rpartition(".")
+        if gemm:
+            changed = dataclasses.replace(getattr(knobs, gemm), **{field: int(value)})
+            knobs = dataclasses.replace(knobs, **{gemm: changed})
+        else:
+            knobs = dataclasses.replace(knobs, **{field: int(value)})
+    return knobs
+
+
+def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Return the median time of each launch of ``run`` on the slowest rank, in us."""
+    run()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        warnings.simplefilter("ignore")
+        for _ in range(NUM_CALLS):
+            dist.barrier()
+            run()
+            torch.cuda.synchronize()
+    ours = sorted(
+        (e for e in profiled.events() or () if e.name.startswith(LAUNCHES)),
+        key=lambda event: event.time_range.start,
+    )
+    each = [ours[i :: len(names)] for i in range(len(names))]
+    medians = [statistics.median(event.device_time for event in launch) for launch in each]
+    worst = torch.tensor(medians, device="cuda")
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return [(name, round(us)) for name, us in zip(names, worst.tolist(), strict=True)]
+
+
+def say(is_first: bool, line: dict[str, object]) -> None:
+    if is_first:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
