@@ -29,6 +29,7 @@ from halley.kernels.tiles import (
     gelu,
     halves,
     multiply_step,
+    multiply_tile,
     tile_of,
 )
 
@@ -118,13 +119,12 @@ def _multiply_run(
     """Make some tiles side by side; if more than one, in one loop, whose loads run on."""
     BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if RUN == 1:
         column = first * BLOCK_F
-        for k in range(0, DEPTH, BLOCK_K):
-            acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
+        acc = multiply_tile(a_desc, b_desc, row, expert, column, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K)
         _store_activated(acc, h_desc, pre_desc, row, column, GATED, KEEP, BLOCK_M, BLOCK_N)
     else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, columns * STEPS):
             column = (first + step // STEPS) * BLOCK_F
             k = (step % STEPS) * BLOCK_K

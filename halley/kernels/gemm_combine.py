@@ -22,7 +22,13 @@ from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
 from halley.kernels.peer import failure, peer_ptr, poll, signal, wait, wait_bulk_stores
 from halley.kernels.plan_words import NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE, HOME
-from halley.kernels.tiles import describe_rows, describe_weights, multiply_step, tile_of
+from halley.kernels.tiles import (
+    describe_rows,
+    describe_weights,
+    multiply_step,
+    multiply_tile,
+    tile_of,
+)
 
 
 _COMBINE = tl.constexpr(COMBINE)
@@ -189,15 +195,16 @@ def _multiply(
     columns = tl.minimum(end - first, RUN)
     expert = tl.load(plan + LAYOUT.tile_expert + tile)
     row = tile * BLOCK_M
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if RUN == 1:
         column = first * BLOCK_N
-        for k in range(0, INTERMEDIATE_SIZE, BLOCK_K):
-            acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
+        acc = multiply_tile(
+            a_desc, b_desc, row, expert, column, INTERMEDIATE_SIZE, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         _count_tiles(pending, plan, LAYOUT)
         z_desc.store([row, column], acc.to(z_desc.dtype))
     else:
         _count_tiles(pending, plan, LAYOUT)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, columns * STEPS):
             column = (first + step // STEPS) * BLOCK_N
             k = (step % STEPS) * BLOCK_K

@@ -1,7 +1,7 @@
 """Where things stand in the mailbox that ranks write to each other and in the plan made of it.
 
 Both are int32 words in one tensor each. Kernels take the layout whole, as a constant, and read
-offsets from it: ``plan + LAYOUT.tile_order``.
+offsets from it: ``plan + LAYOUT.tile_expert``.
 
 The mailbox is symmetric memory. Its first words are flags. Then come two halves, used by calls in
 turn, each with one record a source rank:
