@@ -51,7 +51,7 @@ class FusedStrategy(AbstractStrategy):
         self.workspaces = workspaces
         self.recorder = recorder
         self.fused = fused
-        self._checked: tuple[object, ...] = ()
+        self._checked: list[object] = []
 
     @property
     def has_backward(self) -> bool:
@@ -82,27 +82,38 @@ class FusedStrategy(AbstractStrategy):
             )
 
     def _check(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
-        """Check the inputs; what depends on sizes and dtypes alone, only when those are new."""
-        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
-        tensors = (x_TD, idx_TK, weights_TK, experts.up_LGD, experts.down_LDF)
-        biases = (experts.up_bias_LG is None, experts.down_bias_LD is None)
-        kind = (
-            *((t.shape, t.dtype, t.device, t.stride()) for t in tensors),
-            *biases,
-            experts.activation,
+        """Check the inputs; where that reads no values, only if their sizes or dtypes are new."""
+        tensors = (
+            x_TD,
+            routing.topk_idx_TK,
+            routing.topk_weights_TK,
+            experts.up_LGD,
+            experts.down_LDF,
+            experts.up_bias_LG,
+            experts.down_bias_LD,
         )
-        num_experts = experts.num_local_experts * self.workspaces.num_ranks
-        if kind != self._checked or not x_TD.is_cuda:
-            check_inputs(x_TD, experts)
-            check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
-            if problem := self.find_problem(experts, top_k=idx_TK.shape[1]):
-                raise ValueError(problem)
-            self._checked = kind
+        # What is kept from call to call would make a compiler trace each call anew.
+        if torch.compiler.is_compiling() or not x_TD.is_cuda:
+            self._check_all(x_TD, routing, experts)
+        else:
+            kinds: list[object] = [
+                t if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in tensors
+            ]
+            if kinds != self._checked:
+                self._check_all(x_TD, routing, experts)
+                self._checked = kinds
         if wants_gradients(x_TD, routing, experts):
             name = "fused" if self.fused else "unfused"
             raise ValueError(
                 f"strategy {name} has no backward yet: train with sequential or chunked"
             )
+
+    def _check_all(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
+        num_experts = experts.num_local_experts * self.workspaces.num_ranks
+        check_inputs(x_TD, experts)
+        check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
+        if problem := self.find_problem(experts, top_k=routing.topk_idx_TK.shape[1]):
+            raise ValueError(problem)
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         weight, num_ranks = experts.down_LDF, self.workspaces.num_ranks

@@ -55,6 +55,25 @@ def test_compiled_layer_equals_eager(run_ranks: RunRanks, num_ranks: int, backen
 
 
 @torch.no_grad()
+def test_traced_once_for_calls_alike() -> None:
+    """Nothing that a call leaves behind makes the next one compile again."""
+    strategy, graphs = _build(None), []
+
+    def count(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    case = LayerCase(num_tokens_W=(9,))
+    x_TD, routing, _ = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    torch.compiler.reset()
+    run = torch.compile(strategy.forward, backend=count, fullgraph=True)
+    outputs = [run(x_TD, routing, experts) for _ in range(3)]
+    assert len(graphs) == 1
+    assert all(torch.equal(y_TD, outputs[0]) for y_TD in outputs)
+
+
+@torch.no_grad()
 def _check_inductor(rank: int, num_ranks: int) -> None:
     """Two layers in a row, with nothing around them that Inductor would have to compile in C++."""
     with warnings.catch_warnings():
