@@ -35,6 +35,7 @@ from halley.kernels.tiles import (
 
 
 _DISPATCH = tl.constexpr(DISPATCH)
+# Words of the tickets; gemm_combine has the others.
 _FETCH_TICKET = tl.constexpr(0)
 _TILE_TICKET = tl.constexpr(1)
 _EXITED = tl.constexpr(5)

@@ -35,7 +35,8 @@ _COMBINE = tl.constexpr(COMBINE)
 _HOME = tl.constexpr(HOME)
 _TASK_ROWS = tl.constexpr(TASK_ROWS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
-_MAX_RUN = tl.constexpr(1024)
+_MAX_RUN = tl.constexpr(1024)  # more tiles than a run has: chunk and tiles fit one word
+# Words of the tickets; dispatch_gemm has the others.
 _TILE_TICKET = tl.constexpr(2)
 _TASK_TICKET = tl.constexpr(3)
 _HOME_TICKET = tl.constexpr(4)

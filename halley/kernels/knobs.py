@@ -27,7 +27,7 @@ class GemmTile:
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """The knobs of a layer. All of them change only time, never a value.
+    """The knobs of a layer. They change time, and no value but for the last bits with ``block_k``.
 
     Attributes:
         num_programs: programs of the persistent launches; 0 is one a multiprocessor.

@@ -1,10 +1,8 @@
 """Device functions on memory that other ranks and other programs write.
 
 Words that programs wait for are int32 counters or epochs that only grow. A wait is bounded: a peer
-that does not come within the time limit is written down in ``status``, and the kernel ends.
-
-``status`` is two int64 words: word 0 in device memory is zero as long as all is well; the first
-program whose wait fails writes what it waited for. ``halley.kernels.status`` reads it.
+that does not come within the time limit is written down in ``status`` and for the host, see
+``halley.kernels.status``; then all waits of the rank fail, and the kernel ends.
 """
 
 import triton
