@@ -6,9 +6,10 @@
 import triton
 import triton.language as tl
 
-from halley.kernels.layout import MAX_CHUNKS, NUM_TICKETS, TASK_ROWS
-from halley.kernels.peer import failure, wait
+from halley.kernels.layout import CALL_WORD, MAX_CHUNKS, NUM_TICKETS, TASK_ROWS
+from halley.kernels.peer import failure, report, wait
 from halley.kernels.plan_words import (
+    CALL,
     COUNTED,
     LAID_OUT,
     NUM_OWN_SENDS,
@@ -18,13 +19,15 @@ from halley.kernels.plan_words import (
     base_of,
 )
 from halley.kernels.publish import record_of
-from halley.kernels.status import PLAN
+from halley.kernels.status import ORDER, PLAN
 
 
 _TASK_ROWS = tl.constexpr(TASK_ROWS)
 _NUM_TICKETS = tl.constexpr(NUM_TICKETS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
+_CALL_WORD = tl.constexpr(CALL_WORD)
 _PLAN = tl.constexpr(PLAN)
+_ORDER = tl.constexpr(ORDER)
 _STEP = tl.constexpr(1024)
 
 
@@ -70,7 +73,9 @@ def _begin_sends(counts, begins, keys, real, first, origins, plan):
 
 
 @triton.jit
-def _lay_out(plan, host_words, usable, wanted, LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr):
+def _lay_out(
+    plan, host_words, epoch, usable, wanted, LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr
+):
     """Give each expert its first row and its first sends; write the summary; zero the counters."""
     local = tl.arange(0, LOCAL_PADDED)
     real = local < LAYOUT.num_local
@@ -95,8 +100,10 @@ def _lay_out(plan, host_words, usable, wanted, LAYOUT: tl.constexpr, LOCAL_PADDE
     tl.store(summary + NUM_TILES, num_tiles)
     tl.store(summary + NUM_SENDS, end)
     tl.store(summary + NUM_OWN_SENDS, own)
+    tl.store(summary + CALL, epoch)
     tl.store(host_words + 1, (num_tiles * LAYOUT.block_m).to(tl.int64))
     tl.store(host_words + 2, wanted.to(tl.int64))
+    tl.store(host_words + 3, end.to(tl.int64))
     tl.store(plan + LAYOUT.home_sources, 0)
     tl.store(plan + LAYOUT.tickets + tl.arange(0, _NUM_TICKETS), 0)
     chunk = tl.arange(0, _MAX_CHUNKS)
@@ -119,6 +126,10 @@ def count_task(
         if wait(flag, epoch, timeout_ns, status, host_words, code, "sys"):
             record = record_of(words, peer, epoch, LAYOUT)
             wanted = tl.maximum(wanted, tl.load(record + LAYOUT.header + 1))
+            call = tl.load(record + LAYOUT.header + _CALL_WORD)
+            if call != 0:
+                report(status, host_words, failure(_ORDER, peer, call))
+                came = 0
         else:
             came = 0
     usable = came * (wanted == 0)
@@ -128,6 +139,6 @@ def count_task(
     before = tl.atomic_add(marks + COUNTED, 1 + came * 65536, sem="acq_rel", scope="gpu")
     if before % 65536 == num_columns - 1:
         all_came = (before // 65536 + came == num_columns).to(tl.int32)
-        _lay_out(plan, host_words, usable * all_came, wanted, LAYOUT, LOCAL_PADDED)
+        _lay_out(plan, host_words, epoch, usable * all_came, wanted, LAYOUT, LOCAL_PADDED)
         tl.debug_barrier()
         tl.atomic_xchg(marks + LAID_OUT, epoch, sem="release", scope="gpu")

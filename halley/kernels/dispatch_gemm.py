@@ -1,7 +1,10 @@
 # Kernels are Triton, which only looks like Python to a type checker.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Layer0: fetch the rows of other ranks while the tiles whose rows are here are multiplied.
+"""Fetch the rows of other ranks while the tiles whose rows are here are multiplied.
+
+Forward, the rows are tokens and the tiles end in the activation (layer0). Backward, the rows are
+gradients of the output and the tiles end in the gradient of the activation: the same kernel.
 
 One persistent launch. Fetch tasks and tiles are taken by atomic tickets, so a program's role is
 what it does next: all begin with this rank's own rows, a few go on fetching, the rest multiply, and
@@ -12,11 +15,23 @@ number of programs that run at a time.
 Source: COMET (arXiv:2502.19811), sections 3.1 and 3.2, with readiness by tile and not by rank.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halley.kernels.knobs import Knobs
+from halley.kernels.activation import GRADIENT_PARTS, store_activated, store_gradient
+from halley.kernels.fetch import (
+    FROM_KEPT,
+    FROM_PEERS,
+    FROM_PEERS_AND_KEEP,
+    clear_task,
+    fetch_task,
+    rows_to_clear,
+)
+from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher
 from halley.kernels.layout import Layout
 from halley.kernels.peer import failure, fence_async, poll, wait
@@ -26,8 +41,6 @@ from halley.kernels.tiles import (
     describe,
     describe_rows,
     describe_weights,
-    gelu,
-    halves,
     multiply_step,
     multiply_tile,
     tile_of,
@@ -39,44 +52,6 @@ _DISPATCH = tl.constexpr(DISPATCH)
 _FETCH_TICKET = tl.constexpr(0)
 _TILE_TICKET = tl.constexpr(1)
 _EXITED = tl.constexpr(5)
-
-
-@triton.jit
-def _fetch(
-    task, stage_ptrs_W, x_RD, plan,
-    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Read the rows of some sends once over the link, write each to all its experts' rows.
-
-    Example: send 5 is token 9 of rank 1 with slots (3, 130): row 9 of rank 1's stage becomes rows 3
-    and 130 of ``x_RD``, and tiles 0 and 1 (of 128 rows) count one row more.
-    """
-    TOP_K: tl.constexpr = LAYOUT.top_k
-    send = task * ROWS + tl.arange(0, ROWS)
-    origin = tl.load(plan + LAYOUT.fetch_origin + send)
-    real = origin >= 0
-    k = tl.arange(0, LAYOUT.padded_k)
-    line = (send * TOP_K)[:, None] + k[None, :]
-    listed = real[:, None] & (k < TOP_K)[None, :]
-    # All slots at once, then taken apart in registers: a load of each would be a wait of each.
-    row_RK = tl.load(plan + LAYOUT.fetch_slot + line, mask=listed, other=-1)
-    most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
-    token = (origin % LAYOUT.max_tokens).to(tl.int64)
-    stage = tl.load(stage_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
-    base = tl.multiple_of(stage.to(x_RD.dtype), 16)[:, None]
-    for start in range(0, HIDDEN_SIZE, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = (column < HIDDEN_SIZE)[None, :]
-        at = (token * HIDDEN_SIZE)[:, None] + column[None, :]
-        value = tl.load(base + at, mask=real[:, None] & inside)
-        for slot in tl.static_range(TOP_K):
-            if slot < most:
-                row = tl.max(tl.where(k[None, :] == slot, row_RK, -1), axis=1)
-                to = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
-                tl.store(x_RD + to, value, mask=(row >= 0)[:, None] & inside)
-    tl.debug_barrier()
-    arrived = plan + LAYOUT.tile_arrived + row_RK // LAYOUT.block_m
-    tl.atomic_add(arrived, 1, mask=row_RK >= 0, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -92,46 +67,82 @@ def _reset(plan, num_tiles, LAYOUT: tl.constexpr):
         tl.store(plan + LAYOUT.tile_arrived + tile, 0, mask=tile < num_tiles)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a launch is for; its kernel takes it whole, as a constant.
+
+    Attributes:
+        gated: the activation is made of two projections, gate and up.
+        backward: the rows are gradients of the layer's output, on their way to what the activation
+            was made of; else they are tokens on their way to the activation.
+        keep: forward: whether what the activation is made of is stored.
+        sends: where rows come from, see ``kernels.fetch``.
+        clear: rows of experts are followed by zeros up to a multiple of that many; 0 is not at all.
+    """
+
+    gated: bool
+    backward: bool = False
+    keep: bool = False
+    sends: int = FROM_PEERS.value
+    clear: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        """Projections that the activation is made of."""
+        return 2 if self.gated else 1
+
+    def tile_columns(self, tile: GemmTile) -> int:
+        """Columns of the activation that a tile yields."""
+        return tile.block_n if self.backward else tile.block_n // self.num_parts
+
+
 @triton.jit
-def _store_activated(
-    acc, h_desc, pre_desc, row, column,
-    GATED: tl.constexpr, KEEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _store_tile(
+    acc, row, column, index, num_rows, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC,
+    FORM: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the activation of a tile and, for backward, what went into it."""
-    if GATED:
-        gate, up = halves(acc, BLOCK_M, BLOCK_N)
-        h_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(h_desc.dtype))
-        if KEEP:
-            part: tl.constexpr = BLOCK_N // 2
-            pre_desc.store([row, 0, column], gate.to(h_desc.dtype).reshape(BLOCK_M, 1, part))
-            pre_desc.store([row, 1, column], up.to(h_desc.dtype).reshape(BLOCK_M, 1, part))
+    if FORM.backward:
+        store_gradient(
+            acc, num_rows, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC, row, column, index,
+            FORM.gated, NUM_COLUMNS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     else:
-        h_desc.store([row, column], gelu(acc).to(h_desc.dtype))
-        if KEEP:
-            pre_desc.store([row, 0, column], acc.to(h_desc.dtype).reshape(BLOCK_M, 1, BLOCK_N))
+        store_activated(acc, h_desc, pre_desc, row, column, FORM.gated, FORM.keep, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _multiply_run(
-    row, expert, first, columns, a_desc, b_desc, h_desc, pre_desc,
-    DEPTH: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, RUN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    row, expert, first, columns, num_rows, a_desc, b_desc, h_desc, pre_desc, dpre_desc,
+    weight_R, dweight_RC,
+    FORM: tl.constexpr, DEPTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Make some tiles side by side; if more than one, in one loop, whose loads run on."""
-    BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    TURNED: tl.constexpr = FORM.backward
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
     if RUN == 1:
         column = first * BLOCK_F
-        acc = multiply_tile(a_desc, b_desc, row, expert, column, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K)
-        _store_activated(acc, h_desc, pre_desc, row, column, GATED, KEEP, BLOCK_M, BLOCK_N)
+        acc = multiply_tile(
+            a_desc, b_desc, row, expert, column, DEPTH, TURNED, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        _store_tile(
+            acc, row, column, first, num_rows, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC,
+            FORM, NUM_COLUMNS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, columns * STEPS):
-            column = (first + step // STEPS) * BLOCK_F
+            index = first + step // STEPS
+            column = index * BLOCK_F
             k = (step % STEPS) * BLOCK_K
-            acc = multiply_step(acc, a_desc, b_desc, row, expert, column, k, BLOCK_N, BLOCK_K)
+            acc = multiply_step(
+                acc, a_desc, b_desc, row, expert, column, k, TURNED, BLOCK_N, BLOCK_K
+            )
             if step % STEPS == STEPS - 1:
-                _store_activated(acc, h_desc, pre_desc, row, column, GATED, KEEP, BLOCK_M, BLOCK_N)
+                _store_tile(
+                    acc, row, column, index, num_rows, h_desc, pre_desc, dpre_desc,
+                    weight_R, dweight_RC, FORM, NUM_COLUMNS, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
@@ -139,16 +150,17 @@ def _multiply_run(
     do_not_specialize=["num_fetchers", "capacity", "fetch_part", "multiply_part", "timeout_ns"]
 )
 def dispatch_gemm_kernel(
-    stage_ptrs_W, x_RD, plan, a_desc, b_desc, h_desc, pre_desc,
+    stage_ptrs_W, sends_SD, x_RD, plan, a_desc, b_desc, h_desc, pre_desc, dpre_desc,
+    weight_R, dweight_RC,
     num_fetchers, capacity, fetch_part, multiply_part, status, host_words, timeout_ns: tl.int64,
-    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr,
-    GATED: tl.constexpr, KEEP: tl.constexpr,
+    LAYOUT: tl.constexpr, FORM: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Fetch and multiply by tickets. A ``_part`` is 1, or 0 to leave that out."""
     BLOCK_M: tl.constexpr = LAYOUT.block_m
-    BLOCK_F: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    CLEAR: tl.constexpr = FORM.clear
     num_columns: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_F - 1) // BLOCK_F
     num_runs: tl.constexpr = (num_columns + RUN - 1) // RUN
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES)
@@ -159,6 +171,10 @@ def dispatch_gemm_kernel(
     num_first = tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS) // ROWS * usable * fetch_part
     if (tl.program_id(0) < num_fetchers) | (multiply_part == 0):
         num_first = num_tasks
+    # What clears what pads the experts' rows comes first among the tasks.
+    num_clear = (LAYOUT.num_local if CLEAR > 0 else 0) * usable * fetch_part
+    num_tasks += num_clear
+    num_first += num_clear
     tickets = plan + LAYOUT.tickets
     ticket = tl.atomic_add(tickets + _TILE_TICKET, multiply_part, sem="relaxed", scope="gpu")
     more = num_tasks > 0
@@ -166,15 +182,24 @@ def dispatch_gemm_kernel(
     while (ticket < total) | fetching:
         tile, run = tile_of(ticket % tl.maximum(total, 1), num_tiles, num_runs, GROUP)
         expert = tl.load(plan + LAYOUT.tile_expert + tile)
-        need = tl.load(plan + LAYOUT.tile_rows + tile)
+        num_rows = tl.load(plan + LAYOUT.tile_rows + tile)
+        need = num_rows
+        if CLEAR > 0:
+            need += rows_to_clear(num_rows, CLEAR)
         arrived = plan + LAYOUT.tile_arrived + tile
         ready = False
         if not fetching:
             ready = poll(arrived, "gpu") >= need
         if fetching | (more & (not ready)):
             task = tl.atomic_add(tickets + _FETCH_TICKET, 1, sem="relaxed", scope="gpu")
-            if task < num_tasks:
-                _fetch(task, stage_ptrs_W, x_RD, plan, LAYOUT, HIDDEN_SIZE, ROWS, COLUMNS)
+            if task < num_clear:
+                if CLEAR > 0:
+                    clear_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, CLEAR, ROWS, COLUMNS)
+            elif task < num_tasks:
+                fetch_task(
+                    task - num_clear, stage_ptrs_W, sends_SD, x_RD, plan, LAYOUT, FORM.sends,
+                    HIDDEN_SIZE, ROWS, COLUMNS,
+                )  # fmt: skip
             more = task + 1 < num_tasks
             fetching = task + 1 < num_first
         else:
@@ -185,9 +210,9 @@ def dispatch_gemm_kernel(
                 fence_async()
                 first = run * RUN
                 _multiply_run(
-                    tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN),
-                    a_desc, b_desc, h_desc, pre_desc,
-                    HIDDEN_SIZE, GATED, KEEP, RUN, BLOCK_M, BLOCK_N, BLOCK_K,
+                    tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN), num_rows,
+                    a_desc, b_desc, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC,
+                    FORM, HIDDEN_SIZE, num_columns, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_F,
                 )  # fmt: skip
                 ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
             else:
@@ -217,39 +242,126 @@ def dispatch_gemm(
     host_words: torch.Tensor,
     timeout_ns: int,
     fused: bool = True,
+    sends_SD: torch.Tensor | None = None,
+    sends_kept: bool = False,
 ) -> None:
     """Bring this rank's rows together and multiply them by the first projection.
 
     Args:
-        x_RD: written: rows sorted by expert, padded to tiles, any content before.
+        x_RD: written: rows sorted by expert, padded to tiles, any content before. If ``pre_RG`` is
+            given, zero behind each expert's rows as far as ``weight_gemm`` wants it.
         h_RF: written: activations of these rows.
         pre_RG: written if given: what the activation was made of (gate, up), for backward.
         stage_ptrs_W: addresses of all ranks' stages.
         plan: made by ``make_plan`` for this call.
         up_LGD: stacked weights, ``(L, 2F, D)`` if gated (gate first), else ``(L, F, D)``.
         fused: False fetches all rows first, in a launch of its own.
+        sends_SD: written if given: the rows as they come over the link, once each, in the order of
+            the plan's ``fetch`` list.
+        sends_kept: ``sends_SD`` was written by an earlier call with this plan: the rows come from
+            there, and no peer takes part.
 
     A plan with more rows than ``x_RD`` does nothing: the caller reads the number of rows and comes
     again with larger buffers.
     """
-    hidden_size, intermediate_size = x_RD.shape[1], h_RF.shape[1]
-    tile, parts = knobs.up, 2 if gated else 1
-    block_f = tile.block_n // parts
-    h_desc = describe_rows(h_RF, block_rows=layout.block_m, block_columns=block_f)
-    pre_desc = h_desc
+    sends = FROM_PEERS if sends_SD is None else FROM_KEPT if sends_kept else FROM_PEERS_AND_KEEP
+    keep = pre_RG is not None
+    clear = knobs.weight.block_k if keep else 0
+    form = Form(gated=gated, keep=keep, sends=sends.value, clear=clear)
+    tile, intermediate_size = knobs.up, h_RF.shape[1]
+    h_desc = pre_desc = describe_rows(
+        h_RF, block_rows=layout.block_m, block_columns=form.tile_columns(tile)
+    )
     if pre_RG is not None:
-        pre = pre_RG.view(-1, parts, intermediate_size)
-        block = [layout.block_m, 1, block_f]
-        pre_desc = describe(pre, list(pre.shape), list(pre.stride()), block)
+        pre_desc = _describe_parts(pre_RG, form, form.tile_columns(tile), layout, together=False)
     x_desc = describe_rows(x_RD, block_rows=layout.block_m, block_columns=tile.block_k)
-    up_desc = describe_weights(up_LGD, parts=parts, tile=tile)
+    up_desc = describe_weights(up_LGD, parts=form.num_parts, tile=tile)
     for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
         _launch(
             num_programs,
-            (stage_ptrs_W, x_RD, plan, x_desc, up_desc, h_desc, pre_desc, knobs.num_fetchers,
-             x_RD.shape[0], fetch, multiply, status, host_words, timeout_ns),
-            (layout, hidden_size, intermediate_size, gated, pre_RG is not None,
-             *knobs.fetch_block(hidden_size), tile.block_n, tile.block_k, tile.group,
-             tile.run),
+            (stage_ptrs_W, x_RD if sends_SD is None else sends_SD, x_RD, plan, x_desc, up_desc,
+             h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers, x_RD.shape[0], fetch,
+             multiply, status, host_words, timeout_ns),
+            _constants(form, layout, knobs, tile, x_RD.shape[1], intermediate_size),
             dtypes=(x_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+
+
+def dispatch_dgrad(
+    dy_RD: torch.Tensor,
+    dpre_RG: torch.Tensor,
+    weighted_RF: torch.Tensor,
+    dweight_RC: torch.Tensor,
+    *,
+    pre_RG: torch.Tensor,
+    weight_R: torch.Tensor,
+    stage_ptrs_W: torch.Tensor,
+    plan: torch.Tensor,
+    down_LDF: torch.Tensor,
+    gated: bool,
+    layout: Layout,
+    knobs: Knobs,
+    num_programs: int,
+    status: torch.Tensor,
+    host_words: torch.Tensor,
+    timeout_ns: int,
+    fused: bool = True,
+) -> None:
+    """Bring the gradients of the output to the rows, back through the down projection and h.
+
+    Behind each expert's rows, what is written is zero as far as ``weight_gemm`` wants it.
+
+    Args:
+        dy_RD: written: gradients of the layer's output, a row for each of the token's experts.
+        dpre_RG: written: gradients of what the activation was made of.
+        weighted_RF: written: activations times routing weights. ``dy_RD`` and this make the
+            gradient of the down projection.
+        dweight_RC: written: parts of the gradients of the routing weights, float32,
+            ``dgrad_columns`` a row, which add up to it.
+        pre_RG: what the activation was made of.
+        weight_R: routing weight of each row, float32, as ``stage_gradient`` wrote it.
+        stage_ptrs_W: addresses of the stages with the gradients of all ranks' outputs.
+        plan: of the call whose gradient this is.
+        down_LDF: stacked weights.
+        fused: False fetches all rows first, in a launch of its own.
+    """
+    form = Form(gated=gated, backward=True, clear=knobs.weight.block_k)
+    tile, intermediate_size = knobs.down_grad, weighted_RF.shape[1]
+    part = tile.block_n // GRADIENT_PARTS
+    dy_desc = describe_rows(dy_RD, block_rows=layout.block_m, block_columns=tile.block_k)
+    down_desc = describe_weights(down_LDF, parts=1, tile=tile, turned=True)
+    weighted_desc = describe_rows(weighted_RF, block_rows=layout.block_m, block_columns=part)
+    pre_desc = _describe_parts(pre_RG, form, part, layout, together=True)
+    dpre_desc = _describe_parts(dpre_RG, form, part, layout, together=True)
+    for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
+        _launch(
+            num_programs,
+            (stage_ptrs_W, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_desc, pre_desc,
+             dpre_desc, weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0], fetch, multiply,
+             status, host_words, timeout_ns),
+            _constants(form, layout, knobs, tile, dy_RD.shape[1], intermediate_size),
+            dtypes=(dy_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+
+def dgrad_columns(intermediate_size: int, knobs: Knobs) -> int:
+    """Return into how many parts the gradient of a routing weight falls."""
+    return triton.cdiv(intermediate_size, knobs.down_grad.block_n)
+
+
+def _constants(
+    form: Form, layout: Layout, knobs: Knobs, tile: GemmTile, hidden_size: int, inner_size: int
+) -> tuple[object, ...]:
+    return (
+        layout, form, hidden_size, inner_size, form.tile_columns(tile),
+        *knobs.fetch_block(hidden_size), tile.block_n, tile.block_k, tile.group, tile.run,
+    )  # fmt: skip
+
+
+def _describe_parts(
+    pre_RG: torch.Tensor, form: Form, block_columns: int, layout: Layout, *, together: bool
+) -> TensorDescriptor:
+    """Return the descriptor of what the activation is made of, (rows, parts, columns)."""
+    pre = pre_RG.view(pre_RG.shape[0], form.num_parts, -1)
+    block = [layout.block_m, form.num_parts if together else 1, block_columns]
+    return describe(pre, list(pre.shape), list(pre.stride()), block)

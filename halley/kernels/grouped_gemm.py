@@ -25,7 +25,7 @@ def grouped_gemm_kernel(
         expert = tl.load(tile_expert + tile)
         acc = multiply_tile(
             a_desc, b_desc, tile * BLOCK_M, expert, column * BLOCK_N,
-            DEPTH, BLOCK_M, BLOCK_N, BLOCK_K,
+            DEPTH, False, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         c_desc.store([tile * BLOCK_M, column * BLOCK_N], acc.to(c_desc.dtype))
 

@@ -32,6 +32,9 @@ class Knobs:
     Attributes:
         num_programs: programs of the persistent launches; 0 is one a multiprocessor.
         block_m: rows of a tile, of both GEMMs.
+        up, down: forward.
+        down_grad, up_grad: backward, of the GEMMs with the same weights turned.
+        weight: of the gradients of weights; ``block_k`` divides ``block_m``.
         num_fetchers: programs of dispatch_gemm that fetch until nothing is left to fetch; the
             others fetch their own rank's rows, and more while their next tile is not ready.
         fetch_elements: what a fetching program keeps in flight: some whole rows, or a part of them.
@@ -48,6 +51,9 @@ class Knobs:
     block_m: int = 128
     up: GemmTile = field(default_factory=GemmTile)
     down: GemmTile = field(default_factory=GemmTile)
+    down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
+    up_grad: GemmTile = field(default_factory=GemmTile)
+    weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     num_fetchers: int = 8
     fetch_elements: int = 32768
     num_combiners: int = 0

@@ -10,7 +10,8 @@ turn, each with one record a source rank:
     home_WC       epoch of the last sums that came home, a word a (source rank, column chunk)
     records       [half][source]: header | counts (columns, blocks) | packed (T, K) | weights (T, K)
 
-The header is (number of tokens, more tokens than there is room for). A "send" is one (token,
+The header is (number of tokens, more tokens than there is room for, 0 or the call whose plan this
+pass uses once more). A "send" is one (token,
 destination rank): a token crosses once, however many of its experts live there. The columns of the
 counts are, for each block of tokens: rows of each local expert (L), sends by their smallest local
 expert (L), sends by how many rows they have (K, most first).
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING
 
 
 HEADER_WORDS = 16
+CALL_WORD = 2
 MAX_CHUNKS = 64  # column chunks of one combine
 TASK_ROWS = 64
 NUM_TICKETS = 8

@@ -12,6 +12,7 @@ USABLE = tl.constexpr(0)  # 1 when all tables came whole; else nothing else of t
 NUM_TILES = tl.constexpr(1)
 NUM_SENDS = tl.constexpr(2)  # end of the list of sends, in whole tasks
 NUM_OWN_SENDS = tl.constexpr(3)  # end of this rank's own, in whole tasks
+CALL = tl.constexpr(4)  # epoch of the call that the plan was made for
 
 # The marks. All but LAID_OUT are zero between launches.
 NUM_MARKS = 16

@@ -6,11 +6,12 @@
 import triton
 import triton.language as tl
 
-from halley.kernels.layout import ORDER_BITS
+from halley.kernels.layout import CALL_WORD, ORDER_BITS
 from halley.kernels.peer import peer_ptr, signal
 
 
 _ORDER_BITS = tl.constexpr(ORDER_BITS)
+_CALL_WORD = tl.constexpr(CALL_WORD)
 
 
 @triton.jit
@@ -97,10 +98,11 @@ def missing_rows(expert_TK, rank, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _stage_rows(
+def stage_rows(
     first, x_TD, stage_TD, num_tokens,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Copy some rows, from ``first`` on, to where the peers can read them."""
     row = first + tl.arange(0, ROWS)
     for start in range(0, HIDDEN_SIZE, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -121,12 +123,13 @@ def publish_task(
             record = record_of(peer_ptr(words_ptrs_W, peer, words), rank, epoch, LAYOUT)
             tl.store(record + LAYOUT.header, num_tokens)
             tl.store(record + LAYOUT.header + 1, wanted_tokens)
+            tl.store(record + LAYOUT.header + _CALL_WORD, 0)
     if task * LAYOUT.block_tokens < num_tokens:
         _publish_block(
             task, idx_TK, weights_TK, num_tokens, epoch, rank, words, words_ptrs_W, LAYOUT
         )
     if task * ROWS < num_tokens:
-        _stage_rows(task * ROWS, x_TD, stage_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
+        stage_rows(task * ROWS, x_TD, stage_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -1,26 +1,34 @@
 """What the device tells the host without being asked: a failed wait, the size of a plan.
 
 ``status`` is one int64 word in device memory, zero as long as all is well. ``host_words`` are
-three int64 words that the host reads without a copy (pinned memory): the same failure, how many
-rows the last plan has, and 0 or the most tokens of a rank that has more than the layout holds.
+four int64 words that the host reads without a copy (pinned memory): the same failure, how many
+rows the last plan has, 0 or the most tokens of a rank that has more than the layout holds, and how
+many sends the plan has, in whole tasks.
 """
 
 import torch
 
 
-PLAN, DISPATCH, COMBINE, HOME = 1, 2, 3, 4
+PLAN, DISPATCH, COMBINE, HOME, STAGE, ORDER = range(1, 7)
 
 _WAITS = {
     PLAN: "rank {peer} did not publish its routing (plan)",
     DISPATCH: "the rows of tile {index} did not arrive (dispatch_gemm, tile {index})",
     COMBINE: "column chunk {index} was not multiplied (gemm_combine, chunk {index})",
     HOME: "the sums of rank {peer} did not come home (gemm_combine, chunk {index})",
+    STAGE: "rank {peer} did not bring its rows for another pass of call {index} (stage)",
 }
 
 
 def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
     """Return the sentence for a failed wait: code is ``op << 48 | peer << 32 | index``."""
     op, peer, index = code >> 48, (code >> 32) & 0xFFFF, code & 0xFFFFFFFF
+    if op == ORDER:
+        theirs = f"for another pass of call {index}" if index else "with a new call"
+        return (
+            f"rank {rank}: rank {peer} came {theirs}, not for what this rank runs: all ranks must "
+            "run their layers, forward and backward, in the same order"
+        )
     what = _WAITS[op].format(peer=peer, index=index)
     return f"rank {rank}: {what} within {timeout_s:g} s"
 

@@ -84,7 +84,7 @@ class Workspace:
         with torch.inference_mode(mode=False):
             self.status = torch.zeros(1, dtype=torch.int64, device=device)
             on_gpu = device.type == "cuda"
-            self.host_words = torch.zeros(3, dtype=torch.int64, pin_memory=on_gpu)
+            self.host_words = torch.zeros(4, dtype=torch.int64, pin_memory=on_gpu)
         self._told = self.host_words.numpy()  # the same memory, read in a fraction of the time
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_made = torch.cuda.Event() if on_gpu else None

@@ -1,7 +1,7 @@
 """The kernels of one layer on ranks that are threads: memory, calls, and what must come out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, final
 
 import torch
@@ -10,16 +10,18 @@ from halley.core.reference import moe_reference
 from halley.core.skew import parse_load, sample_routing
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import DROPPED, Activation, Experts, Routing
-from halley.kernels.dispatch_gemm import dispatch_gemm
-from halley.kernels.gemm_combine import gemm_combine
+from halley.kernels.dispatch_gemm import dgrad_columns, dispatch_dgrad, dispatch_gemm
+from halley.kernels.gemm_combine import dgrad_combine, gemm_combine
 from halley.kernels.interpreter import sanitizer
 from halley.kernels.interpreter.scheduler import Scheduler
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.layout import Layout
 from halley.kernels.plan import make_plan
 from halley.kernels.plan_words import NUM_MARKS
+from halley.kernels.stage import stage_again
 from halley.kernels.status import check
-from halley.symm.heap import AbstractSymmHeap
+from halley.kernels.weight_gemm import weight_gemm
+from halley.symm.heap import AbstractSymmHeap, SymmTensor
 from halley.symm.threads import ThreadWorld
 
 
@@ -34,6 +36,9 @@ SMALL_KNOBS = Knobs(
     block_m=16,
     up=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
     down=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    down_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    up_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    weight=GemmTile(block_n=32, block_k=16, group=2, num_warps=4, num_stages=1),
     num_fetchers=2,
     fetch_elements=2048,
     num_combiners=2,
@@ -157,9 +162,28 @@ class Rows:
     z_RD: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What comes out of one rank's backward."""
+
+    x_TD: torch.Tensor
+    weights_TK: torch.Tensor
+    up_LGD: torch.Tensor
+    down_LDF: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class Tape:
+    """What a rank keeps of a call for its backward."""
+
+    plan: torch.Tensor
+    rows: Rows
+    routing: Routing
+
+
 @final
 class KernelRank:
-    """One rank's memory and the three kernels on it, as a layer would call them.
+    """One rank's memory and the kernels on it, as a layer would call them.
 
     Args:
         heap: of this rank.
@@ -175,20 +199,32 @@ class KernelRank:
         self.timeout_s = timeout_s
         tokens = (self.layout.max_tokens, case.hidden_size)
         self.words = heap.zeros((self.layout.mailbox_words,), torch.int32)
-        self.stage = heap.zeros(tokens, case.dtype)
+        self.stages = [heap.zeros(tokens, case.dtype) for _ in range(2)]
         self.home = heap.zeros((case.num_ranks, *tokens), case.dtype)
+        slots = (case.num_ranks, self.layout.max_tokens, case.top_k)
+        self.weights_home = heap.zeros(slots, torch.float32)
         self.experts = share_of(make_experts(case), self.rank, num_ranks=case.num_ranks)
         self.marks = torch.zeros(NUM_MARKS, dtype=torch.int32)
         self.status = torch.zeros(1, dtype=torch.int64)
-        self.host_words = torch.zeros(3, dtype=torch.int64)
+        self.host_words = torch.zeros(4, dtype=torch.int64)
         self.plan = torch.empty(0, dtype=torch.int32)
         self.epoch = 0
 
-    def make_plan(self, x_TD: torch.Tensor, routing: Routing) -> int:
-        """Begin the next call, with nothing left of the last; return the rows of its plan."""
+    @property
+    def stage(self) -> SymmTensor:
+        """The stage of this call; those of the last may still be fetched."""
+        return self.stages[self.epoch % 2]
+
+    def begin(self) -> None:
+        """Begin the next pass, with nothing left of the last."""
         self.epoch += 1
         self.stage.local.fill_(torch.nan)
         self.home.local.fill_(torch.nan)
+        self.weights_home.local.fill_(torch.nan)
+
+    def make_plan(self, x_TD: torch.Tensor, routing: Routing) -> int:
+        """Begin the next call; return the rows of its plan."""
+        self.begin()
         self.plan = torch.full((self.layout.plan_words,), GARBAGE, dtype=torch.int32)
         make_plan(
             self.plan,
@@ -277,6 +313,114 @@ class KernelRank:
         self.check()
         return y_TD
 
+    def forward_to_train(
+        self, x_TD: torch.Tensor, routing: Routing, *, fused: bool = True
+    ) -> tuple[torch.Tensor, Tape]:
+        """Run one whole call and return its output and what its backward needs."""
+        rows = self.make_rows(self.make_plan(x_TD, routing))
+        self.dispatch_gemm(rows, fused=fused)
+        y_TD = self.gemm_combine(rows, len(x_TD), fused=fused)
+        self.check()
+        return y_TD, Tape(plan=self.plan, rows=rows, routing=routing)
+
+    def stage_again(self, x_TD: torch.Tensor, weight_R: torch.Tensor | None) -> None:
+        """Begin another pass with the plan that there is."""
+        self.begin()
+        stage_again(
+            x_TD,
+            weight_R,
+            plan=self.plan,
+            epoch=self.epoch,
+            rank=self.rank,
+            layout=self.layout,
+            stage_TD=self.stage.local,
+            words=self.words.local,
+            words_ptrs_W=self.words.ptrs_W,
+            marks=self.marks,
+            num_programs=self.case.knobs.num_programs,
+            status=self.status,
+            host_words=self.host_words,
+            timeout_ns=int(self.timeout_s * 1e9),
+        )
+
+    def backward(self, dy_TD: torch.Tensor, tape: Tape, *, fused: bool = True) -> Gradients:
+        """Run the backward of a call; a failed wait is a RuntimeError."""
+        case, knobs, pre_RG = self.case, self.case.knobs, tape.rows.pre_RG
+        self.plan = tape.plan
+        num_rows = len(pre_RG)
+        weight_R = torch.full((num_rows,), torch.nan)
+        self.stage_again(dy_TD, weight_R)
+        rows = self.make_rows(num_rows)
+        dpre_RG = torch.full_like(pre_RG, torch.nan)
+        columns = dgrad_columns(case.intermediate_size, knobs)
+        dweight_RC = torch.full((num_rows, columns), torch.nan)
+        common = {
+            "plan": self.plan,
+            "layout": self.layout,
+            "knobs": knobs,
+            "num_programs": knobs.num_programs,
+            "status": self.status,
+            "host_words": self.host_words,
+            "timeout_ns": int(self.timeout_s * 1e9),
+            "fused": fused,
+        }
+        dispatch_dgrad(
+            rows.x_RD,
+            dpre_RG,
+            rows.h_RF,
+            dweight_RC,
+            pre_RG=pre_RG,
+            weight_R=weight_R,
+            stage_ptrs_W=self.stage.ptrs_W,
+            down_LDF=self.experts.down_LDF,
+            gated=case.num_parts == 2,
+            **common,
+        )
+        dx_TD = torch.full_like(dy_TD, torch.nan)
+        dweights_TK = torch.full((len(dy_TD), case.top_k), torch.nan)
+        dgrad_combine(
+            dx_TD,
+            dweights_TK,
+            rows.z_RD,
+            dpre_RG,
+            dweight_RC,
+            up_LGD=self.experts.up_LGD,
+            topk_idx_TK=tape.routing.topk_idx_TK,
+            home_WTD=self.home.local,
+            home_ptrs_W=self.home.ptrs_W,
+            weights_home_WTK=self.weights_home.local,
+            weights_home_ptrs_W=self.weights_home.ptrs_W,
+            words=self.words.local,
+            words_ptrs_W=self.words.ptrs_W,
+            epoch=self.epoch,
+            rank=self.rank,
+            **common,
+        )
+        self.check()
+        return Gradients(
+            x_TD=dx_TD,
+            weights_TK=dweights_TK,
+            up_LGD=self.weight_gemm(dpre_RG, tape.rows.x_RD, like=self.experts.up_LGD),
+            down_LDF=self.weight_gemm(rows.x_RD, rows.h_RF, like=self.experts.down_LDF),
+        )
+
+    def weight_gemm(
+        self, grad_RM: torch.Tensor, rows_RN: torch.Tensor, *, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of stacked weights from both sides of their product."""
+        out_LMN = torch.full_like(like, torch.nan)
+        weight_gemm(
+            out_LMN,
+            grad_RM,
+            rows_RN,
+            expert_begin=self.section("expert_begin", len(like)),
+            expert_rows=self.section("expert_rows", len(like)),
+            tile=self.case.knobs.weight,
+            block_m=32,
+            num_programs=self.case.knobs.num_programs,
+        )
+        return out_LMN
+
     def check(self) -> None:
         """Raise what a kernel of this rank has written down."""
         check(self.host_words, rank=self.rank, timeout_s=self.timeout_s)
@@ -316,6 +460,36 @@ def run_world(
         # Not by closing the heaps: a rank that failed would not come to their barrier.
         for address in mapped:
             sanitizer.unregister(address)
+
+
+def make_dy(case: KernelCase, rank: int, *, call: int = 0) -> torch.Tensor:
+    """Return a gradient of a rank's output in one call."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + 10 * call + rank + 501)
+    shape = (case.num_tokens_CW[call][rank], case.hidden_size)
+    return torch.randn(shape, generator=generator).to(case.dtype)
+
+
+def expected_gradients(case: KernelCase, *, call: int = 0) -> list[Gradients]:
+    """Return by rank what autograd makes of the reference in float64."""
+    experts = make_experts(case)
+    up, down = (w.double().requires_grad_() for w in (experts.up_LGD, experts.down_LDF))
+    experts = replace(experts, up_LGD=up, down_LDF=down)
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rank in range(case.num_ranks):
+        x_TD, routing = make_tokens(case, rank, call=call)
+        x_TD = x_TD.double().requires_grad_()
+        weights_TK = routing.topk_weights_TK.double().requires_grad_()
+        y_TD = moe_reference(x_TD, replace(routing, topk_weights_TK=weights_TK), experts)
+        y_TD.backward(make_dy(case, rank, call=call).double())
+        leaves.append((x_TD, weights_TK))
+    assert up.grad is not None
+    assert down.grad is not None
+    ups, downs = up.grad.chunk(case.num_ranks), down.grad.chunk(case.num_ranks)
+    return [
+        Gradients(x_TD=x.grad, weights_TK=w.grad, up_LGD=ups[rank], down_LDF=downs[rank])
+        for rank, (x, w) in enumerate(leaves)
+        if x.grad is not None and w.grad is not None
+    ]
 
 
 def run_forward(

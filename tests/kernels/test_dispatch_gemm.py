@@ -40,9 +40,10 @@ def _start(rank: KernelRank) -> Rows:
 
 
 def _check_rows(rank: KernelRank, rows: Rows, *, keep: bool = True) -> None:
-    """Compare every real row with its token, and all other rows with what stood there."""
+    """Compare every real row with its token; padding is zero if gradients are to come of it."""
     case, layout = rank.case, rank.layout
     is_real = torch.zeros(len(rows.x_RD), dtype=torch.bool)
+    is_clear = is_real.clone()
     wanted = torch.zeros_like(rows.x_RD)
     expert_of = torch.zeros(len(rows.x_RD), dtype=torch.long)
     begins = rank.section("expert_begin", layout.num_local).tolist()
@@ -56,8 +57,11 @@ def _check_rows(rank: KernelRank, rows: Rows, *, keep: bool = True) -> None:
             is_real[row : row + len(chosen)] = True
             expert_of[row : row + len(chosen)] = local
             row += len(chosen)
+        step = case.knobs.weight.block_k
+        is_clear[row : begin - (begin - row) // step * step] = keep
     assert torch.equal(rows.x_RD[is_real], wanted[is_real])
-    assert rows.x_RD[~is_real].isnan().all(), "padding was written"
+    assert (rows.x_RD[is_clear] == 0).all(), "gradients of weights sum over padding"
+    assert rows.x_RD[~is_real & ~is_clear].isnan().all(), "padding was written"
     up_RGD = rank.experts.up_LGD[expert_of].float()
     pre_RG = torch.einsum("rgd,rd->rg", up_RGD, wanted.float())
     if keep:

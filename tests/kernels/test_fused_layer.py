@@ -96,7 +96,8 @@ def test_layers_of_several_sizes_share_one_memory() -> None:
     def run(first: KernelRank) -> list[torch.Tensor]:
         second = KernelRank(first.heap, small)
         second.words = first.words
-        second.stage = _borrow(first.stage, second.stage)
+        pairs = zip(first.stages, second.stages, strict=True)
+        second.stages = [_borrow(tensor, like) for tensor, like in pairs]
         second.home = _borrow(first.home, second.home)
         outputs = []
         for call in range(5):

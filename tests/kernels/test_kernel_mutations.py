@@ -14,7 +14,17 @@ import pytest
 import torch
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
-from halley.kernels import count, dispatch_gemm, gemm_combine, peer, plan, publish
+from halley.kernels import (
+    combine,
+    count,
+    dispatch_gemm,
+    fetch,
+    gemm_combine,
+    home,
+    peer,
+    plan,
+    publish,
+)
 from halley.kernels.switch import INTERPRETED
 from tests.kernels.kernel_case import (
     SMALL_KNOBS,
@@ -113,20 +123,20 @@ MUTATIONS = {
         function=dispatch_gemm.dispatch_gemm_kernel, edits=((">= need", ">= 1"),)
     ),
     "dispatch: rows counted before they are stored": Mutation(
-        function=dispatch_gemm._fetch,
+        function=fetch.fetch_task,
         edits=((_COUNT_ROWS, ""), (_FETCH_LOOP, f"{_COUNT_ROWS}{_FETCH_LOOP}")),
     ),
     "dispatch: rows of the wrong source": Mutation(
-        function=dispatch_gemm._fetch,
+        function=fetch.fetch_task,
         edits=((f"stage_ptrs_W + {_SOURCE}", f"stage_ptrs_W + (1 - {_SOURCE})"),),
     ),
     "dispatch: rows counted for the next tile": Mutation(
-        function=dispatch_gemm._fetch,
+        function=fetch.fetch_task,
         edits=(("row_RK // LAYOUT.block_m", "(row_RK + 1) // LAYOUT.block_m"),),
         timeout_s=SHORT_S,
     ),
     "dispatch: own rows do not come": Mutation(
-        function=dispatch_gemm._fetch,
+        function=fetch.fetch_task,
         edits=(("real = origin >= 0", "real = (origin >= 0) & (task > 0)"),),
         timeout_s=SHORT_S,
     ),
@@ -149,29 +159,29 @@ MUTATIONS = {
         ),
     ),
     "combine: the first task of a chunk raises the flags": Mutation(
-        function=gemm_combine._combine, edits=((" == num_tasks - 1:", " >= 0:"),)
+        function=combine.count_sent, edits=((" == num_tasks - 1:", " >= 0:"),)
     ),
     "combine: flags of the next epoch": Mutation(
-        function=gemm_combine._combine, edits=(("+ chunk, epoch)", "+ chunk, epoch + 1)"),)
+        function=combine.count_sent, edits=(("+ chunk, epoch)", "+ chunk, epoch + 1)"),)
     ),
     "combine: flags on rank 0 only": Mutation(
-        function=gemm_combine._combine,
+        function=combine.count_sent,
         edits=(("peer_ptr(words_ptrs_W, peer,", "peer_ptr(words_ptrs_W, 0 * peer,"),),
         timeout_s=SHORT_S,
     ),
     "combine: sums in the place of the other rank": Mutation(
-        function=gemm_combine._combine, edits=(("((rank * LAYOUT", "(((1 - rank) * LAYOUT"),)
+        function=combine.combine_task, edits=(("((rank * LAYOUT", "(((1 - rank) * LAYOUT"),)
     ),
     "home: does not wait": Mutation(
-        function=gemm_combine._wait_for_chunk,
+        function=home.wait_for_chunk,
         edits=(("wait(flag, epoch,", "wait(flag, 0,"),),
     ),
     "home: waits for rank 0 only": Mutation(
-        function=gemm_combine._wait_for_chunk,
+        function=home.wait_for_chunk,
         edits=(("LAYOUT.home + peer *", "LAYOUT.home + 0 * peer *"),),
     ),
     "home: looks for the last epoch": Mutation(
-        function=gemm_combine._chunk_came, edits=((">= epoch", ">= epoch - 1"),)
+        function=home.chunk_came, edits=((">= epoch", ">= epoch - 1"),)
     ),
 }
 

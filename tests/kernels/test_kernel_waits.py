@@ -115,7 +115,7 @@ def test_rows_that_do_not_arrive(fused: bool) -> None:
     def run(rank: KernelRank) -> str:
         x_TD, routing = make_tokens(case, rank.rank)
         rows = rank.make_rows(rank.make_plan(x_TD, routing))
-        rank.section("tile_rows", 2)[1] += 1
+        rank.section("tile_rows", 2)[1] += case.knobs.weight.block_k
         rank.dispatch_gemm(rows, fused=fused)
         return _failure(rank)
 

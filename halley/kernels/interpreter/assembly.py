@@ -1,8 +1,4 @@
-"""What the few lines of PTX in the kernels do, for the interpreter.
-
-A fence orders two paths to memory of which the interpreter has one, and a wait for bulk stores
-finds them done: both return their operand and do nothing else.
-"""
+"""What the few lines of PTX in the kernels do, for the interpreter."""
 
 import time
 from collections.abc import Sequence
@@ -17,6 +13,11 @@ from halley.kernels.interpreter.scheduler import current_scheduler, switch_point
 
 
 _SWITCH_NS = 100_000  # what a switch between threads takes here, roughly
+
+
+# A fence orders two paths to memory of which the interpreter has one, a wait for bulk stores finds
+# them done, a move says where in the registers: all yield their first operand.
+_AS_ITS_OPERAND = ("fence.proxy.async", "cp.async.bulk.wait_group", "mov.b32 $0, $1;")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def _create_inline_asm(
         return _Results([_full(type_, _clock_ns()) for type_ in types])
     if "nanosleep" in text:
         switch_point()
-    elif "fence.proxy.async" not in text and "cp.async.bulk.wait_group" not in text:
+    elif not any(known in text for known in _AS_ITS_OPERAND):
         raise NotImplementedError(f"the interpreter does not know this assembly: {text}")
     return _Results(list(values) or [_full(type_, 0) for type_ in types])
 

@@ -1,0 +1,112 @@
+# Kernels are Triton, which only looks like Python to a type checker.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
+"""Sum the rows of each token over the experts of this rank, and send the sums home."""
+
+import triton
+import triton.language as tl
+
+from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS
+from halley.kernels.peer import peer_ptr, signal
+
+
+_TASK_ROWS = tl.constexpr(TASK_ROWS)
+_MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
+
+
+@triton.jit
+def _load_sends(first, plan, LAYOUT: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr):
+    """Return origin, rows and weights of some sends; what is not there is -1, -1 and 0."""
+    send = first + tl.arange(0, ROWS)
+    k = tl.arange(0, LAYOUT.padded_k)
+    origin = tl.load(plan + LAYOUT.sum_origin + send)
+    line = send[:, None] * LAYOUT.top_k + k[None, :]
+    weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
+    real = (origin >= 0)[:, None] & (k < LAYOUT.top_k)[None, :]
+    row_RK = tl.load(plan + LAYOUT.sum_slot + line, mask=real, other=-1)
+    if WEIGHTED:
+        weight_RK = tl.load(weights + line, mask=real, other=0.0)
+    else:
+        weight_RK = (row_RK >= 0).to(tl.float32)
+    return origin, row_RK, weight_RK
+
+
+@triton.jit
+def combine_task(
+    task, chunk, z_RD, plan, home_ptrs_W, rank,
+    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows of some sends over one chunk of columns and store the sums at their home.
+
+    Example: send 5 is token 9 of rank 1 with slots (3, 130) and weights (0.6, 0.4); on rank 0 its
+    sum ``0.6 z[3] + 0.4 z[130]`` becomes row 9 of rank 0's part of rank 1's home buffer.
+    """
+    TOP_K: tl.constexpr = LAYOUT.top_k
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
+    k = tl.arange(0, LAYOUT.padded_k)
+    first = task * _TASK_ROWS
+    origin, row_RK, weight_RK = _load_sends(first, plan, LAYOUT, WEIGHTED, ROWS)
+    for start in range(0, _TASK_ROWS, ROWS):
+        # What the next rows are is read while these rows are on their way.
+        next_send = first + tl.minimum(start + ROWS, _TASK_ROWS - ROWS)
+        next_origin, next_row_RK, next_weight_RK = _load_sends(
+            next_send, plan, LAYOUT, WEIGHTED, ROWS
+        )
+        most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
+        acc = tl.zeros((ROWS, CHUNK), tl.float32)
+        for first_slot in tl.static_range(0, TOP_K, UNROLL):
+            if first_slot < most:
+                # Loads of several slots are in flight at once.
+                for i in tl.static_range(UNROLL):
+                    this = k[None, :] == first_slot + i
+                    row = tl.max(tl.where(this, row_RK, -1), axis=1)
+                    weight = tl.sum(tl.where(this, weight_RK, 0.0), axis=1)
+                    at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
+                    mask = (row >= 0)[:, None] & inside
+                    value = tl.load(z_RD + at, mask=mask, other=0.0)
+                    acc += weight[:, None] * value.to(tl.float32)
+        real = origin >= 0
+        token = (origin % LAYOUT.max_tokens).to(tl.int64)
+        home = tl.load(home_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
+        home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
+        to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
+        tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=real[:, None] & inside)
+        origin, row_RK, weight_RK = next_origin, next_row_RK, next_weight_RK
+
+
+@triton.jit
+def send_weight_gradients(
+    task, dweight_RC, plan, weights_home_ptrs_W, rank,
+    LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of the gradients of some sends' routing weights and store them at home.
+
+    They stand there in the order of the plan's slots: those of a token on one rank, by k.
+    """
+    PADDED_K: tl.constexpr = LAYOUT.padded_k
+    k = tl.arange(0, PADDED_K)
+    first = task * _TASK_ROWS
+    for start in range(0, _TASK_ROWS, ROWS):
+        origin, row_RK, _ = _load_sends(first + start, plan, LAYOUT, False, ROWS)
+        at = row_RK.to(tl.int64) * NUM_PARTS
+        acc = tl.zeros((ROWS, PADDED_K), tl.float32)
+        for part in range(0, NUM_PARTS):
+            acc += tl.load(dweight_RC + at + part, mask=row_RK >= 0, other=0.0)
+        token = (origin % LAYOUT.max_tokens).to(tl.int64)
+        home = tl.load(weights_home_ptrs_W + origin // LAYOUT.max_tokens, mask=origin >= 0, other=0)
+        home = home.to(dweight_RC.dtype)[:, None]
+        to = ((rank * LAYOUT.max_tokens + token) * LAYOUT.top_k)[:, None] + k[None, :]
+        tl.store(home + to, acc, mask=row_RK >= 0)
+
+
+@triton.jit
+def count_sent(chunk, num_tasks, plan, words, words_ptrs_W, rank, epoch, LAYOUT: tl.constexpr):
+    """Count a task of a chunk as sent; the last one tells all ranks."""
+    tl.debug_barrier()
+    sent = plan + LAYOUT.chunk_sent + chunk
+    if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
+        for peer in range(LAYOUT.num_ranks):
+            flag = peer_ptr(words_ptrs_W, peer, words) + LAYOUT.home
+            signal(flag + rank * _MAX_CHUNKS + chunk, epoch)
