@@ -1,9 +1,9 @@
 """Where a fused layer's time goes, part by part, and what a knob does to it.
 
 Parts are the launches of the unfused form, by the profiler: plan, fetch, multiply, multiply,
-combine, home. Beside them stand the three launches of the fused form and the time of a whole call
-with the host, all medians of the slowest rank. Sets of knobs are separated by a slash; a set may be
-empty, which is the defaults.
+combine, home, then those of backward. Beside them stand the launches of the fused form and the time
+of whole calls with the host, all medians of the slowest rank. Sets of knobs are separated by a
+slash; a set may be empty, which is the defaults.
 
     torchrun --nproc-per-node 4 benchmarks/fused_parts.py qwen3-30b-a3b 8192 / up.run=2 / block_m=64
 """
@@ -30,12 +30,14 @@ from halley.ops.workspaces import Workspaces
 from halley.perf.floor import floor_gemms
 from halley.perf.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
 from halley.perf.timer import time_interleaved
-from halley.strategies.base import AbstractStrategy
 from halley.strategies.fused import FusedStrategy
 
 
-PARTS = ("plan", "fetch", "multiply", "multiply", "combine", "home")
+PARTS = ("plan", "fetch", "up", "down", "combine", "home")
+BACKWARD_PARTS = ("stage", "fetch", "down", "up", "combine", "home", "down.grad", "up.grad")
 LAUNCHES = ("plan", "dispatch_gemm", "gemm_combine")
+BACKWARD_LAUNCHES = ("stage", "dispatch_gemm", "gemm_combine", "weight_gemm", "weight_gemm")
+KERNELS = (*LAUNCHES, "stage", "weight_gemm")
 NUM_CALLS = 7
 
 
@@ -66,25 +68,26 @@ def measure(
     recorder = Recorder(device, enabled=False)
     workspaces = Workspaces(groups.ep, device, knobs=read_knobs(settings))
     sequential = build_strategy("sequential", groups.ep, recorder=recorder, device=device)
-    wanted_TD = forward(sequential, tensors)
+    wanted = outputs_of(sequential, tensors)
     runs = {}
     for name in ("unfused", "fused"):
         strategy = FusedStrategy(workspaces, recorder=recorder, fused=name == "fused")
-        runs[name] = partial(forward, strategy, tensors)
-        error = relative_error(runs[name](), wanted_TD)
-        if error > RELATIVE_TOLERANCE[dtype]:
-            raise RuntimeError(f"{name} with {settings}: off by {error:.1e}")
+        runs[name] = partial(outputs_of, strategy, tensors, backward=False)
+        runs[f"{name}_training"] = partial(outputs_of, strategy, tensors)
+        for value, right in zip(outputs_of(strategy, tensors), wanted, strict=True):
+            error = relative_error(value, right)
+            if error > RELATIVE_TOLERANCE[dtype]:
+                raise RuntimeError(f"{name} with {settings}: off by {error:.1e}")
     line: dict[str, object] = {"knobs": " ".join(settings)}
     line["parts_us"] = kernel_times(runs["unfused"], PARTS)
     line["fused_us"] = kernel_times(runs["fused"], LAUNCHES)
+    parts, launches = (*PARTS, *BACKWARD_PARTS), (*LAUNCHES, *BACKWARD_LAUNCHES)
+    line["training_parts_us"] = kernel_times(runs["unfused_training"], parts)
+    line["training_fused_us"] = kernel_times(runs["fused_training"], launches)
     whole = time_interleaved(runs, device=device, group=groups.ep)
     line |= {f"{name}_whole_us": round(timing.median_us) for name, timing in whole.items()}
     workspaces.close()
     return line
-
-
-def forward(strategy: AbstractStrategy, tensors: LayerTensors) -> torch.Tensor:
-    return outputs_of(strategy, tensors, backward=False)[0]
 
 
 def read_knobs(settings: list[str]) -> Knobs:
@@ -113,7 +116,7 @@ def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tupl
             run()
             torch.cuda.synchronize()
     ours = sorted(
-        (e for e in profiled.events() or () if e.name.startswith(LAUNCHES)),
+        (e for e in profiled.events() or () if e.name.startswith(KERNELS)),
         key=lambda event: event.time_range.start,
     )
     each = [ours[i :: len(names)] for i in range(len(names))]

@@ -1,8 +1,9 @@
 """Many calls of the fused strategy with random shapes and delays: no wrong value, no hang.
 
 Every call draws a layer, a load, the number of tokens of each rank (none included) and how long
-each rank dawdles before it. The fused form must equal the unfused one bit for bit, and `sequential`
-within the tolerance of the dtype.
+each rank dawdles before it; every other call goes backward, too, keeping one thing or another. The
+fused form must equal the unfused one bit for bit, and `sequential` within the tolerance of the
+dtype, outputs and gradients.
 
     torchrun --nproc-per-node 4 benchmarks/stress_fused.py 2000
 """
@@ -28,6 +29,7 @@ from halley.strategies.base import AbstractStrategy
 
 LAYERS = ((8, 1, 256, 136), (8, 2, 1024, 512), (64, 8, 2048, 768), (32, 10, 520, 264))  # E, K, D, F
 LOADS = ("balanced", "std:0.005", "zipf:1.2", "one-hot")
+FUSED = ("unfused", "fused", "fused:inputs", "fused:recompute")
 MAX_TOKENS = 700
 MAX_DELAY_CYCLES = 1_000_000  # about 0.6 ms
 
@@ -42,7 +44,7 @@ def main() -> None:
             name: build_strategy(
                 name, groups.ep, recorder=recorder, device=device, workspaces=workspaces
             )
-            for name in ("sequential", "unfused", "fused")
+            for name in ("sequential", *FUSED)
         }
         experts = [draw_experts(layer, device=device) for layer in LAYERS]
         begin, worst = time.perf_counter(), 0.0
@@ -62,12 +64,13 @@ def draw_experts(layer: tuple[int, int, int, int], *, device: torch.device) -> E
     num_local = num_experts // dist.get_world_size()
     options = {"dtype": torch.bfloat16, "device": device}
     return Experts(
-        up_LGD=torch.randn(num_local, 2 * inner, hidden, **options) * hidden**-0.5,
-        down_LDF=torch.randn(num_local, hidden, inner, **options) * inner**-0.5,
+        up_LGD=(
+            torch.randn(num_local, 2 * inner, hidden, **options) * hidden**-0.5
+        ).requires_grad_(),
+        down_LDF=(torch.randn(num_local, hidden, inner, **options) * inner**-0.5).requires_grad_(),
     )
 
 
-@torch.no_grad()
 def check_call(
     call: int,
     strategies: dict[str, AbstractStrategy],
@@ -90,19 +93,41 @@ def check_call(
     routing: Routing = sample_routing(
         load_E, num_tokens, top_k=top_k, generator=generator, device=device
     )
-    x_TD = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device=device)
+    routing.topk_weights_TK.requires_grad_()
+    x_TD = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
+    fused = alike.choice(FUSED[1:])
     results = {}
-    for name, strategy in strategies.items():
+    for name in ("sequential", "unfused", fused):
         torch.cuda._sleep(own.randrange(MAX_DELAY_CYCLES))
-        results[name] = strategy.forward(x_TD, routing, experts[which])
-    if not torch.equal(results["fused"], results["unfused"]):
-        raise RuntimeError(f"call {call}: fused differs from unfused on rank {dist.get_rank()}")
-    if not num_tokens:
-        return 0.0
-    error = relative_error(results["fused"], results["sequential"])
-    if error > RELATIVE_TOLERANCE[torch.bfloat16]:
-        raise RuntimeError(f"call {call}: relative error {error} on rank {dist.get_rank()}")
-    return error
+        results[name] = run(strategies[name], x_TD, routing, experts[which], backward=call % 2 == 1)
+    worst = 0.0
+    for value, unfused, right in zip(
+        results[fused], results["unfused"], results["sequential"], strict=True
+    ):
+        if not torch.equal(value, unfused):
+            raise RuntimeError(f"call {call}: {fused} is not unfused on rank {dist.get_rank()}")
+        if right.numel():
+            worst = max(worst, relative_error(value, right))
+    if worst > RELATIVE_TOLERANCE[torch.bfloat16]:
+        raise RuntimeError(f"call {call}: relative error {worst} on rank {dist.get_rank()}")
+    return worst
+
+
+def run(
+    strategy: AbstractStrategy,
+    x_TD: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    *,
+    backward: bool,
+) -> list[torch.Tensor]:
+    """Return the output, and all gradients of the sum of its squares."""
+    with torch.set_grad_enabled(backward):
+        y_TD = strategy.forward(x_TD, routing, experts)
+    if not backward:
+        return [y_TD]
+    leaves = (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
+    return [y_TD.detach(), *torch.autograd.grad(y_TD.float().square().sum(), leaves)]
 
 
 if __name__ == "__main__":

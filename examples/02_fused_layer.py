@@ -1,4 +1,4 @@
-"""One MoE layer by three strategies: what fused kernels give, and the memory they share.
+"""One MoE layer by three strategies: outputs and gradients, and the memory that they share.
 
 Run it with ``torchrun --nproc-per-node 2 examples/02_fused_layer.py``, or alone on one rank. The
 ranks take the GPUs found; without any, the kernels are interpreted, which takes some seconds.
@@ -27,8 +27,8 @@ def make_experts(groups: halley.ParallelGroups, device: torch.device) -> Experts
         return (torch.randn(shape, device=device) * columns**-0.5).to(dtype)
 
     return Experts(
-        up_LGD=weight(2 * INTERMEDIATE_SIZE, HIDDEN_SIZE),
-        down_LDF=weight(HIDDEN_SIZE, INTERMEDIATE_SIZE),
+        up_LGD=weight(2 * INTERMEDIATE_SIZE, HIDDEN_SIZE).requires_grad_(),
+        down_LDF=weight(HIDDEN_SIZE, INTERMEDIATE_SIZE).requires_grad_(),
     )
 
 
@@ -43,20 +43,28 @@ def compare(groups: halley.ParallelGroups, device: torch.device) -> list[str]:
 
     recorder = halley.Recorder(device.type, enabled=False)
     workspaces = Workspaces(groups.ep, device)  # of all layers that share memory
-    outputs: dict[str, torch.Tensor] = {}
+    results: dict[str, tuple[torch.Tensor, ...]] = {}
     for name in ("sequential", "unfused", "fused"):
         strategy = halley.build_strategy(
             name, groups.ep, recorder=recorder, device=device, workspaces=workspaces
         )
-        with torch.no_grad():  # the fused kernels have no backward yet
-            outputs[name] = strategy.forward(x_TD, routing, experts)
+        y_TD = strategy.forward(x_TD, routing, experts)
+        gradients = torch.autograd.grad(y_TD.square().sum(), (experts.up_LGD, experts.down_LDF))
+        results[name] = (y_TD.detach(), *gradients)
 
-    wanted, fused = outputs["sequential"], outputs["fused"]
-    difference, largest = (fused - wanted).abs().max(), wanted.abs().max()
+    errors = [
+        float((fused - wanted).abs().max() / wanted.abs().max())
+        for fused, wanted in zip(results["fused"], results["sequential"], strict=True)
+    ]
+    equal = all(map(torch.equal, results["fused"], results["unfused"]))
     lines = [
         f"{NUM_TOKENS} tokens a rank, {NUM_EXPERTS} experts on {groups.ep_size} ranks ({device})",
-        f"fused differs from sequential by at most {difference:.1e}, values reach {largest:.2f}",
-        f"fused equals unfused bit for bit: {torch.equal(fused, outputs['unfused'])}",
+        "fused differs from sequential, relative to the largest value: "
+        + ", ".join(
+            f"{name} {error:.1e}"
+            for name, error in zip(("output", "up.grad", "down.grad"), errors, strict=True)
+        ),
+        f"fused equals unfused bit for bit: {equal}",
     ]
     for workspace in workspaces.all():
         for name in ("words", "stage", "home"):

@@ -78,12 +78,15 @@ def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
     num_blocks = -(-num_tokens // (256 // (1 << (top_k - 1).bit_length())))
     counts = 2 * num_local + top_k
     record = 16 + _whole(counts * num_blocks) + 2 * _whole(num_tokens * top_k)
-    words = _whole(num_ranks) + 64 * num_ranks + 2 * num_ranks * record
+    flags = _whole(num_ranks) + 64 * num_ranks + _whole(2 * num_ranks)
+    words = flags + 2 * num_ranks * record
     assert words == layout.mailbox_words
 
-    stage, home = 2 * num_tokens * hidden, 2 * num_ranks * num_tokens * hidden
+    row = 2 * hidden
+    stages, home = 2 * num_tokens * row, num_ranks * num_tokens * row
+    symmetric = (stages, home, 4 * num_ranks * num_tokens * top_k, 4 * words)
     num_rows = num_tokens * top_k * 5 // 4 + Knobs().block_m * num_local
-    sizes = (stage, home, 4 * words, stage + home + 4 * words, 2 * num_rows * hidden)
+    sizes = (*symmetric, sum(symmetric), num_rows * row)
     cells = [name, hidden, experts, top_k, *(f"{size / 2**20:.1f}" for size in sizes)]
     document = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
     assert f"| {' | '.join(map(str, cells))} |" in document

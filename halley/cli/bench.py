@@ -1,52 +1,63 @@
-"""``halley bench``: measure layers."""
+"""``halley bench``: measure layers and training steps of whole models."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from halley.cli.bars import step_progress
 from halley.cli.checks import check_package, read_dtype
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
-from halley.cli.tables import layer_table
+from halley.cli.tables import layer_table, model_table
+from halley.core.config import OptimizerConfig
 from halley.core.models import find_model
 from halley.core.routing import local_experts
 from halley.core.skew import parse_load
 from halley.moe.parallel import build_groups
-from halley.moe.strategy import STRATEGIES
+from halley.moe.strategy import check_strategy
 from halley.moe.world import pick_device
 from halley.perf.bench import LayerCase, measure_layers
 from halley.perf.charts import draw_layer_bench
-from halley.perf.results import results_path, write_rows
+from halley.perf.model_bench import measure_models
+from halley.perf.model_case import ModelCase, check_memory, cut_model
+from halley.perf.results import Row, results_path, write_rows
 from halley.train.checkpoint import check_writable
+from halley.train.optim import ModelOptimizer
 
 
-app = typer.Typer(help="Measure layers.", no_args_is_help=True)
+app = typer.Typer(help="Measure layers and models.", no_args_is_help=True)
 
 _BENCH_MODELS = "mixtral-8x7b,phi-3.5-moe,qwen2-moe,qwen3-30b-a3b,deepseek-v3"
+_SEQ_LEN = 4096
 
-
-@app.callback()
-def _bench() -> None:
-    """Measure layers."""
+ModelsOption = Annotated[str, typer.Option(help="Named models, or 'default'.")]
+TokensOption = Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")]
+StrategiesOption = Annotated[str, typer.Option(help="Strategies.")]
+DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16, float32 or default.")]
+SamplesOption = Annotated[int, typer.Option(help="Counted samples of each variant.")]
+CommitOption = Annotated[str | None, typer.Option(help="Written into the lines.")]
+NprocOption = Annotated[int, typer.Option(help="Ranks; 0 is one a GPU, or 2.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 @app.command("layer")
 def layer(
-    models: Annotated[str, typer.Option(help="Named models, or 'default'.")] = "default",
-    tokens: Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")] = "default",
-    strategies: Annotated[str, typer.Option(help="Strategies.")] = "sequential,chunked",
+    models: ModelsOption = "default",
+    tokens: TokensOption = "default",
+    strategies: StrategiesOption = "sequential,chunked",
     skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or default.")] = "default",
-    samples: Annotated[int, typer.Option(help="Counted samples of each variant.")] = 11,
+    dtype: DtypeOption = "default",
+    samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens, weights and routing.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for lines and chart.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Written into the lines.")] = None,
-    nproc: Annotated[int, typer.Option(help="Ranks; 0 is one a GPU, or 2.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    commit: CommitOption = None,
+    nproc: NprocOption = 0,
+    device: DeviceOption = "auto",
 ) -> int:
     """Measure the MoE layer of models: forward, and forward with backward, by each strategy.
 
@@ -60,10 +71,9 @@ def layer(
         tokens = "2048,8192" if on_gpu else "512"
     cases = _cases(models, tokens, skew=skew, dtype=read_dtype(dtype, on_gpu=on_gpu), seed=seed)
     names = _split(strategies, option="strategies")
-    if unknown := [name for name in names if name not in STRATEGIES]:
-        raise ValueError(f"strategy ({unknown[0]}) must be one of {', '.join(STRATEGIES)}")
-    if samples < 1:
-        raise ValueError(f"samples ({samples}) must be at least 1")
+    for name in names:
+        check_strategy(name)
+    _check_samples(samples)
     for case in cases:
         local_experts(case.model.moe.num_experts, ep_size=num_ranks)
     if output is not None:
@@ -86,20 +96,86 @@ def layer(
                 on_progress=on_progress,
             )
         if world.is_first:
-            Console(width=None if Console().is_terminal else 120).print(layer_table(rows))
             if output is not None:
                 write_rows(rows, output)
                 draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
-            for row in rows:
-                typer.echo(json.dumps(row))
+            _print(layer_table(rows), rows)
     return 0
+
+
+@app.command("model")
+def model(
+    models: ModelsOption = "default",
+    layers: Annotated[str, typer.Option(help="Layers of each model, or 'default'.")] = "default",
+    tokens: TokensOption = "default",
+    seq_len: Annotated[int, typer.Option(help="Tokens a sequence; 0 is all, up to 4096.")] = 0,
+    strategies: StrategiesOption = "sequential,chunked",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or default.")] = "default",
+    samples: SamplesOption = 11,
+    seed: Annotated[int, typer.Option(help="Of tokens and weights.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Folder for lines.")] = None,
+    commit: CommitOption = None,
+    nproc: NprocOption = 0,
+    device: DeviceOption = "auto",
+) -> int:
+    """Measure training steps of whole models: forward, backward and optimizer, by each strategy.
+
+    Models are as wide as their names say and as deep as asked. Prints a table, then one JSON line
+    for each strategy.
+    """
+    num_ranks = count_ranks(nproc, device=device)
+    on_gpu = pick_device(device).type == "cuda"
+    cases = _model_cases(
+        models if models != "default" else "qwen3-30b-a3b" if on_gpu else "tiny",
+        layers if layers != "default" else "4" if on_gpu else "2",
+        tokens if tokens != "default" else "8192" if on_gpu else "256",
+        seq_len=seq_len,
+        dtype=read_dtype(dtype, on_gpu=on_gpu),
+        seed=seed,
+    )
+    names = _split(strategies, option="strategies")
+    for name in names:
+        check_strategy(name)
+    _check_samples(samples)
+    memory_bytes = _memory_bytes(num_ranks, device=device)
+    for case in cases:
+        check_memory(case, num_ranks=num_ranks, memory_bytes=memory_bytes)
+    if output is not None:
+        check_writable(output)
+    code = hand_to_ranks(nproc, device=device)
+    if code is not None:
+        return code
+
+    with joined(device) as (world, _):
+        groups = build_groups(0, device_type=world.device.type)
+        with step_progress(world) as on_progress:
+            rows = measure_models(
+                cases,
+                names,
+                make_optimizer=lambda m: ModelOptimizer(m, OptimizerConfig(), groups=groups),
+                groups=groups,
+                device=world.device,
+                num_samples=samples,
+                commit=commit,
+                on_progress=on_progress,
+            )
+        if world.is_first:
+            if output is not None:
+                write_rows(rows, output)
+            _print(model_table(rows), rows)
+    return 0
+
+
+def _print(table: Table, rows: list[Row]) -> None:
+    Console(width=None if Console().is_terminal else 140).print(table)
+    for row in rows:
+        typer.echo(json.dumps(row))
 
 
 def _cases(
     models: str, tokens: str, *, skew: str, dtype: torch.dtype, seed: int
 ) -> list[LayerCase]:
-    if seed < 0:
-        raise ValueError(f"seed ({seed}) must be at least 0")
+    _check_seed(seed)
     configs = [find_model(name) for name in _split(models, option="models")]
     loads = _split(skew, option="skew")
     for config in configs:
@@ -111,6 +187,45 @@ def _cases(
         for num_tokens in _positive_integers(tokens, option="tokens")
         for load in loads
     ]
+
+
+def _model_cases(
+    models: str, layers: str, tokens: str, *, seq_len: int, dtype: torch.dtype, seed: int
+) -> list[ModelCase]:
+    _check_seed(seed)
+    if seq_len < 0:
+        raise ValueError(f"seq_len ({seq_len}) must be at least 1, or 0 for all tokens up to 4096")
+    return [
+        ModelCase(
+            model=cut_model(name, num_layers=num_layers),
+            num_tokens=num_tokens,
+            seq_len=seq_len or min(num_tokens, _SEQ_LEN),
+            dtype=dtype,
+            seed=seed,
+        )
+        for name in _split(models, option="models")
+        for num_layers in _positive_integers(layers, option="layers")
+        for num_tokens in _positive_integers(tokens, option="tokens")
+    ]
+
+
+def _memory_bytes(num_ranks: int, *, device: str) -> int:
+    """Return the memory of this rank's GPU, or its share of the host's."""
+    place = pick_device(device)
+    if place.type == "cuda":
+        return torch.cuda.get_device_properties(place).total_memory
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
+def _check_samples(samples: int) -> None:
+    if samples < 1:
+        raise ValueError(f"samples ({samples}) must be at least 1")
+
+
+def _check_seed(seed: int) -> None:
+    if seed < 0:
+        raise ValueError(f"seed ({seed}) must be at least 0")
 
 
 def _split(text: str, *, option: str) -> list[str]:

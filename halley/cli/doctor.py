@@ -31,8 +31,9 @@ from halley.perf.layer_case import LayerCase
 # Keys of ``FusedBuffers``, and what they are to a reader.
 _BUFFERS = {
     "mailbox_mib": "mailbox, symmetric",
-    "stage_mib": "stage, symmetric",
+    "stage_mib": "stages, symmetric",
     "home_mib": "home, symmetric",
+    "weights_home_mib": "home of weights' gradients, symmetric",
     "symm_mib": "all symmetric",
     "rows_mib": "rows, local",
     "plan_mib": "plan of a call",
@@ -111,6 +112,12 @@ def choice_table(choice: LayerChoice) -> Table:
         return table
     for key, text in _BUFFERS.items():
         table.add_row(title, text, f"{getattr(choice.buffers, key):.3f} MiB")
+        title = ""
+    table.add_section()
+    title = "training with fused"
+    for save, memory in choice.memory.items():
+        kept, peak = memory.kept / 2**20, memory.peak / 2**20
+        table.add_row(title, f"save={save}", f"keeps {kept:,.1f} MiB a layer, peak {peak:,.1f} MiB")
         title = ""
     return table
 

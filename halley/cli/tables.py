@@ -58,6 +58,44 @@ def layer_table(rows: list[Row]) -> Table:
     return table
 
 
+def model_table(rows: list[Row]) -> Table:
+    """Return the result lines of the model benchmark, one row each, times in milliseconds.
+
+    Speed is relative to the first strategy of the same model, layers and tokens.
+    """
+    gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
+    table = Table(
+        title=f"Training step on {count} x {gpu}: slowest rank, ms",
+        caption="floor: the MoE layers' bare GEMMs or wire; error: of loss and gradient norms",
+    )
+    for name in ("model", "layers", "tokens", "strategy"):
+        table.add_column(name, no_wrap=True)
+    names = ("median", "p90", "speed", "floor", "exposed", "tokens/s", "MFU", "MiB", "error")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    firsts: dict[object, object] = {}
+    for row in rows:
+        setting = f" {row['setting']}" if row["setting"] else ""
+        median, mfu = row["median_us"], row["mfu"]
+        first = firsts.setdefault((row["model"], row["num_layers"], row["num_tokens"]), median)
+        table.add_row(
+            str(row["model"]),
+            str(row["num_layers"]),
+            str(row["num_tokens"]),
+            f"{row['strategy']}{setting}",
+            _ms(_float(median)) if median else "[red]wrong",
+            _ms(_float(row["p90_us"])) if median else "",
+            f"{_float(first) / _float(median):.2f}x" if median and first else "",
+            _ms(_float(row["floor_us"])),
+            _ms(_float(row["exposed_comm_us"])) if median else "",
+            _number(row["tokens_per_s"]),
+            "" if mfu is None else f"{_float(mfu):.1%}",
+            _number(row["peak_mib"]),
+            f"{_float(row['max_rel_err']):.0e}",
+        )
+    return table
+
+
 def step_table(profiles: dict[str, dict[str, float]]) -> Table:
     """Return a step's time by part, one column a strategy, in milliseconds.
 

@@ -13,7 +13,7 @@ from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.tables import step_table
 from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
 from halley.core.timeline import write_chrome_trace
-from halley.moe.strategy import check_trainable
+from halley.moe.strategy import check_strategy
 from halley.perf.charts import draw_timelines
 from halley.train.checkpoint import check_writable
 from halley.train.compare import StepProfile, compare_strategies
@@ -36,7 +36,7 @@ def trace(
     run_config = read_config(config, overrides, data=data)
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     for name in names or [""]:
-        check_trainable(name)
+        check_strategy(name)
     if steps < 1:
         raise ValueError(f"steps ({steps}) must be at least 1")
     check_config(run_config, nproc=nproc)

@@ -13,7 +13,7 @@ from halley.core.config import RunConfig
 from halley.core.load_config import load_config
 from halley.core.routing import chunk_sizes, local_experts
 from halley.core.types import DTYPES
-from halley.moe.strategy import check_trainable
+from halley.moe.strategy import check_strategy
 from halley.ops.experts import check_alignment
 from halley.train.checkpoint import check_writable
 from halley.train.loop import CHECKPOINTS_FOLDER, train
@@ -75,7 +75,7 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
         ValueError: a value that no rank could use, text that is missing, or experts, chunks and
             ranks that do not fit each other.
     """
-    check_trainable(config.strategy)
+    check_strategy(config.strategy)
     num_ranks = count_ranks(nproc, device=config.device)
     ep_size = config.ep_size or num_ranks
     if num_ranks % ep_size != 0:

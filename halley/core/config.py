@@ -278,7 +278,7 @@ class RunConfig:
 
     Attributes:
         output: folder for metrics, checkpoints and exports.
-        strategy: how routed experts run.
+        strategy: how routed experts run, as ``moe.strategy`` names it.
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
         ep_size: ranks over which the experts are spread; 0 for all ranks.
         device: "auto" takes CUDA where there is a device.

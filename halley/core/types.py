@@ -20,6 +20,9 @@ import torch
 
 
 Activation = Literal["swiglu", "gelu"]
+# What fused layers keep for backward: the rows of their experts and what the activation was made
+# of; each row once, however many experts want it; or nothing, as rows are dispatched again.
+Save = Literal["all", "inputs", "recompute"]
 DROPPED = -1  # expert id of a slot that capacity dropped
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

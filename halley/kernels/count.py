@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from halley.kernels.layout import CALL_WORD, MAX_CHUNKS, NUM_TICKETS, TASK_ROWS
+from halley.kernels.layout import MAX_CHUNKS, NUM_TICKETS, TASK_ROWS
 from halley.kernels.peer import failure, report, wait
 from halley.kernels.plan_words import (
     CALL,
@@ -18,14 +18,13 @@ from halley.kernels.plan_words import (
     USABLE,
     base_of,
 )
-from halley.kernels.publish import record_of
+from halley.kernels.publish import call_of, record_of
 from halley.kernels.status import ORDER, PLAN
 
 
 _TASK_ROWS = tl.constexpr(TASK_ROWS)
 _NUM_TICKETS = tl.constexpr(NUM_TICKETS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
-_CALL_WORD = tl.constexpr(CALL_WORD)
 _PLAN = tl.constexpr(PLAN)
 _ORDER = tl.constexpr(ORDER)
 _STEP = tl.constexpr(1024)
@@ -126,7 +125,7 @@ def count_task(
         if wait(flag, epoch, timeout_ns, status, host_words, code, "sys"):
             record = record_of(words, peer, epoch, LAYOUT)
             wanted = tl.maximum(wanted, tl.load(record + LAYOUT.header + 1))
-            call = tl.load(record + LAYOUT.header + _CALL_WORD)
+            call = tl.load(call_of(words, peer, epoch, LAYOUT))
             if call != 0:
                 report(status, host_words, failure(_ORDER, peer, call))
                 came = 0

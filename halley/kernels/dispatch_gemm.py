@@ -346,7 +346,7 @@ def dispatch_dgrad(
 
 def dgrad_columns(intermediate_size: int, knobs: Knobs) -> int:
     """Return into how many parts the gradient of a routing weight falls."""
-    return triton.cdiv(intermediate_size, knobs.down_grad.block_n)
+    return -(-intermediate_size // knobs.down_grad.block_n)
 
 
 def _constants(

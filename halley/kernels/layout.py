@@ -8,13 +8,16 @@ turn, each with one record a source rank:
 
     arrived_W     epoch of the last record that stands, a word a source rank
     home_WC       epoch of the last sums that came home, a word a (source rank, column chunk)
+    calls         [half][source]: the call whose plan this pass uses once more, 0 for a new call
     records       [half][source]: header | counts (columns, blocks) | packed (T, K) | weights (T, K)
 
-The header is (number of tokens, more tokens than there is room for, 0 or the call whose plan this
-pass uses once more). A "send" is one (token,
+The header is (number of tokens, more tokens than there is room for). A "send" is one (token,
 destination rank): a token crosses once, however many of its experts live there. The columns of the
 counts are, for each block of tokens: rows of each local expert (L), sends by their smallest local
 expert (L), sends by how many rows they have (K, most first).
+
+Flags stand where they stand whatever the other sizes are: a pass with an old plan, from before its
+ranks brought more tokens, touches nothing else.
 
 Who writes: the source, its record on every rank, then the flag. Who waits: whoever reads. Two
 halves are enough, since a rank writes a half again only after every rank wrote the other one, which
@@ -38,7 +41,6 @@ from typing import TYPE_CHECKING
 
 
 HEADER_WORDS = 16
-CALL_WORD = 2
 MAX_CHUNKS = 64  # column chunks of one combine
 TASK_ROWS = 64
 NUM_TICKETS = 8
@@ -88,7 +90,7 @@ class Layout:
             "max_sends": max_sends,
             "max_tiles": max_tiles,
         }
-        flags = _offsets(arrived=ranks, home=ranks * MAX_CHUNKS)
+        flags = _offsets(arrived=ranks, home=ranks * MAX_CHUNKS, calls=2 * ranks)
         record = _offsets(header=HEADER_WORDS, counts=columns * blocks, packed=slots, weights=slots)
         plan = _offsets(
             summary=16,
@@ -117,7 +119,8 @@ class Layout:
         sizes["records"] = flags["end"]
         sizes["record_words"] = record["end"]
         sizes["mailbox_words"] = flags["end"] + 2 * ranks * record["end"]
-        sizes["plan_words"] = plan["end"]
+        # Longer by the tokens, so that plans of one routing tell by their length what made them.
+        sizes["plan_words"] = plan["end"] + self.max_tokens
         for name, value in sizes.items():
             object.__setattr__(self, name, value)
 

@@ -6,12 +6,11 @@
 import triton
 import triton.language as tl
 
-from halley.kernels.layout import CALL_WORD, ORDER_BITS
+from halley.kernels.layout import ORDER_BITS
 from halley.kernels.peer import peer_ptr, signal
 
 
 _ORDER_BITS = tl.constexpr(ORDER_BITS)
-_CALL_WORD = tl.constexpr(CALL_WORD)
 
 
 @triton.jit
@@ -19,6 +18,12 @@ def record_of(words, source, epoch, LAYOUT: tl.constexpr):
     """Return where the record of ``source`` for this epoch starts in a mailbox."""
     half = (epoch % 2) * LAYOUT.num_ranks + source
     return words + LAYOUT.records + half.to(tl.int64) * LAYOUT.record_words
+
+
+@triton.jit
+def call_of(words, source, epoch, LAYOUT: tl.constexpr):
+    """Return where a mailbox holds which call's plan ``source`` uses in this epoch."""
+    return words + LAYOUT.calls + (epoch % 2) * LAYOUT.num_ranks + source
 
 
 @triton.jit
@@ -123,7 +128,7 @@ def publish_task(
             record = record_of(peer_ptr(words_ptrs_W, peer, words), rank, epoch, LAYOUT)
             tl.store(record + LAYOUT.header, num_tokens)
             tl.store(record + LAYOUT.header + 1, wanted_tokens)
-            tl.store(record + LAYOUT.header + _CALL_WORD, 0)
+            tl.store(call_of(peer_ptr(words_ptrs_W, peer, words), rank, epoch, LAYOUT), 0)
     if task * LAYOUT.block_tokens < num_tokens:
         _publish_block(
             task, idx_TK, weights_TK, num_tokens, epoch, rank, words, words_ptrs_W, LAYOUT

@@ -13,16 +13,15 @@ import triton
 import triton.language as tl
 
 from halley.kernels.launch import Launcher, aligned
-from halley.kernels.layout import CALL_WORD, TASK_ROWS, Layout
+from halley.kernels.layout import TASK_ROWS, Layout
 from halley.kernels.peer import failure, peer_ptr, report, wait
 from halley.kernels.plan_words import CALL, NUM_SENDS, PUBLISHED, USABLE
-from halley.kernels.publish import raise_flags, record_of, stage_rows
+from halley.kernels.publish import call_of, raise_flags, stage_rows
 from halley.kernels.status import ORDER, STAGE
 
 
 _STAGE_ROWS = 16
 _TASK_ROWS = tl.constexpr(TASK_ROWS)
-_CALL_WORD = tl.constexpr(CALL_WORD)
 _STAGE = tl.constexpr(STAGE)
 _ORDER = tl.constexpr(ORDER)
 
@@ -53,7 +52,7 @@ def _wait_for_all(words, plan, call, epoch, status, host_words, timeout_ns, LAYO
         code = failure(_STAGE, peer, call)
         flag = words + LAYOUT.arrived + peer
         if wait(flag, epoch, timeout_ns, status, host_words, code, "sys"):
-            theirs = tl.load(record_of(words, peer, epoch, LAYOUT) + LAYOUT.header + _CALL_WORD)
+            theirs = tl.load(call_of(words, peer, epoch, LAYOUT))
             if theirs != call:
                 report(status, host_words, failure(_ORDER, peer, theirs))
                 came = False
@@ -70,23 +69,22 @@ def stage_kernel(
     LAYOUT: tl.constexpr, SPREAD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stage, tell, spread the weights meanwhile; program 0 waits for the peers."""
-    first_program = tl.program_id(0) == 0
+    """Stage and spread the weights; the last to have staged tells the peers and waits for them."""
     call = tl.load(plan + LAYOUT.summary + CALL)
     for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
         stage_rows(first, x_TD, stage_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
-    if first_program:
+    if tl.program_id(0) == 0:
         for peer in range(LAYOUT.num_ranks):
-            record = record_of(peer_ptr(words_ptrs_W, peer, words), rank, epoch, LAYOUT)
-            tl.store(record + LAYOUT.header + _CALL_WORD, call)
+            tl.store(call_of(peer_ptr(words_ptrs_W, peer, words), rank, epoch, LAYOUT), call)
     tl.debug_barrier()
     before = tl.atomic_add(marks + PUBLISHED, 1, sem="acq_rel", scope="sys")
-    if before == tl.num_programs(0) - 1:
+    is_last = before == tl.num_programs(0) - 1
+    if is_last:
         tl.store(marks + PUBLISHED, 0)
         raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)
     if SPREAD:
         _spread_weights(plan, weight_R, LAYOUT)
-    if first_program:
+    if is_last:
         _wait_for_all(words, plan, call, epoch, status, host_words, timeout_ns, LAYOUT)
 
 

@@ -1,5 +1,6 @@
 """The MoE layer: router, routed experts run by a strategy, shared experts."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,26 @@ class FeedForward(nn.Module):
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(x)))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _under_autocast(x_TD: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, Experts]:
+    """Return both in the dtype of autocast where it is on, as ``F.linear`` would take them."""
+    kind = x_TD.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x_TD, experts
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(bias: torch.Tensor | None) -> torch.Tensor | None:
+        return None if bias is None else bias.to(dtype)
+
+    experts = replace(
+        experts,
+        up_LGD=experts.up_LGD.to(dtype),
+        down_LDF=experts.down_LDF.to(dtype),
+        up_bias_LG=cast(experts.up_bias_LG),
+        down_bias_LD=cast(experts.down_bias_LD),
+    )
+    return x_TD.to(dtype), experts
 
 
 class MoELayer(nn.Module):
@@ -117,11 +138,13 @@ class MoELayer(nn.Module):
         """Apply the layer; a collective of the expert-parallel group.
 
         Args:
-            x: ``(..., D)`` in the dtype of the parameters.
+            x: ``(..., D)`` in the dtype of the parameters, or any under autocast, whose dtype the
+                output then has.
         """
         x_TD = x.reshape(-1, x.shape[-1])
         routed = self.router(x_TD)
-        y_TD = self.strategy.forward(x_TD, routed.routing, self.local_experts())
+        rows_TD, experts = _under_autocast(x_TD, self.local_experts())
+        y_TD = self.strategy.forward(rows_TD, routed.routing, experts)
         if self.shared_expert is not None:
             shared_TD = self.shared_expert(x_TD)
             if self.shared_expert_gate is not None:

@@ -1,11 +1,12 @@
 """Strategies by name, for configurations and command lines."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
 import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
+from halley.core.types import Save
 from halley.cost.hardware import CPU, H200, find_hardware
 from halley.cost.predict import Predictor
 from halley.strategies.auto import AutoStrategy
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 STRATEGIES = ("sequential", "chunked", "unfused", "fused", "auto")
-TRAINABLE = ("sequential", "chunked", "auto")  # those with a backward
+_SAVING = ("unfused", "fused")  # those that may say what they keep, as in "fused:inputs"
 
 
 def build_strategy(
@@ -34,7 +35,8 @@ def build_strategy(
     """Return the strategy of that name for the ranks of ``group``.
 
     Args:
-        name: one of ``STRATEGIES``.
+        name: one of ``STRATEGIES``; "fused" and "unfused" may be followed by what they keep for
+            backward: "fused:inputs", "fused:recompute".
         group: the ranks over which experts are spread; None for a rank on its own.
         num_chunks: chunks of "chunked"; 0 lets the cost model choose.
         workspaces: buffers of the fused kernels, which several strategies may share; None for its
@@ -43,8 +45,7 @@ def build_strategy(
     Raises:
         ValueError: there is no such strategy.
     """
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy ({name}) must be one of {', '.join(STRATEGIES)}")
+    check_strategy(name)
     if name == "sequential":
         return SequentialStrategy(group, recorder=recorder)
     if name == "chunked":
@@ -68,22 +69,24 @@ def build_strategy(
     from halley.strategies.fused import FusedStrategy
 
     workspaces = workspaces or Workspaces(group, device)
-    return FusedStrategy(workspaces, recorder=recorder, fused=name == "fused")
+    kind, _, save = name.partition(":")
+    return FusedStrategy(
+        workspaces, recorder=recorder, fused=kind == "fused", save=cast(Save, save or "all")
+    )
 
 
-def check_trainable(name: str) -> None:
-    """Check that a strategy of that name can train.
+def check_strategy(name: str) -> None:
+    """Check that there is a strategy of that name.
 
     Raises:
-        ValueError: there is no such strategy, or it has no backward.
+        ValueError: there is none, or it cannot keep what the name says.
     """
-    if name not in STRATEGIES:
+    kind, colon, save = name.partition(":")
+    if kind not in STRATEGIES:
         raise ValueError(f"strategy ({name}) must be one of {', '.join(STRATEGIES)}")
-    if name not in TRAINABLE:
-        raise ValueError(
-            f"strategy ({name}) must be one of {', '.join(TRAINABLE)} in training: "
-            "it has no backward yet"
-        )
+    if colon and (kind not in _SAVING or save not in get_args(Save)):
+        names = ", ".join(f"{each}:{save}" for each in _SAVING for save in get_args(Save))
+        raise ValueError(f"strategy ({name}) must be one of {', '.join(STRATEGIES)}, {names}")
 
 
 def predictor_of(device: torch.device) -> Predictor:

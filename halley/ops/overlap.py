@@ -3,28 +3,39 @@
 ``dispatch_gemm`` brings rows to their experts and multiplies them by the first projection;
 ``gemm_combine`` multiplies by the second and brings the sums home. Each pair of calls is a
 collective of the ranks. Both name their buffers by the handle of a ``Workspaces``.
-
-Operators are defined on the library, past ``custom_op``, which takes another 4 us a call.
 """
+
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from halley.core.types import Save
 from halley.kernels.dispatch_gemm import dispatch_gemm as launch_dispatch_gemm
 from halley.kernels.gemm_combine import gemm_combine as launch_gemm_combine
 from halley.kernels.plan import make_plan
+from halley.ops.library import define
 from halley.ops.workspace import ShapeClass, Workspace
 from halley.ops.workspaces import find_workspaces
 
 
-NO_BACKWARD = "fused kernels have no backward yet: train with strategy sequential or chunked"
+Kept: TypeAlias = Save | Literal["none"]
 
-_library = torch.library.Library("halley", "FRAGMENT")
-_TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    torch.Tag.needs_exact_strides,
-    # The host reads the size of a plan and counts the epochs: a graph would replay old ones.
-    torch.Tag.cudagraph_unsafe,
-)
+
+class Dispatched(NamedTuple):
+    """What comes out of ``dispatch_gemm``. R is a multiple of the rows of a tile, at least one.
+
+    Attributes:
+        h_RF: activations of the rows of this rank's experts; undefined where rows are padding.
+        plan: where rows came from and sums go, int32.
+        rows: what ``save`` keeps of the rows: of "all" the rows (R, D), of "inputs" each row once,
+            in the order of the plan's list of what is fetched, else (R, 0).
+        pre_RG: of "all" what the activation was made of, else (R, 0).
+    """
+
+    h_RF: torch.Tensor
+    plan: torch.Tensor
+    rows: torch.Tensor
+    pre_RG: torch.Tensor
 
 
 def dispatch_gemm(
@@ -36,8 +47,9 @@ def dispatch_gemm(
     gated: bool,
     fused: bool,
     workspaces: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activations of the rows of this rank's experts, and the plan of these rows.
+    save: Kept = "none",
+) -> Dispatched:
+    """Bring this rank's rows together and multiply them by the first projection.
 
     Args:
         x_TD: tokens of this rank.
@@ -47,17 +59,18 @@ def dispatch_gemm(
         gated: whether gate and up stand one below the other in it.
         fused: False fetches all rows first.
         workspaces: handle of the buffers.
+        save: what is kept for backward.
 
     Returns:
-        ``(R, F)`` in the dtype of ``x_TD``, R a multiple of the rows of a tile and at least one
-        tile, what pads the experts' rows to tiles undefined; and the plan, int32, which
-        ``gemm_combine`` must get before the next ``dispatch_gemm``.
+        Results whose plan ``gemm_combine`` must get before the next ``dispatch_gemm``.
 
     Raises:
         RuntimeError: a peer did not publish in time, or an earlier wait failed.
     """
-    run = _dispatch_gemm if _is_plain(x_TD) else torch.ops.halley.dispatch_gemm.default
-    return run(x_TD, topk_idx_TK, topk_weights_TK, up_LGD, gated, fused, workspaces)
+    results = _call_dispatch_gemm(
+        x_TD, topk_idx_TK, topk_weights_TK, up_LGD, gated, fused, save, workspaces
+    )
+    return Dispatched(*results)
 
 
 def gemm_combine(
@@ -82,17 +95,7 @@ def gemm_combine(
         RuntimeError: a wait failed. On a GPU a wait of this very call may only be known later: to
             the next call, or to ``Workspaces.check`` after the stream was waited for.
     """
-    run = _gemm_combine if _is_plain(h_RF) else torch.ops.halley.gemm_combine.default
-    return run(h_RF, plan, down_LDF, num_tokens, fused, workspaces)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether nobody traces or records, so that the dispatcher (9 us a call) has no part."""
-    return (
-        type(tensor) is torch.Tensor
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
+    return _call_gemm_combine(h_RF, plan, down_LDF, num_tokens, fused, workspaces)
 
 
 def _dispatch_gemm(
@@ -102,40 +105,54 @@ def _dispatch_gemm(
     up: torch.Tensor,
     gated: bool,
     fused: bool,
+    save: Kept,
     workspaces: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     owner = find_workspaces(workspaces)
     workspace = owner.get(_shape_class(x, topk_idx, up, owner.num_ranks), num_tokens=x.shape[0])
 
-    def launch() -> torch.Tensor:
-        h_RF = x.new_empty(workspace.capacity, up.shape[1] // (2 if gated else 1))
+    def launch(num_rows: int, num_sends: int = 0) -> tuple[torch.Tensor | None, ...]:
+        h_RF = x.new_empty(num_rows, up.shape[1] // (2 if gated else 1))
+        pre_RG = x.new_empty(num_rows, up.shape[1]) if save == "all" else None
+        x_RD = x.new_empty(num_rows, x.shape[1]) if save == "all" else workspace.rows_RD
+        sends = x.new_empty(num_sends, x.shape[1]) if save == "inputs" else None
         launch_dispatch_gemm(
-            workspace.rows_RD,
+            x_RD,
             h_RF,
-            None,
+            pre_RG,
             stage_ptrs_W=workspace.stage.ptrs_W,
             plan=plan,
             up_LGD=up,
             gated=gated,
+            sends_SD=sends,
             knobs=workspace.knobs,
             num_programs=workspace.num_programs,
             fused=fused,
             **workspace.common,
         )
-        return h_RF
+        return h_RF, x_RD if save == "all" else sends, pre_RG
 
+    results: tuple[torch.Tensor | None, ...] = ()
     while True:
         plan = _make_plan(workspace, x, topk_idx, topk_weights)
-        h_RF = launch()  # before the host knows whether all rows fit, so that it reads meanwhile
-        num_rows, wanted_tokens = workspace.read_plan()
-        if not wanted_tokens:
+        if save == "none":
+            # Before the host knows whether all rows fit, so that it reads meanwhile.
+            results = launch(workspace.capacity)
+        size = workspace.read_plan()
+        if not size.wanted_tokens:
             break
-        workspace.grow(wanted_tokens)  # all ranks read the same, and come here together
+        workspace.grow(size.wanted_tokens)  # all ranks read the same, and come here together
+    num_rows = max(size.num_rows, workspace.knobs.block_m)
     if num_rows > workspace.capacity:
         workspace.reserve(num_rows)
-        h_RF = launch()
+        results = ()
+    # What is kept for backward has no row too many: launched when the size is known.
+    results = results or launch(num_rows, size.num_sends)
     owner.dispatched(workspace, plan)
-    return h_RF[: max(num_rows, workspace.knobs.block_m)], plan
+    h_RF, rows, pre_RG = results
+    assert h_RF is not None
+    kept = (h_RF.new_empty(num_rows, 0) if part is None else part for part in (rows, pre_RG))
+    return h_RF[:num_rows], plan, *kept
 
 
 def _make_plan(
@@ -209,19 +226,26 @@ def _shape_class(
     )
 
 
-def _fake_dispatch_gemm(
+def fake_dispatch_gemm(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     up: torch.Tensor,
     gated: bool,
     fused: bool,
+    save: Kept,
     workspaces: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
+    """Return the results of ``dispatch_gemm`` without values."""
     ctx = torch.library.get_ctx()
     # The plan is as long as the layout wants it, which grows with the tokens of other ranks.
     plan = x.new_empty(ctx.new_dynamic_size(), dtype=torch.int32)
-    return x.new_empty(ctx.new_dynamic_size(), up.shape[1] // (2 if gated else 1)), plan
+    num_rows = ctx.new_dynamic_size()
+    h_RF = x.new_empty(num_rows, up.shape[1] // (2 if gated else 1))
+    if save == "all":
+        return h_RF, plan, x.new_empty(num_rows, x.shape[1]), x.new_empty(num_rows, up.shape[1])
+    kept = (ctx.new_dynamic_size(), x.shape[1]) if save == "inputs" else (num_rows, 0)
+    return h_RF, plan, x.new_empty(kept), x.new_empty(num_rows, 0)
 
 
 def _fake_gemm_combine(
@@ -235,28 +259,15 @@ def _fake_gemm_combine(
     return h.new_empty(num_tokens, down.shape[1])
 
 
-def _refuse(ctx: object, *gradients: object) -> None:
-    raise RuntimeError(NO_BACKWARD)
-
-
-def _define() -> None:
-    _library.define(
-        "dispatch_gemm(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor up, bool gated, "
-        "bool fused, int workspaces) -> (Tensor h, Tensor plan)",
-        tags=_TAGS,
-    )
-    _library.define(
-        "gemm_combine(Tensor h, Tensor plan, Tensor down, SymInt num_tokens, bool fused, "
-        "int workspaces) -> Tensor",
-        tags=_TAGS,
-    )
-    for name, run, fake in (
-        ("dispatch_gemm", _dispatch_gemm, _fake_dispatch_gemm),
-        ("gemm_combine", _gemm_combine, _fake_gemm_combine),
-    ):
-        _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"halley::{name}", fake, lib=_library)
-        torch.library.register_autograd(f"halley::{name}", _refuse, lib=_library)
-
-
-_define()
+_call_dispatch_gemm = define(
+    "dispatch_gemm(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor up, bool gated, "
+    "bool fused, str save, int workspaces) -> (Tensor h, Tensor plan, Tensor rows, Tensor pre)",
+    _dispatch_gemm,
+    fake_dispatch_gemm,
+)
+_call_gemm_combine = define(
+    "gemm_combine(Tensor h, Tensor plan, Tensor down, SymInt num_tokens, bool fused, "
+    "int workspaces) -> Tensor",
+    _gemm_combine,
+    _fake_gemm_combine,
+)

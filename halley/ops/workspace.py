@@ -13,7 +13,7 @@ from halley.symm.heap import AbstractSymmHeap, Signals, SymmTensor
 
 
 _CPU_BLOCK_SLOTS = 64
-_FAILURE, _ROWS, _WANTED_TOKENS = 0, 1, 2  # words of host_words, see kernels.status
+_FAILURE, _ROWS, _WANTED_TOKENS, _SENDS = range(4)  # words of host_words, see kernels.status
 _ROOM = 1.25  # how much more than was asked for a buffer gets when it grows
 _TOKEN_MULTIPLE = 64
 
@@ -38,12 +38,31 @@ class Common(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanSize:
+    """What the host must know of a plan.
+
+    Attributes:
+        num_rows: rows, in whole tiles.
+        num_sends: tokens that come over the link or from this rank, with what pads them to tasks.
+        wanted_tokens: the most tokens of a rank if no layout has room for them, else 0.
+    """
+
+    num_rows: int
+    num_sends: int
+    wanted_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Buffers:
     layout: Layout
     signals: Signals
-    stage: SymmTensor
+    stages: tuple[SymmTensor, SymmTensor]
     home: SymmTensor
+    weights_home: SymmTensor
     marks: torch.Tensor
+
+    def symmetric(self) -> list[SymmTensor]:
+        return [self.signals.words, *self.stages, self.home, self.weights_home]
 
 
 @final
@@ -88,8 +107,9 @@ class Workspace:
         self._told = self.host_words.numpy()  # the same memory, read in a fraction of the time
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_made = torch.cuda.Event() if on_gpu else None
-        self._buffers = self._allocate(max_tokens)
+        self._layouts: dict[int, Layout] = {}
         self.epoch = 0
+        self._buffers = self._allocate(max_tokens)
         slots = max_tokens * shape.top_k
         self.rows_RD = self._make_rows(int(_ROOM * slots) + knobs.block_m * self.layout.num_local)
 
@@ -105,13 +125,21 @@ class Workspace:
 
     @property
     def stage(self) -> SymmTensor:
-        """The tokens of each rank, which the others fetch, ``(max_tokens, D)``."""
-        return self._buffers.stage
+        """Rows of each rank's tokens, which the others fetch in this pass, ``(max_tokens, D)``.
+
+        Two of them serve passes in turn: a pass may begin while a peer fetches rows of the last.
+        """
+        return self._buffers.stages[self.epoch % 2]
 
     @property
     def home(self) -> SymmTensor:
         """The sums that ranks send to each rank, ``(W, max_tokens, D)``."""
         return self._buffers.home
+
+    @property
+    def weights_home(self) -> SymmTensor:
+        """The gradients of routing weights that ranks send, ``(W, max_tokens, K)``, float32."""
+        return self._buffers.weights_home
 
     @property
     def marks(self) -> torch.Tensor:
@@ -136,7 +164,7 @@ class Workspace:
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of this rank that its peers address."""
-        return sum(t.local.nbytes for t in (self.words, self.stage, self.home))
+        return sum(tensor.local.nbytes for tensor in self._buffers.symmetric())
 
     @property
     def local_bytes(self) -> int:
@@ -172,8 +200,8 @@ class Workspace:
         if self._plan_made is not None:
             self._plan_made.record()
 
-    def read_plan(self) -> tuple[int, int]:
-        """Return rows of the plan last made, and the tokens that no layout had room for, or 0.
+    def read_plan(self) -> PlanSize:
+        """Return the size of the plan last made.
 
         Waits for ``mark_plan``, and for nothing that came after it.
 
@@ -183,17 +211,29 @@ class Workspace:
         if self._plan_made is not None:
             self._plan_made.synchronize()
         self.check()
-        return int(self._told[_ROWS]), int(self._told[_WANTED_TOKENS])
+        return PlanSize(
+            num_rows=int(self._told[_ROWS]),
+            num_sends=int(self._told[_SENDS]),
+            wanted_tokens=int(self._told[_WANTED_TOKENS]),
+        )
+
+    def layout_of(self, plan: torch.Tensor) -> Layout:
+        """Return the layout that a plan was made with, by its length."""
+        return self._layouts[plan.shape[0]]
+
+    def made(self, plan: torch.Tensor) -> bool:
+        """Return whether plans of this length are this workspace's."""
+        return plan.shape[0] in self._layouts
 
     def grow(self, num_tokens: int) -> None:
-        """Make room for more tokens a rank. Collective; the next epoch is the first again.
+        """Make room for more tokens a rank. Collective.
 
         Raises:
             MemoryError: a rank has too little memory. Raised on all ranks, which keep what they
                 have and may go on with fewer tokens.
         """
         old, self._buffers = self._buffers, self._allocate(roomy_tokens(num_tokens))
-        self._free(old.signals.words, old.stage, old.home)
+        self._free(*old.symmetric())
 
     def reserve(self, num_rows: int) -> None:
         """Make room for more rows; this rank's own affair."""
@@ -218,17 +258,27 @@ class Workspace:
         )
         made: list[SymmTensor] = []
         try:
-            signals = self.heap.signals(layout.mailbox_words)
+            signals = self.heap.signals(layout.mailbox_words, epoch=self.epoch)
             made.append(signals.words)
-            for rows in ((max_tokens,), (num_ranks, max_tokens)):
+            for rows in ((max_tokens,), (max_tokens,), (num_ranks, max_tokens)):
                 made.append(self.heap.zeros((*rows, shape.hidden_size), shape.dtype))
+            slots = (num_ranks, max_tokens, shape.top_k)
+            made.append(self.heap.zeros(slots, torch.float32))
         except MemoryError:
             self._free(*made)
             raise
         with torch.inference_mode(mode=False):
             marks = torch.zeros(NUM_MARKS, dtype=torch.int32, device=self.heap.device)
-        _, stage, home = made
-        return _Buffers(layout=layout, signals=signals, stage=stage, home=home, marks=marks)
+        _, stage, other_stage, home, weights_home = made
+        self._layouts[layout.plan_words] = layout
+        return _Buffers(
+            layout=layout,
+            signals=signals,
+            stages=(stage, other_stage),
+            home=home,
+            weights_home=weights_home,
+            marks=marks,
+        )
 
     def _free(self, *tensors: SymmTensor) -> None:
         for tensor in tensors:

@@ -96,6 +96,30 @@ class Workspaces:
         found = self._by_shape.get(shape)
         return found or self._make(shape, num_tokens)
 
+    def of_plan(
+        self,
+        plan: torch.Tensor,
+        *,
+        num_experts: int,
+        top_k: int,
+        rows: tuple[int, torch.dtype] | None = None,
+    ) -> Workspace:
+        """Return a workspace that makes such plans.
+
+        Args:
+            num_experts: of all ranks.
+            rows: columns and dtype of the rows that it must have buffers for; None for any.
+
+        Raises:
+            RuntimeError: there is none any more.
+        """
+        for shape, workspace in self._by_shape.items():
+            has_routing = (shape.num_experts, shape.top_k) == (num_experts, top_k)
+            has_rows = rows is None or rows == (shape.hidden_size, shape.dtype)
+            if has_routing and has_rows and workspace.made(plan):
+                return workspace
+        raise RuntimeError("the workspaces of this plan were closed before its backward")
+
     def dispatched(self, workspace: Workspace, plan: torch.Tensor) -> None:
         """Note that this plan is the next to be combined."""
         # By address, since the operator that combines may get another tensor for the same memory.

@@ -55,7 +55,7 @@ def bench_layer(
         case: the layer and its load.
         candidates: as from ``build_candidates``: strategies by name and, after a space, setting;
             of several settings the fastest is measured. Bits are compared with the first that
-            uses the same GEMM. Those that cannot train are measured forward.
+            uses the same GEMM.
         groups: its expert-parallel group runs the layer.
         recorder: that of the candidates.
         link_bytes_per_s: as from ``measure_link``.
@@ -69,9 +69,8 @@ def bench_layer(
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
     rows: list[Row] = []
     for direction in DIRECTIONS:
-        able = {n: s for n, s in candidates.items() if direction == "forward" or s.has_backward}
-        in_turn = list(dict.fromkeys(name.partition(" ")[0] for name in able))
-        right = {n: s for n, s in able.items() if errors[n][0] <= _tolerance(case)}
+        in_turn = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
+        right = {n: s for n, s in candidates.items() if errors[n][0] <= _tolerance(case)}
         runs = {name: _runner(s, tensors, direction) for name, s in right.items()}
         best = _best_settings(in_turn, runs, device=device, groups=groups)
         chosen = {name: runs[name] for name in best.values()}
@@ -84,7 +83,7 @@ def bench_layer(
         )
         gemm_us = min(timings[name].median_us for name in gemms)
         for strategy in in_turn:
-            first = next(name for name in able if name.partition(" ")[0] == strategy)
+            first = next(name for name in candidates if name.partition(" ")[0] == strategy)
             name = best.get(strategy, first)  # the first, where none is right
             row = _row(case, groups, direction=direction, strategy=strategy)
             row |= _floors(gemm_us, crossing_us, direction=direction)
@@ -137,11 +136,11 @@ def _check_values(
 ) -> dict[str, tuple[float, bool]]:
     """Return each candidate's largest relative error, and whether it equals the first's bits."""
     wanted = reference_outputs(tensors, groups)
-    first: dict[bool, list[torch.Tensor]] = {}  # torch's GEMMs have a backward, Halley's have none
+    first: dict[str, list[torch.Tensor]] = {}  # of those that use the same GEMM
     results: dict[str, tuple[float, bool]] = {}
     for name, strategy in candidates.items():
-        got = outputs_of(strategy, tensors, backward=strategy.has_backward)
-        equals = first.setdefault(strategy.has_backward, got)
+        got = outputs_of(strategy, tensors)
+        equals = first.setdefault(strategy.gemm, got)
         error = max(relative_error(g, w) for g, w in zip(got, wanted, strict=False))
         equal = all(torch.equal(g, f) for g, f in zip(got, equals, strict=True))
         summary = torch.tensor([error, float(not equal)], dtype=torch.float64)

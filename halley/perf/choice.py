@@ -1,15 +1,17 @@
 """What strategy auto makes of one layer on these ranks, and what memory the fused kernels take."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
+import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.types import LayerShape
+from halley.core.types import LayerShape, Save
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
 from halley.perf.layer_case import LayerCase, make_tensors, outputs_of
+from halley.perf.memory import LayerMemory, RowCounts, layer_memory
 from halley.strategies.auto import AutoStrategy
 from halley.symm.access import peer_access
 
@@ -24,9 +26,10 @@ class FusedBuffers:
 
     Attributes:
         mailbox_mib: what ranks tell each other of a call.
-        stage_mib: the rank's tokens, which its peers fetch.
+        stage_mib: the rank's tokens, which its peers fetch; twice, as passes take turns.
         home_mib: the sums that its peers send.
-        symm_mib: these three, which peers address.
+        weights_home_mib: the gradients of routing weights that its peers send.
+        symm_mib: these four, which peers address.
         rows_mib: scratch of this rank alone.
         plan_mib: made anew by each call.
     """
@@ -34,6 +37,7 @@ class FusedBuffers:
     mailbox_mib: float
     stage_mib: float
     home_mib: float
+    weights_home_mib: float
     symm_mib: float
     rows_mib: float
     plan_mib: float
@@ -50,6 +54,8 @@ class LayerChoice:
         reason: auto's own words, and why others are no candidates.
         access_problem: why the ranks cannot address each other's memory; "" where they can.
         buffers: of this rank; None where the fused kernels do not run.
+        memory: what training the layer with fused takes on the rank that takes most, beside the
+            buffers, by what is kept for backward.
     """
 
     model: str
@@ -61,6 +67,7 @@ class LayerChoice:
     reason: str
     access_problem: str
     buffers: FusedBuffers | None
+    memory: dict[str, LayerMemory]
 
 
 def choose_strategy(
@@ -92,17 +99,20 @@ def choose_strategy(
     if case.model.moe.expert_bias:
         reason += "; measured without the experts' biases, with which fused cannot run"
     buffers = [_measure_buffers(workspace) for workspace in workspaces.all()]
+    shape = _shape(case, groups)
+    memory = [_memory(workspace, shape, groups) for workspace in workspaces.all()]
     workspaces.close()
     return LayerChoice(
         model=case.model.name,
         num_tokens=case.num_tokens,
         num_ranks=groups.ep_size,
         dtype=str(case.dtype).removeprefix("torch."),
-        strategy=auto.choice(_shape(case, groups), gradients=False),
-        times_us=auto.times_us(_shape(case, groups), gradients=False),
+        strategy=auto.choice(shape, gradients=False),
+        times_us=auto.times_us(shape, gradients=False),
         reason=reason,
         access_problem=peer_access(groups.ep, device),
         buffers=buffers[0] if buffers else None,
+        memory=memory[0] if memory else {},
     )
 
 
@@ -120,11 +130,32 @@ def _shape(case: LayerCase, groups: ParallelGroups) -> LayerShape:
     )
 
 
+def _memory(
+    workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
+) -> dict[str, LayerMemory]:
+    """Return what each way to save takes, for the plan that was made last; a collective."""
+    from halley.kernels.dispatch_gemm import dgrad_columns
+
+    size = workspace.read_plan()
+    most = torch.tensor([size.num_rows, size.num_sends], device=workspace.heap.device)
+    if groups.ep is not None:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.ep)
+    num_rows, num_sends = most.tolist()
+    counts = RowCounts(
+        num_rows=num_rows,
+        num_sends=num_sends,
+        plan_words=workspace.layout.plan_words,
+        num_parts=dgrad_columns(shape.intermediate_size, workspace.knobs),
+    )
+    return {save: layer_memory(shape, counts, save=save) for save in get_args(Save)}
+
+
 def _measure_buffers(workspace: "Workspace") -> FusedBuffers:
     return FusedBuffers(
         mailbox_mib=workspace.words.local.nbytes / 2**20,
-        stage_mib=workspace.stage.local.nbytes / 2**20,
+        stage_mib=2 * workspace.stage.local.nbytes / 2**20,
         home_mib=workspace.home.local.nbytes / 2**20,
+        weights_home_mib=workspace.weights_home.local.nbytes / 2**20,
         symm_mib=workspace.symmetric_bytes / 2**20,
         rows_mib=workspace.rows_RD.nbytes / 2**20,
         plan_mib=workspace.layout.plan_words * torch.int32.itemsize / 2**20,

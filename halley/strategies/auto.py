@@ -1,6 +1,7 @@
 """Whichever strategy is fastest: measured on the first call of a shape, agreed on by all ranks."""
 
 import time
+from dataclasses import replace
 from statistics import median
 from typing import final
 
@@ -28,8 +29,8 @@ class AutoStrategy(AbstractStrategy):
     """Runs each shape by the strategy that measured fastest when it first came.
 
     The first call of a shape runs every candidate some times, one after another in turn, on the
-    inputs that it was given; where gradients are wanted, with backward, and only candidates that
-    have one. A rank's time is that of the slowest rank.
+    inputs that it was given; where gradients are wanted, with backward. A rank's time is that of
+    the slowest rank.
 
     Args:
         candidates: by name; one of them is "chunked".
@@ -56,6 +57,10 @@ class AutoStrategy(AbstractStrategy):
         self._choices: dict[_Key, str] = {}
         self._reasons: dict[_Key, str] = {}
         self._times_us: dict[_Key, dict[str, float]] = {}
+
+    @property
+    def gemm(self) -> str:
+        return "that of its choice"
 
     @property
     def reasons(self) -> list[str]:
@@ -105,15 +110,14 @@ class AutoStrategy(AbstractStrategy):
         """Return the work of what was chosen for training; else of what is predicted fastest."""
         if name := self.choice(shape, gradients=True):
             return self.candidates[name].tasks(shape, predictor)
-        with_backward = (s for s in self.candidates.values() if s.has_backward)
-        return min((s.tasks(shape, predictor) for s in with_backward), key=makespan_us)
+        return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)
 
     def _decide(self, key: _Key, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> str:
         gradients = key[-1]
-        names, problems = self._able(experts, top_k=key[3], gradients=gradients)
+        names, problems = self._able(experts, top_k=key[3])
         direction = "with backward" if gradients else "forward"
         text = f"hidden_size {key[0]}, {key[2]} experts, top_k {key[3]}, {direction}: "
-        if self._no_access and not gradients:
+        if self._no_access:
             name = "chunked"
             text += f"chunked, as the fused kernels cannot run here: {self._no_access}"
         else:
@@ -126,18 +130,14 @@ class AutoStrategy(AbstractStrategy):
         self._choices[key], self._reasons[key] = name, text
         return name
 
-    def _able(
-        self, experts: Experts, *, top_k: int, gradients: bool
-    ) -> tuple[list[str], dict[str, str]]:
+    def _able(self, experts: Experts, *, top_k: int) -> tuple[list[str], dict[str, str]]:
         """Return the candidates that can run a layer, and why the others cannot."""
         if self._no_access is None:
             self._no_access = peer_access(self.group, self.device)
         problems: dict[str, str] = {}
         for name, strategy in self.candidates.items():
             problem = strategy.find_problem(experts, top_k=top_k)
-            if gradients and not strategy.has_backward:
-                problem = "it has no backward yet"
-            elif name in self._shares_memory and self._no_access:
+            if name in self._shares_memory and self._no_access:
                 problem = self._no_access
             if problem:
                 problems[name] = problem
@@ -159,7 +159,13 @@ class AutoStrategy(AbstractStrategy):
             if gradients:
                 torch.autograd.grad(y_TD, leaves, torch.zeros_like(y_TD))
 
-        parts = (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
+        # Leaves of their own: backward must end at the layer, and leave the caller's graph whole.
+        x_TD, weights_TK = (
+            part.detach().requires_grad_(part.requires_grad)
+            for part in (x_TD, routing.topk_weights_TK)
+        )
+        routing = replace(routing, topk_weights_TK=weights_TK)
+        parts = (x_TD, weights_TK, experts.up_LGD, experts.down_LDF)
         leaves = [part for part in parts if part.requires_grad]
         samples = torch.zeros(_NUM_SAMPLES, len(names), dtype=torch.float64)
         enabled, self.recorder.enabled = self.recorder.enabled, False

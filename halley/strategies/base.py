@@ -33,9 +33,9 @@ class AbstractStrategy(abc.ABC):
         """
 
     @property
-    def has_backward(self) -> bool:
-        """Whether gradients can be had; without, ``forward`` refuses inputs that want them."""
-        return True
+    def gemm(self) -> str:
+        """Whose grouped GEMM multiplies: strategies with the same are equal bit for bit."""
+        return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         """Return why this strategy cannot run a layer, or ""; the same on all ranks.

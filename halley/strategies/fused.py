@@ -13,11 +13,12 @@ import torch
 
 from halley.core.routing import check_routing
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Save
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.kernels.layout import MAX_CHUNKS
 from halley.kernels.switch import INTERPRETED
+from halley.ops.fused_experts import fused_experts
 from halley.ops.overlap import dispatch_gemm, gemm_combine
 from halley.ops.workspaces import Workspaces
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
@@ -37,7 +38,7 @@ _DTYPES = {
 
 @final
 class FusedStrategy(AbstractStrategy):
-    """Dispatch in the first GEMM, combine in the second. Forward only.
+    """Dispatch in the first GEMM, combine in the second; backward, the same the other way.
 
     Args:
         workspaces: the buffers, made for the ranks over which the experts are spread. Strategies
@@ -45,36 +46,59 @@ class FusedStrategy(AbstractStrategy):
         recorder: marks the two halves. What they wait for peers is inside them.
         fused: False runs the same kernels one part after another, bit for bit the same: what
             fusing gains, with all else equal.
+        save: what is kept for backward, see ``ops.fused_experts``.
     """
 
-    def __init__(self, workspaces: Workspaces, *, recorder: Recorder, fused: bool = True) -> None:
+    def __init__(
+        self,
+        workspaces: Workspaces,
+        *,
+        recorder: Recorder,
+        fused: bool = True,
+        save: Save = "all",
+    ) -> None:
         self.workspaces = workspaces
         self.recorder = recorder
         self.fused = fused
+        self.save: Save = save
         self._checked: list[object] = []
 
     @property
-    def has_backward(self) -> bool:
-        return False
+    def gemm(self) -> str:
+        return "halley"
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_tokens, idx_TK, weights_TK = x_TD.shape[0], routing.topk_idx_TK, routing.topk_weights_TK
         self._check(x_TD, routing, experts)
         handle = self.workspaces.handle
+        gated = experts.activation == "swiglu"
+        if wants_gradients(x_TD, routing, experts):
+            with self.recorder.span("fused_experts"):
+                return fused_experts(
+                    x_TD,
+                    idx_TK,
+                    weights_TK,
+                    experts.up_LGD,
+                    experts.down_LDF,
+                    gated=gated,
+                    fused=self.fused,
+                    save=self.save,
+                    workspaces=handle,
+                )
         with self.recorder.span("dispatch_gemm"):
-            h_RF, plan = dispatch_gemm(
+            made = dispatch_gemm(
                 x_TD,
                 idx_TK,
                 weights_TK,
                 experts.up_LGD,
-                gated=experts.activation == "swiglu",
+                gated=gated,
                 fused=self.fused,
                 workspaces=handle,
             )
         with self.recorder.span("gemm_combine"):
             return gemm_combine(
-                h_RF,
-                plan,
+                made.h_RF,
+                made.plan,
                 experts.down_LDF,
                 num_tokens=num_tokens,
                 fused=self.fused,
@@ -102,11 +126,6 @@ class FusedStrategy(AbstractStrategy):
             if kinds != self._checked:
                 self._check_all(x_TD, routing, experts)
                 self._checked = kinds
-        if wants_gradients(x_TD, routing, experts):
-            name = "fused" if self.fused else "unfused"
-            raise ValueError(
-                f"strategy {name} has no backward yet: train with sequential or chunked"
-            )
 
     def _check_all(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
         num_experts = experts.num_local_experts * self.workspaces.num_ranks
@@ -159,6 +178,5 @@ class FusedStrategy(AbstractStrategy):
         return ""
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return the work of one forward pass: there is no backward yet."""
         columns = self.workspaces.knobs.chunk_columns
         return fused_tasks(shape, predictor, chunk_columns=columns, fused=self.fused)

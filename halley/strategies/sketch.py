@@ -3,6 +3,7 @@
 Sequential is chunked with one chunk, unfused is fused with one piece of each kind.
 """
 
+from dataclasses import dataclass
 from math import comb
 
 from halley.core.routing import chunk_sizes, local_experts
@@ -61,7 +62,7 @@ def pipeline_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) 
 def fused_tasks(
     shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
 ) -> list[Task]:
-    """Return forward of one rank under balanced routing, in order of issue.
+    """Return forward and backward of one rank under balanced routing, in order of issue.
 
     A token crosses once to each rank that has one of its experts, and one sum of it comes back.
     Fused, the rows of the other ranks arrive while those that are here are multiplied, and a chunk
@@ -91,27 +92,69 @@ def fused_tasks(
     expand_us = predictor.memory_us(2.0 * rows * row_bytes)
     sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
 
-    num_parts = ranks if fused else 1  # by the rank that rows come from, this one's first
-    num_chunks = -(-hidden // chunk_columns) if fused else 1
+    way = _Way(
+        num_parts=ranks if fused else 1,
+        first_part=1 if fused else 0,
+        num_chunks=-(-hidden // chunk_columns) if fused else 1,
+        link_us=link_us,
+        expand_us=expand_us,
+        sum_us=sum_us,
+    )
     tasks = [
         _compute("publish", publish_us, needs=()),
         _compute("plan", plan_us, needs=("publish",)),
+        *way.tasks("", ("up", up_us), ("down", down_us), needs="plan"),
     ]
-    first = 1 if fused else 0  # own rows do not travel
-    for part in range(first, num_parts):
-        share = 1.0 / (num_parts - first)
-        tasks.append(_comm(f"dispatch.{part}", link_us * share, needs="plan"))
-    for part in range(num_parts):
-        needs = ("plan",) if part < first else (f"dispatch.{part}",)
-        tasks.append(_compute(f"up.{part}", (expand_us + up_us) / num_parts, needs=needs))
-    for chunk in range(num_chunks):
-        needs = (f"up.{num_parts - 1}",)
-        tasks.append(_compute(f"down.{chunk}", down_us / num_chunks, needs=needs))
-        tasks.append(_comm(f"combine.{chunk}", link_us / num_chunks, needs=f"down.{chunk}"))
-    for chunk in range(num_chunks):
-        needs = (f"combine.{chunk}",)
-        tasks.append(_compute(f"home.{chunk}", sum_us / num_chunks, needs=needs))
+    tasks.append(_compute("publish.backward", publish_us, needs=(tasks[-1].name,)))
+    tasks += way.tasks(".backward", ("down", down_us), ("up", up_us), needs="publish.backward")
+    for name, duration_us in (("down.weights", down_us), ("up.weights", up_us)):
+        tasks.append(_compute(name, duration_us, needs=(f"down.backward.{way.num_parts - 1}",)))
     return tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """The way of rows to their experts and of sums home, which gradients go, too.
+
+    Attributes:
+        num_parts: of the rows, by the rank that they come from, this one's first.
+        first_part: the first that travels.
+        num_chunks: of the columns that come home.
+        link_us: time of the wire one way.
+        expand_us: to write rows to all their experts.
+        sum_us: to add up what goes home.
+    """
+
+    num_parts: int
+    first_part: int
+    num_chunks: int
+    link_us: float
+    expand_us: float
+    sum_us: float
+
+    def tasks(
+        self, suffix: str, there: tuple[str, float], back: tuple[str, float], *, needs: str
+    ) -> list[Task]:
+        """Return the tasks of one pass through two GEMMs, given by name and time."""
+        tasks: list[Task] = []
+        share_us = self.link_us / (self.num_parts - self.first_part or 1)
+        for part in range(self.first_part, self.num_parts):
+            tasks.append(_comm(f"dispatch{suffix}.{part}", share_us, needs=needs))
+        for part in range(self.num_parts):
+            rows = needs if part < self.first_part else f"dispatch{suffix}.{part}"
+            time_us = (self.expand_us + there[1]) / self.num_parts
+            tasks.append(_compute(f"{there[0]}{suffix}.{part}", time_us, needs=(rows,)))
+        last = tasks[-1].name
+        for chunk in range(self.num_chunks):
+            name = f"{back[0]}{suffix}.{chunk}"
+            tasks.append(_compute(name, back[1] / self.num_chunks, needs=(last,)))
+            chunk_us = self.link_us / self.num_chunks
+            tasks.append(_comm(f"combine{suffix}.{chunk}", chunk_us, needs=name))
+        for chunk in range(self.num_chunks):
+            sums = (f"combine{suffix}.{chunk}",)
+            chunk_us = self.sum_us / self.num_chunks
+            tasks.append(_compute(f"home{suffix}.{chunk}", chunk_us, needs=sums))
+        return tasks
 
 
 def _reach(shape: LayerShape, num_local: int) -> float:

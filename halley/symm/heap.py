@@ -46,9 +46,10 @@ class Signals:
         words: int32 ``(num_words,)``, zero at first, which is before every epoch.
     """
 
-    def __init__(self, words: SymmTensor) -> None:
+    def __init__(self, words: SymmTensor, *, epoch: int = 0) -> None:
+        """Begin behind an epoch, the same on all ranks: where other words were left, or none."""
         self.words = words
-        self._epoch = 0
+        self._epoch = epoch
 
     def next_epoch(self) -> int:
         """Begin the next epoch and return it; the first is 1.
@@ -145,9 +146,9 @@ class AbstractSymmHeap(abc.ABC):
         self.barrier()
         return tensor
 
-    def signals(self, num_words: int) -> Signals:
-        """Return zeroed signal words; free their ``words`` as any other tensor."""
-        return Signals(self.zeros((num_words,), torch.int32))
+    def signals(self, num_words: int, *, epoch: int = 0) -> Signals:
+        """Return zeroed signal words, behind an epoch; free their ``words`` as any other tensor."""
+        return Signals(self.zeros((num_words,), torch.int32), epoch=epoch)
 
     def free(self, tensor: SymmTensor) -> None:
         """Give back a tensor once every rank has come here; nobody may use its addresses after.

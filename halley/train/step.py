@@ -13,7 +13,7 @@ from halley.core.types import DTYPES
 from halley.moe.model import MoETransformer
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.router import SigmoidRouter
-from halley.moe.strategy import build_strategy, check_trainable
+from halley.moe.strategy import build_strategy, check_strategy
 from halley.moe.world import World
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
 from halley.train.optim import ModelOptimizer, learning_rate
@@ -93,7 +93,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         ValueError: the configuration does not fit the ranks or the data.
     """
     check_vocabulary(config)
-    check_trainable(config.strategy)
+    check_strategy(config.strategy)
     groups = build_groups(config.ep_size, device_type=world.device.type)
     recorder = Recorder(world.device, rank=world.rank)
     strategy = build_strategy(

@@ -13,6 +13,7 @@ from halley.cli.main import main
 from halley.moe.strategy import STRATEGIES
 from halley.perf.choice import FusedBuffers, LayerChoice
 from halley.perf.doctor import Device, Link, Machine, StrategyState
+from halley.perf.memory import LayerMemory
 
 
 GPU = Device(
@@ -47,8 +48,15 @@ CHOICE = LayerChoice(
     reason="fused is fastest of chunked 30 us, fused 20 us",
     access_problem="",
     buffers=FusedBuffers(
-        mailbox_mib=0.25, stage_mib=1.0, home_mib=4.0, symm_mib=5.25, rows_mib=2.5, plan_mib=0.125
+        mailbox_mib=0.25,
+        stage_mib=1.0,
+        home_mib=4.0,
+        weights_home_mib=0.5,
+        symm_mib=5.75,
+        rows_mib=2.5,
+        plan_mib=0.125,
     ),
+    memory={"all": LayerMemory(kept=3 * 2**20, peak=2**31)},
 )
 RED = "\x1b[31m"
 
@@ -129,8 +137,9 @@ def test_choice_tells_why_and_what_it_takes():
     assert _row(text, "why") == CHOICE.reason
     assert _row(text, "addressed") == "yes"
     assert _row(text, "home, symmetric") == "4.000 MiB"
-    assert _row(text, "all symmetric") == "5.250 MiB"
+    assert _row(text, "all symmetric") == "5.750 MiB"
     assert _row(text, "plan of a call") == "0.125 MiB"
+    assert _row(text, "save=all") == "keeps 3.0 MiB a layer, peak 2,048.0 MiB"
 
 
 def test_ranks_out_of_reach_are_red():

@@ -136,9 +136,9 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "train --strategy magic",
         "strategy (magic) must be one of sequential, chunked",
     ),
-    "strategy without backward": (
-        "train --strategy fused",
-        "strategy (fused) must be one of sequential, chunked, auto in training: it has no backward",
+    "strategy that keeps nothing of the kind": (
+        "train --strategy fused:half",
+        "strategy (fused:half) must be one of sequential, chunked, unfused, fused, auto, unfused:",
     ),
     "too many chunks": (
         "train --strategy chunked --set num_chunks=5 --nproc 2",
@@ -159,9 +159,9 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "({folder}/short.txt/run/checkpoints) must be writable: Not a directory",
     ),
     "trace: unknown strategy": ("trace --strategies magic", "strategy (magic) must be one of"),
-    "trace: strategy without backward": (
-        "trace --strategies sequential,unfused",
-        "strategy (unfused) must be one of sequential, chunked, auto in training",
+    "trace: strategy without anything to keep": (
+        "trace --strategies sequential,chunked:inputs",
+        "strategy (chunked:inputs) must be one of sequential, chunked",
     ),
     "trace: no strategy": ("trace --strategies ,", "strategy () must be one of"),
     "trace: no steps": ("trace --steps 0", "steps (0) must be at least 1"),

@@ -163,6 +163,18 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowGradients:
+    """What the kernels of one backward write on one rank on the way; NaN before they do."""
+
+    weight_R: torch.Tensor
+    dy_RD: torch.Tensor
+    dpre_RG: torch.Tensor
+    weighted_RF: torch.Tensor
+    dweight_RC: torch.Tensor
+    z_RD: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gradients:
     """What comes out of one rank's backward."""
 
@@ -260,7 +272,20 @@ class KernelRank:
             z_RD=nan(hidden),
         )
 
-    def dispatch_gemm(self, rows: Rows, *, fused: bool = True, keep: bool = True) -> None:
+    def make_sends(self) -> torch.Tensor:
+        """Return a buffer for what the plan last made fetches, without a number in it."""
+        shape = (int(self.host_words[3]), self.case.hidden_size)
+        return torch.full(shape, torch.nan, dtype=self.case.dtype)
+
+    def dispatch_gemm(
+        self,
+        rows: Rows,
+        *,
+        fused: bool = True,
+        keep: bool = True,
+        sends_SD: torch.Tensor | None = None,
+        sends_kept: bool = False,
+    ) -> None:
         """Fill ``x_RD`` and ``h_RF``, and ``pre_RG`` if it is to be kept."""
         dispatch_gemm(
             rows.x_RD,
@@ -277,6 +302,8 @@ class KernelRank:
             host_words=self.host_words,
             timeout_ns=int(self.timeout_s * 1e9),
             fused=fused,
+            sends_SD=sends_SD,
+            sends_kept=sends_kept,
         )
 
     def gemm_combine(self, rows: Rows, num_tokens: int, *, fused: bool = True) -> torch.Tensor:
@@ -343,49 +370,61 @@ class KernelRank:
             timeout_ns=int(self.timeout_s * 1e9),
         )
 
-    def backward(self, dy_TD: torch.Tensor, tape: Tape, *, fused: bool = True) -> Gradients:
-        """Run the backward of a call; a failed wait is a RuntimeError."""
+    def dispatch_dgrad(
+        self, dy_TD: torch.Tensor, tape: Tape, *, fused: bool = True
+    ) -> RowGradients:
+        """Begin the backward of a call: stage gradients and bring them back through ``h``."""
         case, knobs, pre_RG = self.case, self.case.knobs, tape.rows.pre_RG
         self.plan = tape.plan
-        num_rows = len(pre_RG)
-        weight_R = torch.full((num_rows,), torch.nan)
-        self.stage_again(dy_TD, weight_R)
-        rows = self.make_rows(num_rows)
-        dpre_RG = torch.full_like(pre_RG, torch.nan)
+        rows = self.make_rows(len(pre_RG))
         columns = dgrad_columns(case.intermediate_size, knobs)
-        dweight_RC = torch.full((num_rows, columns), torch.nan)
-        common = {
-            "plan": self.plan,
-            "layout": self.layout,
-            "knobs": knobs,
-            "num_programs": knobs.num_programs,
-            "status": self.status,
-            "host_words": self.host_words,
-            "timeout_ns": int(self.timeout_s * 1e9),
-            "fused": fused,
-        }
+        made = RowGradients(
+            weight_R=torch.full((len(pre_RG),), torch.nan),
+            dy_RD=rows.x_RD,
+            dpre_RG=rows.pre_RG,
+            weighted_RF=rows.h_RF,
+            dweight_RC=torch.full((len(pre_RG), columns), torch.nan),
+            z_RD=rows.z_RD,
+        )
+        self.stage_again(dy_TD, made.weight_R)
         dispatch_dgrad(
-            rows.x_RD,
-            dpre_RG,
-            rows.h_RF,
-            dweight_RC,
+            made.dy_RD,
+            made.dpre_RG,
+            made.weighted_RF,
+            made.dweight_RC,
             pre_RG=pre_RG,
-            weight_R=weight_R,
+            weight_R=made.weight_R,
             stage_ptrs_W=self.stage.ptrs_W,
+            plan=self.plan,
             down_LDF=self.experts.down_LDF,
             gated=case.num_parts == 2,
-            **common,
+            layout=self.layout,
+            knobs=knobs,
+            num_programs=knobs.num_programs,
+            status=self.status,
+            host_words=self.host_words,
+            timeout_ns=int(self.timeout_s * 1e9),
+            fused=fused,
         )
-        dx_TD = torch.full_like(dy_TD, torch.nan)
-        dweights_TK = torch.full((len(dy_TD), case.top_k), torch.nan)
+        return made
+
+    def dgrad_combine(
+        self, made: RowGradients, tape: Tape, *, fused: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of this rank's tokens and of their routing weights."""
+        idx_TK = tape.routing.topk_idx_TK
+        shape = (len(idx_TK), self.case.hidden_size)
+        dx_TD = torch.full(shape, torch.nan, dtype=self.case.dtype)
+        dweights_TK = torch.full(idx_TK.shape, torch.nan)
         dgrad_combine(
             dx_TD,
             dweights_TK,
-            rows.z_RD,
-            dpre_RG,
-            dweight_RC,
+            made.z_RD,
+            made.dpre_RG,
+            made.dweight_RC,
+            plan=self.plan,
             up_LGD=self.experts.up_LGD,
-            topk_idx_TK=tape.routing.topk_idx_TK,
+            topk_idx_TK=idx_TK,
             home_WTD=self.home.local,
             home_ptrs_W=self.home.ptrs_W,
             weights_home_WTK=self.weights_home.local,
@@ -394,14 +433,27 @@ class KernelRank:
             words_ptrs_W=self.words.ptrs_W,
             epoch=self.epoch,
             rank=self.rank,
-            **common,
+            layout=self.layout,
+            knobs=self.case.knobs,
+            num_programs=self.case.knobs.num_programs,
+            status=self.status,
+            host_words=self.host_words,
+            timeout_ns=int(self.timeout_s * 1e9),
+            fused=fused,
         )
+        return dx_TD, dweights_TK
+
+    def backward(self, dy_TD: torch.Tensor, tape: Tape, *, fused: bool = True) -> Gradients:
+        """Run the backward of a call; a failed wait is a RuntimeError."""
+        made = self.dispatch_dgrad(dy_TD, tape, fused=fused)
+        dx_TD, dweights_TK = self.dgrad_combine(made, tape, fused=fused)
         self.check()
+        experts = self.experts
         return Gradients(
             x_TD=dx_TD,
             weights_TK=dweights_TK,
-            up_LGD=self.weight_gemm(dpre_RG, tape.rows.x_RD, like=self.experts.up_LGD),
-            down_LDF=self.weight_gemm(rows.x_RD, rows.h_RF, like=self.experts.down_LDF),
+            up_LGD=self.weight_gemm(made.dpre_RG, tape.rows.x_RD, like=experts.up_LGD),
+            down_LDF=self.weight_gemm(made.dy_RD, made.weighted_RF, like=experts.down_LDF),
         )
 
     def weight_gemm(
@@ -462,6 +514,12 @@ def run_world(
             sanitizer.unregister(address)
 
 
+def borrow(tensor: SymmTensor, like: SymmTensor) -> SymmTensor:
+    """Return the beginning of a symmetric tensor in the shape of another."""
+    start = tensor.local.view(-1)[: like.local.numel()]
+    return SymmTensor(local=start.view(like.local.shape), ptrs_W=tensor.ptrs_W)
+
+
 def make_dy(case: KernelCase, rank: int, *, call: int = 0) -> torch.Tensor:
     """Return a gradient of a rank's output in one call."""
     generator = torch.Generator().manual_seed(1000 * case.seed + 10 * call + rank + 501)
@@ -469,14 +527,19 @@ def make_dy(case: KernelCase, rank: int, *, call: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(case.dtype)
 
 
-def expected_gradients(case: KernelCase, *, call: int = 0) -> list[Gradients]:
+def expected_gradients(
+    case: KernelCase,
+    *,
+    call: int = 0,
+    tokens: Callable[..., tuple[torch.Tensor, Routing]] = make_tokens,
+) -> list[Gradients]:
     """Return by rank what autograd makes of the reference in float64."""
     experts = make_experts(case)
     up, down = (w.double().requires_grad_() for w in (experts.up_LGD, experts.down_LDF))
     experts = replace(experts, up_LGD=up, down_LDF=down)
     leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank in range(case.num_ranks):
-        x_TD, routing = make_tokens(case, rank, call=call)
+        x_TD, routing = tokens(case, rank, call=call)
         x_TD = x_TD.double().requires_grad_()
         weights_TK = routing.topk_weights_TK.double().requires_grad_()
         y_TD = moe_reference(x_TD, replace(routing, topk_weights_TK=weights_TK), experts)

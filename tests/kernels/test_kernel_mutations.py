@@ -1,18 +1,15 @@
 """Mistakes in the protocol of the kernels: each must show in one of a few seeded schedules.
 
-A mutation replaces lines in the source of one device function, for the interpreter only. That the
-schedules find them is the ground on which the same schedules may say that the kernels are right.
+That the schedules find them is the ground on which the same schedules may say that the kernels are
+right.
 """
 
-import inspect
-import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 
 import pytest
 import torch
-from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 
 from halley.kernels import (
     combine,
@@ -33,6 +30,7 @@ from tests.kernels.kernel_case import (
     expected_outputs,
     run_forward,
 )
+from tests.kernels.mutation import Mutation, apply
 
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="mutates interpreted kernels")
@@ -46,23 +44,6 @@ CASE = KernelCase(
 )
 # All go to rank 0: rank 1 without tokens waits for nobody and runs ahead into the next call.
 AHEAD = replace(CASE, num_tokens_CW=((13, 0), (20, 18), (9, 0), (3, 7)), load="one-hot", top_k=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutation:
-    """Lines of one device function and what stands there instead.
-
-    Attributes:
-        function: as ``triton.jit`` made it.
-        edits: old text, which stands there once, and new text.
-        case: that shows it.
-        timeout_s: of waits.
-    """
-
-    function: object
-    edits: tuple[tuple[str, str], ...]
-    case: KernelCase = CASE
-    timeout_s: float = 30.0
 
 
 _PUBLISH = "            publish_task(\n"
@@ -186,21 +167,6 @@ MUTATIONS = {
 }
 
 
-def apply(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter run the mutated source in place of the function's."""
-    function = mutation.function
-    assert isinstance(function, InterpretedFunction)
-    source = textwrap.dedent(inspect.getsource(function.fn))
-    source = source[source.index("def ") :]
-    for old, new in mutation.edits:
-        assert source.count(old) == 1, f"{old!r} must stand once in {function.fn.__name__}"
-        source = source.replace(old, new)
-    rewriter = FunctionRewriter(function.fn, **function.kwargs)
-    rewriter.filename, rewriter.def_file_lineno = "<mutation>", 1
-    mutated = rewriter._compile_and_exec(rewriter._transform_ast(source))
-    monkeypatch.setitem(InterpretedFunction.rewritten_fn, function.fn, mutated)
-
-
 def _run(case: KernelCase, seed: int, *, timeout_s: float = 30.0) -> list[torch.Tensor]:
     """Return the outputs of all ranks and calls; seeds differ in how programs run, too."""
     outputs = run_forward(
@@ -229,7 +195,7 @@ def _is_right(case: KernelCase, seed: int, *, timeout_s: float = 30.0) -> bool:
 
 def _is_caught(mutation: Mutation, seed: int) -> bool:
     try:
-        return not _is_right(mutation.case, seed, timeout_s=mutation.timeout_s)
+        return not _is_right(mutation.case or CASE, seed, timeout_s=mutation.timeout_s)
     except (IndexError, RuntimeError):  # an address that is none, a wait without end
         return True
 
@@ -243,7 +209,7 @@ def test_unmutated_kernels_are_right_with_every_seed(seed: int) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation = MUTATIONS[name]
-    _right_outputs(mutation.case)  # before the mutation
+    _right_outputs(mutation.case or CASE)  # before the mutation
     apply(mutation, monkeypatch)
     caught = (_is_caught(mutation, seed) for seed in range(NUM_SEEDS))
     assert any(caught), f"{name} shows with none of {NUM_SEEDS} seeds"

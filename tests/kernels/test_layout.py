@@ -32,7 +32,8 @@ def test_sizes_by_hand() -> None:
     assert layout.max_sends == 4 * 70 + 2 * 64
     assert layout.max_tiles == 4 * 70 * 3 // 16 + 3
     assert (layout.arrived, layout.home) == (0, 16)
-    assert layout.records == 16 + 4 * MAX_CHUNKS
+    assert layout.calls == 16 + 4 * MAX_CHUNKS
+    assert layout.records == 16 + 4 * MAX_CHUNKS + 16
     # Header; 9 columns of 9 blocks, up to whole 64 bytes; 210 slots, up to 224; the same again.
     assert layout.num_columns == 3 + 3 + 3
     assert (layout.header, layout.counts) == (0, HEADER_WORDS)
@@ -46,6 +47,11 @@ def test_a_token_has_at_most_as_many_rows_here_as_experts_are_here() -> None:
     assert make_layout(top_k=2).max_tiles == 4 * 70 * 2 // 16 + 3
 
 
+def test_plans_of_other_layouts_have_other_lengths() -> None:
+    lengths = [make_layout(max_tokens=num_tokens).plan_words for num_tokens in range(1, 200)]
+    assert len(set(lengths)) == len(lengths)
+
+
 def test_a_block_holds_a_token_however_large_top_k() -> None:
     layout = make_layout(top_k=10, block_slots=8)
     assert (layout.padded_k, layout.block_tokens, layout.max_blocks) == (16, 1, 70)
@@ -55,7 +61,8 @@ def test_a_block_holds_a_token_however_large_top_k() -> None:
 def test_sections_follow_each_other_on_whole_64_bytes(sections: tuple[str, ...]) -> None:
     layout = make_layout()
     offsets = [getattr(layout, name) for name in sections]
-    assert all(offset % 16 == 0 for offset in offsets)
+    assert all(offset % 16 == 0 for offset in offsets[:-1])
+    assert offsets[-1] % 16 in (0, 70 % 16)  # a plan is longer by the tokens
     assert all(a < b for a, b in itertools.pairwise(offsets))
 
 

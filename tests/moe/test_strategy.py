@@ -8,9 +8,8 @@ from halley.cost.hardware import CPU as CPU_FIGURES
 from halley.cost.hardware import H100, H200, Hardware
 from halley.moe.strategy import (
     STRATEGIES,
-    TRAINABLE,
     build_strategy,
-    check_trainable,
+    check_strategy,
     predictor_of,
 )
 from halley.ops.workspaces import Workspaces
@@ -32,8 +31,7 @@ def test_each_name_builds_its_strategy() -> None:
         AutoStrategy,
     ]
     assert [s.fused for s in built if isinstance(s, FusedStrategy)] == [False, True]
-    able = [name for name, s in zip(STRATEGIES, built, strict=True) if s.has_backward]
-    assert able == list(TRAINABLE)
+    assert [s.gemm for s in built[:-1]] == ["torch", "torch", "halley", "halley"]
     chunked = build_strategy("chunked", None, recorder=recorder, device=CPU, num_chunks=3)
     assert isinstance(chunked, ChunkedStrategy)
     assert (chunked.num_chunks, chunked.predictor.hardware) == (3, CPU_FIGURES)
@@ -51,17 +49,23 @@ def test_strategies_share_the_workspaces_that_they_are_given() -> None:
         assert strategy.workspaces is workspaces
 
 
-@pytest.mark.parametrize("name", ["fused", "unfused"])
-def test_strategy_without_backward_does_not_train(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"strategy \({name}\) must be one of sequential, chunked"
-    ):
-        check_trainable(name)
-
-
 def test_unknown_strategy_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"strategy \(tiled\) must be one of sequential, chunked"):
+    match = r"strategy \(tiled\) must be one of sequential, chunked"
+    with pytest.raises(ValueError, match=match):
         build_strategy("tiled", None, recorder=Recorder(CPU), device=CPU)
+    with pytest.raises(ValueError, match=match):
+        check_strategy("tiled")
+    with pytest.raises(ValueError, match=r"strategy \(chunked:inputs\) must be .* fused:inputs"):
+        check_strategy("chunked:inputs")
+    for name in (*STRATEGIES, "fused:all", "unfused:recompute"):
+        check_strategy(name)
+
+
+@pytest.mark.parametrize(("name", "save"), [("fused", "all"), ("unfused:inputs", "inputs")])
+def test_what_is_kept_goes_with_the_name(name: str, save: str) -> None:
+    strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
+    assert isinstance(strategy, FusedStrategy)
+    assert (strategy.fused, strategy.save) == (name == "fused", save)
 
 
 @pytest.mark.parametrize(

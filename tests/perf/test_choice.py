@@ -36,17 +36,18 @@ def test_choice_on_two_ranks(run_ranks: RunRanks) -> None:
     assert f"{choice.strategy} is fastest of sequential " in choice.reason
     # In words: header, 10 columns of 2 blocks padded to 32, packed, weights.
     record = 16 + 32 + 128 + 128
-    mailbox = 4 * (16 + 2 * 64 + 2 * 2 * record)
-    stage, home = 64 * 128 * 4, 2 * 64 * 128 * 4
+    mailbox = 4 * (16 + 2 * 64 + 16 + 2 * 2 * record)
+    stages, home, weights_home = 2 * 64 * 128 * 4, 2 * 64 * 128 * 4, 2 * 64 * 2 * 4
     rows = (128 * 5 // 4 + 4 * 16) * 128 * 4
     assert choice.buffers is not None
     got = dataclasses.asdict(choice.buffers)
     assert 0 < got.pop("plan_mib") < 1
     assert got == {
         "mailbox_mib": mailbox / 2**20,
-        "stage_mib": stage / 2**20,
+        "stage_mib": stages / 2**20,
         "home_mib": home / 2**20,
-        "symm_mib": (mailbox + stage + home) / 2**20,
+        "weights_home_mib": weights_home / 2**20,
+        "symm_mib": (mailbox + stages + home + weights_home) / 2**20,
         "rows_mib": rows / 2**20,
     }
 

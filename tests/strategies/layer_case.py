@@ -1,6 +1,8 @@
 """One MoE layer over several ranks, and the same on one process by the reference."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -127,3 +129,53 @@ def local_experts_of(case: LayerCase, rank: int) -> Experts:
         down_bias_LD=leaf(experts.down_bias_LD),
         activation=experts.activation,
     )
+
+
+class Call(NamedTuple):
+    """A layer that has run forward.
+
+    Attributes:
+        y_TD: its output.
+        leaves: what wants gradients, by name.
+        grad_TD: the gradient of the output that the case has.
+    """
+
+    y_TD: torch.Tensor
+    leaves: dict[str, torch.Tensor]
+    grad_TD: torch.Tensor
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the output and the gradients that there are, by the names of ``expected``."""
+        grads = {f"{name}.grad": leaf.grad for name, leaf in self.leaves.items()}
+        values = {name: grad for name, grad in grads.items() if grad is not None}
+        return {"y": self.y_TD.detach()} | values
+
+
+def run_forward(
+    forward: Callable[[torch.Tensor, Routing, Experts], torch.Tensor],
+    case: LayerCase,
+    rank: int,
+    *,
+    frozen: tuple[str, ...] = (),
+) -> Call:
+    """Run a rank's part of a case.
+
+    Args:
+        forward: of a strategy.
+        frozen: names of leaves that want no gradients.
+    """
+    x_TD, routing, grad_TD = make_tokens(case, rank)
+    experts = local_experts_of(case, rank)
+    leaves = {
+        "x": x_TD,
+        "weights": routing.topk_weights_TK,
+        "up_LGD": experts.up_LGD,
+        "down_LDF": experts.down_LDF,
+        "up_bias_LG": experts.up_bias_LG,
+        "down_bias_LD": experts.down_bias_LD,
+    }
+    for name in frozen:
+        leaves[name].requires_grad_(False)
+    y_TD = forward(x_TD, routing, experts)
+    there = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    return Call(y_TD=y_TD, leaves=there, grad_TD=grad_TD)

@@ -1,5 +1,6 @@
 """What auto chooses, that all ranks choose alike and once, and that it gives what it chose."""
 
+import dataclasses
 import time
 from typing import final
 
@@ -23,9 +24,9 @@ from tests.strategies.layer_case import (
     SIZES,
     LayerCase,
     expected,
-    gradients,
     local_experts_of,
     make_tokens,
+    run_forward,
 )
 
 
@@ -45,15 +46,11 @@ SHAPE = LayerShape(
 class _Slow(AbstractStrategy):
     """The reference on one rank, after a wait, counting its calls."""
 
-    def __init__(self, delay_s: float, *, has_backward: bool = True, problem: str = "") -> None:
+    def __init__(self, delay_s: float, *, backward_s: float = 0.0, problem: str = "") -> None:
         self.delay_s = delay_s
+        self.backward_s = backward_s
         self.num_calls = 0
-        self._has_backward = has_backward
         self._problem = problem
-
-    @property
-    def has_backward(self) -> bool:
-        return self._has_backward
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return self._problem
@@ -61,7 +58,10 @@ class _Slow(AbstractStrategy):
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         self.num_calls += 1
         time.sleep(self.delay_s)
-        return moe_reference(x_TD, routing, experts)
+        y_TD = moe_reference(x_TD, routing, experts)
+        if y_TD.requires_grad:
+            y_TD.register_hook(lambda _: time.sleep(self.backward_s))
+        return y_TD
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         return [Task(name="all", stream="compute", duration_us=self.delay_s * 1e6)]
@@ -79,7 +79,7 @@ def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torc
 
 
 def test_fastest_is_chosen_once() -> None:
-    candidates = {"chunked": _Slow(0.02), "fused": _Slow(0.0, has_backward=False)}
+    candidates = {"chunked": _Slow(0.02), "fused": _Slow(0.0)}
     auto = _auto({**candidates})
     assert auto.choice(SHAPE, gradients=False) == ""
     with torch.no_grad():
@@ -95,14 +95,21 @@ def test_fastest_is_chosen_once() -> None:
 
 
 def test_gradients_are_another_shape() -> None:
-    """With gradients only those with a backward are measured, with backward."""
-    candidates = {"chunked": _Slow(0.02), "fused": _Slow(0.0, has_backward=False)}
+    """They are measured with backward, which makes another candidate the fastest."""
+    candidates = {"chunked": _Slow(0.02), "fused": _Slow(0.0, backward_s=0.04)}
     auto = _auto({**candidates})
-    _forward(auto, LayerCase(num_tokens_W=(8,))).sum().backward()
+    case = LayerCase(num_tokens_W=(8,))
+    _forward(auto, case).sum().backward()
     assert auto.choice(SHAPE, gradients=True) == "chunked"
     assert auto.choice(SHAPE, gradients=False) == ""
-    assert candidates["fused"].num_calls == 0
-    assert auto.reasons[0].endswith("; not fused: it has no backward yet")
+    assert [c.num_calls for c in candidates.values()] == [5, 4]
+    with torch.no_grad():
+        _forward(auto, case)
+    assert auto.choice(SHAPE, gradients=False) == "fused"
+    for gradients, direction in ((True, "with backward"), (False, "forward")):
+        reason = auto.reasons[0 if gradients else 1]
+        name = auto.choice(SHAPE, gradients=gradients)
+        assert f"top_k 2, {direction}: {name} is fastest of chunked " in reason
 
 
 def test_shapes_that_a_candidate_cannot_run() -> None:
@@ -123,14 +130,16 @@ def test_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [c.num_calls for c in candidates.values()] == [0, 1, 0]
     assert auto.reasons[0].endswith("chunked, as the fused kernels cannot run here: on Mars")
     _forward(auto, LayerCase(num_tokens_W=(8,))).sum().backward()
-    assert candidates["fused"].num_calls == 0
+    assert auto.choice(SHAPE, gradients=True) == "chunked"
+    assert [c.num_calls for c in candidates.values()] == [0, 2, 0]
+    assert auto.times_us(SHAPE, gradients=True) == {}
 
 
 def test_tasks_are_those_of_the_choice() -> None:
-    candidates = {"chunked": _Slow(0.03), "sequential": _Slow(0.02)}
-    auto = _auto({**candidates, "fused": _Slow(0.0, has_backward=False)})
+    candidates = {"chunked": _Slow(0.03), "sequential": _Slow(0.02), "fused": _Slow(0.04)}
+    auto = _auto({**candidates})
     (task,) = auto.tasks(SHAPE, Predictor(H200))
-    assert task.duration_us == 0.02e6  # what is predicted fastest of those with a backward
+    assert task.duration_us == 0.02e6  # what is predicted fastest
     candidates["sequential"].delay_s = 0.06
     _forward(auto, LayerCase(num_tokens_W=(8,)))
     assert auto.choice(SHAPE, gradients=True) == "chunked"
@@ -172,14 +181,11 @@ def _check_values(rank: int, num_ranks: int) -> None:
         tolerance = RELATIVE_TOLERANCE[case.dtype]
         want = expected(case, rank)
         assert relative_error(y_TD, want["y"]) <= tolerance
-        x_TD, routing, grad_TD = make_tokens(case, rank)
-        experts = local_experts_of(case, rank)
-        strategy.forward(x_TD, routing, experts).backward(grad_TD)
-        got = {"x.grad": x_TD.grad, "weights.grad": routing.topk_weights_TK.grad}
-        got |= {f"{name}.grad": grad for name, grad in gradients(experts).items()}
-        for name, value in got.items():
-            assert value is not None
-            assert relative_error(value, want[name]) <= tolerance, name
+        call = run_forward(strategy.forward, case, rank)
+        call.y_TD.backward(call.grad_TD)
+        got = call.values()
+        for name, value in want.items():
+            assert relative_error(got[name], value) <= tolerance, name
     assert len(strategy.reasons) == 4  # two layers, each with and without gradients
     assert "expert_bias (true) must be false" in strategy.reasons[2]
     names = {span.name for span in recorder.collect()}
@@ -205,6 +211,25 @@ def test_under_activation_checkpointing(use_reentrant: bool) -> None:
     y_TD.backward(grad_TD)
     assert x_TD.grad is not None
     assert relative_error(x_TD.grad, expected(case, 0)["x.grad"]) <= 1e-6
+
+
+def test_measuring_leaves_main_grad_alone() -> None:
+    """What fused adds to weights' buffers while it is measured is no gradient of the caller's."""
+    fused = build_strategy("fused", None, recorder=Recorder(CPU), device=CPU)
+    auto = _auto({"chunked": _Slow(0.0), "fused": fused})
+    case = LayerCase(num_tokens_W=(8,), num_experts=2)
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    experts, want = local_experts_of(case, 0), expected(case, 0)
+    for weight in (experts.up_LGD, experts.down_LDF):
+        main_grad = torch.zeros_like(weight, requires_grad=False)
+        vars(weight).update(main_grad=main_grad, grad_added_to_main_grad=False)
+    auto.forward(x_TD, routing, experts).backward(grad_TD)
+    assert auto.choice(dataclasses.replace(SHAPE, num_experts=2), gradients=True) == "chunked"
+    for name, weight in (("up_LGD", experts.up_LGD), ("down_LDF", experts.down_LDF)):
+        assert weight.grad is not None
+        assert relative_error(weight.grad, want[f"{name}.grad"]) <= 1e-6
+        assert not vars(weight)["grad_added_to_main_grad"]
+        assert torch.equal(vars(weight)["main_grad"], torch.zeros_like(weight))
 
 
 def test_choice_comes_before_compilation() -> None:

@@ -225,7 +225,7 @@ def test_memory_goes_with_the_last_reference() -> None:
     before = dict(sanitizer._registered)
     strategy = _build(Workspaces(None, CPU))
     _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
-    assert len(sanitizer._registered) == len(before) + 3
+    assert len(sanitizer._registered) == len(before) + 5  # words, two stages, two homes
     del strategy
     gc.collect()
     assert sanitizer._registered == before
@@ -238,15 +238,6 @@ def test_closed_workspaces_are_made_again() -> None:
         _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
         workspaces.close()
         assert workspaces.all() == []
-
-
-def test_wanted_gradients_are_refused() -> None:
-    case = LayerCase(num_tokens_W=(8,))
-    x_TD, routing, _ = make_tokens(case, 0)
-    for fused, name in ((True, "fused"), (False, "unfused")):
-        strategy = _build(Workspaces(None, CPU), fused=fused)
-        with pytest.raises(ValueError, match=f"strategy {name} has no backward yet: train with"):
-            strategy.forward(x_TD.detach(), routing, local_experts_of(case, 0))
 
 
 def _experts(

@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from typing import get_args
 
 import pytest
 import torch
@@ -9,22 +10,29 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.core.types import Routing
+from halley.core.types import Experts, Routing, Save
 from halley.moe.layer import MoELayer
 from halley.moe.parallel import ParallelGroups, build_groups
+from halley.ops.workspace import Workspace
 from halley.ops.workspaces import Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.moe.model_case import MODELS, destroy
 from tests.rank_pool import RunRanks
-from tests.strategies.layer_case import LayerCase, expected, local_experts_of, make_tokens
+from tests.strategies.layer_case import (
+    LayerCase,
+    expected,
+    local_experts_of,
+    make_tokens,
+    run_forward,
+)
 
 
 CPU = torch.device("cpu")
 HIDDEN = 16
 
 
-def _build(group: dist.ProcessGroup | None) -> FusedStrategy:
-    return FusedStrategy(Workspaces(group, CPU), recorder=Recorder(CPU))
+def _build(group: dist.ProcessGroup | None, *, save: Save = "all") -> FusedStrategy:
+    return FusedStrategy(Workspaces(group, CPU), recorder=Recorder(CPU), save=save)
 
 
 @torch.no_grad()
@@ -73,12 +81,16 @@ def test_traced_once_for_calls_alike() -> None:
     assert all(torch.equal(y_TD, outputs[0]) for y_TD in outputs)
 
 
+def _import_inductor() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        importlib.import_module("torch._inductor.compile_fx")
+
+
 @torch.no_grad()
 def _check_inductor(rank: int, num_ranks: int) -> None:
     """Two layers in a row, with nothing around them that Inductor would have to compile in C++."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what Inductor imports
-        importlib.import_module("torch._inductor.compile_fx")
+    _import_inductor()
     strategy = _build(dist.group.WORLD if num_ranks > 1 else None)
     torch.compiler.reset()
 
@@ -105,11 +117,106 @@ def test_inductor(run_ranks: RunRanks, num_ranks: int) -> None:
     run_ranks(_check_inductor, num_ranks)
 
 
-def test_wanted_gradients_are_refused_in_a_graph() -> None:
-    case = LayerCase(num_tokens_W=(8,))
-    x_TD, routing, _ = make_tokens(case, 0)
-    experts, strategy = local_experts_of(case, 0), _build(None)
+def _compare_gradients(rank: int, num_ranks: int, save: Save) -> None:
+    """A layer, compiled and not, on tokens that vary in number: the same bits."""
+    layer = _build(dist.group.WORLD if num_ranks > 1 else None, save=save)
     torch.compiler.reset()
-    compiled = torch.compile(strategy.forward, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="strategy fused has no backward yet"):
-        compiled(x_TD, routing, experts)
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    for seed, tokens in enumerate([(9, 6), (5, 7), (0, 70)]):
+        case = LayerCase(num_tokens_W=tokens[:num_ranks], num_experts=2, seed=seed)
+        want, got = (run_forward(forward, case, rank) for forward in (layer.forward, compiled))
+        for call in (got, want):
+            call.y_TD.backward(call.grad_TD)
+        assert len(got.values()) == len(want.values()) == 5
+        for name, value in want.values().items():
+            assert torch.equal(got.values()[name], value), f"{name} differs for {case}"
+    layer.workspaces.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("save", get_args(Save))
+def test_compiled_gradients_equal_eager(run_ranks: RunRanks, num_ranks: int, save: Save) -> None:
+    run_ranks(_compare_gradients, num_ranks, save)
+
+
+_Inputs = tuple[torch.Tensor, Routing, Experts]
+
+
+def _make_inputs(case: LayerCase, rank: int) -> tuple[_Inputs, list[torch.Tensor]]:
+    """Return what a layer takes, and those parts of it that want gradients."""
+    x_TD, routing, _ = make_tokens(case, rank)
+    experts = local_experts_of(case, rank)
+    leaves = [x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF]
+    return (x_TD, routing, experts), leaves
+
+
+def _compare_inductor(rank: int, num_ranks: int) -> None:
+    """Two layers in a row, with nothing around them that Inductor would compile in C++."""
+    _import_inductor()
+    layer = _build(dist.group.WORLD, save="recompute")
+
+    def run(first: _Inputs, second: _Inputs) -> torch.Tensor:
+        return layer.forward(layer.forward(*first), *second[1:])
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="inductor", fullgraph=True, dynamic=True)
+    for seed, tokens in enumerate([(9, 6), (3, 70)]):
+        cases = [LayerCase(num_tokens_W=tokens, num_experts=2, seed=seed + i) for i in (0, 9)]
+        results: list[tuple[torch.Tensor, ...]] = []
+        for forward in (run, compiled):
+            (first, leaves), (second, others) = (_make_inputs(case, rank) for case in cases)
+            y_TD = forward(first, second)
+            grads = torch.autograd.grad(y_TD, [*leaves, *others[1:]], torch.ones_like(y_TD))
+            results.append((y_TD, *grads))
+        for want, got in zip(*results, strict=True):
+            assert torch.equal(got, want), cases
+    layer.workspaces.close()
+
+
+def test_inductor_gradients(run_ranks: RunRanks) -> None:
+    run_ranks(_compare_inductor, 2)
+
+
+def _order_of_passes(rank: int, num_ranks: int, gradients: bool) -> list[list[str]]:
+    """Return in which order a pair of layers begins and combines its passes, eager and compiled."""
+    _import_inductor()
+    layer = _build(None, save="recompute")
+    case = LayerCase(num_tokens_W=(9,), num_experts=2)
+
+    def run(first: _Inputs, second: _Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return layer.forward(*first), layer.forward(first[0], *second[1:])
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="inductor", fullgraph=True)
+    order: list[str] = []
+    begin, combining = Workspace.begin, Workspaces.combining
+
+    def note_begin(self: Workspace) -> None:
+        order.append("begin")
+        begin(self)
+
+    def note_combine(self: Workspaces, plan: torch.Tensor) -> Workspace:
+        order.append("combine")
+        return combining(self, plan)
+
+    orders: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(gradients):
+        patch.setattr(Workspace, "begin", note_begin)
+        patch.setattr(Workspaces, "combining", note_combine)
+        for forward in (run, compiled):
+            (first, _), (second, _) = _make_inputs(case, 0), _make_inputs(case, 0)
+            outputs = forward(first, second)
+            if gradients:
+                torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+            orders.append(order.copy())
+            order.clear()
+    return orders
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_inductor_keeps_the_order_of_passes(run_ranks: RunRanks, gradients: bool) -> None:
+    """Layers side by side: nothing but the order of calls says what ranks must do first."""
+    ((eager, compiled),) = run_ranks(_order_of_passes, 1, gradients)
+    backward = ["begin", "begin", "combine"] * 2  # dispatched again, then the gradients
+    assert eager == ["begin", "combine"] * 2 + (backward if gradients else [])
+    assert compiled == eager

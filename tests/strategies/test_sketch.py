@@ -126,7 +126,16 @@ def test_order_of_unfused_parts() -> None:
         ("compute", "down.0", ("up.0",)),
         ("comm", "combine.0", ("down.0",)),
         ("compute", "home.0", ("combine.0",)),
+        ("compute", "publish.backward", ("home.0",)),
+        ("comm", "dispatch.backward.0", ("publish.backward",)),
+        ("compute", "down.backward.0", ("dispatch.backward.0",)),
+        ("compute", "up.backward.0", ("down.backward.0",)),
+        ("comm", "combine.backward.0", ("up.backward.0",)),
+        ("compute", "home.backward.0", ("combine.backward.0",)),
+        ("compute", "down.weights", ("down.backward.0",)),
+        ("compute", "up.weights", ("down.backward.0",)),
     ]
+    # Weights get their gradients last, all else needs what stands before: nothing is hidden.
     assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
 
 
@@ -137,9 +146,21 @@ def test_fused_parts_begin_with_what_is_here() -> None:
     assert [needs[f"up.{rank}"] for rank in (1, 2, 3)] == [
         (f"dispatch.{rank}",) for rank in (1, 2, 3)
     ]
-    assert [name for name in needs if name.startswith("down")] == ["down.0", "down.1"]
+    assert [name for name in needs if name.startswith("down.") and name[5].isdecimal()] == [
+        "down.0",
+        "down.1",
+    ]
     assert needs["down.1"] == ("up.3",)
     assert needs["combine.1"] == ("down.1",)
+    assert needs["publish.backward"] == ("home.1",)
+    assert needs["down.backward.0"] == ("publish.backward",)
+    assert [needs[f"down.backward.{rank}"] for rank in (1, 2, 3)] == [
+        (f"dispatch.backward.{rank}",) for rank in (1, 2, 3)
+    ]
+    assert [needs[f"up.backward.{chunk}"] for chunk in (0, 1)] == [("down.backward.3",)] * 2
+    assert needs["combine.backward.1"] == ("up.backward.1",)
+    assert needs["home.backward.1"] == ("combine.backward.1",)
+    assert needs["down.weights"] == needs["up.weights"] == ("down.backward.3",)
     # The same work on each stream, and less time.
     unfused = _fused(fused=False)
     for stream in ("compute", "comm"):
@@ -151,10 +172,28 @@ def test_fused_parts_begin_with_what_is_here() -> None:
 def test_a_token_crosses_once_to_each_rank() -> None:
     # Two different experts of 32, 8 on a rank: 24 * 23 of 32 * 31 pairs are elsewhere.
     crossings = 8192 * 3 * (1 - 24 * 23 / (32 * 31))
-    wire_us = 2 * crossings * 8192 / H200.link_bytes_per_s * 1e6
+    wire_us = 4 * crossings * 8192 / H200.link_bytes_per_s * 1e6  # there and back, twice
     for fused in (True, False):
         comm_us = sum(t.duration_us for t in _fused(fused=fused) if t.stream == "comm")
-        assert comm_us == pytest.approx(wire_us + 2 * H200.link_latency_us)
+        assert comm_us == pytest.approx(wire_us + 4 * H200.link_latency_us)
+
+
+def test_products_by_hand() -> None:
+    """Each projection multiplies 16384 rows once forward and twice backward, nothing else does."""
+    up_us = 2 * 16384 * 4096 * 28672 / H200.gemm_flops_per_s * 1e6 + H200.launch_us
+    down_us = 2 * 16384 * 14336 * 4096 / H200.gemm_flops_per_s * 1e6 + H200.launch_us
+    for fused in (True, False):
+        durations = {task.name: task.duration_us for task in _fused(fused=fused)}
+        assert durations["up.weights"] == pytest.approx(up_us)
+        assert durations["down.weights"] == pytest.approx(down_us)
+        for name, gemm_us in (("down", down_us), ("up.backward", up_us)):
+            parts = [f"{name}.{chunk}" for chunk in range(2 if fused else 1)]
+            assert sum(durations[part] for part in parts) == pytest.approx(gemm_us)
+        # What comes in is written to its rows besides: 16384 of 8192 bytes, read and written.
+        expand_us = 2 * 16384 * 8192 / H200.memory_bytes_per_s * 1e6
+        for name, gemm_us in (("up", up_us), ("down.backward", down_us)):
+            parts = [f"{name}.{rank}" for rank in range(4 if fused else 1)]
+            assert sum(durations[part] for part in parts) == pytest.approx(gemm_us + expand_us)
 
 
 def test_fused_rank_on_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Strategies with a backward against the reference, every gradient, over 1, 2 and 4 ranks."""
+"""Strategies on collectives against the reference, every gradient, over 1, 2 and 4 ranks."""
 
 import dataclasses
 import gc
@@ -11,17 +11,11 @@ from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.strategy import build_strategy
 from halley.ops.exchange import Exchange
-from tests.strategies.layer_case import (
-    LayerCase,
-    expected,
-    gradients,
-    local_experts_of,
-    make_tokens,
-)
+from tests.strategies.layer_case import LayerCase, expected, run_forward
 
 
 CPU = torch.device("cpu")
-STRATEGIES = ("sequential", "chunked")  # those with a backward of their own
+STRATEGIES = ("sequential", "chunked")  # the fused ones have files of their own
 
 
 def run_layer(
@@ -30,16 +24,9 @@ def run_layer(
     """Run one layer on one rank; return its output and gradients by the names of ``expected``."""
     recorder = Recorder(CPU, enabled=False)
     layer = build_strategy(strategy, group, recorder=recorder, device=CPU, num_chunks=num_chunks)
-    x_TD, routing, grad_TD = make_tokens(case, rank)
-    experts = local_experts_of(case, rank)
-    y_TD = layer.forward(x_TD, routing, experts)
-    y_TD.backward(grad_TD)
-    values = {
-        "y": y_TD.detach(),
-        "x.grad": x_TD.grad,
-        "weights.grad": routing.topk_weights_TK.grad,
-    }
-    return values | {f"{name}.grad": grad for name, grad in gradients(experts).items()}
+    call = run_forward(layer.forward, case, rank)
+    call.y_TD.backward(call.grad_TD)
+    return call.values()
 
 
 def _check(rank: int, num_ranks: int, case: LayerCase, strategy: str, num_chunks: int = 0) -> None:

@@ -1,0 +1,167 @@
+"""A fused layer with its gradients: which operators run, and what is kept between them."""
+
+from typing import Any
+
+import torch
+
+from halley.core.types import Save
+from halley.ops.library import define
+from halley.ops.overlap import dispatch_gemm, fake_dispatch_gemm, gemm_combine
+from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
+from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
+
+
+def fused_experts(
+    x_TD: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    up_LGD: torch.Tensor,
+    down_LDF: torch.Tensor,
+    *,
+    gated: bool,
+    fused: bool,
+    save: Save,
+    workspaces: int,
+) -> torch.Tensor:
+    """Return the weighted sums of this rank's tokens over their experts, ``(T, D)``.
+
+    Forward and backward are collectives of the ranks, which run all of them in the same order.
+    Differentiable once, in the tokens, the routing weights and both projections. A projection with
+    an attribute ``main_grad`` gets its gradient added to that buffer, as Megatron has it: its
+    ``grad`` stays None, and ``grad_added_to_main_grad`` becomes True. (Not under ``torch.compile``,
+    where it gets a ``grad`` as any other.)
+
+    Args:
+        x_TD: tokens of this rank.
+        topk_idx_TK: expert ids or ``DROPPED``.
+        topk_weights_TK: weights of the combine.
+        up_LGD, down_LDF: projections of this rank's experts, contiguous.
+        gated: whether gate and up stand one below the other in the first.
+        fused: False runs the same kernels one part after another.
+        save: what is kept for backward, beside the plan. "all" keeps the rows and what the
+            activation was made of; "inputs" keeps each row once, however many of its experts are
+            here, and multiplies again; "recompute" keeps none and dispatches again.
+        workspaces: handle of the buffers.
+
+    Raises:
+        RuntimeError: a peer did not come in time, or came for another pass.
+    """
+    args = (
+        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return torch.ops.halley.fused_experts.default(*args)[0]
+    return _FusedExperts.apply(*args)  # pyright: ignore[reportReturnType]
+
+
+def _forward(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    idx: torch.Tensor,
+    gated: bool,
+    fused: bool,
+    save: Save,
+    workspaces: int,
+) -> tuple[torch.Tensor, ...]:
+    """Return the output, then the plan, rows and ``pre`` that backward needs."""
+    common = {"fused": fused, "workspaces": workspaces}
+    made = dispatch_gemm(x, idx, weights, up, gated=gated, save=save, **common)
+    y_TD = gemm_combine(made.h_RF, made.plan, down, num_tokens=x.shape[0], **common)
+    return y_TD, made.plan, made.rows, made.pre_RG
+
+
+def _fake(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    idx: torch.Tensor,
+    gated: bool,
+    fused: bool,
+    save: Save,
+    workspaces: int,
+) -> tuple[torch.Tensor, ...]:
+    made = fake_dispatch_gemm(x, idx, weights, up, gated, fused, save, workspaces)
+    return x.new_empty(x.shape), *made[1:]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weights, up, down, idx, gated, fused, save, workspaces = inputs
+    _, plan, rows, pre_RG = output
+    ctx.save_for_backward(x if save == "recompute" else rows, plan, pre_RG, up, down, idx)
+    ctx.gated, ctx.save, ctx.weights_dtype = gated, save, weights.dtype
+    ctx.common = {"fused": fused, "workspaces": workspaces}
+    # What comes back of the saved weights may be another tensor, without its attributes.
+    buffered = (weight if hasattr(weight, "main_grad") else None for weight in (up, down))
+    ctx.buffered_up, ctx.buffered_down = buffered
+
+
+def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
+    rows, plan, pre_RG, up, down, idx = ctx.saved_tensors
+    sizes = {"top_k": idx.shape[1], "gated": ctx.gated}
+    if ctx.save != "all":
+        kept = ctx.save == "inputs"
+        rows, pre_RG = dispatch_again(rows, plan, pre_RG, up, kept=kept, **sizes, **ctx.common)
+    made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **sizes, **ctx.common)
+    dx_TD, dweights_TK = dgrad_combine(made.dpre_RG, plan, made.dweight_RC, up, idx, **ctx.common)
+    up_wanted, down_wanted = ctx.needs_input_grad[2:4]
+    dup = ddown = None
+    place = {
+        "num_experts": up.shape[0],
+        "top_k": idx.shape[1],
+        "workspaces": ctx.common["workspaces"],
+    }
+    if down_wanted:
+        sides = made.dy_RD, made.weighted_RF
+        ddown = _weight_gradient(ctx.buffered_down, *sides, plan, **place)
+    if up_wanted:
+        dup = _weight_gradient(ctx.buffered_up, made.dpre_RG, rows, plan, **place)
+    return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, None, None, None, None, None
+
+
+class _FusedExperts(torch.autograd.Function):
+    """The same as the operator, by a shorter way."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # else it would silently lack what went through the layer
+            raise RuntimeError("gradients of fused layers have no gradients: create_graph is True")
+        return _backward(ctx, *gradients)
+
+
+def _weight_gradient(
+    buffered: torch.Tensor | None,
+    grad_RM: torch.Tensor,
+    rows_RN: torch.Tensor,
+    plan: torch.Tensor,
+    *,
+    num_experts: int,
+    top_k: int,
+    workspaces: int,
+) -> torch.Tensor | None:
+    """Return the gradient of a projection, or add it to the projection's buffer if it has one."""
+    place = {"top_k": top_k, "workspaces": workspaces}
+    if buffered is None:
+        return weight_gemm(grad_RM, rows_RN, plan, num_experts=num_experts, **place)
+    weight: Any = buffered
+    add_weight_gemm(weight.main_grad, grad_RM, rows_RN, plan, **place)
+    weight.grad_added_to_main_grad = True
+    return None
+
+
+define(
+    "fused_experts(Tensor x, Tensor weights, Tensor up, Tensor down, Tensor topk_idx, bool gated, "
+    "bool fused, str save, int workspaces) -> (Tensor y, Tensor plan, Tensor rows, Tensor pre)",
+    _forward,
+    _fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)

@@ -1,0 +1,63 @@
+"""How operators of the fused kernels are made known to torch.
+
+They are defined on the library, past ``custom_op``, which takes another 4 us a call, and called
+past the dispatcher, which takes 9 us, where nobody traces or records.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+_library = torch.library.Library("halley", "FRAGMENT")
+_TAGS = (
+    torch.Tag.pt2_compliant_tag,
+    torch.Tag.needs_exact_strides,
+    # The host reads the size of a plan and counts the epochs: a graph would replay old ones.
+    torch.Tag.cudagraph_unsafe,
+)
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Define ``halley::<schema>``; return what calls it by the shortest way.
+
+    Args:
+        schema: name, arguments and results, as torch writes them.
+        run: the operator on tensors.
+        fake: its results without values.
+        setup_context, backward: its gradient, as ``torch.library.register_autograd`` wants them;
+            without, wanting one is an error.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=_TAGS)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halley::{name}", fake, lib=_library)
+    torch.library.register_autograd(
+        f"halley::{name}", backward or _refuse, setup_context=setup_context, lib=_library
+    )
+    operator = getattr(torch.ops.halley, name).default
+
+    def call(first: torch.Tensor, *others: object) -> Any:
+        return (run if _is_plain(first) else operator)(first, *others)
+
+    return call
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _refuse(ctx: object, *gradients: object) -> None:
+    raise RuntimeError("the halves of a fused layer have gradients together: call fused_experts")

@@ -1,0 +1,128 @@
+"""Whole models and sharded layers with the fused strategies, against the plain ones."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.moe.layer import MoELayer
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.moe.strategy import build_strategy
+from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens
+from tests.rank_pool import RunRanks
+
+
+HIDDEN = 16
+TOLERANCE = RELATIVE_TOLERANCE[torch.float32]
+
+
+def _build_layer(groups: ParallelGroups, strategy: str) -> MoELayer:
+    layer = MoELayer(
+        MODELS["softmax"].moe,
+        HIDDEN,
+        strategy=build_strategy(strategy, groups.ep, recorder=Recorder(CPU), device=CPU),
+        groups=groups,
+    )
+    generator = torch.Generator().manual_seed(groups.ep_rank)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+        layer.router.weight.copy_(torch.linspace(-1.0, 1.0, 8 * HIDDEN).view(8, HIDDEN).cos())
+    return layer
+
+
+def _step(layer: MoELayer, rank: int) -> torch.Tensor:
+    """Run forward and backward on the rank's tokens; return the output."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    x_TD = torch.randn(5 + 3 * rank, HIDDEN, generator=generator)
+    out = layer(x_TD)
+    (out.y.square().sum() + out.router_loss).backward()
+    return out.y.detach()
+
+
+def _gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+def _train(
+    groups: ParallelGroups, strategy: str, *, checkpointing: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return losses and gradients of two microbatches of a whole model, added up."""
+    model = build_model(
+        MODELS["shared experts"],
+        strategy=strategy,
+        groups=groups,
+        activation_checkpointing=checkpointing,
+    )
+    losses = []
+    for microbatch in range(2):
+        tokens_BS = make_tokens(groups.rank, batch_size=1, step=microbatch)
+        out = model(tokens_BS)
+        logits = out.logits_BSV[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(logits, tokens_BS[:, 1:].flatten()) + out.router_loss
+        loss.backward()
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), **_gradients(model)}
+
+
+def _compare_models(rank: int, num_ranks: int) -> None:
+    groups = build_groups(0, device_type="cpu")
+    want = _train(groups, "sequential")
+    unfused = _train(groups, "unfused")
+    fused, again = (_train(groups, "fused", checkpointing=flag) for flag in (False, True))
+    for name, value in want.items():
+        assert relative_error(unfused[name], value) <= TOLERANCE, name
+        assert torch.equal(fused[name], unfused[name]), name
+        assert torch.equal(again[name], unfused[name]), name
+    destroy(groups)
+
+
+def test_models_train_alike(run_ranks: RunRanks) -> None:
+    """Sequential within tolerance; fused, unfused and with checkpointing bit for bit."""
+    run_ranks(_compare_models, 2)
+
+
+def _shard(rank: int, num_ranks: int) -> None:
+    """Two pairs of ranks share experts; FSDP holds each weight once over the two copies."""
+    groups = build_groups(2, device_type="cpu")
+    assert groups.mesh is not None
+    plain, sharded = (_build_layer(groups, name) for name in ("sequential", "fused"))
+    want = _step(plain, rank)
+    fully_shard(sharded, mesh=groups.mesh["edp"])
+    for _ in range(2):  # the weights are gathered anew for each
+        sharded.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of changes in place to the output, which is a view
+            assert relative_error(_step(sharded, rank), want) <= TOLERANCE
+    for name, value in _gradients(sharded).items():
+        mean = _gradients(plain)[name].clone()
+        dist.all_reduce(mean, group=groups.edp)
+        assert relative_error(value, mean / 2) <= TOLERANCE, name
+    destroy(groups)
+
+
+def test_experts_sharded_by_fsdp(run_ranks: RunRanks) -> None:
+    run_ranks(_shard, 4)
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "fused"])
+def test_autocast_is_the_layer_in_its_dtype(strategy: str) -> None:
+    layer = _build_layer(ParallelGroups(), strategy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = _step(layer, 1)
+    gradients = _gradients(layer)
+    assert got.dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    reference = _build_layer(ParallelGroups(), "sequential")
+    want = _step(reference, 1)
+    assert 0 < relative_error(got, want) <= RELATIVE_TOLERANCE[torch.bfloat16]
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        error = relative_error(gradients[name], _gradients(reference)[name])
+        assert 0 < error <= RELATIVE_TOLERANCE[torch.bfloat16], name

@@ -1,0 +1,111 @@
+"""What a layer is said to allocate is what it allocates, in every way to save."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from halley.core.timeline import Recorder
+from halley.core.types import Activation, LayerShape, Save
+from halley.kernels.dispatch_gemm import dgrad_columns
+from halley.ops.workspaces import Workspaces
+from halley.perf.memory import LayerMemory, RowCounts, layer_memory
+from halley.strategies.fused import FusedStrategy
+from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
+
+
+CPU = torch.device("cpu")
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators make, until they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and _key(leaf) not in self._known | given:
+                self._track(leaf.untyped_storage())
+        return result
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, num_bytes)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live -= num_bytes
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("save", ["all", "inputs", "recompute"])
+def test_as_said(save: Save, activation: Activation) -> None:
+    case = LayerCase(num_tokens_W=(90,), top_k=3, activation=activation)
+    workspaces = Workspaces(None, CPU)
+    strategy = FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), save=save)
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    leaves = [x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF]
+    tracker = Tracker()
+
+    def run() -> int:
+        y_TD = strategy.forward(x_TD, routing, experts)
+        kept = tracker.live - y_TD.nbytes
+        torch.autograd.grad(y_TD, leaves, grad_TD)
+        return kept
+
+    run()  # makes the buffers
+    with tracker:
+        kept = run()
+    assert tracker.live == 0
+    (workspace,) = workspaces.all()
+    size = workspace.read_plan()
+    counts = RowCounts(
+        num_rows=size.num_rows,
+        num_sends=size.num_sends,
+        plan_words=workspace.layout.plan_words,
+        num_parts=dgrad_columns(SIZES["intermediate_size"], workspace.knobs),
+    )
+    shape = LayerShape(
+        num_tokens=90,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        ep_size=1,
+        itemsize=4,
+        activation=activation,
+        **SIZES,
+    )
+    assert layer_memory(shape, counts, save=save) == LayerMemory(kept=kept, peak=tracker.peak)
+
+
+def test_by_hand() -> None:
+    """Two experts of 4 rows each, one token more than rows are kept once."""
+    counts = RowCounts(num_rows=8, num_sends=5, plan_words=100, num_parts=3)
+    shape = LayerShape(
+        num_tokens=6, hidden_size=10, intermediate_size=7, num_experts=4, top_k=1, ep_size=2
+    )
+    rows, pre, inner, tokens, weights = 8 * 20, 8 * 28, 8 * 14, 6 * 20, 2 * 10 * 21 * 2
+    gradients = pre + inner + rows + 4 * 8 * 3
+    results = tokens + 4 * 6 + weights
+    kept = {"all": 400 + rows + pre, "inputs": 400 + 5 * 20, "recompute": 400}
+    again = {"all": 0, "inputs": rows + pre, "recompute": rows + pre}
+    for save in ("all", "inputs", "recompute"):
+        peak = kept[save] + tokens + again[save] + gradients + results
+        assert layer_memory(shape, counts, save=save) == LayerMemory(kept=kept[save], peak=peak)

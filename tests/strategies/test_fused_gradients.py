@@ -1,0 +1,412 @@
+"""Gradients of the fused strategy: the reference's values, the same bits however they are made."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.core.types import Experts, Save
+from halley.ops.workspaces import Workspaces
+from halley.strategies.fused import FusedStrategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import (
+    Call,
+    LayerCase,
+    expected,
+    gradients,
+    local_experts_of,
+    make_tokens,
+    run_forward,
+)
+
+
+CPU = torch.device("cpu")
+SAVES: tuple[Save, ...] = get_args(Save)
+ALL_WAYS = tuple((fused, save) for save in SAVES for fused in (True, False))
+WAYS: tuple[tuple[bool, Save], ...] = ((True, "all"), (False, "inputs"), (True, "recompute"))
+
+
+def _build(workspaces: Workspaces, *, fused: bool = True, save: Save = "all") -> FusedStrategy:
+    return FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), fused=fused, save=save)
+
+
+def _make_workspaces(num_ranks: int) -> Workspaces:
+    return Workspaces(dist.group.WORLD if num_ranks > 1 else None, CPU)
+
+
+def _assert_values(got: dict[str, torch.Tensor], case: LayerCase, rank: int) -> None:
+    want = expected(case, rank)
+    assert list(got) == list(want)
+    for name, value in want.items():
+        error = relative_error(got[name], value)
+        assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e} for {case}"
+
+
+def _assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object) -> None:
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{name} differs, {what}"
+
+
+def _check(
+    rank: int, num_ranks: int, cases: list[LayerCase], ways: tuple[tuple[bool, Save], ...]
+) -> None:
+    workspaces = _make_workspaces(num_ranks)
+    for case in cases:
+        first: dict[str, torch.Tensor] = {}
+        for fused, save in ways:
+            call = run_forward(_build(workspaces, fused=fused, save=save).forward, case, rank)
+            call.y_TD.backward(call.grad_TD)
+            got = call.values()
+            if first:
+                _assert_same(got, first, (fused, save, case))
+            else:
+                _assert_values(got, case, rank)
+                first = got
+    workspaces.close()
+
+
+def _cases(num_tokens_W: tuple[int, ...]) -> list[LayerCase]:
+    few = {"num_tokens_W": num_tokens_W, "num_experts": 4}
+    return [
+        LayerCase(**few, top_k=4, skew="zipf:1.5", dtype=torch.bfloat16, seed=1),
+        LayerCase(**few, top_k=1, skew="one-hot", activation="gelu", seed=2),
+        LayerCase(**few, skew="empty-expert", dtype=torch.float16, seed=3),
+        LayerCase(**few, activation="gelu", dropped=0.4, dtype=torch.bfloat16, seed=4),
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_values_and_bits(run_ranks: RunRanks, num_ranks: int) -> None:
+    tokens = (7, 12)[:num_ranks]
+    run_ranks(_check, num_ranks, _cases(tokens), WAYS)
+    run_ranks(_check, num_ranks, [LayerCase(num_tokens_W=tokens, num_experts=4)], ALL_WAYS)
+
+
+def test_values_and_bits_on_four_ranks(run_ranks: RunRanks) -> None:
+    case = LayerCase(num_tokens_W=(6, 0, 3, 5), num_experts=4, skew="zipf:1.5", seed=5)
+    run_ranks(_check, 4, [case], WAYS)
+
+
+def test_ranks_without_tokens_and_slots_without_experts(run_ranks: RunRanks) -> None:
+    cases = [
+        LayerCase(num_tokens_W=(0, 9), num_experts=4),
+        LayerCase(num_tokens_W=(0, 0), num_experts=4),
+        LayerCase(num_tokens_W=(3, 4), num_experts=2, dropped=1.0),
+    ]
+    run_ranks(_check, 2, cases, WAYS)
+    run_ranks(_check, 1, [LayerCase(num_tokens_W=(0,), num_experts=2)], WAYS)
+
+
+def _run_in_flight(
+    rank: int, num_ranks: int, cases: list[LayerCase], order: list[int], save: Save
+) -> list[int]:
+    """Run all forward, one of them without gradients too, then backward; return the room."""
+    workspaces = _make_workspaces(num_ranks)
+    layer = _build(workspaces, save=save)
+    calls = [run_forward(layer.forward, case, rank) for case in cases]
+    with torch.no_grad():
+        assert torch.equal(run_forward(layer.forward, cases[0], rank).y_TD, calls[0].y_TD)
+    for index in order:
+        calls[index].y_TD.backward(calls[index].grad_TD)
+    for case, call in zip(cases, calls, strict=True):
+        _assert_values(call.values(), case, rank)
+    room = [workspace.layout.max_tokens for workspace in workspaces.all()]
+    workspaces.close()
+    return room
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_layers_of_two_shapes_in_flight(run_ranks: RunRanks, save: Save) -> None:
+    cases = [
+        LayerCase(num_tokens_W=(9, 4), num_experts=4, seed=1),
+        LayerCase(num_tokens_W=(3, 8), num_experts=4, seed=2),
+        LayerCase(num_tokens_W=(5, 7), num_experts=2, top_k=1, dtype=torch.bfloat16, seed=3),
+    ]
+    assert run_ranks(_run_in_flight, 2, cases, [2, 1, 0], save) == [[9, 7]] * 2
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_more_tokens_between_a_forward_and_its_backward(run_ranks: RunRanks, save: Save) -> None:
+    """Buffers grow twice while plans wait that were made for smaller ones."""
+    tokens = [(3, 2), (5, 30), (1, 4), (70, 6)]
+    cases = [LayerCase(num_tokens_W=t, num_experts=2, seed=i) for i, t in enumerate(tokens)]
+    assert run_ranks(_run_in_flight, 2, cases, [1, 0, 3, 2], save) == [[128]] * 2
+
+
+def _microbatch(layer: FusedStrategy, experts: Experts, case: LayerCase, rank: int) -> torch.Tensor:
+    """Run a layer forward and backward with experts that are there; return the tokens' gradient."""
+    x_TD, routing, grad_TD = make_tokens(case, rank)
+    layer.forward(x_TD, routing, experts).backward(grad_TD)
+    assert x_TD.grad is not None
+    return x_TD.grad
+
+
+def _microbatches(num_ranks: int, dtype: torch.dtype) -> list[LayerCase]:
+    """Return two of the same experts."""
+    tokens = (9, 4)[:num_ranks], (3, 8)[:num_ranks]
+    return [LayerCase(num_tokens_W=t, num_experts=4, dtype=dtype) for t in tokens]
+
+
+def _accumulate(rank: int, num_ranks: int, save: Save) -> None:
+    layer = _build(_make_workspaces(num_ranks), save=save)
+    cases = _microbatches(num_ranks, torch.float32)
+    experts = local_experts_of(cases[0], rank)
+    for case in cases:
+        _microbatch(layer, experts, case, rank)
+    first, second = (expected(case, rank) for case in cases)
+    for name, grad in gradients(experts).items():
+        want = first[f"{name}.grad"] + second[f"{name}.grad"]
+        assert relative_error(grad, want) <= RELATIVE_TOLERANCE[torch.float32], name
+
+    call = run_forward(layer.forward, cases[0], rank)
+    call.y_TD.backward(call.grad_TD, retain_graph=True)
+    once = {name: value.clone() for name, value in call.values().items()}
+    call.y_TD.backward(call.grad_TD)
+    for name, value in call.values().items():
+        assert torch.equal(value, once[name] if name == "y" else 2 * once[name]), name
+    layer.workspaces.close()
+
+
+@pytest.mark.parametrize(("num_ranks", "save"), [(2, "all"), (1, "inputs"), (1, "recompute")])
+def test_gradients_add_up(run_ranks: RunRanks, num_ranks: int, save: Save) -> None:
+    run_ranks(_accumulate, num_ranks, save)
+
+
+def _add_main_grad(*weights: torch.Tensor) -> list[torch.Tensor]:
+    """Give weights float32 buffers for their gradients, as Megatron does; return the buffers."""
+    buffers = [torch.zeros(weight.shape) for weight in weights]
+    for weight, buffer in zip(weights, buffers, strict=True):
+        vars(weight).update(main_grad=buffer, grad_added_to_main_grad=False)
+    return buffers
+
+
+def _is_added(weight: torch.Tensor) -> bool:
+    return weight.grad is None and vars(weight)["grad_added_to_main_grad"]
+
+
+def test_main_grad_is_added_to() -> None:
+    layer, cases = _build(Workspaces(None, CPU)), _microbatches(1, torch.bfloat16)
+    alone: list[list[torch.Tensor]] = []
+    for case in cases:
+        plain, experts = local_experts_of(case, 0), local_experts_of(case, 0)
+        buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+        dx_TD = _microbatch(layer, plain, case, 0)
+        assert torch.equal(_microbatch(layer, experts, case, 0), dx_TD)
+        for buffer, grad in zip(buffers, gradients(plain).values(), strict=True):
+            assert torch.equal(buffer.bfloat16(), grad)  # the same sum, rounded later
+            assert not torch.equal(buffer, grad.float())
+        alone.append(buffers)
+    experts = local_experts_of(cases[0], 0)
+    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    for case in cases:
+        _microbatch(layer, experts, case, 0)
+    assert _is_added(experts.up_LGD)
+    assert _is_added(experts.down_LDF)
+    wants = [expected(case, 0) for case in cases]
+    for buffer, first, second, name in zip(buffers, *alone, gradients(experts), strict=True):
+        assert torch.equal(buffer, first + second), name
+        want = wants[0][f"{name}.grad"] + wants[1][f"{name}.grad"]
+        assert relative_error(buffer, want) <= RELATIVE_TOLERANCE[torch.bfloat16], name
+
+
+def test_main_grad_of_one_projection() -> None:
+    layer, (case, _) = _build(Workspaces(None, CPU)), _microbatches(1, torch.float32)
+    experts = local_experts_of(case, 0)
+    (buffer,) = _add_main_grad(experts.down_LDF)
+    _microbatch(layer, experts, case, 0)
+    assert _is_added(experts.down_LDF)
+    assert experts.up_LGD.grad is not None
+    want = expected(case, 0)
+    for name, grad in (("up_LGD", experts.up_LGD.grad), ("down_LDF", buffer)):
+        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def _checkpointed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    y_TD = checkpoint(run, use_reentrant=False)
+    assert isinstance(y_TD, torch.Tensor)
+    return y_TD
+
+
+def _offloaded(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return run()
+
+
+@pytest.mark.parametrize("how", [_checkpointed, _offloaded])
+def test_main_grad_of_weights_that_come_back_as_other_tensors(
+    how: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+) -> None:
+    """What autograd saved and what it gives back are not the same object here."""
+    layer, (case, _) = _build(Workspaces(None, CPU)), _microbatches(1, torch.float32)
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    how(lambda: layer.forward(x_TD, routing, experts)).backward(grad_TD)
+    assert _is_added(experts.up_LGD)
+    assert _is_added(experts.down_LDF)
+    want = expected(case, 0)
+    for buffer, name in zip(buffers, gradients(experts), strict=True):
+        assert relative_error(buffer, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def test_compiled_layer_leaves_main_grad_to_others() -> None:
+    """It gives gradients as any other layer, and says so by the flag."""
+    layer, (case, _) = _build(Workspaces(None, CPU)), _microbatches(1, torch.float32)
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    torch.compiler.reset()
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    compiled(x_TD, routing, experts).backward(grad_TD)
+    want = expected(case, 0)
+    for name, grad in gradients(experts).items():
+        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+    for weight, buffer in zip((experts.up_LGD, experts.down_LDF), buffers, strict=True):
+        assert not vars(weight)["grad_added_to_main_grad"]
+        assert torch.equal(buffer, torch.zeros_like(buffer))
+
+
+def _run_checkpointed(rank: int, num_ranks: int, use_reentrant: bool) -> None:
+    """Two layers in a row, forward again in backward: the bits of the same without."""
+    workspaces = _make_workspaces(num_ranks)
+    layers = [_build(workspaces, save=save) for save in ("all", "recompute")]
+    case = LayerCase(num_tokens_W=(9, 4)[:num_ranks], num_experts=4)
+
+    def run(*, again: bool) -> dict[str, torch.Tensor]:
+        x_TD, routing, grad_TD = make_tokens(case, rank)
+        experts = local_experts_of(case, rank)
+        y_TD = x_TD
+        for layer in layers:
+            if again:
+                y_TD = checkpoint(
+                    layer.forward, y_TD, routing, experts, use_reentrant=use_reentrant
+                )
+            else:
+                y_TD = layer.forward(y_TD, routing, experts)
+            assert isinstance(y_TD, torch.Tensor)
+        y_TD.backward(grad_TD)
+        leaves = {"x": x_TD, "weights": routing.topk_weights_TK, "up_LGD": experts.up_LGD}
+        leaves["down_LDF"] = experts.down_LDF
+        return Call(y_TD=y_TD, leaves=leaves, grad_TD=grad_TD).values()
+
+    want, got = run(again=False), run(again=True)
+    assert len(got) == len(want) == 5
+    _assert_same(got, want, "checkpointed")
+    workspaces.close()
+
+
+@pytest.mark.parametrize(("num_ranks", "use_reentrant"), [(2, False), (1, True)])
+def test_checkpointed_layers(run_ranks: RunRanks, num_ranks: int, use_reentrant: bool) -> None:
+    run_ranks(_run_checkpointed, num_ranks, use_reentrant)
+
+
+ALONE = LayerCase(num_tokens_W=(8,), num_experts=4)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values, column by column in memory."""
+    return tensor.detach().t().contiguous().t()
+
+
+def _amid(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values at an address that no vector load takes."""
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("make", [_strided, _amid])
+def test_gradients_of_the_output_as_they_come(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    layer = _build(Workspaces(None, CPU))
+    plain, other = (run_forward(layer.forward, ALONE, 0) for _ in range(2))
+    plain.y_TD.backward(plain.grad_TD)
+    other.y_TD.backward(make(other.grad_TD))
+    _assert_same(other.values(), plain.values(), make.__name__)
+
+
+def test_expanded_gradient_of_the_output() -> None:
+    """That of a sum is one number, seen from everywhere."""
+    layer = _build(Workspaces(None, CPU))
+    plain, summed = (run_forward(layer.forward, ALONE, 0) for _ in range(2))
+    plain.y_TD.backward(torch.ones_like(plain.y_TD))
+    summed.y_TD.sum().backward()
+    _assert_same(summed.values(), plain.values(), "of a sum")
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("name", ["x", "weights"])
+def test_strided_tokens_and_routing_weights(name: str, save: Save) -> None:
+    layer = _build(Workspaces(None, CPU), save=save)
+    x_TD, routing, grad_TD = make_tokens(ALONE, 0)
+    leaf = _strided(x_TD if name == "x" else routing.topk_weights_TK).requires_grad_()
+    if name == "x":
+        x_TD = leaf
+    else:
+        routing = dataclasses.replace(routing, topk_weights_TK=leaf)
+    layer.forward(x_TD, routing, local_experts_of(ALONE, 0)).backward(grad_TD)
+    assert leaf.grad is not None
+    error = relative_error(leaf.grad, expected(ALONE, 0)[f"{name}.grad"])
+    assert error <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def test_strided_expert_ids() -> None:
+    layer = _build(Workspaces(None, CPU))
+    x_TD, routing, grad_TD = make_tokens(ALONE, 0)
+    strided = dataclasses.replace(routing, topk_idx_TK=_strided(routing.topk_idx_TK))
+    layer.forward(x_TD, strided, local_experts_of(ALONE, 0)).backward(grad_TD)
+    assert routing.topk_weights_TK.grad is not None
+    error = relative_error(routing.topk_weights_TK.grad, expected(ALONE, 0)["weights.grad"])
+    assert error <= RELATIVE_TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize(
+    "frozen",
+    [("up_LGD",), ("down_LDF",), ("up_LGD", "down_LDF"), ("x", "weights")],
+    ids=["up", "down", "experts", "tokens"],
+)
+def test_frozen_parts(frozen: tuple[str, ...], save: Save) -> None:
+    """They get no gradient, and the others what they would get anyway."""
+    layer = _build(Workspaces(None, CPU), save=save)
+    call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
+    call.y_TD.backward(call.grad_TD)
+    got, want = call.values(), expected(ALONE, 0)
+    assert set(want) - set(got) == {f"{name}.grad" for name in frozen}
+    for name, value in got.items():
+        assert relative_error(value, want[name]) <= RELATIVE_TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("frozen", [(), ("up_LGD", "down_LDF")], ids=["all", "tokens"])
+def test_second_derivative_is_refused(frozen: tuple[str, ...], save: Save) -> None:
+    """Also where nothing else wants gradients, so that nobody else would say so."""
+    layer = _build(Workspaces(None, CPU), save=save)
+    call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
+    with pytest.raises(RuntimeError, match="gradients of fused layers have no gradients"):
+        torch.autograd.grad(call.y_TD, call.leaves["x"], call.grad_TD, create_graph=True)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_workspaces_that_were_closed_before_backward(save: Save) -> None:
+    """Also where there are new ones, which have never seen the plan."""
+    layer = _build(Workspaces(None, CPU), save=save)
+    for num_tokens in (0, 3):
+        call = run_forward(layer.forward, ALONE, 0)
+        layer.workspaces.close()
+        if num_tokens:
+            run_forward(layer.forward, dataclasses.replace(ALONE, num_tokens_W=(num_tokens,)), 0)
+        with pytest.raises(RuntimeError, match="were closed before its backward"):
+            call.y_TD.backward(call.grad_TD)
+
+
+def test_workspaces_that_are_gone_before_backward() -> None:
+    call = run_forward(_build(Workspaces(None, CPU)).forward, ALONE, 0)
+    with pytest.raises(RuntimeError, match=r"workspaces \(\d+\) are gone"):
+        call.y_TD.backward(call.grad_TD)
