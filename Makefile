@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | clean
+# make demo | test | lint | bench | compat | clean
 #
 # PYTHON=python3.12   the interpreter that .venv is made with, 3.11 or newer
 # TORCH=2.11.0        another torch than the one of constraints.txt
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # pyright would ask the package index for a newer pyright at each start.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench compat clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -31,6 +31,10 @@ lint: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/halley bench layer
+
+# The plug-in for transformers with older versions of it, each in an environment of its own.
+compat: $(VENV)/.installed
+	$(BIN)/python benchmarks/compatibility.py
 
 clean:
 	rm -rf build dist .hypothesis .pytest_cache .ruff_cache

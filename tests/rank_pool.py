@@ -35,6 +35,7 @@ _PRELOAD = (
     "pytest",
     "tests.rank_pool",
 )
+_FRAMEWORKS = ("transformers.modeling_utils",)  # seconds each, so only where tests want them
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 2.0  # what the other ranks get to report in once one has failed
 _STACK_S = 0.3  # what a signalled rank gets to write its stack
@@ -108,7 +109,8 @@ class RankPool:
         context = get_context("forkserver")
         # Nothing that the tests did not import: a broken module would end the fork server unheard.
         halley = sorted(name for name in sys.modules if name.split(".")[0] == "halley")
-        context.set_forkserver_preload([*_PRELOAD, *halley])
+        frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
+        context.set_forkserver_preload([*_PRELOAD, *halley, *frameworks])
         self._folder = tempfile.mkdtemp(prefix="halley-ranks-")
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()

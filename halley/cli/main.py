@@ -8,7 +8,7 @@ from typing import TextIO
 
 import typer
 
-from halley.cli import bench, doctor, export, trace, train
+from halley.cli import bench, doctor, export, run, trace, train
 from halley.train.launch import USER_ERROR
 
 
@@ -25,6 +25,8 @@ app.add_typer(bench.app, name="bench")
 app.command("trace")(trace.trace)
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
+# What stands behind the script is the script's, options too.
+app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,20 +35,27 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; default those of the process.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
+    arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            arguments = [a for a in arguments if a != "--debug"]
             code = app(arguments, prog_name="halley", standalone_mode=False)
-        return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if debug:
             traceback.print_exc()
         return _report(error)
+    if isinstance(code, run.Script):
+        return code.run()  # out here: its warnings and errors are none of ours
+    return code if isinstance(code, int) else 0
+
+
+def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """Return the arguments without --debug, and whether it was there; a script keeps its own."""
+    end = arguments.index("run") if "run" in arguments[:2] else len(arguments)
+    own = [argument for argument in arguments[:end] if argument != "--debug"]
+    return [*own, *arguments[end:]], len(own) < end
 
 
 def _report(error: Exception) -> int:

@@ -38,7 +38,8 @@ def define(
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    # Disabled: behind a graph break Dynamo would trace into it, though it is opaque.
+    _library.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halley::{name}", fake, lib=_library)
     torch.library.register_autograd(
         f"halley::{name}", backward or _refuse, setup_context=setup_context, lib=_library

@@ -6,8 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halley.kernels.status import COMBINE, DISPATCH, HOME, PLAN, check, describe_failure
-from tests.kernels.kernel_case import KernelCase, KernelRank, Rows, make_tokens, run_world
+from halley.kernels.status import (
+    COMBINE,
+    DISPATCH,
+    HOME,
+    ORDER,
+    PLAN,
+    STAGE,
+    check,
+    describe_failure,
+)
+from tests.kernels.kernel_case import KernelCase, KernelRank, Rows, make_dy, make_tokens, run_world
 
 
 TIMEOUT_S = 0.3
@@ -142,6 +151,56 @@ def test_tiles_that_are_not_multiplied() -> None:
     )
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_rank_that_ends_amid_backward(fused: bool) -> None:
+    case = KernelCase(num_tokens_CW=((3, 9, 5),), num_experts=3, hidden_size=32)
+
+    def run(rank: KernelRank) -> str:
+        _, tape = rank.forward_to_train(*make_tokens(case, rank.rank))
+        made = rank.dispatch_dgrad(make_dy(case, rank.rank), tape, fused=fused)
+        if rank.rank == 1:
+            return ""
+        gradients = rank.dgrad_combine(made, tape, fused=fused)
+        assert all(part.isnan().all() for part in gradients)
+        return _failure(rank)
+
+    home = "the sums of rank 1 did not come home (gemm_combine, chunk 0) within 0.3 s"
+    results = run_world(case, run, timeout_s=TIMEOUT_S)
+    assert results == [f"rank 0: {home}", "", f"rank 2: {home}"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_do_not_arrive(fused: bool) -> None:
+    case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
+
+    def run(rank: KernelRank) -> str:
+        _, tape = rank.forward_to_train(*make_tokens(case, rank.rank))
+        rank.section("tile_rows", 2)[1] += case.knobs.weight.block_k
+        rank.dispatch_dgrad(make_dy(case, rank.rank), tape, fused=fused)
+        return _failure(rank)
+
+    (failure,) = run_world(case, run, timeout_s=TIMEOUT_S)
+    assert failure == (
+        "rank 0: the rows of tile 1 did not arrive (dispatch_gemm, tile 1) within 0.3 s"
+    )
+
+
+def test_tiles_that_are_not_multiplied_in_backward() -> None:
+    case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
+
+    def run(rank: KernelRank) -> str:
+        _, tape = rank.forward_to_train(*make_tokens(case, rank.rank))
+        made = rank.dispatch_dgrad(make_dy(case, rank.rank), tape)
+        rank.section("chunk_done", 2)[1] -= 1
+        rank.dgrad_combine(made, tape, fused=False)
+        return _failure(rank)
+
+    (failure,) = run_world(case, run, timeout_s=TIMEOUT_S)
+    assert failure == (
+        "rank 0: column chunk 1 was not multiplied (gemm_combine, chunk 1) within 0.3 s"
+    )
+
+
 def test_after_a_failure_later_calls_end_at_once_and_the_first_failure_stays() -> None:
     def run(rank: KernelRank) -> str:
         if rank.rank != 0:
@@ -172,6 +231,17 @@ def test_codes_by_hand() -> None:
         ),
         (HOME, 71, 63): (
             "rank 7: the sums of rank 71 did not come home (gemm_combine, chunk 63) within 2 s"
+        ),
+        (STAGE, 3, 9): (
+            "rank 7: rank 3 did not bring its rows for another pass of call 9 (stage) within 2 s"
+        ),
+        (ORDER, 3, 9): (
+            "rank 7: rank 3 came for another pass of call 9, not for what this rank runs: all "
+            "ranks must run their layers, forward and backward, in the same order"
+        ),
+        (ORDER, 3, 0): (
+            "rank 7: rank 3 came with a new call, not for what this rank runs: all ranks must run "
+            "their layers, forward and backward, in the same order"
         ),
     }
     for (op, peer, index), sentence in sentences.items():

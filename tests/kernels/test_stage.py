@@ -102,7 +102,7 @@ def test_rows_stand_in_the_stage_and_weights_at_their_rows(name: str) -> None:
     run_world(case, run, seed=len(name))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_passes_in_a_row_without_a_combine(seed: int) -> None:
     """A rank stages for the next pass while its peers may still fetch for this one."""
 
@@ -113,7 +113,7 @@ def test_passes_in_a_row_without_a_combine(seed: int) -> None:
         for turn in (1, 2, 0):
             rank.stage_again(_values(CASE, rank.rank, turn=turn), None)
             rows = rank.make_rows(num_rows)
-            rank.dispatch_gemm(rows, fused=seed != 2)
+            rank.dispatch_gemm(rows)
             rank.check()
             _assert_rows(CASE, rank.rank, rows.x_RD, turn=turn)
         for name in ("x_RD", "pre_RG", "h_RF"):
@@ -175,8 +175,7 @@ def _fail_backward(rank: KernelRank, tape: Tape, *, call: int, fused: bool) -> s
     return failure
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "fused"), [(0, False), (1, True)])
 def test_a_rank_that_never_comes(seed: int, fused: bool) -> None:
     def run(rank: KernelRank) -> str:
         _, tape = rank.forward_to_train(*make_tokens(THREE, rank.rank))

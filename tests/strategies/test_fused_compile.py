@@ -122,8 +122,8 @@ def _compare_gradients(rank: int, num_ranks: int, save: Save) -> None:
     layer = _build(dist.group.WORLD if num_ranks > 1 else None, save=save)
     torch.compiler.reset()
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
-    for seed, tokens in enumerate([(9, 6), (5, 7), (0, 70)]):
-        case = LayerCase(num_tokens_W=tokens[:num_ranks], num_experts=2, seed=seed)
+    for seed, tokens in enumerate([(9,), (5,), (0,)] if num_ranks == 1 else [(9, 6), (0, 70)]):
+        case = LayerCase(num_tokens_W=tokens, num_experts=2, seed=seed)
         want, got = (run_forward(forward, case, rank) for forward in (layer.forward, compiled))
         for call in (got, want):
             call.y_TD.backward(call.grad_TD)
@@ -177,14 +177,17 @@ def test_inductor_gradients(run_ranks: RunRanks) -> None:
     run_ranks(_compare_inductor, 2)
 
 
-def _order_of_passes(rank: int, num_ranks: int, gradients: bool) -> list[list[str]]:
-    """Return in which order a pair of layers begins and combines its passes, eager and compiled."""
+def _order_of_passes(rank: int, num_ranks: int, stacked: bool) -> list[list[str]]:
+    """Return in which order two layers begin and combine their passes, eager and compiled."""
     _import_inductor()
     layer = _build(None, save="recompute")
     case = LayerCase(num_tokens_W=(9,), num_experts=2)
 
-    def run(first: _Inputs, second: _Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return layer.forward(*first), layer.forward(first[0], *second[1:])
+    def run(first: _Inputs, second: _Inputs) -> tuple[torch.Tensor, ...]:
+        if not stacked:
+            return layer.forward(*first), layer.forward(*second)
+        x_TD = first[0] + layer.forward(*first)
+        return (x_TD + layer.forward(x_TD, *second[1:]),)
 
     torch.compiler.reset()
     compiled = torch.compile(run, backend="inductor", fullgraph=True)
@@ -200,23 +203,24 @@ def _order_of_passes(rank: int, num_ranks: int, gradients: bool) -> list[list[st
         return combining(self, plan)
 
     orders: list[list[str]] = []
-    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(gradients):
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(stacked):
         patch.setattr(Workspace, "begin", note_begin)
         patch.setattr(Workspaces, "combining", note_combine)
         for forward in (run, compiled):
             (first, _), (second, _) = _make_inputs(case, 0), _make_inputs(case, 0)
             outputs = forward(first, second)
-            if gradients:
+            if stacked:
                 torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
             orders.append(order.copy())
             order.clear()
     return orders
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_inductor_keeps_the_order_of_passes(run_ranks: RunRanks, gradients: bool) -> None:
-    """Layers side by side: nothing but the order of calls says what ranks must do first."""
-    ((eager, compiled),) = run_ranks(_order_of_passes, 1, gradients)
+@pytest.mark.xfail(strict=True, reason="Inductor moves passes that no tensor holds in place")
+@pytest.mark.parametrize("stacked", [False, True], ids=["side by side", "stacked, with backward"])
+def test_inductor_keeps_the_order_of_passes(run_ranks: RunRanks, stacked: bool) -> None:
+    """What ranks must do in the same order is in the order of calls, not of what they need."""
+    ((eager, compiled),) = run_ranks(_order_of_passes, 1, stacked)
     backward = ["begin", "begin", "combine"] * 2  # dispatched again, then the gradients
-    assert eager == ["begin", "combine"] * 2 + (backward if gradients else [])
+    assert eager == ["begin", "combine"] * 2 + (backward if stacked else [])
     assert compiled == eager

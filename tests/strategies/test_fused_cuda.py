@@ -1,4 +1,4 @@
-"""The fused strategy on GPUs: right values, the bits of the unfused form, and lost peers.
+"""The fused strategy on GPUs: right values and gradients, bits that do not vary, and lost peers.
 
 TRITON_INTERPRET=0 pytest tests/strategies/test_fused_cuda.py
 """
@@ -6,6 +6,7 @@ TRITON_INTERPRET=0 pytest tests/strategies/test_fused_cuda.py
 import dataclasses
 import re
 import time
+from typing import get_args
 
 import pytest
 import torch
@@ -13,12 +14,18 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.core.types import Experts, Routing
+from halley.core.types import Experts, Routing, Save
 from halley.kernels.switch import INTERPRETED
 from halley.ops.workspaces import Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
-from tests.strategies.layer_case import LayerCase, expected, local_experts_of, make_tokens
+from tests.strategies.layer_case import (
+    Call,
+    LayerCase,
+    expected,
+    local_experts_of,
+    make_tokens,
+)
 
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() and not INTERPRETED else 0
@@ -53,9 +60,9 @@ def _on(device: torch.device, case: LayerCase, rank: int) -> tuple[torch.Tensor,
     )
 
 
-def _build(workspaces: Workspaces, *, fused: bool) -> FusedStrategy:
+def _build(workspaces: Workspaces, *, fused: bool, save: Save = "all") -> FusedStrategy:
     recorder = Recorder(workspaces.device, enabled=False)
-    return FusedStrategy(workspaces, recorder=recorder, fused=fused)
+    return FusedStrategy(workspaces, recorder=recorder, fused=fused, save=save)
 
 
 @torch.no_grad()
@@ -105,6 +112,104 @@ def test_more_tokens_than_there_was_room_for(run_ranks: RunRanks) -> None:
     counts = [(64, 64), (700, 3), (5, 900), (64, 64)]
     cases = [LayerCase(num_tokens_W=c, dtype=torch.bfloat16) for c in counts]
     run_ranks(_check, 2, cases, timeout_s=180)
+
+
+def _forward(strategy: FusedStrategy, case: LayerCase, rank: int) -> Call:
+    x_TD, routing, experts = _on(strategy.workspaces.device, case, rank)
+    leaves = {
+        "x": x_TD.requires_grad_(),
+        "weights": routing.topk_weights_TK.requires_grad_(),
+        "up_LGD": experts.up_LGD.requires_grad_(),
+        "down_LDF": experts.down_LDF.requires_grad_(),
+    }
+    y_TD = strategy.forward(x_TD, routing, experts)
+    return Call(y_TD=y_TD, leaves=leaves, grad_TD=make_tokens(case, rank)[2].to(y_TD.device))
+
+
+def _check_gradients(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
+    """All forward, some of which need more room than was there, then backward in another order."""
+    workspaces = Workspaces(dist.group.WORLD, _device(rank), max_tokens=64)
+    first: list[dict[str, torch.Tensor]] = []
+    for save in get_args(Save):
+        for fused in (True, False, True):  # and the first once more
+            strategy = _build(workspaces, fused=fused, save=save)
+            calls = [_forward(strategy, case, rank) for case in cases]
+            for call in calls[::2] + calls[1::2]:
+                call.y_TD.backward(call.grad_TD)
+            got = [call.values() for call in calls]
+            torch.cuda.synchronize()
+            workspaces.check()
+            first = first or got
+            for case, values, others in zip(cases, got, first, strict=True):
+                for name, value in others.items():
+                    assert torch.equal(values[name], value), f"{name}, {fused}, {save}, {case}"
+    for case, values in zip(cases, first, strict=True):
+        want = expected(case, rank)
+        assert list(values) == list(want)
+        for name, value in want.items():
+            error = relative_error(values[name].cpu(), value)
+            assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name}: {error:.2e} for {case}"
+    workspaces.close()
+
+
+@each_size
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_gradients(run_ranks: RunRanks, num_ranks: int, top_k: int) -> None:
+    cases = _cases(num_ranks, num_experts=12 * num_ranks, top_k=top_k, dtype=torch.bfloat16)
+    run_ranks(_check_gradients, num_ranks, cases, timeout_s=300)
+
+
+def test_gradients_of_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> None:
+    fields = {"dtype": torch.float16, "activation": "gelu", "dropped": 0.3}
+    run_ranks(_check_gradients, 2, _cases(2, **fields), timeout_s=300)
+
+
+def _add_to_main_grad(rank: int, num_ranks: int, case: LayerCase) -> None:
+    workspaces = Workspaces(dist.group.WORLD, _device(rank))
+    strategy = _build(workspaces, fused=True)
+    plain = _forward(strategy, case, rank)
+    plain.y_TD.backward(plain.grad_TD)
+    call = _forward(strategy, case, rank)
+    weights = [call.leaves[name] for name in ("up_LGD", "down_LDF")]
+    for weight in weights:
+        main_grad = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
+        vars(weight).update(main_grad=main_grad, grad_added_to_main_grad=False)
+    x_TD, routing, experts = _on(workspaces.device, case, rank)
+    experts = dataclasses.replace(experts, up_LGD=weights[0], down_LDF=weights[1])
+    for times in (1, 2):
+        strategy.forward(x_TD, routing, experts).backward(call.grad_TD)
+        for weight, name in zip(weights, ("up_LGD", "down_LDF"), strict=True):
+            assert weight.grad is None
+            assert vars(weight)["grad_added_to_main_grad"]
+            once = vars(weight)["main_grad"] / times  # twice as much of it is exact
+            assert torch.equal(once.to(case.dtype), plain.values()[f"{name}.grad"])
+    workspaces.close()
+
+
+def test_main_grad_is_added_to(run_ranks: RunRanks) -> None:
+    case = LayerCase(num_tokens_W=(60, 30), dtype=torch.bfloat16, skew="zipf:1.0")
+    run_ranks(_add_to_main_grad, 2, case)
+
+
+def _never_come_back(rank: int, num_ranks: int) -> str:
+    workspaces = Workspaces(dist.group.WORLD, _device(rank), timeout_s=TIMEOUT_S)
+    strategy = _build(workspaces, fused=True)
+    case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)
+    call = _forward(strategy, case, rank)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(2 * TIMEOUT_S)  # past the limit of those that wait
+        return ""
+    call.y_TD.backward(call.grad_TD)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError) as raised:
+        workspaces.check()
+    return str(raised.value)
+
+
+def test_peer_that_never_comes_to_backward_is_named(run_ranks: RunRanks) -> None:
+    told, _ = run_ranks(_never_come_back, 2, timeout_s=120)
+    assert told.startswith("rank 0: rank 1 did not bring its rows for another pass of call 1")
 
 
 @torch.no_grad()
