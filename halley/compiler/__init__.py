@@ -1,0 +1,7 @@
+"""Passes over whole graphs of torch.compile, which hide communication behind computation."""
+
+from halley.compiler.backend import Backend, register, run
+from halley.compiler.plan import OrderReport
+
+
+__all__ = ["Backend", "OrderReport", "register", "run"]

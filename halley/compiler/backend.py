@@ -1,0 +1,154 @@
+"""The backend "halley" of torch.compile: passes over forward and backward graphs.
+
+With the inner compiler "eager" the passes see the graphs that aot_autograd has divided, and their
+operators then run one by one. With "inductor" they run as Inductor's last pass over its own graphs,
+and what must stay in order is pinned for its scheduler.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import (
+    list_backends,  # pyright: ignore[reportUnknownVariableType]
+    register_backend,
+)
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import CompileContext
+
+from halley.compiler.options import Options, parse_options
+from halley.compiler.passes import run_passes
+from halley.compiler.plan import OrderReport
+
+
+NAME = "halley"
+Compiled = Callable[..., Any]
+
+
+def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> OrderReport | None:
+    """Run the passes over a graph of operators, in place; a collective of the graph's groups.
+
+    For graphs that something else has made: a training step traced by ``make_fx``, or another
+    backend's forward or backward.
+
+    Args:
+        gm: with functional collectives.
+        options: as of the backend; ``inner`` does not matter.
+
+    Returns:
+        What changed, or None where the graph stays as it is.
+
+    Raises:
+        RuntimeError: ranks have different collectives, or one did not come in time.
+        ValueError: an option is unknown or not allowed.
+    """
+    report = run_passes(gm.graph, parse_options(options))
+    gm.recompile()
+    return report
+
+
+@final
+class Backend:
+    """Compiles the graphs that Dynamo finds; remembers which, to say where overlap ends.
+
+    Attributes:
+        reports: of the graphs that passes have changed, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.reports: list[OrderReport] = []
+        self._frames: set[int] = set()
+        self._num_undone_before = _num_undone()
+        self._communicates = False
+        self._has_warned = False
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: dict[str, object] | None = None,
+    ) -> Compiled:
+        """Compile one of Dynamo's graphs.
+
+        Raises:
+            ValueError: an option is unknown or not allowed.
+        """
+        parsed = parse_options(options)
+        self._note(gm)
+        if parsed.inner == "inductor":
+            from halley.compiler.inductor import compile_by_inductor
+
+            return compile_by_inductor(gm, example_inputs, options=parsed, keep=self.reports.append)
+        return self._compile_eager(gm, example_inputs, parsed)
+
+    def _compile_eager(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+    ) -> Compiled:
+        def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+            if report := run_passes(part.graph, options):
+                self.reports.append(report)
+                part.recompile()
+            return _boxed(part)
+
+        compiler = aot_autograd(
+            fw_compiler=compile_graph,
+            bw_compiler=compile_graph,
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        return compiler(gm, example_inputs)
+
+    def _note(self, gm: fx.GraphModule) -> None:
+        """Warn once if a graph that communicates is not the whole model.
+
+        It is not if there are graphs of several frames, of which what follows a graph break is one,
+        or if Dynamo gave up a frame: it skips one that breaks in a loop and compiles what that
+        calls. A frame that is compiled again is not another graph.
+        """
+        compile_id = CompileContext.current_compile_id()
+        self._communicates = self._communicates or _communicates(gm.graph)
+        self._frames.add(0 if compile_id is None else compile_id.frame_id or 0)
+        # This frame is not done yet; another that is not was given up.
+        is_part = len(self._frames) > 1 or _num_undone() - self._num_undone_before > 1
+        if is_part and self._communicates and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "halley compiles the model in parts: computation of one graph does not hide "
+                "communication of another. Compile it as a whole, and look for graph breaks with "
+                "fullgraph=True",
+                stacklevel=2,
+            )
+
+
+def register() -> None:
+    """Make ``torch.compile(model, backend="halley")`` known; again is no error."""
+    if NAME not in list_backends():
+        register_backend(Backend(), name=NAME)  # pyright: ignore[reportArgumentType]
+
+
+def _communicates(graph: fx.Graph) -> bool:
+    """Return whether one of Dynamo's graphs has collectives, which it calls by functions."""
+    names = (f"{node.target}" for node in graph.nodes if node.op == "call_function")
+    return any("c10d" in name for name in names)
+
+
+def _num_undone() -> int:
+    """Return how many frames Dynamo has begun and not compiled in this process, of any model."""
+    return counters["frames"]["total"] - counters["frames"]["ok"]
+
+
+def _boxed(gm: fx.GraphModule) -> Compiled:
+    """Return a function that takes its arguments in a list, empties it, and frees after last use.
+
+    The interpreter does, as torch's own eager backend has it; a generated ``forward`` would hold
+    all arguments until it returns.
+    """
+
+    def call(args: list[Any]) -> Any:
+        return fx.Interpreter(gm).boxed_run(args)
+
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call

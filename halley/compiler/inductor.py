@@ -1,0 +1,91 @@
+"""The passes as Inductor's last pass over a graph, with their order pinned for its scheduler."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import fx
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.options import Options
+from halley.compiler.passes import run_passes
+from halley.compiler.plan import OrderReport
+
+
+def compile_by_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Options,
+    keep: Callable[[OrderReport], None],
+) -> Callable[..., Any]:
+    """Compile a graph by Inductor with the passes in it.
+
+    Args:
+        gm: one of Dynamo's graphs.
+        example_inputs: of it.
+        options: of the passes.
+        keep: called with the report of each graph that they change.
+
+    Raises:
+        RuntimeError: Inductor has another pass in the same place already.
+    """
+    if config.post_grad_custom_post_pass is not None:
+        raise RuntimeError(
+            "torch._inductor.config.post_grad_custom_post_pass is set, and halley wants that place"
+        )
+    patches = {"post_grad_custom_post_pass": InductorPass(options, keep=keep)}
+    return compile_fx(gm, example_inputs, config_patches=patches)  # pyright: ignore[reportReturnType]
+
+
+@final
+class InductorPass(CustomGraphPass):
+    """Runs the passes over a graph of Inductor's and pins what they decided.
+
+    Args:
+        options: of the passes.
+        keep: called with the report of each graph that they change.
+    """
+
+    def __init__(self, options: Options, *, keep: Callable[[OrderReport], None]) -> None:
+        self._options = options
+        self._keep = keep
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Reorder one graph, forward or backward."""
+        if report := run_passes(graph, self._options):
+            pin_order(graph)
+            self._keep(report)
+
+    def uuid(self) -> object | None:
+        """Return None, so that Inductor keeps no graph of ours in its cache.
+
+        A rank that found one there would not come to the council, where the others wait for it.
+        """
+        return None
+
+
+def pin_order(graph: fx.Graph) -> None:
+    """Tie the matrix products behind the start of an all-to-all to it, and its wait to them.
+
+    Inductor's scheduler may move what no data orders, and fuses. A tie is an operand that is not
+    read.
+    """
+    facts = GraphFacts(graph)
+    ties: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    for start in facts.find_collectives("all_to_all"):
+        waits = [at for at in facts.find(NodeKind.WAIT) if facts.ancestors[at] >> start & 1]
+        if not waits:
+            continue
+        wait = facts.nodes[min(waits)]
+        for index in range(start + 1, min(waits)):
+            node = facts.nodes[index]
+            if is_product(node) and not facts.ancestors[index] >> start & 1:
+                ties.setdefault(node, OrderedSet()).add(facts.nodes[start])
+                ties.setdefault(wait, OrderedSet()).add(node)
+    preserve_node_ordering(graph, ties)
+    graph.lint()

@@ -1,0 +1,78 @@
+"""How many bytes a graph holds at its worst moment, in a given order."""
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import fx
+
+from halley.compiler.graph import GraphFacts, NodeKind
+from halley.compiler.sizes import Sizes
+
+
+@final
+class LiveBytes:
+    """Counts what is alive in the orders of one graph.
+
+    A buffer is alive from the node that makes it to the last one that reads it or a view of it.
+    What a collective sends stays until its wait has ended. Inputs that the caller owns all the
+    while (parameters, and inputs of the model) do not count; others, activations kept for
+    backward, are let go after their last use. Outputs stay.
+
+    Args:
+        facts: of the graph.
+        sizes: of what its nodes return.
+    """
+
+    def __init__(self, facts: GraphFacts, sizes: Sizes) -> None:
+        self._facts = facts
+        self._readers: list[list[int]] = [[] for _ in facts.nodes]
+        self._bytes = [0] * len(facts.nodes)
+        position = {node: index for index, node in enumerate(facts.nodes)}
+        held: list[set[int]] = []  # buffers that live as long as a node's result is read
+        for index, node in enumerate(facts.nodes):
+            read = {buffer for source in node.all_input_nodes for buffer in held[position[source]]}
+            for buffer in read:
+                self._readers[buffer].append(index)
+            kind = facts.kinds[index]
+            if kind is NodeKind.WAIT:  # what was sent may go
+                held.append({buffer for buffer in read if facts.kinds[buffer] is NodeKind.START})
+            elif kind is NodeKind.START:
+                held.append({index} | read)
+            elif kind is NodeKind.VIEW:
+                held.append(read)
+            else:
+                held.append({index})
+            if kind not in (NodeKind.WAIT, NodeKind.VIEW, NodeKind.OUTPUT) and not _is_owned(node):
+                self._bytes[index] = sizes.num_bytes(node.meta.get("val"))
+
+    def peak(self, order: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes alive at the worst moment and the position in ``order`` where it is."""
+        place = {index: at for at, index in enumerate(order)}
+        last = [max((place[r] for r in readers), default=-1) for readers in self._readers]
+        freed_after = [0] * len(order)
+        for index, at in place.items():
+            freed_after[max(at, last[index])] += self._bytes[index]
+        live = peak = where = 0
+        for index in self._facts.find(NodeKind.INPUT):
+            live += self._bytes[index]
+        for at, index in enumerate(order):
+            if self._facts.kinds[index] is not NodeKind.INPUT:
+                live += self._bytes[index]
+            if live > peak:
+                peak, where = live, at
+            live -= freed_after[at]
+        return peak, where
+
+    def input_bytes(self, nodes: Sequence[int]) -> int:
+        """Return the bytes of the buffers that nodes read and do not make."""
+        made = set(nodes)
+        return sum(
+            self._bytes[buffer]
+            for buffer, readers in enumerate(self._readers)
+            if buffer not in made and not made.isdisjoint(readers)
+        )
+
+
+def _is_owned(node: fx.Node) -> bool:
+    """Return whether the caller keeps an input: aot_autograd calls its own ones "primals"."""
+    return node.op == "placeholder" and node.name.startswith("primals")

@@ -1,0 +1,190 @@
+"""Microseconds of a graph's nodes: measured where a profile knows them, predicted elsewhere."""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast, final
+
+import torch
+from torch import fx
+
+from halley.compiler.agree import Council
+from halley.compiler.collectives import ALL_TO_ALL, find_operator, group_of, operator_name
+from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.sizes import Sizes
+from halley.cost.graph_cost import Operation, Role
+from halley.cost.predict import Predictor
+from halley.cost.profiles import Curve, ProfileTable, measure_curve, operation_key
+
+
+NodeCost = Callable[[fx.Node], float]
+_SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is latency
+_ROLES: dict[NodeKind, Role] = {
+    NodeKind.INPUT: "free",
+    NodeKind.OUTPUT: "free",
+    NodeKind.VIEW: "free",
+    NodeKind.START: "start",
+    NodeKind.WAIT: "wait",
+    NodeKind.FUSED: "compute",
+    NodeKind.COMPUTE: "compute",
+}
+
+
+@final
+class ProfiledCost:
+    """Gives nodes their time: from a table, else by measuring if it may, else predicted.
+
+    Args:
+        predictor: for what the table does not know.
+        sizes: of what nodes return.
+        table: measured times; None predicts all.
+        device: where to measure; None never measures.
+
+    Attributes:
+        predicted: keys of the operations that no measurement stands behind.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        *,
+        sizes: Sizes,
+        table: ProfileTable | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.predicted: set[str] = set()
+        self._predictor = predictor
+        self._sizes = sizes
+        self._table = table
+        self._device = device
+
+    def __call__(self, node: fx.Node) -> float:
+        """Return the microseconds of a node that computes or starts a collective."""
+        if group_of(node) is not None:
+            curve = self._table.curve(operator_name(node)) if self._table else None
+            sent = self._sizes.num_bytes(_value(node.all_input_nodes[0]))
+            return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
+        key = node_key(node, self._sizes)
+        if self._table is not None:
+            known = self._table.time_us(key)
+            if known is None and self._device is not None and not self._table.offline:
+                known = self._measure(node, key, self._table, self._device)
+            if known is not None:
+                return known
+        self.predicted.add(key)
+        return predict_us(node, self._predictor, self._sizes)
+
+    def _measure(
+        self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
+    ) -> float | None:
+        operator = find_operator(node)
+        if operator is None or operator.namespace != "aten":  # others may wait for other ranks
+            return None
+        args, kwargs = example_arguments(node, device, self._sizes)
+        return table.measure(key, lambda: operator(*args, **kwargs), device=device)
+
+
+def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:
+    """Return the nodes of a graph as the cost model takes them."""
+    found: list[Operation] = []
+    for index, node in enumerate(facts.nodes):
+        role = _ROLES[facts.kinds[index]]
+        duration_us = cost(node) if role in ("compute", "start") else 0.0
+        needs = facts.needs[index] if role != "free" else _data_needs(facts, index)
+        found.append(Operation(name=node.name, role=role, duration_us=duration_us, needs=needs))
+    return found
+
+
+def node_key(node: fx.Node, sizes: Sizes) -> str:
+    """Return the key of a node in a table of profiles."""
+    tensors = [
+        value for value in map(_value, node.all_input_nodes) if isinstance(value, torch.Tensor)
+    ]
+    shapes, dtypes = [sizes.shape(tensor) for tensor in tensors], [t.dtype for t in tensors]
+    numbers = [str(value) for value in node.args if isinstance(value, int | float | str)]
+    return operation_key(str(node.target), shapes, dtypes, rest=" ".join(numbers))
+
+
+def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
+    """Predict a node by a roofline: arithmetic of a matrix product, or the bytes that it moves."""
+    values = [_value(source) for source in node.all_input_nodes]
+    moved = sum(map(sizes.num_bytes, values)) + sizes.num_bytes(_value(node))
+    memory_us = predictor.memory_us(moved)
+    if not is_product(node):
+        return memory_us
+    arithmetic_s = _product_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
+    return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.launch_us)
+
+
+def example_arguments(
+    node: fx.Node, device: torch.device, sizes: Sizes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a node's shapes, to run it alone; indices are all 0, floats all 1."""
+
+    def example(source: fx.Node) -> Any:
+        value = _value(source)
+        if isinstance(value, torch.Tensor):
+            fill = torch.ones if value.is_floating_point() else torch.zeros
+            return fill(sizes.shape(value), dtype=value.dtype, device=device)
+        if isinstance(value, tuple | list):
+            raise ValueError(f"{source.name} returns several tensors, and {node.name} takes all")
+        return sizes.number(cast(int | torch.SymInt, value))
+
+    return (
+        cast(tuple[Any, ...], fx.map_arg(node.args, example)),
+        cast(dict[str, Any], fx.map_arg(node.kwargs, example)),
+    )
+
+
+def measure_all_to_all(
+    graph: fx.Graph, council: Council, *, sizes: Sizes, device: torch.device
+) -> Curve:
+    """Return the curve of equal all-to-alls, to beyond the graph's largest; a collective.
+
+    Args:
+        graph: whose all-to-alls there is to know about.
+        council: of the group.
+        sizes: of what nodes return.
+        device: of the tensors.
+    """
+    sent = [
+        sizes.num_bytes(_value(node.all_input_nodes[0]))
+        for node in graph.nodes
+        if operator_name(node) == ALL_TO_ALL
+    ]
+    points = [_SMALLEST_BYTES]
+    while points[-1] < max(sent, default=0):
+        points.append(points[-1] * 4)
+
+    def run(size: int) -> None:
+        rows = -(-size // council.num_ranks)
+        splits = [rows] * council.num_ranks
+        x = torch.zeros(rows * council.num_ranks, dtype=torch.int8, device=device)
+        functional = torch.ops._c10d_functional
+        started = functional.all_to_all_single(x, splits, splits, council.group_name)
+        functional.wait_tensor(started)
+
+    return measure_curve(run, points, device=device)
+
+
+def _product_flops(node: fx.Node, sizes: Sizes) -> float:
+    """Return two operations for each element of the left operand and column of the right.
+
+    This holds for all of a product's forms: dense, batched, and grouped with the groups along the
+    rows or along the inner dimension.
+    """
+    shapes = [
+        sizes.shape(value)
+        for value in map(_value, node.all_input_nodes)
+        if isinstance(value, torch.Tensor) and value.ndim >= 2
+    ]
+    left, right = (shapes * 2)[-2:]  # twice: a square's operands are one node
+    return 2.0 * math.prod(left) * right[-1]
+
+
+def _value(node: fx.Node) -> object:
+    return node.meta.get("val")
+
+
+def _data_needs(facts: GraphFacts, index: int) -> tuple[int, ...]:
+    """Return needs of a node that takes no time, without the order that the output brings."""
+    return () if facts.kinds[index] is NodeKind.OUTPUT else facts.needs[index]

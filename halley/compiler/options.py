@@ -1,0 +1,66 @@
+"""What a user may choose about the passes."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+
+Passes = Literal["none", "wgrad"]
+Inner = Literal["eager", "inductor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``torch.compile(model, backend="halley", options={...})``.
+
+    Attributes:
+        passes: "wgrad" moves weight gradients behind all-to-alls, "none" leaves graphs alone.
+        inner: what compiles the graphs then: "inductor", or "eager", which runs their operators.
+        memory_margin: by what share of the unpassed graph's peak the passes may raise it.
+        profiles: file of measured times; "" predicts all of them.
+        measure: whether rank 0 measures what the file lacks, and all ranks their collectives.
+        unknown_size: taken for a size that depends on data, such as the rows that a rank receives.
+        agree: whether ranks compare their graphs and share rank 0's plan. Without, each makes its
+            own: for a single process, or for tests.
+        timeout_s: how long ranks wait for each other to come that far.
+    """
+
+    passes: Passes = "wgrad"
+    inner: Inner = "inductor"
+    memory_margin: float = 0.02
+    profiles: str | Path = ""
+    measure: bool = False
+    unknown_size: int = 4096
+    agree: bool = True
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: one is not allowed.
+        """
+        for name, allowed in (("passes", get_args(Passes)), ("inner", get_args(Inner))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} ({value}) must be one of {', '.join(allowed)}")
+        if self.memory_margin < 0.0:
+            raise ValueError(f"memory_margin ({self.memory_margin}) must not be negative")
+        for name in ("timeout_s", "unknown_size"):
+            if (value := getattr(self, name)) <= 0:
+                raise ValueError(f"{name} ({value}) must be positive")
+        if self.measure and not self.profiles:
+            raise ValueError("profiles must name a file when measure is set")
+        if self.profiles and not self.measure and not Path(self.profiles).exists():
+            raise ValueError(f"profiles ({self.profiles}) must be a file unless measure is set")
+
+
+def parse_options(values: dict[str, object] | None) -> Options:
+    """Return the options that a dict gives, defaults for the rest.
+
+    Raises:
+        ValueError: a name is unknown, or a value not allowed.
+    """
+    known = {field.name for field in fields(Options)}
+    if unknown := sorted(set(values or {}) - known):
+        raise ValueError(f"options ({', '.join(unknown)}) must be of {', '.join(sorted(known))}")
+    return Options(**(values or {}))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,154 @@
+"""Runs passes over a graph: ranks agree, rank 0 plans, and each checks what came out."""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from halley.compiler.agree import Council, open_council
+from halley.compiler.collectives import (
+    ALL_TO_ALL,
+    graph_groups,
+    signature,
+    unknown_collectives,
+)
+from halley.compiler.graph import GraphFacts, NodeKind, apply_order
+from halley.compiler.node_cost import ProfiledCost, measure_all_to_all
+from halley.compiler.options import Options
+from halley.compiler.plan import OrderReport, plan_wgrad, report_order
+from halley.compiler.sizes import Sizes
+from halley.cost.hardware import CPU, H200, find_hardware
+from halley.cost.predict import Predictor
+from halley.cost.profiles import ProfileTable, find_environment
+
+
+def run_passes(graph: fx.Graph, options: Options) -> OrderReport | None:
+    """Run the passes that the options name, in place; a collective of the graph's groups.
+
+    A graph without all-to-alls, or with an operator that communicates in a way unknown here (one
+    warning), stays as it is, and so does one whose structure differs between ranks (one warning).
+
+    Args:
+        graph: of operators, as aot_autograd or Inductor makes it.
+        options: which passes, and how.
+
+    Returns:
+        What changed, or None where the graph stays as it is.
+
+    Raises:
+        RuntimeError: ranks have different collectives, or one did not come in time; then before
+            the graph has run anywhere.
+    """
+    if options.passes == "none":
+        return None
+    if unknown := unknown_collectives(graph):
+        warnings.warn(
+            f"halley leaves a graph as it is: it does not know {', '.join(unknown)}", stacklevel=2
+        )
+        return None
+    facts = GraphFacts(graph)
+    if not facts.find(NodeKind.START, NodeKind.FUSED):
+        return None
+    groups = graph_groups(graph) if options.agree else []
+    councils = [open_council(name, timeout_s=options.timeout_s) for name in groups]
+    if _differing(councils, graph):
+        warnings.warn(
+            "halley leaves a graph as it is: ranks have the same collectives in it, but other "
+            "computation, so that no plan fits all",
+            stacklevel=2,
+        )
+        return None
+    if not facts.find_collectives("all_to_all"):
+        return None
+    sizes = Sizes(options.unknown_size)
+    largest = max(councils, key=lambda council: council.num_ranks, default=None)
+    cost = _build_cost(graph, largest, options, sizes=sizes)
+
+    def make_order() -> list[int]:
+        return plan_wgrad(facts, cost=cost, sizes=sizes, memory_margin=options.memory_margin)
+
+    order = make_order() if largest is None else largest.share("plan", make_order)
+    _check_same(order, [council for council in councils if council is not largest])
+    report = report_order(facts, order, cost=cost, sizes=sizes)
+    reorder(graph, facts, order)
+    return report
+
+
+def reorder(graph: fx.Graph, facts: GraphFacts, order: Sequence[int]) -> None:
+    """Put a graph's nodes into an order and check what came out.
+
+    Args:
+        graph: changed.
+        facts: of the graph before.
+        order: of all of its nodes.
+
+    Contract: the same operators as often, every node after what it needs, the same outputs.
+
+    Raises:
+        RuntimeError: the order is not legal; the graph is as it was.
+    """
+    facts.check_order(order)
+    calls = Counter(str(node.target) for node in facts.nodes)
+    outputs = facts.nodes[-1].args
+    apply_order(graph, order)
+    assert [facts.nodes[index] for index in order] == list(graph.nodes)
+    assert Counter(str(node.target) for node in graph.nodes) == calls
+    assert graph.output_node().args == outputs
+    graph.lint()
+
+
+def _differing(councils: Sequence[Council], graph: fx.Graph) -> bool:
+    """Return whether ranks have other computation; raise if they have other collectives."""
+    mine = signature(graph)
+    others = [council.compare(mine) for council in councils]  # each must be asked
+    return any(others)
+
+
+def _check_same(order: list[int], councils: Sequence[Council]) -> None:
+    """Check that the ranks of smaller groups have one plan, though other ranks may have made it."""
+    for council in councils:
+        if council.share("same plan", lambda: order) != order:
+            raise RuntimeError(
+                "ranks of two groups would run a graph in different orders: the largest group of "
+                "a graph must hold all ranks that meet in it"
+            )
+
+
+def _build_cost(
+    graph: fx.Graph, council: Council | None, options: Options, *, sizes: Sizes
+) -> ProfiledCost:
+    """Return the cost of nodes; only that of the rank that plans knows the file of profiles."""
+    device = _device_of(graph)
+    predictor = Predictor(CPU)
+    if device.type == "cuda":
+        try:
+            predictor = Predictor(find_hardware(torch.cuda.get_device_name(device)))
+        except ValueError:  # as strategies take a GPU without figures
+            predictor = Predictor(H200)
+    if not options.profiles:
+        return ProfiledCost(predictor, sizes=sizes)
+    plans = council is None or council.rank == 0
+    num_ranks = 1 if council is None else council.num_ranks
+    table = ProfileTable(
+        Path(options.profiles) if plans else None,
+        find_environment(device, topology=f"ranks {num_ranks}"),
+        offline=plans and not options.measure,
+    )
+    if council is not None and options.measure:
+        # What rank 0 lacks all ranks measure: one that knows the curve must not stay away.
+        is_missing = council.share("curve", lambda: table.curve(ALL_TO_ALL) is None)
+        if is_missing:
+            curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
+            table.add_curve(ALL_TO_ALL, curve)
+    return ProfiledCost(
+        predictor, sizes=sizes, table=table, device=device if options.measure and plans else None
+    )
+
+
+def _device_of(graph: fx.Graph) -> torch.device:
+    values = (node.meta.get("val") for node in graph.nodes)
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))

@@ -1,0 +1,221 @@
+"""The weight-gradient pass: gradients that nobody waits for run while all-to-alls travel.
+
+Backward emits a layer's weight gradients ahead of what the next all-to-all waits for. This pass
+finds them, gives each to an all-to-all that it neither needs nor feeds, and emits it behind that
+one's start; the wait goes to where its result is first read.
+
+Source: Lancet (arXiv:2404.19429), section 4 and algorithm 1; the deadline rule and the bound on
+what is too long stand in its code alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.node_cost import NodeCost
+
+
+_TOO_LONG = 2.0  # times what is left to hide: a second gradient longer than that stays out
+
+
+@dataclass(kw_only=True)
+class Unit:
+    """Nodes that move together: a weight gradient, with what prepares it and what follows it.
+
+    Attributes:
+        nodes: ascending, in which order they are emitted.
+        is_product: whether a matrix product is among them. Others, sums of biases and norms, are
+            fillers of last resort.
+        hides: bit mask over the graph's all-to-alls: those that this may run behind.
+        needs: indices of units, all smaller, that must stand before.
+        duration_us: of all nodes.
+    """
+
+    nodes: list[int]
+    is_product: bool
+    hides: int
+    needs: set[int] = field(default_factory=set[int])
+    duration_us: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Which units run behind which all-to-all.
+
+    Attributes:
+        windows: indices of units, by position of the all-to-all among all of the graph, in the
+            order in which they are emitted.
+        left_us: of each all-to-all, what no unit hides.
+    """
+
+    windows: tuple[tuple[int, ...], ...]
+    left_us: tuple[float, ...]
+
+
+def label(facts: GraphFacts, all_to_alls: Sequence[int]) -> dict[int, int]:
+    """Return the movable nodes, each with the mask of all-to-alls that it may run behind.
+
+    Movable is computation that feeds no collective that ranks meet in, that some all-to-all does
+    not feed, and that needs no reduced gradient: what does is the optimizer's.
+
+    Args:
+        facts: of the graph.
+        all_to_alls: indices of nodes, ascending.
+    """
+    met = sum(1 << index for index in facts.find_collectives("all_to_all", "gather", "fused"))
+    reduced = sum(1 << index for index in facts.find_collectives("reduce"))
+    found: dict[int, int] = {}
+    for index in facts.find(NodeKind.COMPUTE, NodeKind.VIEW):
+        ancestors = facts.ancestors[index]
+        if facts.descendants[index] & met or ancestors & reduced or _stays(facts, index):
+            continue
+        mask = sum(1 << at for at, a2a in enumerate(all_to_alls) if not ancestors >> a2a & 1)
+        if mask:
+            found[index] = mask
+    return found
+
+
+def find_units(facts: GraphFacts, labels: dict[int, int], *, cost: NodeCost) -> list[Unit]:
+    """Return the movable nodes in units.
+
+    A node that reads a gradient and may run where it may joins it (a transpose, a cast, a sum with
+    another gradient); what only a gradient reads joins it too. Two gradients never share a unit.
+
+    Args:
+        facts: of the graph.
+        labels: as ``label`` returns them.
+        cost: microseconds of a node that computes.
+    """
+    units: list[Unit] = []
+    owner: dict[int, int] = {}
+    readers = _readers(facts)
+    for index, hides in labels.items():
+        product = is_product(facts.nodes[index])
+        above = {owner[need] for need in facts.needs[index] if need in owner}
+        home = max(above, default=-1)
+        if product or home < 0 or units[home].hides != hides:
+            units.append(Unit(nodes=[], is_product=product, hides=hides))
+            home = len(units) - 1
+        units[home].nodes.append(index)
+        owner[index] = home
+        units[home].needs |= above - {home}
+        if product:
+            _absorb(units, home, owner=owner, readers=readers)
+    kept = [at for at, unit in enumerate(units) if unit.nodes]
+    renamed = {old: new for new, old in enumerate(kept)}
+    for at in kept:
+        unit = units[at]
+        unit.needs = {renamed[need] for need in unit.needs if need in renamed}
+        unit.duration_us = sum(
+            cost(facts.nodes[index])
+            for index in unit.nodes
+            if facts.kinds[index] is NodeKind.COMPUTE
+        )
+    return [units[at] for at in kept]
+
+
+def _absorb(
+    units: list[Unit], home: int, *, owner: dict[int, int], readers: list[list[int]]
+) -> None:
+    """Move into a product's unit the light units that it alone reads."""
+    for at in sorted(units[home].needs, reverse=True):
+        light = units[at]
+        others = (reader for node in light.nodes for reader in readers[node])
+        if light.is_product or any(owner.get(reader) not in (at, home) for reader in others):
+            continue
+        if units[home].hides & ~light.hides:
+            continue
+        units[home].nodes = sorted(light.nodes + units[home].nodes)
+        units[home].needs = (units[home].needs | light.needs) - {at}
+        for node in light.nodes:
+            owner[node] = home
+        light.nodes = []
+
+
+@final
+class _Windows:
+    """What has been given to which all-to-all so far."""
+
+    def __init__(self, units: Sequence[Unit], num_windows: int) -> None:
+        self.units = units
+        self.windows: list[list[int]] = [[] for _ in range(num_windows)]
+        self.placed: set[int] = set()
+
+    def is_available(self, at: int) -> bool:
+        """Return whether all products that an unplaced unit needs are placed."""
+        return all(
+            not self.units[need].is_product and self.is_available(need)
+            for need in self.units[at].needs - self.placed
+        )
+
+    def place(self, at: int, window: int) -> float:
+        """Place a unit, before it those that it needs; return the time of all of them."""
+        needs = sorted(self.units[at].needs - self.placed)
+        duration_us = sum(self.place(need, window) for need in needs if need not in self.placed)
+        self.windows[window].append(at)
+        self.placed.add(at)
+        return duration_us + self.units[at].duration_us
+
+
+def assign(units: Sequence[Unit], times_us: Sequence[float]) -> Assignment:
+    """Give units to all-to-alls so that as much as possible of their time is hidden.
+
+    Walks the all-to-alls in their order. Each takes, again and again, the unit whose time is
+    nearest to what is left to hide, products before others, until nothing is left, or the best is
+    more than twice as long as what is left and there is one already. A product for which this is
+    the last all-to-all that it may run behind is then placed here whatever its time (the deadline).
+    A unit comes after those that it needs.
+
+    Args:
+        units: of the graph.
+        times_us: of the all-to-alls.
+
+    Source: Lancet (arXiv:2404.19429), section 4.2; best fit for a generalised assignment problem,
+    which is NP-hard.
+    """
+    state = _Windows(units, len(times_us))
+    left_us: list[float] = []
+    for window, time_us in enumerate(times_us):
+        left = time_us
+        while left > 0.0:
+            candidates = _candidates(state, window)
+            if not candidates:
+                break
+            misfit_us = {at: abs(left - units[at].duration_us) for at in candidates}
+            best = min(candidates, key=misfit_us.__getitem__)
+            if state.windows[window] and units[best].duration_us > _TOO_LONG * left:
+                break
+            left -= state.place(best, window)
+        for at, unit in enumerate(units):
+            is_last = unit.hides >> window == 1
+            if is_last and unit.is_product and at not in state.placed:
+                left -= state.place(at, window)
+        left_us.append(max(0.0, left))
+    return Assignment(windows=tuple(map(tuple, state.windows)), left_us=tuple(left_us))
+
+
+def _candidates(state: _Windows, window: int) -> list[int]:
+    """Return the units that this all-to-all may take now: products, or else what there is."""
+    found = [
+        at
+        for at, unit in enumerate(state.units)
+        if at not in state.placed and unit.hides >> window & 1 and unit.duration_us > 0.0
+        if state.is_available(at)
+    ]
+    return [at for at in found if state.units[at].is_product] or found
+
+
+def _stays(facts: GraphFacts, index: int) -> bool:
+    """Return whether others are ordered around a node by more than data."""
+    data = set(facts.nodes[index].all_input_nodes)
+    return any(facts.nodes[need] not in data for need in facts.needs[index])
+
+
+def _readers(facts: GraphFacts) -> list[list[int]]:
+    readers: list[list[int]] = [[] for _ in facts.nodes]
+    for index, needs in enumerate(facts.needs):
+        if facts.kinds[index] is not NodeKind.OUTPUT:
+            for need in needs:
+                readers[need].append(index)
+    return readers

@@ -1,0 +1,92 @@
+"""Graphs by hand, as aot_autograd would make them: operators with results on the meta device."""
+
+from typing import Any, final
+
+import torch
+from torch import fx
+
+from halley.compiler.graph import GraphFacts
+
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+GROUP = "0"
+
+
+@final
+class GraphBuilder:
+    """Adds nodes with their results' shapes to a graph of its own."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def input(self, name: str, *shape: int) -> fx.Node:
+        """Add an input, a tensor of float32."""
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(shape, device="meta")
+        return node
+
+    def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
+        """Add the call of an operator on nodes and numbers."""
+        node = self.graph.create_node("call_function", target, args, name=name)
+        values = fx.map_arg(args, lambda arg: arg.meta["val"])
+        communicates = str(target).startswith("_c10d_functional")
+        node.meta["val"] = torch.empty_like(values[0]) if communicates else target(*values)
+        return node
+
+    def mm(self, left: fx.Node, right: fx.Node, name: str | None = None) -> fx.Node:
+        """Add a matrix product."""
+        return self.call(aten.mm.default, left, right, name=name)
+
+    def t(self, x: fx.Node, name: str | None = None) -> fx.Node:
+        """Add a transpose, which is a view."""
+        return self.call(aten.t.default, x, name=name)
+
+    def all_to_all(self, x: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
+        """Add an equal all-to-all; return its start and its wait, next to each other."""
+        start = self.call(c10d.all_to_all_single.default, x, [1, 1], [1, 1], GROUP, name=name)
+        return start, self.call(c10d.wait_tensor.default, start, name=f"wait_{name}")
+
+    def all_reduce(self, x: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
+        """Add an all-reduce; return its start and its wait."""
+        start = self.call(c10d.all_reduce.default, x, "sum", GROUP, name=name)
+        return start, self.call(c10d.wait_tensor.default, start, name=f"wait_{name}")
+
+    def done(self, *outputs: fx.Node) -> GraphFacts:
+        """Add the output; return the graph's facts."""
+        self.graph.output(tuple(outputs))
+        self.graph.lint()
+        return GraphFacts(self.graph)
+
+
+def find(facts: GraphFacts, name: str) -> int:
+    """Return the index of a node by name."""
+    return next(index for index, node in enumerate(facts.nodes) if node.name == name)
+
+
+def names(facts: GraphFacts, indices: Any) -> list[str]:
+    """Return the names of nodes by index."""
+    return [facts.nodes[index].name for index in indices]
+
+
+def two_layers(size: int = 8) -> tuple[GraphBuilder, GraphFacts]:
+    """Return backward of three linear layers with an all-to-all between each two.
+
+    As autograd emits it: each weight gradient ahead of the gradient that the next layer waits for,
+    and each wait right behind its start.
+    """
+    b = GraphBuilder()
+    grad = b.input("tangents_1", size, size)
+    weights = [b.input(f"primals_{i}", size, size) for i in range(3)]
+    inputs = [b.input(f"x_{i}", size, size) for i in range(3)]
+    made: list[fx.Node] = []
+    for layer in range(3):
+        turned = b.t(grad, name=f"t_{layer}")
+        product = b.mm(turned, inputs[layer], name=f"dw_{layer}")
+        made.append(b.t(product, name=f"out_{layer}"))
+        dx = b.mm(grad, weights[layer], name=f"dx_{layer}")
+        if layer < 2:
+            _, grad = b.all_to_all(dx, name=f"a2a_{layer}")
+        else:
+            made.append(dx)
+    return b, b.done(*made)

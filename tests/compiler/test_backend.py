@@ -1,0 +1,168 @@
+"""The backend on two ranks: where it changes nothing, warns, or stops all ranks with an error."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from halley.compiler import Backend, register
+from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
+
+
+EAGER = {"inner": "eager", "memory_margin": 1.0, "timeout_s": 30.0}
+
+
+def _input(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator, requires_grad=True)
+
+
+def _step(call: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return output and gradients of one step."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    x.grad = None
+    y = call(x)
+    y.square().sum().backward()
+    return [y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
+
+
+def _caught(model: nn.Module, rank: int, backend: Any = None, **options: Any):
+    """Return a step with passes, the same without, and the warnings of the first."""
+    steps, messages = [], []
+    for passes in ("none", "wgrad"):
+        torch._dynamo.reset()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled = torch.compile(
+                model,
+                backend=backend if backend and passes == "wgrad" else Backend(),
+                options={**EAGER, **options, "passes": passes},
+            )
+            steps.append(_step(compiled, model, _input(rank)))
+        messages = [str(each.message) for each in caught if "halley" in str(each.message)]
+    torch._dynamo.reset()
+    return steps[1], steps[0], messages
+
+
+def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def _plain(rank: int, num_ranks: int) -> tuple[bool, list[str], int]:
+    backend = Backend()
+    model = nn.Sequential(nn.Linear(HIDDEN_SIZE, 8), nn.ReLU(), nn.Linear(8, 4))
+    found, want, messages = _caught(model, rank, backend)
+    return _same(found, want), messages, len(backend.reports)
+
+
+def test_model_without_collectives_is_left_alone(run_ranks) -> None:
+    assert run_ranks(_plain, 2) == [(True, [], 0)] * 2
+
+
+class _Halves(nn.Module):
+    """Two models with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = PaddedModel(num_layers=1)
+        self.second = PaddedModel(num_layers=1)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        x_TD = self.first(x_TD)
+        torch._dynamo.graph_break()
+        return self.second(x_TD)
+
+
+def _broken(rank: int, num_ranks: int, in_loop: bool) -> tuple[bool, list[str], int]:
+    backend = Backend()
+    model = PaddedModel(breaks=True) if in_loop else _Halves()
+    found, want, messages = _caught(model, rank, backend)
+    return _same(found, want), messages, len(backend.reports)
+
+
+# Dynamo skips a frame that breaks in a loop, and compiles the experts' forward once for all layers.
+@pytest.mark.parametrize(("in_loop", "num_graphs"), [(False, 2), (True, 1)])
+def test_graph_break_warns_once_and_parts_are_passed(run_ranks, in_loop, num_graphs) -> None:
+    for same, messages, num_reports in run_ranks(_broken, 2, in_loop):
+        assert same
+        (message,) = messages
+        assert message.startswith("halley compiles the model in parts: computation of one graph")
+        assert num_reports == 2 * num_graphs  # forward and backward
+
+
+def _registered(rank: int, num_ranks: int) -> bool:
+    register()
+    register()
+    model = PaddedModel()
+    found, want, messages = _caught(model, rank, "halley")
+    return _same(found, want) and not messages
+
+
+def test_backend_has_a_name(run_ranks) -> None:
+    assert run_ranks(_registered, 2) == [True, True]
+
+
+def _num_collectives() -> int:
+    """Return how many collectives this rank has started in the default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _with_other_layers(rank: int, num_ranks: int) -> tuple[str, int]:
+    model = PaddedModel(num_layers=1 + rank)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=Backend(), options=EAGER)
+    before = _num_collectives()
+    try:
+        compiled(_input(rank))
+        message = ""
+    except Exception as error:  # Dynamo wraps what a backend raises
+        message = str(error)
+    torch._dynamo.reset()
+    return message, _num_collectives() - before
+
+
+def test_ranks_with_other_collectives_all_stop_before_the_first(run_ranks) -> None:
+    for message, num_started in run_ranks(_with_other_layers, 2):
+        assert "ranks [1] have other collectives than rank 0" in message
+        assert "is nothing on rank 0, _c10d_functional.all_to_all_single.default" in message
+        assert num_started == 0
+
+
+def _with_other_computation(rank: int, num_ranks: int) -> tuple[bool, list[str], int]:
+    backend = Backend()
+    model = PaddedModel(num_layers=1)
+    if rank == 1:
+        model.dense[0] = nn.Sequential(model.dense[0], nn.Tanh())
+    found, want, messages = _caught(model, rank, backend)
+    return _same(found, want), messages, len(backend.reports)
+
+
+def test_ranks_with_other_computation_are_left_alone_with_a_warning(run_ranks) -> None:
+    for same, messages, num_reports in run_ranks(_with_other_computation, 2):
+        assert same
+        assert num_reports == 0
+        assert len(messages) == 2  # forward and backward
+        assert all("no plan fits all" in message for message in messages)
+
+
+def _measured(rank: int, num_ranks: int, path: str) -> tuple[bool, list[str], int]:
+    model = PaddedModel(num_layers=1)
+    backend = Backend()
+    found, want, messages = _caught(model, rank, backend, profiles=path, measure=True)
+    return _same(found, want), messages, len(backend.reports)
+
+
+def test_rank_0_measures_into_a_file(run_ranks, tmp_path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    assert run_ranks(_measured, 2, str(path)) == [(True, [], 2)] * 2
+    lines = path.read_text().splitlines()
+    assert sum('"collective": "_c10d_functional::all_to_all_single"' in line for line in lines) == 1
+    assert sum('"op": "aten.mm.default' in line for line in lines) >= 4
+    assert len(lines) == len(set(lines))

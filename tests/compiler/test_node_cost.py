@@ -1,0 +1,93 @@
+"""Times of nodes: predicted by hand, read from a table, measured once."""
+
+from pathlib import Path
+
+import torch
+
+from halley.compiler.graph import GraphFacts
+from halley.compiler.node_cost import ProfiledCost, node_key, operations
+from halley.compiler.sizes import Sizes
+from halley.cost.hardware import Hardware
+from halley.cost.predict import Predictor
+from halley.cost.profiles import Curve, Environment, ProfileTable
+from tests.compiler.graph_case import GraphBuilder, aten, find, two_layers
+
+
+SIZES = Sizes(1)
+HERE = Environment(device="cpu", versions="torch 1")
+ALL_TO_ALL = "_c10d_functional::all_to_all_single"
+ROUND = Predictor(
+    Hardware(
+        name="round",
+        gemm_flops_per_s=1e9,
+        peak_flops_per_s=None,
+        memory_bytes_per_s=1e9,
+        link_bytes_per_s=1e7,
+        link_latency_us=20.0,
+        launch_us=5.0,
+    )
+)
+
+
+def _products() -> GraphFacts:
+    b = GraphBuilder()
+    x, w = b.input("x", 40, 50), b.input("w", 50, 60)
+    stacked, weights = b.input("stacked", 3, 20, 30), b.input("weights", 3, 30, 10)
+    product = b.mm(x, w, name="mm")
+    batched = b.call(aten.bmm.default, stacked, weights, name="bmm")
+    added = b.call(aten.addmm.default, b.input("bias", 60), x, w, name="addmm")
+    square = b.mm(weights_2d := b.input("square", 64, 64), weights_2d, name="mm_square")
+    return b.done(product, batched, added, square)
+
+
+def test_products_are_predicted_by_their_arithmetic() -> None:
+    facts, cost = _products(), ProfiledCost(ROUND, sizes=SIZES)
+    want_us = {
+        "mm": 2 * 40 * 50 * 60 / 1e3 + 5.0,
+        "bmm": 2 * 3 * 20 * 30 * 10 / 1e3 + 5.0,
+        "addmm": 2 * 40 * 50 * 60 / 1e3 + 5.0,
+        "mm_square": 2 * 64**3 / 1e3 + 5.0,
+    }
+    for name, duration_us in want_us.items():
+        assert abs(cost(facts.nodes[find(facts, name)]) - duration_us) < 1e-9, name
+
+
+def test_other_nodes_are_predicted_by_their_bytes_and_views_are_free() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 1000)
+    neg = b.call(aten.neg.default, x, name="neg")
+    b.call(aten.view.default, neg, [10, 100], name="view")
+    b.all_to_all(neg, "a2a")
+    facts = b.done(neg)
+    times = {
+        each.name: each.duration_us for each in operations(facts, ProfiledCost(ROUND, sizes=SIZES))
+    }
+    # 8000 bytes at 1000 a microsecond; 4000 over a link of 10 a microsecond, after 20.
+    assert times == {"x": 0, "neg": 8.0, "view": 0, "a2a": 420.0, "wait_a2a": 0, "output": 0}
+
+
+def test_table_is_asked_first_and_what_it_lacks_is_noted(tmp_path: Path) -> None:
+    facts = _products()
+    node, other = facts.nodes[find(facts, "mm")], facts.nodes[find(facts, "bmm")]
+    path = tmp_path / "profiles.jsonl"
+    ProfileTable(path, HERE).add_time(node_key(node, SIZES), 7.0)
+    ProfileTable(path, HERE).add_curve(ALL_TO_ALL, Curve(((64, 3.0), (256, 9.0))))
+    cost = ProfiledCost(ROUND, sizes=SIZES, table=ProfileTable(path, HERE, offline=True))
+    assert cost(node) == 7.0
+    assert cost.predicted == set()
+    assert cost(other) == 41.0
+    assert cost.predicted == {"aten.bmm.default(float32[3,20,30], float32[3,30,10])"}
+    _, layers = two_layers()
+    assert abs(cost(layers.nodes[find(layers, "a2a_0")]) - 9.0) < 1e-9  # 256 bytes
+
+
+def test_operators_are_measured_once_and_collectives_never() -> None:
+    facts = _products()
+    node = facts.nodes[find(facts, "mm")]
+    table = ProfileTable(None, HERE)
+    cost = ProfiledCost(ROUND, sizes=SIZES, table=table, device=torch.device("cpu"))
+    first = cost(node)
+    assert first == cost(node) == table.time_us(node_key(node, SIZES))
+    assert cost.predicted == set()
+    _, layers = two_layers()
+    assert abs(cost(layers.nodes[find(layers, "a2a_0")]) - 45.6) < 1e-9  # 20, and 256 bytes

@@ -1,0 +1,106 @@
+"""Profiles: interpolation by hand, one measurement a key, a file that others read back."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from halley.cost.profiles import (
+    Curve,
+    Environment,
+    ProfileTable,
+    find_environment,
+    measure_curve,
+    measure_us,
+    operation_key,
+)
+
+
+CPU = torch.device("cpu")
+HERE = Environment(device="cpu", versions="torch 1", topology="ranks 2")
+
+
+def test_curve_between_below_and_beyond_its_points() -> None:
+    curve = Curve(((1000, 10.0), (4000, 20.0), (8000, 60.0)))
+    assert curve.at(0) == curve.at(1000) == 10.0
+    assert math.isclose(curve.at(2000), 10.0 * math.sqrt(2.0))  # half of the way from 1000 to 4000
+    assert math.isclose(curve.at(4000), 20.0)
+    assert math.isclose(curve.at(9000), 70.0)  # 40 us for 4000 bytes, and 1000 more
+    assert math.isclose(Curve(((1000, 10.0),)).at(3000), 30.0)
+
+
+def test_curve_that_falls_at_its_end_does_not_go_on_falling() -> None:
+    assert Curve(((1000, 10.0), (2000, 8.0))).at(100_000) == 8.0
+
+
+@pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0))])
+def test_points_must_ascend(points: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="must be positive, distinct and ascending"):
+        Curve(points)
+
+
+def test_operation_key_tells_shapes_and_dtypes_apart() -> None:
+    key = operation_key("aten.mm.default", [(2, 3), (3, 4)], [torch.float32, torch.bfloat16])
+    assert key == "aten.mm.default(float32[2,3], bfloat16[3,4])"
+
+
+def test_an_operation_is_measured_once(tmp_path: Path) -> None:
+    path, calls = tmp_path / "deep" / "profiles.jsonl", []
+    table = ProfileTable(path, HERE)
+    first = table.measure("op", lambda: calls.append(1), device=CPU)
+    assert len(calls) == 20
+    assert table.measure("op", lambda: calls.append(1), device=CPU) == first
+    assert len(calls) == 20
+    assert ProfileTable(path, HERE).time_us("op") == first
+
+
+def test_file_keeps_environments_apart_and_the_last_line_counts(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    other = Environment(device="cpu", versions="torch 2", topology="ranks 2")
+    for environment, duration_us in ((HERE, 1.0), (other, 5.0), (HERE, 2.0)):
+        ProfileTable(path, environment).add_time("op", duration_us)
+    ProfileTable(path, other).add_curve("all_to_all", Curve(((8, 3.0), (16, 4.0))))
+    assert ProfileTable(path, HERE).time_us("op") == 2.0
+    assert ProfileTable(path, HERE).curve("all_to_all") is None
+    assert ProfileTable(path, other).time_us("op") == 5.0
+    assert ProfileTable(path, other).curve("all_to_all") == Curve(((8, 3.0), (16, 4.0)))
+    assert all(json.loads(line)["environment"] for line in path.read_text().splitlines())
+
+
+def test_offline_table_never_measures(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    with pytest.raises(ValueError, match=r"path \(.*\) must be a file when offline"):
+        ProfileTable(path, HERE, offline=True)
+    ProfileTable(path, HERE).add_time("known", 3.0)
+    table = ProfileTable(path, HERE, offline=True)
+    assert table.measure("known", pytest.fail, device=CPU) == 3.0
+    assert table.measure("unknown", pytest.fail, device=CPU) is None
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"op": "a", "us": 1}', '{"environment": {"a": 1}}'])
+def test_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "profiles.jsonl"
+    ProfileTable(path, HERE).add_time("op", 1.0)
+    with path.open("a") as file:
+        file.write(line)
+    with pytest.raises(ValueError, match=r"profiles\.jsonl:2 must be a line of profiles"):
+        ProfileTable(path, HERE)
+
+
+def test_slower_work_is_measured_slower() -> None:
+    small, large = torch.ones(8, 8), torch.ones(512, 512)
+    assert measure_us(lambda: small @ small, device=CPU) < measure_us(
+        lambda: large @ large, device=CPU
+    )
+    curve = measure_curve(lambda size: torch.ones(size // 4).sum(), [4, 4_000_000], device=CPU)
+    assert [size for size, _ in curve.points] == [4, 4_000_000]
+    assert curve.points[0][1] < curve.points[1][1]
+
+
+def test_environment_of_a_cpu() -> None:
+    environment = find_environment(CPU, topology="ranks 4")
+    assert environment.device == "cpu"
+    assert torch.__version__ in environment.versions
+    assert environment.topology == "ranks 4"
