@@ -20,7 +20,7 @@ from halley.ops.exchange import Exchange
 from halley.ops.experts import check_alignment
 from halley.ops.permute import Permutation, combine_tokens, gather_tokens, permute_rows
 from halley.strategies.auto import AutoStrategy
-from halley.strategies.base import AbstractStrategy
+from halley.strategies.base import AbstractStrategy, under_autocast
 from halley.strategies.table import RoutingTable, arrival_order
 
 
@@ -235,19 +235,6 @@ def _apply(experts: LocalExperts, x_RD: torch.Tensor, ends_L: torch.Tensor) -> t
 
 def _under_autocast(experts: LocalExperts) -> LocalExperts:
     """Return the experts in the dtype of autocast where it is on."""
-    stacked = experts.stacked
-    if stacked is None or not torch.is_autocast_enabled(stacked.up_LGD.device.type):
+    if experts.stacked is None:
         return experts
-    dtype = torch.get_autocast_dtype(stacked.up_LGD.device.type)
-
-    def cast(bias: torch.Tensor | None) -> torch.Tensor | None:
-        return None if bias is None else bias.to(dtype)
-
-    stacked = replace(
-        stacked,
-        up_LGD=stacked.up_LGD.to(dtype),
-        down_LDF=stacked.down_LDF.to(dtype),
-        up_bias_LG=cast(stacked.up_bias_LG),
-        down_bias_LD=cast(stacked.down_bias_LD),
-    )
-    return replace(experts, stacked=stacked)
+    return replace(experts, stacked=under_autocast(experts.stacked))

@@ -1,6 +1,5 @@
 """The MoE layer: router, routed experts run by a strategy, shared experts."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from halley.core.types import Experts
 from halley.moe.parallel import GroupedExperts, ParallelGroups
 from halley.moe.router import build_router
 from halley.ops.experts import check_alignment
-from halley.strategies.base import AbstractStrategy
+from halley.strategies.base import AbstractStrategy, under_autocast
 
 
 class MoEOutput(NamedTuple):
@@ -55,26 +54,6 @@ class FeedForward(nn.Module):
         if self.gate_proj is None:
             return self.down_proj(F.gelu(self.up_proj(x)))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def _under_autocast(x_TD: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, Experts]:
-    """Return both in the dtype of autocast where it is on, as ``F.linear`` would take them."""
-    kind = x_TD.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x_TD, experts
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(bias: torch.Tensor | None) -> torch.Tensor | None:
-        return None if bias is None else bias.to(dtype)
-
-    experts = replace(
-        experts,
-        up_LGD=experts.up_LGD.to(dtype),
-        down_LDF=experts.down_LDF.to(dtype),
-        up_bias_LG=cast(experts.up_bias_LG),
-        down_bias_LD=cast(experts.down_bias_LD),
-    )
-    return x_TD.to(dtype), experts
 
 
 class MoELayer(nn.Module):
@@ -143,7 +122,9 @@ class MoELayer(nn.Module):
         """
         x_TD = x.reshape(-1, x.shape[-1])
         routed = self.router(x_TD)
-        rows_TD, experts = _under_autocast(x_TD, self.local_experts())
+        experts = under_autocast(self.local_experts())
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        rows_TD = x_TD.to(experts.up_LGD.dtype) if is_cast else x_TD
         y_TD = self.strategy.forward(rows_TD, routed.routing, experts)
         if self.shared_expert is not None:
             shared_TD = self.shared_expert(x_TD)

@@ -4,6 +4,7 @@ A strategy says twice what it does: ``forward`` runs it, ``tasks`` sketches it f
 """
 
 import abc
+from dataclasses import replace
 
 import torch
 
@@ -84,3 +85,22 @@ def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
             f"x device ({x_TD.device}) must be that of the experts' weights "
             f"({experts.up_LGD.device})"
         )
+
+
+def under_autocast(experts: Experts) -> Experts:
+    """Return the experts in the dtype of autocast where it is on, as ``F.linear`` would."""
+    kind = experts.up_LGD.device.type
+    if not torch.is_autocast_enabled(kind):
+        return experts
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(bias: torch.Tensor | None) -> torch.Tensor | None:
+        return None if bias is None else bias.to(dtype)
+
+    return replace(
+        experts,
+        up_LGD=experts.up_LGD.to(dtype),
+        down_LDF=experts.down_LDF.to(dtype),
+        up_bias_LG=cast(experts.up_bias_LG),
+        down_bias_LD=cast(experts.down_bias_LD),
+    )

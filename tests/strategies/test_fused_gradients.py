@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.core.types import Experts, Save
+from halley.core.types import Save
 from halley.ops.workspaces import Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
@@ -139,26 +139,14 @@ def test_more_tokens_between_a_forward_and_its_backward(run_ranks: RunRanks, sav
     assert run_ranks(_run_in_flight, 2, cases, [1, 0, 3, 2], save) == [[128]] * 2
 
 
-def _microbatch(layer: FusedStrategy, experts: Experts, case: LayerCase, rank: int) -> torch.Tensor:
-    """Run a layer forward and backward with experts that are there; return the tokens' gradient."""
-    x_TD, routing, grad_TD = make_tokens(case, rank)
-    layer.forward(x_TD, routing, experts).backward(grad_TD)
-    assert x_TD.grad is not None
-    return x_TD.grad
-
-
-def _microbatches(num_ranks: int, dtype: torch.dtype) -> list[LayerCase]:
-    """Return two of the same experts."""
-    tokens = (9, 4)[:num_ranks], (3, 8)[:num_ranks]
-    return [LayerCase(num_tokens_W=t, num_experts=4, dtype=dtype) for t in tokens]
-
-
 def _accumulate(rank: int, num_ranks: int, save: Save) -> None:
     layer = _build(_make_workspaces(num_ranks), save=save)
-    cases = _microbatches(num_ranks, torch.float32)
+    tokens = (9, 4)[:num_ranks], (3, 8)[:num_ranks]
+    cases = [LayerCase(num_tokens_W=each, num_experts=4) for each in tokens]
     experts = local_experts_of(cases[0], rank)
     for case in cases:
-        _microbatch(layer, experts, case, rank)
+        x_TD, routing, grad_TD = make_tokens(case, rank)
+        layer.forward(x_TD, routing, experts).backward(grad_TD)
     first, second = (expected(case, rank) for case in cases)
     for name, grad in gradients(experts).items():
         want = first[f"{name}.grad"] + second[f"{name}.grad"]
@@ -176,100 +164,6 @@ def _accumulate(rank: int, num_ranks: int, save: Save) -> None:
 @pytest.mark.parametrize(("num_ranks", "save"), [(2, "all"), (1, "inputs"), (1, "recompute")])
 def test_gradients_add_up(run_ranks: RunRanks, num_ranks: int, save: Save) -> None:
     run_ranks(_accumulate, num_ranks, save)
-
-
-def _add_main_grad(*weights: torch.Tensor) -> list[torch.Tensor]:
-    """Give weights float32 buffers for their gradients, as Megatron does; return the buffers."""
-    buffers = [torch.zeros(weight.shape) for weight in weights]
-    for weight, buffer in zip(weights, buffers, strict=True):
-        vars(weight).update(main_grad=buffer, grad_added_to_main_grad=False)
-    return buffers
-
-
-def _is_added(weight: torch.Tensor) -> bool:
-    return weight.grad is None and vars(weight)["grad_added_to_main_grad"]
-
-
-def test_main_grad_is_added_to() -> None:
-    layer, cases = _build(Workspaces(None, CPU)), _microbatches(1, torch.bfloat16)
-    alone: list[list[torch.Tensor]] = []
-    for case in cases:
-        plain, experts = local_experts_of(case, 0), local_experts_of(case, 0)
-        buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
-        dx_TD = _microbatch(layer, plain, case, 0)
-        assert torch.equal(_microbatch(layer, experts, case, 0), dx_TD)
-        for buffer, grad in zip(buffers, gradients(plain).values(), strict=True):
-            assert torch.equal(buffer.bfloat16(), grad)  # the same sum, rounded later
-            assert not torch.equal(buffer, grad.float())
-        alone.append(buffers)
-    experts = local_experts_of(cases[0], 0)
-    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
-    for case in cases:
-        _microbatch(layer, experts, case, 0)
-    assert _is_added(experts.up_LGD)
-    assert _is_added(experts.down_LDF)
-    wants = [expected(case, 0) for case in cases]
-    for buffer, first, second, name in zip(buffers, *alone, gradients(experts), strict=True):
-        assert torch.equal(buffer, first + second), name
-        want = wants[0][f"{name}.grad"] + wants[1][f"{name}.grad"]
-        assert relative_error(buffer, want) <= RELATIVE_TOLERANCE[torch.bfloat16], name
-
-
-def test_main_grad_of_one_projection() -> None:
-    layer, (case, _) = _build(Workspaces(None, CPU)), _microbatches(1, torch.float32)
-    experts = local_experts_of(case, 0)
-    (buffer,) = _add_main_grad(experts.down_LDF)
-    _microbatch(layer, experts, case, 0)
-    assert _is_added(experts.down_LDF)
-    assert experts.up_LGD.grad is not None
-    want = expected(case, 0)
-    for name, grad in (("up_LGD", experts.up_LGD.grad), ("down_LDF", buffer)):
-        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
-
-
-def _checkpointed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    y_TD = checkpoint(run, use_reentrant=False)
-    assert isinstance(y_TD, torch.Tensor)
-    return y_TD
-
-
-def _offloaded(run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return run()
-
-
-@pytest.mark.parametrize("how", [_checkpointed, _offloaded])
-def test_main_grad_of_weights_that_come_back_as_other_tensors(
-    how: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
-) -> None:
-    """What autograd saved and what it gives back are not the same object here."""
-    layer, (case, _) = _build(Workspaces(None, CPU)), _microbatches(1, torch.float32)
-    x_TD, routing, grad_TD = make_tokens(case, 0)
-    experts = local_experts_of(case, 0)
-    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
-    how(lambda: layer.forward(x_TD, routing, experts)).backward(grad_TD)
-    assert _is_added(experts.up_LGD)
-    assert _is_added(experts.down_LDF)
-    want = expected(case, 0)
-    for buffer, name in zip(buffers, gradients(experts), strict=True):
-        assert relative_error(buffer, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
-
-
-def test_compiled_layer_leaves_main_grad_to_others() -> None:
-    """It gives gradients as any other layer, and says so by the flag."""
-    layer, (case, _) = _build(Workspaces(None, CPU)), _microbatches(1, torch.float32)
-    x_TD, routing, grad_TD = make_tokens(case, 0)
-    experts = local_experts_of(case, 0)
-    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
-    torch.compiler.reset()
-    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
-    compiled(x_TD, routing, experts).backward(grad_TD)
-    want = expected(case, 0)
-    for name, grad in gradients(experts).items():
-        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
-    for weight, buffer in zip((experts.up_LGD, experts.down_LDF), buffers, strict=True):
-        assert not vars(weight)["grad_added_to_main_grad"]
-        assert torch.equal(buffer, torch.zeros_like(buffer))
 
 
 def _run_checkpointed(rank: int, num_ranks: int, use_reentrant: bool) -> None:
