@@ -159,13 +159,15 @@ class AutoStrategy(AbstractStrategy):
             if gradients:
                 torch.autograd.grad(y_TD, leaves, torch.zeros_like(y_TD))
 
-        # Leaves of their own: backward must end at the layer, and leave the caller's graph whole.
-        x_TD, weights_TK = (
+        # Leaves of their own: backward must end at the layer, leave the caller's graph whole, and
+        # add nothing to buffers that hang on weights.
+        parts = tuple(
             part.detach().requires_grad_(part.requires_grad)
-            for part in (x_TD, routing.topk_weights_TK)
+            for part in (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
         )
+        x_TD, weights_TK, up_LGD, down_LDF = parts
         routing = replace(routing, topk_weights_TK=weights_TK)
-        parts = (x_TD, weights_TK, experts.up_LGD, experts.down_LDF)
+        experts = replace(experts, up_LGD=up_LGD, down_LDF=down_LDF)
         leaves = [part for part in parts if part.requires_grad]
         samples = torch.zeros(_NUM_SAMPLES, len(names), dtype=torch.float64)
         enabled, self.recorder.enabled = self.recorder.enabled, False

@@ -213,7 +213,6 @@ def test_under_activation_checkpointing(use_reentrant: bool) -> None:
     assert relative_error(x_TD.grad, expected(case, 0)["x.grad"]) <= 1e-6
 
 
-@pytest.mark.xfail(strict=True, reason="measuring takes a gradient in a buffer for one that lacks")
 def test_measuring_leaves_main_grad_alone() -> None:
     """What fused adds to weights' buffers while it is measured is no gradient of the caller's."""
     fused = build_strategy("fused", None, recorder=Recorder(CPU), device=CPU)
