@@ -11,9 +11,9 @@ from tests.rank_pool import RankPool
 collect_ignore_glob = [] if find_spec("transformers") else ["test_huggingface*"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
-    """Yield pools that no other test uses; kill their processes at the end."""
+    """Yield pools that no other file's tests use; kill their processes, which poll, at its end."""
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():
