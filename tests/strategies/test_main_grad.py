@@ -1,0 +1,131 @@
+"""Gradients that fused layers add to buffers of the weights, as Megatron has them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.core.types import Experts
+from halley.ops.workspaces import Workspaces
+from halley.strategies.fused import FusedStrategy
+from tests.strategies.layer_case import (
+    LayerCase,
+    expected,
+    gradients,
+    local_experts_of,
+    make_tokens,
+)
+
+
+CPU = torch.device("cpu")
+CASE = LayerCase(num_tokens_W=(9,), num_experts=4)
+
+
+def _build() -> FusedStrategy:
+    return FusedStrategy(Workspaces(None, CPU), recorder=Recorder(CPU, enabled=False))
+
+
+def _microbatch(layer: FusedStrategy, experts: Experts, case: LayerCase) -> torch.Tensor:
+    """Run a layer forward and backward with experts that are there; return the tokens' gradient."""
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    layer.forward(x_TD, routing, experts).backward(grad_TD)
+    assert x_TD.grad is not None
+    return x_TD.grad
+
+
+def _add_main_grad(*weights: torch.Tensor) -> list[torch.Tensor]:
+    """Give weights float32 buffers for their gradients, as Megatron does; return the buffers."""
+    buffers = [torch.zeros(weight.shape) for weight in weights]
+    for weight, buffer in zip(weights, buffers, strict=True):
+        vars(weight).update(main_grad=buffer, grad_added_to_main_grad=False)
+    return buffers
+
+
+def _is_added(weight: torch.Tensor) -> bool:
+    return weight.grad is None and vars(weight)["grad_added_to_main_grad"]
+
+
+def test_main_grad_is_added_to() -> None:
+    layer = _build()
+    cases = [LayerCase(num_tokens_W=t, num_experts=4, dtype=torch.bfloat16) for t in ((9,), (3,))]
+    alone: list[list[torch.Tensor]] = []
+    for case in cases:
+        plain, experts = local_experts_of(case, 0), local_experts_of(case, 0)
+        buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+        dx_TD = _microbatch(layer, plain, case)
+        assert torch.equal(_microbatch(layer, experts, case), dx_TD)
+        for buffer, grad in zip(buffers, gradients(plain).values(), strict=True):
+            assert torch.equal(buffer.bfloat16(), grad)  # the same sum, rounded later
+            assert not torch.equal(buffer, grad.float())
+        alone.append(buffers)
+    experts = local_experts_of(cases[0], 0)
+    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    for case in cases:
+        _microbatch(layer, experts, case)
+    assert _is_added(experts.up_LGD)
+    assert _is_added(experts.down_LDF)
+    wants = [expected(case, 0) for case in cases]
+    for buffer, first, second, name in zip(buffers, *alone, gradients(experts), strict=True):
+        assert torch.equal(buffer, first + second), name
+        want = wants[0][f"{name}.grad"] + wants[1][f"{name}.grad"]
+        assert relative_error(buffer, want) <= RELATIVE_TOLERANCE[torch.bfloat16], name
+
+
+def test_main_grad_of_one_projection() -> None:
+    layer = _build()
+    experts = local_experts_of(CASE, 0)
+    (buffer,) = _add_main_grad(experts.down_LDF)
+    _microbatch(layer, experts, CASE)
+    assert _is_added(experts.down_LDF)
+    assert experts.up_LGD.grad is not None
+    want = expected(CASE, 0)
+    for name, grad in (("up_LGD", experts.up_LGD.grad), ("down_LDF", buffer)):
+        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def _checkpointed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    y_TD = checkpoint(run, use_reentrant=False)
+    assert isinstance(y_TD, torch.Tensor)
+    return y_TD
+
+
+def _offloaded(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return run()
+
+
+@pytest.mark.parametrize("how", [_checkpointed, _offloaded])
+def test_main_grad_of_weights_that_come_back_as_other_tensors(
+    how: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+) -> None:
+    """What autograd saved and what it gives back are not the same object here."""
+    layer = _build()
+    x_TD, routing, grad_TD = make_tokens(CASE, 0)
+    experts = local_experts_of(CASE, 0)
+    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    how(lambda: layer.forward(x_TD, routing, experts)).backward(grad_TD)
+    assert _is_added(experts.up_LGD)
+    assert _is_added(experts.down_LDF)
+    want = expected(CASE, 0)
+    for buffer, name in zip(buffers, gradients(experts), strict=True):
+        assert relative_error(buffer, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def test_compiled_layer_leaves_main_grad_to_others() -> None:
+    """It gives gradients as any other layer, and says so by the flag."""
+    layer = _build()
+    x_TD, routing, grad_TD = make_tokens(CASE, 0)
+    experts = local_experts_of(CASE, 0)
+    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    torch.compiler.reset()
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    compiled(x_TD, routing, experts).backward(grad_TD)
+    want = expected(CASE, 0)
+    for name, grad in gradients(experts).items():
+        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+    for weight, buffer in zip((experts.up_LGD, experts.down_LDF), buffers, strict=True):
+        assert not vars(weight)["grad_added_to_main_grad"]
+        assert torch.equal(buffer, torch.zeros_like(buffer))
