@@ -8,6 +8,7 @@ from halley.core.types import Save
 from halley.ops.library import define
 from halley.ops.overlap import dispatch_gemm, fake_dispatch_gemm, gemm_combine
 from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
+from halley.ops.turns import end_pass
 from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
 
 
@@ -22,6 +23,7 @@ def fused_experts(
     fused: bool,
     save: Save,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sums of this rank's tokens over their experts, ``(T, D)``.
 
@@ -42,6 +44,7 @@ def fused_experts(
             activation was made of; "inputs" keeps each row once, however many of its experts are
             here, and multiplies again; "recompute" keeps none and dispatches again.
         workspaces: handle of the buffers.
+        turn: of the workspaces, see ``turns``.
 
     Raises:
         RuntimeError: a peer did not come in time, or came for another pass.
@@ -49,9 +52,11 @@ def fused_experts(
     args = (
         x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        return torch.ops.halley.fused_experts.default(*args)[0]
-    return _FusedExperts.apply(*args)  # pyright: ignore[reportReturnType]
+    if turn is None or not torch.compiler.is_compiling():
+        return _FusedExperts.apply(*args, None)  # pyright: ignore[reportReturnType]
+    y_TD = torch.ops.halley.fused_experts.default(*args, turn)[0]
+    end_pass(turn, y_TD)
+    return y_TD
 
 
 def _forward(
@@ -64,6 +69,7 @@ def _forward(
     fused: bool,
     save: Save,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the output, then the plan, rows and ``pre`` that backward needs."""
     common = {"fused": fused, "workspaces": workspaces}
@@ -82,17 +88,18 @@ def _fake(
     fused: bool,
     save: Save,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    made = fake_dispatch_gemm(x, idx, weights, up, gated, fused, save, workspaces)
+    made = fake_dispatch_gemm(x, idx, weights, up, gated, fused, save, workspaces, turn)
     return x.new_empty(x.shape), *made[1:]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weights, up, down, idx, gated, fused, save, workspaces = inputs
+    x, weights, up, down, idx, gated, fused, save, workspaces, turn = inputs
     _, plan, rows, pre_RG = output
     ctx.save_for_backward(x if save == "recompute" else rows, plan, pre_RG, up, down, idx)
     ctx.gated, ctx.save, ctx.weights_dtype = gated, save, weights.dtype
-    ctx.common = {"fused": fused, "workspaces": workspaces}
+    ctx.common, ctx.turn = {"fused": fused, "workspaces": workspaces}, turn
     # What comes back of the saved weights may be another tensor, without its attributes.
     buffered = (weight if hasattr(weight, "main_grad") else None for weight in (up, down))
     ctx.buffered_up, ctx.buffered_down = buffered
@@ -100,12 +107,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
     rows, plan, pre_RG, up, down, idx = ctx.saved_tensors
-    sizes = {"top_k": idx.shape[1], "gated": ctx.gated}
+    begin = {"top_k": idx.shape[1], "gated": ctx.gated, "turn": ctx.turn, **ctx.common}
     if ctx.save != "all":
         kept = ctx.save == "inputs"
-        rows, pre_RG = dispatch_again(rows, plan, pre_RG, up, kept=kept, **sizes, **ctx.common)
-    made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **sizes, **ctx.common)
+        rows, pre_RG = dispatch_again(rows, plan, pre_RG, up, kept=kept, **begin)
+    made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **begin)
     dx_TD, dweights_TK = dgrad_combine(made.dpre_RG, plan, made.dweight_RC, up, idx, **ctx.common)
+    if ctx.turn is not None:
+        end_pass(ctx.turn, dx_TD)
     up_wanted, down_wanted = ctx.needs_input_grad[2:4]
     dup = ddown = None
     place = {
@@ -118,7 +127,7 @@ def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor |
         ddown = _weight_gradient(ctx.buffered_down, *sides, plan, **place)
     if up_wanted:
         dup = _weight_gradient(ctx.buffered_up, made.dpre_RG, rows, plan, **place)
-    return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, None, None, None, None, None
+    return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 6
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -159,7 +168,8 @@ def _weight_gradient(
 
 define(
     "fused_experts(Tensor x, Tensor weights, Tensor up, Tensor down, Tensor topk_idx, bool gated, "
-    "bool fused, str save, int workspaces) -> (Tensor y, Tensor plan, Tensor rows, Tensor pre)",
+    "bool fused, str save, int workspaces, Tensor? turn=None) "
+    "-> (Tensor y, Tensor plan, Tensor rows, Tensor pre)",
     _forward,
     _fake,
     setup_context=_setup_context,

@@ -48,6 +48,7 @@ def dispatch_gemm(
     fused: bool,
     workspaces: int,
     save: Kept = "none",
+    turn: torch.Tensor | None = None,
 ) -> Dispatched:
     """Bring this rank's rows together and multiply them by the first projection.
 
@@ -60,6 +61,7 @@ def dispatch_gemm(
         fused: False fetches all rows first.
         workspaces: handle of the buffers.
         save: what is kept for backward.
+        turn: in a compiled graph, what holds this pass behind the one before; see ``turns``.
 
     Returns:
         Results whose plan ``gemm_combine`` must get before the next ``dispatch_gemm``.
@@ -68,7 +70,7 @@ def dispatch_gemm(
         RuntimeError: a peer did not publish in time, or an earlier wait failed.
     """
     results = _call_dispatch_gemm(
-        x_TD, topk_idx_TK, topk_weights_TK, up_LGD, gated, fused, save, workspaces
+        x_TD, topk_idx_TK, topk_weights_TK, up_LGD, gated, fused, save, workspaces, turn
     )
     return Dispatched(*results)
 
@@ -107,6 +109,7 @@ def _dispatch_gemm(
     fused: bool,
     save: Kept,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     owner = find_workspaces(workspaces)
     workspace = owner.get(_shape_class(x, topk_idx, up, owner.num_ranks), num_tokens=x.shape[0])
@@ -235,6 +238,7 @@ def fake_dispatch_gemm(
     fused: bool,
     save: Kept,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the results of ``dispatch_gemm`` without values."""
     ctx = torch.library.get_ctx()
@@ -261,7 +265,8 @@ def _fake_gemm_combine(
 
 _call_dispatch_gemm = define(
     "dispatch_gemm(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor up, bool gated, "
-    "bool fused, str save, int workspaces) -> (Tensor h, Tensor plan, Tensor rows, Tensor pre)",
+    "bool fused, str save, int workspaces, Tensor? turn=None) "
+    "-> (Tensor h, Tensor plan, Tensor rows, Tensor pre)",
     _dispatch_gemm,
     fake_dispatch_gemm,
 )

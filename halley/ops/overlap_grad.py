@@ -46,6 +46,7 @@ def dispatch_again(
     kept: bool,
     fused: bool,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of a call's plan once more, and what its activation was made of.
 
@@ -58,8 +59,11 @@ def dispatch_again(
         kept: whether the source are rows that were kept: then no peer takes part.
         fused: as in forward.
         workspaces: handle of the buffers.
+        turn: as in forward.
     """
-    return _call_dispatch_again(source, plan, pre_R0, up_LGD, top_k, gated, kept, fused, workspaces)
+    return _call_dispatch_again(
+        source, plan, pre_R0, up_LGD, top_k, gated, kept, fused, workspaces, turn
+    )
 
 
 def dispatch_dgrad(
@@ -72,6 +76,7 @@ def dispatch_dgrad(
     gated: bool,
     fused: bool,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> RowGradients:
     """Bring gradients of the output to the rows, back through the second projection.
 
@@ -81,7 +86,7 @@ def dispatch_dgrad(
         pre_RG: what its activation was made of.
         down_LDF: second projection.
         top_k: experts of a token.
-        gated, fused, workspaces: as in forward.
+        gated, fused, workspaces, turn: as in forward.
 
     Returns:
         Gradients of which ``dgrad_combine`` must get its part before the next pass.
@@ -89,7 +94,9 @@ def dispatch_dgrad(
     Raises:
         RuntimeError: a peer did not come in time, or came for another pass.
     """
-    results = _call_dispatch_dgrad(dy_TD, plan, pre_RG, down_LDF, top_k, gated, fused, workspaces)
+    results = _call_dispatch_dgrad(
+        dy_TD, plan, pre_RG, down_LDF, top_k, gated, fused, workspaces, turn
+    )
     return RowGradients(*results)
 
 
@@ -125,6 +132,7 @@ def _dispatch_again(
     kept: bool,
     fused: bool,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     workspace = _find(workspaces, plan, source, up, top_k)
     if not kept:
@@ -161,6 +169,7 @@ def _dispatch_dgrad(
     gated: bool,
     fused: bool,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     workspace = _find(workspaces, plan, dy, down, top_k)
     num_rows, inner_size = pre.shape[0], down.shape[2]
@@ -282,6 +291,7 @@ def _fake_dispatch_again(
     kept: bool,
     fused: bool,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows = pre.shape[0]
     return source.new_empty(num_rows, source.shape[1]), source.new_empty(num_rows, up.shape[1])
@@ -296,6 +306,7 @@ def _fake_dispatch_dgrad(
     gated: bool,
     fused: bool,
     workspaces: int,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     num_rows, inner_size = pre.shape[0], down.shape[2]
     columns = dgrad_columns(inner_size, find_workspaces(workspaces).knobs)
@@ -322,13 +333,14 @@ def _fake_dgrad_combine(
 
 _call_dispatch_again = define(
     "dispatch_again(Tensor source, Tensor plan, Tensor pre, Tensor up, int top_k, bool gated, "
-    "bool kept, bool fused, int workspaces) -> (Tensor rows, Tensor pre)",
+    "bool kept, bool fused, int workspaces, Tensor? turn=None) -> (Tensor rows, Tensor pre)",
     _dispatch_again,
     _fake_dispatch_again,
 )
 _call_dispatch_dgrad = define(
     "dispatch_dgrad(Tensor dy, Tensor plan, Tensor pre, Tensor down, int top_k, bool gated, "
-    "bool fused, int workspaces) -> (Tensor dpre, Tensor weighted, Tensor dy_rows, Tensor dweight)",
+    "bool fused, int workspaces, Tensor? turn=None) "
+    "-> (Tensor dpre, Tensor weighted, Tensor dy_rows, Tensor dweight)",
     _dispatch_dgrad,
     _fake_dispatch_dgrad,
 )

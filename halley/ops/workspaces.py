@@ -56,6 +56,7 @@ class Workspaces:
     Attributes:
         num_ranks: of the group.
         handle: the number by which operators name this object.
+        turn: what holds the passes of compiled layers in place, see ``turns``.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Workspaces:
         self.knobs = knobs or (CPU_KNOBS if device.type == "cpu" else Knobs())
         self.num_ranks = place_in(group)[1]
         self.handle = next(_next_handle)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._heap: AbstractSymmHeap | None = None
         self._by_shape: dict[ShapeClass, Workspace] = {}
         self._last: Workspace | None = None

@@ -7,7 +7,7 @@ asked in a call.
 Source: COMET (arXiv:2502.19811).
 """
 
-from typing import final
+from typing import final, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from halley.kernels.layout import MAX_CHUNKS
 from halley.kernels.switch import INTERPRETED
 from halley.ops.fused_experts import fused_experts
 from halley.ops.overlap import dispatch_gemm, gemm_combine
+from halley.ops.turns import end_pass
 from halley.ops.workspaces import Workspaces
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
 from halley.strategies.sketch import fused_tasks
@@ -57,6 +58,8 @@ class FusedStrategy(AbstractStrategy):
         fused: bool = True,
         save: Save = "all",
     ) -> None:
+        if save not in get_args(Save):
+            raise ValueError(f"save ({save}) must be one of {', '.join(get_args(Save))}")
         self.workspaces = workspaces
         self.recorder = recorder
         self.fused = fused
@@ -70,7 +73,7 @@ class FusedStrategy(AbstractStrategy):
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_tokens, idx_TK, weights_TK = x_TD.shape[0], routing.topk_idx_TK, routing.topk_weights_TK
         self._check(x_TD, routing, experts)
-        handle = self.workspaces.handle
+        handle, turn = self.workspaces.handle, self.workspaces.turn
         gated = experts.activation == "swiglu"
         if wants_gradients(x_TD, routing, experts):
             with self.recorder.span("fused_experts"):
@@ -84,6 +87,7 @@ class FusedStrategy(AbstractStrategy):
                     fused=self.fused,
                     save=self.save,
                     workspaces=handle,
+                    turn=turn,
                 )
         with self.recorder.span("dispatch_gemm"):
             made = dispatch_gemm(
@@ -94,9 +98,10 @@ class FusedStrategy(AbstractStrategy):
                 gated=gated,
                 fused=self.fused,
                 workspaces=handle,
+                turn=turn,
             )
         with self.recorder.span("gemm_combine"):
-            return gemm_combine(
+            y_TD = gemm_combine(
                 made.h_RF,
                 made.plan,
                 experts.down_LDF,
@@ -104,6 +109,9 @@ class FusedStrategy(AbstractStrategy):
                 fused=self.fused,
                 workspaces=handle,
             )
+        if torch.compiler.is_compiling():
+            end_pass(turn, y_TD)
+        return y_TD
 
     def _check(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
         """Check the inputs; where that reads no values, only if their sizes or dtypes are new."""

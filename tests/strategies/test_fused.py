@@ -188,10 +188,12 @@ def test_layers_of_two_shapes_share_workspaces(run_ranks: RunRanks) -> None:
 
 
 def _leave_alone(rank: int, num_ranks: int) -> None:
-    workspaces = Workspaces(dist.group.WORLD, CPU, timeout_s=0.5)
+    workspaces = Workspaces(dist.group.WORLD, CPU)
     strategy = _build(workspaces)
     case = LayerCase(num_tokens_W=(8, 5))
-    _check_case(strategy, case, rank)
+    _check_case(strategy, case, rank)  # which takes what it takes on a busy machine
+    for workspace in workspaces.all():
+        workspace.timeout_s = 0.5
     if rank == 1:
         return
     text = r"rank 0: rank 1 did not publish its routing \(plan\) within 0.5 s"

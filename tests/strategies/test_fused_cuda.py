@@ -164,6 +164,37 @@ def test_gradients_of_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> Non
     run_ranks(_check_gradients, 2, _cases(2, **fields), timeout_s=300)
 
 
+def _compare_compiled(rank: int, num_ranks: int, save: Save) -> None:
+    """Two layers in a row, in one graph by Inductor, on tokens that vary in number."""
+    strategy = _build(Workspaces(dist.group.WORLD, _device(rank)), fused=True, save=save)
+
+    def run(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        x_TD = x_TD + strategy.forward(x_TD, routing, experts)
+        return x_TD + strategy.forward(x_TD, routing, experts)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for seed, tokens in enumerate([(90, 60), (5, 7), (0, 70)]):
+        case = LayerCase(num_tokens_W=tokens, dtype=torch.bfloat16, seed=seed)
+        results: list[tuple[torch.Tensor, ...]] = []
+        for forward in (run, compiled):
+            x_TD, routing, experts = _on(strategy.workspaces.device, case, rank)
+            weights_TK = routing.topk_weights_TK
+            leaves = [x_TD, weights_TK, experts.up_LGD, experts.down_LDF]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            y_TD = forward(x_TD, routing, experts)
+            results.append((y_TD, *torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD))))
+        torch.cuda.synchronize()
+        for want, got in zip(*results, strict=True):
+            assert torch.equal(got, want), case
+    strategy.workspaces.close()
+
+
+@pytest.mark.parametrize("save", get_args(Save))
+def test_compiled_gives_the_same(run_ranks: RunRanks, save: Save) -> None:
+    run_ranks(_compare_compiled, 2, save, timeout_s=300)
+
+
 def _add_to_main_grad(rank: int, num_ranks: int, case: LayerCase) -> None:
     workspaces = Workspaces(dist.group.WORLD, _device(rank))
     strategy = _build(workspaces, fused=True)
