@@ -35,7 +35,7 @@ def _load_sends(first, plan, LAYOUT: tl.constexpr, WEIGHTED: tl.constexpr, ROWS:
 def combine_task(
     task, chunk, z_RD, plan, home_ptrs_W, rank,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
+    STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows of some sends over one chunk of columns and store the sums at their home.
 
@@ -45,35 +45,34 @@ def combine_task(
     TOP_K: tl.constexpr = LAYOUT.top_k
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
-    k = tl.arange(0, LAYOUT.padded_k)
+    weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
     first = task * _TASK_ROWS
-    origin, row_RK, weight_RK = _load_sends(first, plan, LAYOUT, WEIGHTED, ROWS)
-    for start in range(0, _TASK_ROWS, ROWS):
-        # What the next rows are is read while these rows are on their way.
-        next_send = first + tl.minimum(start + ROWS, _TASK_ROWS - ROWS)
-        next_origin, next_row_RK, next_weight_RK = _load_sends(
-            next_send, plan, LAYOUT, WEIGHTED, ROWS
-        )
-        most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
-        acc = tl.zeros((ROWS, CHUNK), tl.float32)
-        for first_slot in tl.static_range(0, TOP_K, UNROLL):
-            if first_slot < most:
-                # Loads of several slots are in flight at once.
-                for i in tl.static_range(UNROLL):
-                    this = k[None, :] == first_slot + i
-                    row = tl.max(tl.where(this, row_RK, -1), axis=1)
-                    weight = tl.sum(tl.where(this, weight_RK, 0.0), axis=1)
-                    at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
-                    mask = (row >= 0)[:, None] & inside
-                    value = tl.load(z_RD + at, mask=mask, other=0.0)
-                    acc += weight[:, None] * value.to(tl.float32)
-        real = origin >= 0
-        token = (origin % LAYOUT.max_tokens).to(tl.int64)
-        home = tl.load(home_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
-        home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
-        to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
-        tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=real[:, None] & inside)
-        origin, row_RK, weight_RK = next_origin, next_row_RK, next_weight_RK
+    _, row_RK, _ = _load_sends(first, plan, LAYOUT, False, _TASK_ROWS)
+    most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
+    acc = tl.zeros((ROWS, CHUNK), tl.float32)
+    # One loop over sends and slots, so that rows of the next sends are on their way meanwhile.
+    for step in tl.range(0, most * (_TASK_ROWS // ROWS), num_stages=STAGES):
+        slot = step % most
+        send = first + step // most * ROWS + tl.arange(0, ROWS)
+        line = send * TOP_K + slot
+        row = tl.load(plan + LAYOUT.sum_slot + line)
+        origin = tl.load(plan + LAYOUT.sum_origin + send)
+        real = (row >= 0) & (origin >= 0)
+        at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
+        value = tl.load(z_RD + at, mask=real[:, None] & inside, other=0.0)
+        if WEIGHTED:
+            weight = tl.where(real, tl.load(weights + line), 0.0)
+            acc += weight[:, None] * value.to(tl.float32)
+        else:
+            acc += value.to(tl.float32)
+        if slot == most - 1:
+            token = (origin % LAYOUT.max_tokens).to(tl.int64)
+            there = origin >= 0
+            home = tl.load(home_ptrs_W + origin // LAYOUT.max_tokens, mask=there, other=0)
+            home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
+            to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
+            tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=there[:, None] & inside)
+            acc = tl.zeros((ROWS, CHUNK), tl.float32)
 
 
 @triton.jit

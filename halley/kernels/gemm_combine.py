@@ -145,7 +145,7 @@ def gemm_combine_kernel(
     status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, UNROLL: tl.constexpr, HOME_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, HOME_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Multiply, combine and sum by tickets. A ``_part`` is 1, or 0 to leave that out.
@@ -195,7 +195,7 @@ def gemm_combine_kernel(
             within = task - chunk * tasks_a_chunk
             combine_task(
                 within, chunk, z_RD, plan, home_ptrs_W, rank,
-                LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, UNROLL, not BACKWARD,
+                LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD,
             )  # fmt: skip
             if BACKWARD:
                 if chunk == 0:
@@ -390,6 +390,6 @@ def _constants(
 ) -> tuple[object, ...]:
     return (
         layout, num_parts, product.shape[1], rows.shape[1], knobs.combine_rows,
-        min(knobs.combine_unroll, layout.padded_k), knobs.home_rows, knobs.chunk_columns,
+        knobs.combine_stages, knobs.home_rows, knobs.chunk_columns,
         tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip

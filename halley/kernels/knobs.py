@@ -41,7 +41,7 @@ class Knobs:
         num_combiners: programs of gemm_combine that combine whenever a chunk is ready; the others
             multiply until nothing is left to multiply. 0 chooses by the experts' size.
         combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
-        combine_unroll: rows of one send that are in flight at once.
+        combine_stages: steps of that loop in flight, each a row of ``combine_rows`` sends.
         chunk_columns: columns of the down projection that are combined at once; a power of two,
             and a multiple of the columns of a tile.
         home_rows: tokens of one task of the sum at home.
@@ -58,7 +58,7 @@ class Knobs:
     fetch_elements: int = 32768
     num_combiners: int = 0
     combine_rows: int = 16
-    combine_unroll: int = 2
+    combine_stages: int = 4
     chunk_columns: int = 1024
     home_rows: int = 16
 

@@ -28,7 +28,7 @@ CPU_KNOBS = Knobs(
     fetch_elements=16384,
     num_combiners=1,
     combine_rows=64,
-    combine_unroll=2,
+    combine_stages=2,
     chunk_columns=64,
     home_rows=64,
 )

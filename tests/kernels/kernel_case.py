@@ -43,7 +43,7 @@ SMALL_KNOBS = Knobs(
     fetch_elements=2048,
     num_combiners=2,
     combine_rows=64,
-    combine_unroll=2,
+    combine_stages=2,
     chunk_columns=32,
     home_rows=16,
 )

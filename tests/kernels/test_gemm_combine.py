@@ -118,7 +118,7 @@ def test_any_split_of_programs(num_combiners: int, num_programs: int) -> None:
 
 @pytest.mark.parametrize(("rows", "unroll"), [(8, 1), (64, 4), (16, 8)])
 def test_any_piece_of_a_task(rows: int, unroll: int) -> None:
-    knobs = replace(CASE.knobs, combine_rows=rows, combine_unroll=unroll, home_rows=rows)
+    knobs = replace(CASE.knobs, combine_rows=rows, combine_stages=unroll, home_rows=rows)
     _run_and_check(replace(CASE, top_k=3, knobs=knobs))
 
 
