@@ -105,7 +105,10 @@ def read_knobs(settings: list[str]) -> Knobs:
 
 
 def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Return the median time of each launch of ``run`` on the slowest rank, in us."""
+    """Return the median time of each launch of ``run`` on the slowest rank, in us.
+
+    And the time from the begin of the first to the end of the last.
+    """
     run()
     dist.barrier()
     torch.cuda.synchronize()
@@ -123,9 +126,14 @@ def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tupl
     medians = [
         statistics.median(event.time_range.elapsed_us() for event in launch) for launch in each
     ]
-    worst = torch.tensor(medians, device="cuda")
+    last = len(names) - 1
+    spans = [
+        ours[i + last].time_range.end - ours[i].time_range.start
+        for i in range(0, len(ours), len(names))
+    ]
+    worst = torch.tensor([*medians, statistics.median(spans)], device="cuda")
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return [(name, round(us)) for name, us in zip(names, worst.tolist(), strict=True)]
+    return [(name, round(us)) for name, us in zip((*names, "all"), worst.tolist(), strict=True)]
 
 
 def say(is_first: bool, line: dict[str, object]) -> None:

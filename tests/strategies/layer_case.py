@@ -1,5 +1,7 @@
 """One MoE layer over several ranks, and the same on one process by the reference."""
 
+import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -76,6 +78,7 @@ def make_tokens(case: LayerCase, rank: int) -> tuple[torch.Tensor, Routing, torc
     )
 
 
+@torch.enable_grad()
 def expected(case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
     """Return the rank's output and gradients by the reference, on all ranks' tokens at once."""
     parts = [make_tokens(case, r) for r in range(len(case.num_tokens_W))]
@@ -179,3 +182,10 @@ def run_forward(
     y_TD = forward(x_TD, routing, experts)
     there = {name: leaf for name, leaf in leaves.items() if leaf is not None}
     return Call(y_TD=y_TD, leaves=there, grad_TD=grad_TD)
+
+
+def import_inductor() -> None:
+    """Import what would warn when a test is at it, of torch's own doings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")

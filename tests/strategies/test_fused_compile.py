@@ -1,7 +1,5 @@
 """The fused strategy inside ``torch.compile``, in whole graphs, gives what it gives without."""
 
-import importlib
-import warnings
 from typing import get_args
 
 import pytest
@@ -21,6 +19,7 @@ from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     LayerCase,
     expected,
+    import_inductor,
     local_experts_of,
     make_tokens,
     run_forward,
@@ -81,16 +80,10 @@ def test_traced_once_for_calls_alike() -> None:
     assert all(torch.equal(y_TD, outputs[0]) for y_TD in outputs)
 
 
-def _import_inductor() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        importlib.import_module("torch._inductor.compile_fx")
-
-
 @torch.no_grad()
 def _check_inductor(rank: int, num_ranks: int) -> None:
     """Two layers in a row, with nothing around them that Inductor would have to compile in C++."""
-    _import_inductor()
+    import_inductor()
     strategy = _build(dist.group.WORLD if num_ranks > 1 else None)
     torch.compiler.reset()
 
@@ -104,8 +97,7 @@ def _check_inductor(rank: int, num_ranks: int) -> None:
         experts = local_experts_of(case, rank)
         x_TD, routing, _ = make_tokens(case, rank)
         y_TD = strategy.forward(x_TD, routing, experts)
-        with torch.enable_grad():
-            want = expected(case, rank)["y"]
+        want = expected(case, rank)["y"]
         assert relative_error(y_TD, want) <= RELATIVE_TOLERANCE[torch.float32]
         got = run(x_TD, routing.topk_idx_TK, routing.topk_weights_TK)
         assert torch.equal(got, strategy.forward(y_TD, routing, experts))
@@ -152,7 +144,7 @@ def _make_inputs(case: LayerCase, rank: int) -> tuple[_Inputs, list[torch.Tensor
 
 def _compare_inductor(rank: int, num_ranks: int) -> None:
     """Two layers in a row, with nothing around them that Inductor would compile in C++."""
-    _import_inductor()
+    import_inductor()
     layer = _build(dist.group.WORLD, save="recompute")
 
     def run(first: _Inputs, second: _Inputs) -> torch.Tensor:
@@ -179,7 +171,7 @@ def test_inductor_gradients(run_ranks: RunRanks) -> None:
 
 def _order_of_passes(rank: int, num_ranks: int, stacked: bool, backward: bool) -> list[list[str]]:
     """Return in which order two layers begin and combine their passes, eager and compiled."""
-    _import_inductor()
+    import_inductor()
     layer = _build(None, save="recompute")
     case = LayerCase(num_tokens_W=(9,), num_experts=2)
 
