@@ -9,10 +9,6 @@ import triton.language as tl
 from halley.kernels.tiles import halves
 
 
-GRADIENT_PARTS = 4  # in which a tile's gradient is stored, for want of registers
-_GRADIENT_PARTS = tl.constexpr(GRADIENT_PARTS)
-
-
 @triton.jit
 def _gelu(x):
     """The exact form, with erf."""
@@ -46,52 +42,74 @@ def store_activated(
 
 
 @triton.jit
-def _beside(value, other):
-    """Return the value where ``other`` stands: else it is made twice, for a store and for a sum."""
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r", [value, other], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+def _load_pre(pre_RG, row, column, GATED: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Return some columns of what the activation was made of: gate and up, or twice the same."""
+    at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, PART)
+    gate = tl.load(pre_RG + at, mask=inside, other=0.0)
+    if GATED:
+        return gate, tl.load(pre_RG + at + SIZE, mask=inside, other=0.0)
+    else:
+        return gate, gate
 
 
 @triton.jit
-def _store_weighted(h, grad, weight, h_desc, row, column):
-    """Store the activation times the routing weights; return the sums of gradient times it."""
-    dweight = tl.sum(grad * h, axis=1)
-    h_desc.store([row, column], (weight[:, None] * h).to(h_desc.dtype))
-    return dweight
+def _columns_at(row, column, STRIDE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Return where some columns of rows stand, and whether they are columns at all."""
+    columns = column + tl.arange(0, PART)
+    at = (row.to(tl.int64) * STRIDE)[:, None] + columns[None, :]
+    return at, (columns < SIZE)[None, :]
 
 
 @triton.jit
 def _store_gradient_part(
-    grad, weight, h_desc, pre_desc, dpre_desc, row, column,
-    GATED: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr,
+    grad, gate, up, weight, h_RF, dpre_RG, row, column,
+    GATED: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Do what ``store_gradient`` does for some columns; return their sums of gradient times h."""
-    pre = pre_desc.load([row, 0, column])
+    dtype: tl.constexpr = h_RF.dtype.element_ty
+    at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, PART)
+    gate = gate.to(tl.float32)
+    grad_h = weight[:, None] * grad
     if GATED:
-        gate, up = pre.permute(0, 2, 1).split()
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        up = up.to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
-        h = _beside(silu * up, grad)
-        dweight = _store_weighted(h, grad, weight, h_desc, row, column)
-        grad_h = weight[:, None] * grad
-        grad_gate = (grad_h * up * (sigmoid + silu * (1.0 - sigmoid))).to(h_desc.dtype)
-        grad_up = (grad_h * silu).to(h_desc.dtype)
-        dpre_desc.store([row, 0, column], tl.join(grad_gate, grad_up).permute(0, 2, 1))
+        h = silu * up
+        grad_gate = grad_h * up * (sigmoid + silu * (1.0 - sigmoid))
+        tl.store(dpre_RG + at, grad_gate.to(dtype), mask=inside)
+        tl.store(dpre_RG + at + SIZE, (grad_h * silu).to(dtype), mask=inside)
     else:
-        pre = pre.reshape(BLOCK_M, PART).to(tl.float32)
-        h = _beside(_gelu(pre), grad)
-        dweight = _store_weighted(h, grad, weight, h_desc, row, column)
-        grad_pre = (weight[:, None] * grad * _gelu_slope(pre)).to(h_desc.dtype)
-        dpre_desc.store([row, 0, column], grad_pre.reshape(BLOCK_M, 1, PART))
-    return dweight
+        h = _gelu(gate)
+        tl.store(dpre_RG + at, (grad_h * _gelu_slope(gate)).to(dtype), mask=inside)
+    at, inside = _columns_at(row, column, SIZE, SIZE, PART)
+    tl.store(h_RF + at, (weight[:, None] * h).to(dtype), mask=inside)
+    return tl.sum(grad * h, axis=1)
+
+
+@triton.jit
+def prefetch_pre(
+    pre_RG, row, column,
+    GATED: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bring what ``store_gradient`` will load of a tile into the cache, and do not wait for it."""
+    LINE: tl.constexpr = 128 // (pre_RG.dtype.element_ty.primitive_bitwidth // 8)
+    NUM_LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
+    columns = column + tl.arange(0, NUM_LINES) * LINE
+    columns = tl.minimum(columns, SIZE - 1)[None, :]
+    rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    for part in tl.static_range(2 if GATED else 1):
+        at = rows * (2 * SIZE if GATED else SIZE) + columns + part * SIZE
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b64 $0, $1;", "=l,l", [(pre_RG + at).to(tl.int64)],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def store_gradient(
-    grad, num_rows, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC, row, column, tile_column,
-    GATED: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    grad, num_rows, h_RF, pre_RG, dpre_RG, weight_R, dweight_RC, row, column, tile_column,
+    GATED: tl.constexpr, SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Turn a tile of the gradient of h, but for routing weights, into what backward goes on with.
 
@@ -103,17 +121,18 @@ def store_gradient(
     PART: tl.constexpr = BLOCK_N // 4
     within = tl.arange(0, BLOCK_M)
     real = within < num_rows
-    weight = tl.load(weight_R + row + within, mask=real, other=0.0)
+    rows = row + within
+    weight = tl.load(weight_R + rows, mask=real, other=0.0)
     left, right = halves(grad, BLOCK_M, BLOCK_N)
     first, second = halves(left, BLOCK_M, BLOCK_N // 2)
     third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
-    # One after the other, for want of registers.
+    # One after the other, for want of registers, but the next is loaded meanwhile.
     dweight = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(4):
         part = first if i == 0 else second if i == 1 else third if i == 2 else fourth
+        gate, up = _load_pre(pre_RG, rows, column + i * PART, GATED, SIZE, PART)
         dweight += _store_gradient_part(
-            part, weight, h_desc, pre_desc, dpre_desc, row, column + i * PART,
-            GATED, BLOCK_M, PART,
-        )  # fmt: skip
-    at = (row + within).to(tl.int64) * NUM_COLUMNS + tile_column
+            part, gate, up, weight, h_RF, dpre_RG, rows, column + i * PART, GATED, SIZE, PART
+        )
+    at = rows.to(tl.int64) * NUM_COLUMNS + tile_column
     tl.store(dweight_RC + at, dweight, mask=real)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halley.kernels.activation import GRADIENT_PARTS, store_activated, store_gradient
+from halley.kernels.activation import prefetch_pre, store_activated, store_gradient
 from halley.kernels.fetch import (
     FROM_KEPT,
     FROM_PEERS,
@@ -98,36 +98,38 @@ class Form:
 
 @triton.jit
 def _store_tile(
-    acc, row, column, index, num_rows, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC,
-    FORM: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, row, column, index, num_rows, h, pre, dpre, weight_R, dweight_RC, FORM: tl.constexpr,
+    SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if FORM.backward:
         store_gradient(
-            acc, num_rows, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC, row, column, index,
-            FORM.gated, NUM_COLUMNS, BLOCK_M, BLOCK_N,
+            acc, num_rows, h, pre, dpre, weight_R, dweight_RC, row, column, index,
+            FORM.gated, SIZE, NUM_COLUMNS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        store_activated(acc, h_desc, pre_desc, row, column, FORM.gated, FORM.keep, BLOCK_M, BLOCK_N)
+        store_activated(acc, h, pre, row, column, FORM.gated, FORM.keep, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _multiply_run(
-    row, expert, first, columns, num_rows, a_desc, b_desc, h_desc, pre_desc, dpre_desc,
-    weight_R, dweight_RC,
-    FORM: tl.constexpr, DEPTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, RUN: tl.constexpr,
+    row, expert, first, columns, num_rows, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+    FORM: tl.constexpr, DEPTH: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Make some tiles side by side; if more than one, in one loop, whose loads run on."""
     TURNED: tl.constexpr = FORM.backward
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+    NUM_COLUMNS: tl.constexpr = (SIZE + BLOCK_F - 1) // BLOCK_F
     if RUN == 1:
         column = first * BLOCK_F
+        if FORM.backward:
+            prefetch_pre(pre, row, column, FORM.gated, SIZE, BLOCK_M, BLOCK_N)
         acc = multiply_tile(
             a_desc, b_desc, row, expert, column, DEPTH, TURNED, BLOCK_M, BLOCK_N, BLOCK_K
         )
         _store_tile(
-            acc, row, column, first, num_rows, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC,
-            FORM, NUM_COLUMNS, BLOCK_M, BLOCK_N,
+            acc, row, column, first, num_rows, h, pre, dpre, weight_R, dweight_RC,
+            FORM, SIZE, NUM_COLUMNS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -135,13 +137,16 @@ def _multiply_run(
             index = first + step // STEPS
             column = index * BLOCK_F
             k = (step % STEPS) * BLOCK_K
+            if FORM.backward:
+                if k == 0:
+                    prefetch_pre(pre, row, column, FORM.gated, SIZE, BLOCK_M, BLOCK_N)
             acc = multiply_step(
                 acc, a_desc, b_desc, row, expert, column, k, TURNED, BLOCK_N, BLOCK_K
             )
             if step % STEPS == STEPS - 1:
                 _store_tile(
-                    acc, row, column, index, num_rows, h_desc, pre_desc, dpre_desc,
-                    weight_R, dweight_RC, FORM, NUM_COLUMNS, BLOCK_M, BLOCK_N,
+                    acc, row, column, index, num_rows, h, pre, dpre, weight_R, dweight_RC,
+                    FORM, SIZE, NUM_COLUMNS, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
@@ -150,15 +155,18 @@ def _multiply_run(
     do_not_specialize=["num_fetchers", "capacity", "fetch_part", "multiply_part", "timeout_ns"]
 )
 def dispatch_gemm_kernel(
-    stage_ptrs_W, sends_SD, x_RD, plan, a_desc, b_desc, h_desc, pre_desc, dpre_desc,
-    weight_R, dweight_RC,
+    stage_ptrs_W, sends_SD, x_RD, plan, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
     num_fetchers, capacity, fetch_part, multiply_part, status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, FORM: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Fetch and multiply by tickets. A ``_part`` is 1, or 0 to leave that out."""
+    """Fetch and multiply by tickets. A ``_part`` is 1, or 0 to leave that out.
+
+    ``h``, ``pre`` and ``dpre`` are descriptors forward and pointers backward: a store by tensor
+    memory is waited for, and backward has three for each of four parts of a tile.
+    """
     BLOCK_M: tl.constexpr = LAYOUT.block_m
     CLEAR: tl.constexpr = FORM.clear
     num_columns: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_F - 1) // BLOCK_F
@@ -211,8 +219,8 @@ def dispatch_gemm_kernel(
                 first = run * RUN
                 _multiply_run(
                     tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN), num_rows,
-                    a_desc, b_desc, h_desc, pre_desc, dpre_desc, weight_R, dweight_RC,
-                    FORM, HIDDEN_SIZE, num_columns, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_F,
+                    a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+                    FORM, HIDDEN_SIZE, INTERMEDIATE_SIZE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_F,
                 )  # fmt: skip
                 ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
             else:
@@ -273,7 +281,7 @@ def dispatch_gemm(
         h_RF, block_rows=layout.block_m, block_columns=form.tile_columns(tile)
     )
     if pre_RG is not None:
-        pre_desc = _describe_parts(pre_RG, form, form.tile_columns(tile), layout, together=False)
+        pre_desc = _describe_parts(pre_RG, form, form.tile_columns(tile), layout)
     x_desc = describe_rows(x_RD, block_rows=layout.block_m, block_columns=tile.block_k)
     up_desc = describe_weights(up_LGD, parts=form.num_parts, tile=tile)
     for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
@@ -327,17 +335,13 @@ def dispatch_dgrad(
     """
     form = Form(gated=gated, backward=True, clear=knobs.weight.block_k)
     tile, intermediate_size = knobs.down_grad, weighted_RF.shape[1]
-    part = tile.block_n // GRADIENT_PARTS
     dy_desc = describe_rows(dy_RD, block_rows=layout.block_m, block_columns=tile.block_k)
     down_desc = describe_weights(down_LDF, parts=1, tile=tile, turned=True)
-    weighted_desc = describe_rows(weighted_RF, block_rows=layout.block_m, block_columns=part)
-    pre_desc = _describe_parts(pre_RG, form, part, layout, together=True)
-    dpre_desc = _describe_parts(dpre_RG, form, part, layout, together=True)
     for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
         _launch(
             num_programs,
-            (stage_ptrs_W, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_desc, pre_desc,
-             dpre_desc, weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0], fetch, multiply,
+            (stage_ptrs_W, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG,
+             weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0], fetch, multiply,
              status, host_words, timeout_ns),
             _constants(form, layout, knobs, tile, dy_RD.shape[1], intermediate_size),
             dtypes=(dy_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -359,9 +363,8 @@ def _constants(
 
 
 def _describe_parts(
-    pre_RG: torch.Tensor, form: Form, block_columns: int, layout: Layout, *, together: bool
+    pre_RG: torch.Tensor, form: Form, block_columns: int, layout: Layout
 ) -> TensorDescriptor:
     """Return the descriptor of what the activation is made of, (rows, parts, columns)."""
     pre = pre_RG.view(pre_RG.shape[0], form.num_parts, -1)
-    block = [layout.block_m, form.num_parts if together else 1, block_columns]
-    return describe(pre, list(pre.shape), list(pre.stride()), block)
+    return describe(pre, list(pre.shape), list(pre.stride()), [layout.block_m, 1, block_columns])

@@ -165,6 +165,8 @@ def gemm_combine_kernel(
     total = num_tiles * num_runs * multiply_part
     num_tasks = tasks_a_chunk * num_chunks * combine_part
     tickets = plan + LAYOUT.tickets
+    tickets_a_chunk = num_tiles * runs_a_chunk
+    ticket = 0
     multiplying = total > 0
     task = num_tasks
     homes_a_chunk = tl.cdiv(num_tokens, HOME_ROWS)
@@ -172,6 +174,7 @@ def gemm_combine_kernel(
     home = num_homes
     if (tl.program_id(0) < num_combiners) | (total == 0):
         task = tl.atomic_add(tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu")
+    if (tl.program_id(0) < num_combiners // 4) | (total == 0):
         home = tl.atomic_add(tickets + _HOME_TICKET, home_part, sem="relaxed", scope="gpu")
     arrived = -1  # the last chunk that all ranks have sent, as far as this program knows
     pending = 0  # chunk and number of the tiles made last, until they are counted
@@ -181,6 +184,11 @@ def gemm_combine_kernel(
         done = plan + LAYOUT.chunk_done + chunk
         need = num_tiles * tl.minimum(num_columns - chunk * per_chunk, per_chunk)
         combine = task < num_tasks
+        if multiplying:
+            # In pace: as far with the tasks of this chunk as all are with the tiles of the next.
+            # While a program makes a tile, each of the others takes about one.
+            taken = ticket + tl.num_programs(0) - (chunk + 1) * tickets_a_chunk
+            combine &= taken * tasks_a_chunk >= (task - chunk * tasks_a_chunk) * tickets_a_chunk
         if combine & (chunk != ready):
             if multiplying:
                 combine = poll(done, "gpu") >= need
@@ -295,7 +303,7 @@ def gemm_combine(
         epoch: number of this call, as published.
         fused: False runs the three parts one after another.
     """
-    tile, num_combiners = knobs.down, knobs.combiners(h_RF.shape[1])
+    tile, num_combiners = knobs.down, knobs.num_combiners
     descs = _describe(h_RF, down_LDF, z_RD, tile, layout, turned=False)
     for parts in _FUSED if fused else _ONE_BY_ONE:
         _launch(
@@ -349,7 +357,7 @@ def dgrad_combine(
         epoch: number of this pass, as staged.
         fused: False runs the three parts one after another.
     """
-    tile, num_combiners = knobs.up_grad, knobs.combiners(dpre_RG.shape[1])
+    tile, num_combiners = knobs.up_grad, knobs.num_combiners
     descs = _describe(dpre_RG, up_LGD, z_RD, tile, layout, turned=True)
     idx_TK = aligned(topk_idx_TK)
     for parts in _FUSED if fused else _ONE_BY_ONE:

@@ -38,8 +38,8 @@ class Knobs:
         num_fetchers: programs of dispatch_gemm that fetch until nothing is left to fetch; the
             others fetch their own rank's rows, and more while their next tile is not ready.
         fetch_elements: what a fetching program keeps in flight: some whole rows, or a part of them.
-        num_combiners: programs of gemm_combine that combine whenever a chunk is ready; the others
-            multiply until nothing is left to multiply. 0 chooses by the experts' size.
+        num_combiners: programs of gemm_combine that combine while others multiply, as far as they
+            must to keep pace; a quarter of them adds up at home meanwhile.
         combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
         combine_stages: steps of that loop in flight, each a row of ``combine_rows`` sends.
         chunk_columns: columns of the down projection that are combined at once; a power of two,
@@ -56,19 +56,11 @@ class Knobs:
     weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     num_fetchers: int = 8
     fetch_elements: int = 32768
-    num_combiners: int = 0
+    num_combiners: int = 48
     combine_rows: int = 16
     combine_stages: int = 4
     chunk_columns: int = 1024
     home_rows: int = 16
-
-    def combiners(self, intermediate_size: int) -> int:
-        """Return how many programs begin by combining.
-
-        What a row costs to combine is fixed, what it costs to multiply grows with the experts:
-        fewer programs keep up beside larger ones. The figures are those that measured fastest.
-        """
-        return self.num_combiners or min(48, max(16, 36864 // intermediate_size))
 
     def fetch_block(self, hidden_size: int) -> tuple[int, int]:
         """Return rows and columns of the piece that a fetching program keeps in flight."""

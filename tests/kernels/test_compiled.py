@@ -36,7 +36,7 @@ MODELS = {
     "mixtral": {"num_experts": 8, "top_k": 2, "hidden_size": 4096, "intermediate_size": 14336},
 }
 NUM_RANKS, NUM_TOKENS = 4, 8192
-SPILLED_BYTES = {"dispatch_dgrad": 8}  # two registers, of which no loop of products has need
+SPILLED_BYTES = {"dispatch_dgrad": 12}  # three registers, of which no loop of products has need
 MODULES = (plan, stage, dispatch_gemm, gemm_combine, weight_gemm)
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -270,14 +270,15 @@ def _check_copies(name: str, kernel: Compiled) -> None:
 
 
 def _check_tiles(name: str, kernel: Compiled) -> None:
-    """Tiles come and go by tensor memory, and are multiplied by tensor cores."""
+    """Tiles come by tensor memory, and go so but for gradients; tensor cores multiply them."""
     for instruction in (
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16",
         "cp.async.bulk.tensor.2d.shared::cta.global",
         "cp.async.bulk.tensor.4d.shared::cta.global",
-        "cp.async.bulk.tensor.2d.global.shared::cta",
     ):
         assert instruction in kernel.ptx, f"{name}: {instruction}"
+    is_stored_so = "cp.async.bulk.tensor.2d.global.shared::cta" in kernel.ptx
+    assert is_stored_so == (name != "dispatch_dgrad"), name
 
 
 def _check_signals(name: str, kernel: Compiled) -> None:

@@ -16,8 +16,8 @@ _SWITCH_NS = 100_000  # what a switch between threads takes here, roughly
 
 
 # A fence orders two paths to memory of which the interpreter has one, a wait for bulk stores finds
-# them done, a move says where in the registers: all yield their first operand.
-_AS_ITS_OPERAND = ("fence.proxy.async", "cp.async.bulk.wait_group", "mov.b32 $0, $1;")
+# them done, a prefetch changes no value: all yield their first operand.
+_AS_ITS_OPERAND = ("fence.proxy.async", "cp.async.bulk.wait_group", "prefetch.global")
 
 
 @dataclass(frozen=True)
