@@ -286,7 +286,7 @@ def dispatch_gemm(
     up_desc = describe_weights(up_LGD, parts=form.num_parts, tile=tile)
     for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
         _launch(
-            num_programs,
+            num_programs * tile.per_sm,
             (stage_ptrs_W, x_RD if sends_SD is None else sends_SD, x_RD, plan, x_desc, up_desc,
              h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers, x_RD.shape[0], fetch,
              multiply, status, host_words, timeout_ns),
@@ -339,7 +339,7 @@ def dispatch_dgrad(
     down_desc = describe_weights(down_LDF, parts=1, tile=tile, turned=True)
     for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
         _launch(
-            num_programs,
+            num_programs * tile.per_sm,
             (stage_ptrs_W, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG,
              weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0], fetch, multiply,
              status, host_words, timeout_ns),

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels.combine import combine_task, count_sent, send_weight_gradients
-from halley.kernels.home import chunk_came, sum_at_home, take_weight_gradients, wait_for_chunk
+from halley.kernels.home import chunk_came, take_home, wait_for_chunk
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
 from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
@@ -119,21 +119,6 @@ def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
         tl.atomic_add(done, pending % _MAX_RUN, sem="release", scope="gpu")
 
 
-@triton.jit
-def _take_home(
-    task, chunk, y_TD, home_WTD, plan, num_tokens, idx_TK, dweights_TK, weights_home_WTK,
-    LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
-    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Add up what came for some tokens; what is sent with the first chunk is taken with it."""
-    sum_at_home(task, chunk, y_TD, home_WTD, plan, num_tokens, LAYOUT, HIDDEN_SIZE, ROWS, CHUNK)
-    if BACKWARD:
-        if chunk == 0:
-            take_weight_gradients(
-                task, idx_TK, dweights_TK, weights_home_WTK, num_tokens, LAYOUT, ROWS
-            )
-
-
 @triton.jit(do_not_specialize=[
     "num_tokens", "epoch", "rank", "num_combiners", "multiply_part", "combine_part", "home_part",
     "timeout_ns",
@@ -174,7 +159,7 @@ def gemm_combine_kernel(
     home = num_homes
     if (tl.program_id(0) < num_combiners) | (total == 0):
         task = tl.atomic_add(tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu")
-    if (tl.program_id(0) < num_combiners // 4) | (total == 0):
+    if (tl.program_id(0) * 4 < num_combiners) | (total == 0):
         home = tl.atomic_add(tickets + _HOME_TICKET, home_part, sem="relaxed", scope="gpu")
     arrived = -1  # the last chunk that all ranks have sent, as far as this program knows
     pending = 0  # chunk and number of the tiles made last, until they are counted
@@ -185,8 +170,7 @@ def gemm_combine_kernel(
         need = num_tiles * tl.minimum(num_columns - chunk * per_chunk, per_chunk)
         combine = task < num_tasks
         if multiplying:
-            # In pace: as far with the tasks of this chunk as all are with the tiles of the next.
-            # While a program makes a tile, each of the others takes about one.
+            # In pace with the tiles of the next chunk, of which all take one while this makes one.
             taken = ticket + tl.num_programs(0) - (chunk + 1) * tickets_a_chunk
             combine &= taken * tasks_a_chunk >= (task - chunk * tasks_a_chunk) * tickets_a_chunk
         if combine & (chunk != ready):
@@ -215,7 +199,7 @@ def gemm_combine_kernel(
             task = tl.atomic_add(tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu")
         elif chunk_came(home, num_homes, homes_a_chunk, arrived, plan, words, epoch, LAYOUT):
             arrived = home // homes_a_chunk
-            _take_home(
+            take_home(
                 home % homes_a_chunk, arrived, y_TD, home_WTD, plan, num_tokens,
                 idx_TK, dweights_TK, weights_home_WTK,
                 LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
@@ -249,7 +233,7 @@ def gemm_combine_kernel(
             ):
                 num_homes = 0
         if num_homes > 0:
-            _take_home(
+            take_home(
                 home % homes_a_chunk, chunk, y_TD, home_WTD, plan, num_tokens,
                 idx_TK, dweights_TK, weights_home_WTK,
                 LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
@@ -307,7 +291,7 @@ def gemm_combine(
     descs = _describe(h_RF, down_LDF, z_RD, tile, layout, turned=False)
     for parts in _FUSED if fused else _ONE_BY_ONE:
         _launch(
-            num_programs,
+            num_programs * tile.per_sm,
             (y_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              status, status, status, status, status, y_TD.shape[0], epoch, rank, num_combiners,
              *parts, status, host_words, timeout_ns),
@@ -362,7 +346,7 @@ def dgrad_combine(
     idx_TK = aligned(topk_idx_TK)
     for parts in _FUSED if fused else _ONE_BY_ONE:
         _launch(
-            num_programs,
+            num_programs * tile.per_sm,
             (dx_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
              dx_TD.shape[0], epoch, rank, num_combiners, *parts, status, host_words, timeout_ns),

@@ -43,7 +43,7 @@ def wait_for_chunk(chunk, plan, words, epoch, status, host_words, timeout_ns, LA
 
 
 @triton.jit
-def sum_at_home(
+def _sum_at_home(
     task, chunk, y_TD, home_WTD, plan, num_tokens,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def sum_at_home(
 
 
 @triton.jit
-def take_weight_gradients(
+def _take_weight_gradients(
     task, idx_TK, dweights_TK, weights_home_WTK, num_tokens,
     LAYOUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -91,3 +91,18 @@ def take_weight_gradients(
     source = weights_home_WTK + row * LAYOUT.top_k + slot
     value = tl.load(source, mask=real & (owner >= 0), other=0.0)
     tl.store(dweights_TK + at, value, mask=real)
+
+
+@triton.jit
+def take_home(
+    task, chunk, y_TD, home_WTD, plan, num_tokens, idx_TK, dweights_TK, weights_home_WTK,
+    LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Add up what came for some tokens; what is sent with the first chunk is taken with it."""
+    _sum_at_home(task, chunk, y_TD, home_WTD, plan, num_tokens, LAYOUT, HIDDEN_SIZE, ROWS, CHUNK)
+    if BACKWARD:
+        if chunk == 0:
+            _take_weight_gradients(
+                task, idx_TK, dweights_TK, weights_home_WTK, num_tokens, LAYOUT, ROWS
+            )

@@ -14,6 +14,7 @@ class GemmTile:
         run: tiles side by side that a program makes in one loop: the loads of the next begin
             during the last products of the one before, which is stored meanwhile.
         num_warps: warps of a program.
+        per_sm: programs on one multiprocessor: one multiplies while the other stores or combines.
         num_stages: steps in flight.
     """
 
@@ -22,6 +23,7 @@ class GemmTile:
     group: int = 8
     run: int = 1
     num_warps: int = 8
+    per_sm: int = 1
     num_stages: int = 4
 
 

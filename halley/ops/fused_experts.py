@@ -48,15 +48,31 @@ def fused_experts(
 
     Raises:
         RuntimeError: a peer did not come in time, or came for another pass.
+        ValueError: a ``main_grad`` is not a contiguous buffer of the projection's shape.
     """
     args = (
         x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces
     )  # fmt: skip
     if turn is None or not torch.compiler.is_compiling():
+        for weight in (up_LGD, down_LDF):
+            _check_main_grad(weight)
         return _FusedExperts.apply(*args, None)  # pyright: ignore[reportReturnType]
     y_TD = torch.ops.halley.fused_experts.default(*args, turn)[0]
     end_pass(turn, y_TD)
     return y_TD
+
+
+def _check_main_grad(weight: torch.Tensor) -> None:
+    buffer: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if buffer is None:
+        return
+    is_like = buffer.shape == weight.shape and buffer.device == weight.device
+    if not (is_like and buffer.is_contiguous() and buffer.dtype in (torch.float32, weight.dtype)):
+        raise ValueError(
+            f"main_grad ({buffer.dtype}, shape {tuple(buffer.shape)}, strides {buffer.stride()}, "
+            f"{buffer.device}) must be contiguous, of float32 or {weight.dtype}, "
+            f"of shape {tuple(weight.shape)}, on {weight.device}"
+        )
 
 
 def _forward(
@@ -101,7 +117,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.gated, ctx.save, ctx.weights_dtype = gated, save, weights.dtype
     ctx.common, ctx.turn = {"fused": fused, "workspaces": workspaces}, turn
     # What comes back of the saved weights may be another tensor, without its attributes.
-    buffered = (weight if hasattr(weight, "main_grad") else None for weight in (up, down))
+    buffered = (
+        weight if getattr(weight, "main_grad", None) is not None else None for weight in (up, down)
+    )
     ctx.buffered_up, ctx.buffered_down = buffered
 
 

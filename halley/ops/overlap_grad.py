@@ -212,8 +212,6 @@ def _dgrad_combine(
     workspaces: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     workspace = find_workspaces(workspaces).combining(plan)
-    if workspace.capacity < dpre.shape[0]:  # another plan's forward may have been smaller
-        workspace.reserve(dpre.shape[0])
     dx_TD = dpre.new_empty(topk_idx.shape[0], up.shape[2])
     dweights_TK = dpre.new_empty(topk_idx.shape, dtype=torch.float32)
     launch_dgrad_combine(

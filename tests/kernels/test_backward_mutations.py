@@ -154,7 +154,7 @@ MUTATIONS = {
         ),
     ),
     "home: gradients of weights in the wrong order": Mutation(
-        function=home.take_weight_gradients, edits=(("k > other", "k < other"),)
+        function=home._take_weight_gradients, edits=(("k > other", "k < other"),)
     ),
     "home: does not wait": Mutation(
         function=home.wait_for_chunk, edits=(("wait(flag, epoch,", "wait(flag, 0,"),)

@@ -36,6 +36,7 @@ from tests.kernels.mutation import Mutation, apply
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="mutates interpreted kernels")
 
 NUM_SEEDS = 6
+MOST_SEEDS = 24  # until a mutation shows; one that needs a rank far ahead shows in one of six
 SHORT_S = 0.3  # where a mistake means that something never comes
 # Programs begin one after another and fetch few rows at once. Rank 0 has no tokens at first.
 CASE = KernelCase(
@@ -211,5 +212,5 @@ def test_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation = MUTATIONS[name]
     _right_outputs(mutation.case or CASE)  # before the mutation
     apply(mutation, monkeypatch)
-    caught = (_is_caught(mutation, seed) for seed in range(NUM_SEEDS))
-    assert any(caught), f"{name} shows with none of {NUM_SEEDS} seeds"
+    caught = (_is_caught(mutation, seed) for seed in range(MOST_SEEDS))
+    assert any(caught), f"{name} shows with none of {MOST_SEEDS} seeds"

@@ -291,3 +291,8 @@ def test_sizes_of_workspaces(sizes: dict[str, float]) -> None:
     (name,) = sizes
     with pytest.raises(ValueError, match=name):
         Workspaces(None, CPU, **sizes)  # pyright: ignore[reportArgumentType]
+
+
+def test_save_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match=r"save \(nothing\) must be one of all, inputs, recompute"):
+        FusedStrategy(Workspaces(None, CPU), recorder=Recorder(CPU), save="nothing")  # pyright: ignore[reportArgumentType]

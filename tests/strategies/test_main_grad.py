@@ -129,3 +129,23 @@ def test_compiled_layer_leaves_main_grad_to_others() -> None:
     for weight, buffer in zip((experts.up_LGD, experts.down_LDF), buffers, strict=True):
         assert not vars(weight)["grad_added_to_main_grad"]
         assert torch.equal(buffer, torch.zeros_like(buffer))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: torch.zeros(weight.numel()),
+        lambda weight: torch.zeros(weight.shape[::-1]).permute(2, 1, 0),
+        lambda weight: torch.zeros(weight.shape, dtype=torch.float16),
+    ],
+    ids=["flat", "strided", "half"],
+)
+def test_main_grad_that_nothing_can_be_added_to(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    layer = _build()
+    x_TD, routing, _ = make_tokens(CASE, 0)
+    experts = local_experts_of(CASE, 0)
+    vars(experts.down_LDF)["main_grad"] = make(experts.down_LDF)
+    with pytest.raises(ValueError, match=r"main_grad \(torch.*must be contiguous, of float32 or"):
+        layer.forward(x_TD, routing, experts)
