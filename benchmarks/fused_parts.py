@@ -8,7 +8,6 @@ slash; a set may be empty, which is the defaults.
     torchrun --nproc-per-node 4 benchmarks/fused_parts.py qwen3-30b-a3b 8192 / up.run=2 / block_m=64
 """
 
-import dataclasses
 import json
 import statistics
 import sys
@@ -66,7 +65,7 @@ def measure(
     """
     device, dtype = tensors.x_TD.device, tensors.x_TD.dtype
     recorder = Recorder(device, enabled=False)
-    workspaces = Workspaces(groups.ep, device, knobs=read_knobs(settings))
+    workspaces = Workspaces(groups.ep, device, knobs=Knobs().changed(settings))
     sequential = build_strategy("sequential", groups.ep, recorder=recorder, device=device)
     wanted = outputs_of(sequential, tensors)
     runs = {}
@@ -88,20 +87,6 @@ def measure(
     line |= {f"{name}_whole_us": round(timing.median_us) for name, timing in whole.items()}
     workspaces.close()
     return line
-
-
-def read_knobs(settings: list[str]) -> Knobs:
-    """Return the default knobs but for settings such as "num_fetchers=16" and "up.run=2"."""
-    knobs = Knobs()
-    for setting in settings:
-        name, value = setting.split("=")
-        gemm, _, field = name.rpartition(".")
-        if gemm:
-            changed = dataclasses.replace(getattr(knobs, gemm), **{field: int(value)})
-            knobs = dataclasses.replace(knobs, **{gemm: changed})
-        else:
-            knobs = dataclasses.replace(knobs, **{field: int(value)})
-    return knobs
 
 
 def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tuple[str, int]]:

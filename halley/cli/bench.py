@@ -65,11 +65,13 @@ def layer(
     """
     num_ranks = count_ranks(nproc, device=device)
     on_gpu = pick_device(device).type == "cuda"
-    if models == "default":
-        models = _BENCH_MODELS if on_gpu else "tiny"
-    if tokens == "default":
-        tokens = "2048,8192" if on_gpu else "512"
-    cases = _cases(models, tokens, skew=skew, dtype=read_dtype(dtype, on_gpu=on_gpu), seed=seed)
+    cases = layer_cases(
+        models if models != "default" else default_models(on_gpu=on_gpu),
+        tokens if tokens != "default" else default_tokens(on_gpu=on_gpu),
+        skew=skew,
+        dtype=read_dtype(dtype, on_gpu=on_gpu),
+        seed=seed,
+    )
     names = _split(strategies, option="strategies")
     for name in names:
         check_strategy(name)
@@ -172,9 +174,20 @@ def _print(table: Table, rows: list[Row]) -> None:
         typer.echo(json.dumps(row))
 
 
-def _cases(
+def default_models(*, on_gpu: bool) -> str:
+    """Return the models whose layers are measured unless others are named."""
+    return _BENCH_MODELS if on_gpu else "tiny"
+
+
+def default_tokens(*, on_gpu: bool) -> str:
+    """Return the tokens a rank with which they are."""
+    return "2048,8192" if on_gpu else "512"
+
+
+def layer_cases(
     models: str, tokens: str, *, skew: str, dtype: torch.dtype, seed: int
 ) -> list[LayerCase]:
+    """Return the cases of all models, numbers of tokens and loads that the words name."""
     _check_seed(seed)
     configs = [find_model(name) for name in _split(models, option="models")]
     loads = _split(skew, option="skew")

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import typer
 
-from halley.cli import bench, doctor, export, run, trace, train
+from halley.cli import bench, doctor, export, run, trace, train, tune
 from halley.train.launch import USER_ERROR
 
 
@@ -25,6 +25,7 @@ app.add_typer(bench.app, name="bench")
 app.command("trace")(trace.trace)
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
+app.command("tune")(tune.tune)
 # What stands behind the script is the script's, options too.
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 

@@ -1,6 +1,7 @@
 """What a tuner may turn: sizes of tiles and tasks, and how many programs begin with which work."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +69,43 @@ class Knobs:
         """Return rows and columns of the piece that a fetching program keeps in flight."""
         columns = min(4096, 1 << (hidden_size - 1).bit_length(), self.fetch_elements)
         return min(64, self.fetch_elements // columns), columns
+
+    def changed(self, settings: Sequence[str]) -> "Knobs":
+        """Return these knobs but for some settings, such as "num_fetchers=16" and "up.run=2".
+
+        Raises:
+            ValueError: a setting is not of that form, or names no knob.
+        """
+        knobs = self
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            if name not in _named(knobs) or not value.isdecimal():
+                raise ValueError(
+                    f"setting ({setting}) must be the name of a knob, an equals sign and an integer"
+                )
+            tile, _, part = name.rpartition(".")
+            if tile:
+                knobs = replace(
+                    knobs, **{tile: replace(getattr(knobs, tile), **{part: int(value)})}
+                )
+            else:
+                knobs = replace(knobs, **{name: int(value)})
+        return knobs
+
+    def settings(self, base: "Knobs") -> list[str]:
+        """Return in what these knobs differ from others, as ``changed`` takes it."""
+        others = _named(base)
+        return [f"{name}={value}" for name, value in _named(self).items() if value != others[name]]
+
+
+def _named(knobs: Knobs) -> dict[str, int]:
+    """Return all knobs by the names that settings have."""
+    named: dict[str, int] = {}
+    for field_ in fields(knobs):
+        value = getattr(knobs, field_.name)
+        if isinstance(value, GemmTile):
+            for part in fields(value):
+                named[f"{field_.name}.{part.name}"] = getattr(value, part.name)
+        else:
+            named[field_.name] = value
+    return named

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from halley.kernels.knobs import GemmTile, Knobs
+from halley.ops.tuned import KnobTable, TunedShape, knobs_path, tuning_environment
 from halley.ops.workspace import ShapeClass, Workspace
 from halley.symm.heap import AbstractSymmHeap, RangeHook
 from halley.symm.open import open_heap
@@ -33,6 +34,12 @@ CPU_KNOBS = Knobs(
     home_rows=64,
 )
 
+
+def default_knobs(device: torch.device) -> Knobs:
+    """Return the knobs of a device for which nothing was measured."""
+    return CPU_KNOBS if device.type == "cpu" else Knobs()
+
+
 # The schemas of operators know no objects, so they name workspaces by number.
 _ALL: "weakref.WeakValueDictionary[int, Workspaces]" = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
@@ -51,7 +58,8 @@ class Workspaces:
         max_tokens: tokens a rank that there is room for from the start; 0 is what the ranks bring
             at the first call. More are no error, but the call that brings them makes room first.
         timeout_s: how long a kernel waits for a peer.
-        knobs: of the kernels; None for the defaults of the device.
+        knobs: of the kernels; None for those that were tuned on this machine, see ``tuned``, else
+            the defaults of the device.
 
     Attributes:
         num_ranks: of the group.
@@ -74,8 +82,12 @@ class Workspaces:
             raise ValueError(f"timeout_s ({timeout_s}) must be above 0")
         self.group, self.device, self.timeout_s = group, device, timeout_s
         self.max_tokens = max_tokens
-        self.knobs = knobs or (CPU_KNOBS if device.type == "cpu" else Knobs())
+        self.knobs = knobs or default_knobs(device)
         self.num_ranks = place_in(group)[1]
+        self._tuned: KnobTable | None = None
+        if knobs is None:
+            environment = tuning_environment(device, num_ranks=self.num_ranks)
+            self._tuned = KnobTable(knobs_path(), environment)
         self.handle = next(_next_handle)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._heap: AbstractSymmHeap | None = None
@@ -164,21 +176,33 @@ class Workspaces:
     def _make(self, shape: ShapeClass, num_tokens: int) -> Workspace:
         if self._heap is None:
             self._heap = self._open_heap()
-        told = gather((shape, num_tokens), group=self.group)
-        for rank, (other, _) in enumerate(told):
+        told = gather((shape, num_tokens, self._find_knobs(shape, num_tokens)), group=self.group)
+        for rank, (other, _, _) in enumerate(told):
             if other != shape:
                 raise RuntimeError(
                     f"rank {self._heap.rank} runs a layer of {shape}, rank {rank} one of {other}"
                 )
-        most = max(num_tokens for _, num_tokens in told)
+        most = max(num_tokens for _, num_tokens, _ in told)
         self._by_shape[shape] = Workspace(
             shape,
             heap=self._heap,
-            knobs=self.knobs,
+            knobs=told[0][2],  # of one rank: what ranks tell each other depends on them
             max_tokens=max(self.max_tokens, most, 1),
             timeout_s=self.timeout_s,
         )
         return self._by_shape[shape]
+
+    def _find_knobs(self, shape: ShapeClass, num_tokens: int) -> Knobs:
+        if self._tuned is None:
+            return self.knobs
+        wanted = TunedShape(
+            hidden_size=shape.hidden_size,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            num_tokens=max(self.max_tokens, num_tokens),
+        )
+        return self._tuned.find(wanted, base=self.knobs)
 
     def _open_heap(self) -> AbstractSymmHeap:
         hooks: dict[str, RangeHook] = {}

@@ -241,6 +241,16 @@ WRONG_EXPORTS: dict[str, tuple[str, str]] = {
     ),
 }
 
+WRONG_TUNINGS: dict[str, tuple[str, str]] = {
+    "unknown knob": ("--knobs num_fetchers,turbo", "knobs (turbo) must be of num_combiners, "),
+    "no samples": ("--samples 0", "samples (0) must be at least 1"),
+    "unknown model": ("--models tinny", "model (tinny) must be one of tiny, mixtral"),
+    "broken file": (
+        "--show --path {folder}/unknown.toml",
+        "{folder}/unknown.toml:1 must be a line of tuned knobs",
+    ),
+}
+
 CASES = {
     **WRONG_COMMANDS,
     **WRONG_CONFIGS,
@@ -248,6 +258,7 @@ CASES = {
     **WRONG_RUNS,
     **{f"bench: {name}": (f"bench layer {a}", t) for name, (a, t) in WRONG_BENCHES.items()},
     **{f"doctor: {name}": (f"doctor {a}", t) for name, (a, t) in WRONG_DOCTORS.items()},
+    **{f"tune: {name}": (f"tune {a}", t) for name, (a, t) in WRONG_TUNINGS.items()},
     **{f"export: {name}": case for name, case in WRONG_EXPORTS.items()},
 }
 

@@ -1,0 +1,113 @@
+"""``halley tune``: find the fastest knobs of fused layers on this machine, or show those known."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from halley.cli.bars import step_progress
+from halley.cli.bench import (
+    DeviceOption,
+    DtypeOption,
+    ModelsOption,
+    NprocOption,
+    TokensOption,
+    default_models,
+    default_tokens,
+    layer_cases,
+)
+from halley.cli.checks import read_dtype
+from halley.cli.ranks import count_ranks, hand_to_ranks, joined
+from halley.core.routing import local_experts
+from halley.moe.parallel import build_groups
+from halley.moe.world import pick_device
+from halley.train.checkpoint import check_writable
+
+
+if TYPE_CHECKING:
+    from halley.ops.tuned import KnobTable
+
+
+def tune(
+    models: ModelsOption = "default",
+    tokens: TokensOption = "default",
+    knobs: Annotated[str, typer.Option(help="Which to tune, or 'all'.")] = "all",
+    dtype: DtypeOption = "default",
+    samples: Annotated[int, typer.Option(help="Counted samples of each candidate.")] = 7,
+    path: Annotated[Path | None, typer.Option(help="File of tuned knobs.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Only show what the file holds.")] = False,
+    nproc: NprocOption = 0,
+    device: DeviceOption = "auto",
+) -> int:
+    """Measure knobs of the fused strategy and keep the fastest, which layers find from then on.
+
+    Prints a table, then one JSON line for each layer.
+    """
+    # Only here: Triton is not there on every platform.
+    from halley.ops.tuned import KnobTable, knobs_path, tuning_environment
+    from halley.perf.tune import SPACE, tune_layer
+
+    num_ranks = count_ranks(nproc, device=device)
+    place = pick_device(device)
+    file = path or knobs_path()
+    environment = tuning_environment(place, num_ranks=num_ranks)
+    if show:
+        _print(KnobTable(file, environment))
+        return 0
+    on_gpu = place.type == "cuda"
+    space = {name: SPACE[name] for name in _names(knobs, list(SPACE))}
+    if samples < 1:
+        raise ValueError(f"samples ({samples}) must be at least 1")
+    cases = layer_cases(
+        models if models != "default" else default_models(on_gpu=on_gpu),
+        tokens if tokens != "default" else default_tokens(on_gpu=on_gpu),
+        skew="balanced",
+        dtype=read_dtype(dtype, on_gpu=on_gpu),
+        seed=0,
+    )
+    for case in cases:
+        local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+    check_writable(file.parent)
+    code = hand_to_ranks(nproc, device=device)
+    if code is not None:
+        return code
+
+    with joined(device) as (world, _):
+        groups = build_groups(0, device_type=world.device.type)
+        table = KnobTable(file, environment)
+        with step_progress(world) as on_progress:
+            for case in cases:
+                found = tune_layer(
+                    case, groups=groups, device=world.device, space=space,
+                    num_samples=samples, on_progress=on_progress,
+                )  # fmt: skip
+                if world.is_first:
+                    table.write(found)
+        if world.is_first:
+            _print(table)
+    return 0
+
+
+def _names(knobs: str, allowed: list[str]) -> list[str]:
+    names = allowed if knobs == "all" else [name.strip() for name in knobs.split(",")]
+    if unknown := sorted(set(names) - set(allowed)):
+        raise ValueError(f"knobs ({', '.join(unknown)}) must be of {', '.join(allowed)}, or all")
+    return names
+
+
+def _print(table: "KnobTable") -> None:
+    shown = Table(title=f"{table.path}: {table.environment.device}, {table.environment.topology}")
+    for name in ("hidden", "experts", "top-k", "tokens", "default us", "tuned us", "knobs"):
+        shown.add_column(name)
+    for each in table.found:
+        shape = each.shape
+        sizes = (shape.hidden_size, shape.num_experts, shape.top_k, shape.num_tokens)
+        times = (f"{each.default_us:.0f}", f"{each.median_us:.0f}")
+        shown.add_row(*map(str, sizes), *times, " ".join(each.settings) or "defaults")
+    Console(width=None if Console().is_terminal else 140).print(shown)
+    for each in table.found:
+        typer.echo(json.dumps(asdict(each)))

@@ -1,0 +1,151 @@
+"""Knobs that were measured to be fastest, in a file: one JSON object a line.
+
+A line holds for one machine (device, versions, number of ranks) and one shape of layer; lines of
+other machines are passed over. What is not known takes the nearest number of tokens of its shape,
+else the default knobs.
+"""
+
+import json
+import math
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+
+from halley.cost.profiles import Environment, default_path, find_environment
+from halley.kernels.knobs import Knobs
+
+
+VERSION = 1
+PATH_VARIABLE = "HALLEY_KNOBS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedShape:
+    """What knobs are measured for, beside the machine.
+
+    Attributes:
+        num_tokens: of each rank.
+    """
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    num_tokens: int
+
+    def distance(self, other: "TunedShape") -> float:
+        """Return the octaves between the numbers of tokens; infinity for layers of other shapes."""
+        mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
+        if mine != others:
+            return math.inf
+        return abs(math.log2(max(1, self.num_tokens) / max(1, other.num_tokens)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """What was found for a shape.
+
+    Attributes:
+        settings: in what the knobs differ from the defaults of the device.
+        median_us: forward and backward with them.
+        default_us: the same with the defaults, in the same run.
+        sweeps: by the name of a knob, its values and what they took, with the others as they were.
+    """
+
+    shape: TunedShape
+    settings: tuple[str, ...]
+    median_us: float
+    default_us: float
+    sweeps: dict[str, dict[str, float]]
+
+
+def knobs_path() -> Path:
+    """Return where tuned knobs are kept: ``HALLEY_KNOBS``, or beside the other profiles."""
+    return Path(os.environ.get(PATH_VARIABLE) or default_path().with_name("knobs.jsonl"))
+
+
+def tuning_environment(device: torch.device, *, num_ranks: int) -> Environment:
+    """Return what knobs depend on beside the layer."""
+    found = find_environment(device, topology=f"ranks {num_ranks}")
+    return Environment(
+        device=found.device,
+        versions=f"{found.versions}, triton {version('triton')}",
+        topology=found.topology,
+    )
+
+
+@final
+class KnobTable:
+    """The tuned knobs of one machine.
+
+    Args:
+        path: a file of lines; none is an empty table.
+        environment: whose lines count.
+
+    Raises:
+        ValueError: a line is not what ``write`` writes.
+    """
+
+    def __init__(self, path: Path, environment: Environment) -> None:
+        self.path, self.environment = path, environment
+        self.found: list[Tuned] = []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        others: set[str] = set()
+        for number, line in enumerate(lines, start=1):
+            other = self._read(line, where=f"{path}:{number}")
+            others |= {other} if other else set()
+        if others and not self.found:
+            warnings.warn(
+                f"{path} has no knobs for this machine ({_told(environment)}), but for "
+                f"{'; '.join(sorted(others))}: the defaults are used, halley tune measures better",
+                stacklevel=2,
+            )
+
+    def find(self, shape: TunedShape, *, base: Knobs) -> Knobs:
+        """Return the knobs for a shape, those of the nearest number of tokens, or ``base``."""
+        near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
+        if near is None or math.isinf(near.shape.distance(shape)):
+            return base
+        return base.changed(near.settings)
+
+    def write(self, tuned: Tuned) -> None:
+        """Keep what was found; it counts from now on instead of what was known for its shape."""
+        self._keep(tuned)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = {"version": VERSION, "environment": asdict(self.environment), **asdict(tuned)}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _keep(self, tuned: Tuned) -> None:
+        self.found = [each for each in self.found if each.shape != tuned.shape] + [tuned]
+
+    def _read(self, line: str, *, where: str) -> str:
+        """Keep what a line holds; return whose it is if it is not this machine's."""
+        try:
+            entry = cast(dict[str, Any], json.loads(line))
+            environment = Environment(**entry["environment"])
+            if entry["version"] != VERSION:
+                return f"version {entry['version']} of this file"
+            if environment != self.environment:
+                return _told(environment)
+            tuned = Tuned(
+                shape=TunedShape(**entry["shape"]),
+                settings=tuple(entry["settings"]),
+                median_us=float(entry["median_us"]),
+                default_us=float(entry["default_us"]),
+                sweeps=dict(entry["sweeps"]),
+            )
+            Knobs().changed(tuned.settings)
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where} must be a line of tuned knobs: {error!r}") from error
+        self._keep(tuned)
+        return ""
+
+
+def _told(environment: Environment) -> str:
+    return f"{environment.device}, {environment.versions}, {environment.topology}"

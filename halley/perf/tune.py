@@ -1,0 +1,195 @@
+"""Find the knobs with which a fused layer is fastest on the machine at hand.
+
+One knob after another, each with all its values beside the best so far in one run: a machine that
+slows down slows all of them. What does not fit the device is not tried; what gives other values
+does not win.
+
+Source: COMET (arXiv:2502.19811), section 3.2, which measures division points by shape; here the
+division adapts by itself, and what is measured is what bounds it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.kernels.knobs import GemmTile, Knobs
+from halley.moe.parallel import ParallelGroups
+from halley.ops.tuned import Tuned, TunedShape
+from halley.ops.workspaces import Workspaces, default_knobs
+from halley.perf.layer_case import (
+    LayerCase,
+    LayerTensors,
+    make_tensors,
+    outputs_of,
+    reference_outputs,
+)
+from halley.perf.timer import time_interleaved
+from halley.strategies.fused import FusedStrategy
+
+
+Progress = Callable[[str, int, int], None]
+Space = dict[str, tuple[str, ...]]
+
+
+def _paired(tile: str) -> str:
+    """Return the settings for two programs on a multiprocessor, of half a tile each."""
+    fields = ("block_n=128", "num_warps=4", "num_stages=3", "per_sm=2")
+    return " ".join(f"{tile}.{field}" for field in fields)
+
+
+# Values of a knob are settings, several where they only make sense together.
+SPACE: Space = {
+    "num_combiners": tuple(f"num_combiners={n}" for n in (8, 16, 24, 32, 64)),
+    "num_fetchers": tuple(f"num_fetchers={n}" for n in (4, 16, 32)),
+    "fetch_elements": tuple(f"fetch_elements={n}" for n in (16384, 65536)),
+    "chunk_columns": ("chunk_columns=512 combine_rows=32 home_rows=32", "chunk_columns=2048"),
+    "combine_rows": ("combine_rows=8 combine_stages=6", "combine_rows=8 combine_stages=4"),
+    "down": ("down.run=2", "down.group=16", _paired("down")),
+    "up": ("up.run=2", "up.group=16"),
+    "down_grad": ("down_grad.run=2", "down_grad.group=16", _paired("down_grad")),
+    "up_grad": ("up_grad.run=2", "up_grad.group=16", _paired("up_grad")),
+}
+_MIN_GAIN = 0.01  # what a change must gain, which is more than two runs of the same differ by
+_SHARED_BYTES = 232448  # of a multiprocessor of compute capability 9.0, for programs
+_REGISTERS = 65536
+
+
+def tune_layer(
+    case: LayerCase,
+    *,
+    groups: ParallelGroups,
+    device: torch.device,
+    space: Space,
+    num_samples: int = 7,
+    on_progress: Progress | None = None,
+) -> Tuned:
+    """Return the fastest knobs for a layer, forward and backward; a collective of its ranks.
+
+    Args:
+        case: the layer and its load.
+        space: what to try, as ``SPACE``.
+        num_samples: counted runs of each candidate.
+
+    Raises:
+        RuntimeError: the default knobs give wrong values.
+    """
+    tensors = make_tensors(case, groups, device=device)
+    base = default_knobs(device)
+    want = [value.float() for value in reference_outputs(tensors, groups)]
+    if not _is_right(base, want, tensors, groups):
+        raise RuntimeError(f"the default knobs give wrong values for {case}")
+    best: tuple[str, ...] = ()
+    sweeps: dict[str, dict[str, float]] = {}
+    default_us = best_us = 0.0
+    for index, (name, values) in enumerate(space.items()):
+        if on_progress is not None:
+            on_progress(f"tuning {case.model.name} {case.num_tokens}: {name}", index, len(space))
+        candidates: dict[str, tuple[str, ...]] = {"": best}
+        for value in values:
+            settings = (*best, *value.split())
+            knobs = base.changed(settings)
+            if fits(knobs, tensors) and _is_right(knobs, want, tensors, groups):
+                candidates[value] = settings
+        times_us = _time(candidates, base, tensors, groups, num_samples=num_samples)
+        sweeps[name] = times_us
+        default_us, best_us = default_us or times_us[""], times_us[""]
+        fastest = min(times_us, key=lambda value: times_us[value])
+        if times_us[fastest] < (1 - _MIN_GAIN) * times_us[""]:
+            best, best_us = candidates[fastest], times_us[fastest]
+    if best:  # both once more, in turn
+        times_us = _time({"": (), "best": best}, base, tensors, groups, num_samples=num_samples)
+        default_us, best_us = times_us[""], times_us["best"]
+        if best_us > default_us:
+            best, best_us = (), default_us
+    return Tuned(
+        shape=tuned_shape(case),
+        settings=tuple(base.changed(best).settings(base)),
+        median_us=best_us,
+        default_us=default_us,
+        sweeps=sweeps,
+    )
+
+
+def tuned_shape(case: LayerCase) -> TunedShape:
+    """Return by what the knobs of a layer are found again."""
+    moe = case.model.moe
+    return TunedShape(
+        hidden_size=case.model.hidden_size,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        dtype=str(case.dtype).removeprefix("torch."),
+        num_tokens=case.num_tokens,
+    )
+
+
+def fits(knobs: Knobs, tensors: LayerTensors) -> bool:
+    """Return whether a GPU has room for these knobs, by what their tiles keep there."""
+    itemsize = tensors.x_TD.itemsize
+    combine_bytes = knobs.combine_stages * knobs.combine_rows * knobs.chunk_columns * itemsize
+    for tile in (knobs.up, knobs.down, knobs.down_grad, knobs.up_grad):
+        steps = tile.num_stages * (knobs.block_m + tile.block_n) * tile.block_k * itemsize
+        if tile.per_sm * max(steps, combine_bytes) > _SHARED_BYTES:
+            return False
+        if tile.per_sm * knobs.block_m * tile.block_n > _REGISTERS * 3 // 4:
+            return False
+    return knobs.chunk_columns % max(_columns(knobs)) == 0
+
+
+def _columns(knobs: Knobs) -> list[int]:
+    tiles: tuple[GemmTile, ...] = (knobs.down, knobs.up_grad)
+    return [tile.block_n for tile in tiles]
+
+
+def _strategy(knobs: Knobs, tensors: LayerTensors, groups: ParallelGroups) -> FusedStrategy:
+    device = tensors.x_TD.device
+    workspaces = Workspaces(groups.ep, device, knobs=knobs)
+    return FusedStrategy(workspaces, recorder=Recorder(device, enabled=False))
+
+
+def _is_right(
+    knobs: Knobs, want: list[torch.Tensor], tensors: LayerTensors, groups: ParallelGroups
+) -> bool:
+    """Return whether all ranks get right values with these knobs."""
+    strategy = _strategy(knobs, tensors, groups)
+    tolerance = RELATIVE_TOLERANCE[tensors.x_TD.dtype]
+    got = outputs_of(strategy, tensors)
+    wrong = any(relative_error(a, b) > tolerance for a, b in zip(got, want, strict=True))
+    told = torch.tensor(float(wrong), device=tensors.x_TD.device)
+    if groups.ep is not None:
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=groups.ep)
+    strategy.workspaces.close()
+    return told.item() == 0.0
+
+
+def _time(
+    candidates: dict[str, tuple[str, ...]],
+    base: Knobs,
+    tensors: LayerTensors,
+    groups: ParallelGroups,
+    *,
+    num_samples: int,
+) -> dict[str, float]:
+    """Return the median of each candidate's forward and backward, in us, all in turn."""
+    strategies = {
+        name: _strategy(base.changed(settings), tensors, groups)
+        for name, settings in candidates.items()
+    }
+    timings = time_interleaved(
+        {name: partial(_run, strategy, tensors) for name, strategy in strategies.items()},
+        device=tensors.x_TD.device,
+        num_samples=num_samples,
+        group=groups.ep,
+    )
+    for strategy in strategies.values():
+        strategy.workspaces.close()
+    if tensors.x_TD.is_cuda:
+        torch.cuda.empty_cache()  # for the buffers of the next, which are no part of torch's pool
+    return {name: timing.median_us for name, timing in timings.items()}
+
+
+def _run(strategy: FusedStrategy, tensors: LayerTensors) -> None:
+    outputs_of(strategy, tensors)

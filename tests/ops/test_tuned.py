@@ -1,0 +1,115 @@
+"""Tuned knobs: kept in a file, found by shape and tokens, and used by new workspaces."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.cost.profiles import Environment
+from halley.kernels.knobs import Knobs
+from halley.ops.tuned import PATH_VARIABLE, KnobTable, Tuned, TunedShape, tuning_environment
+from halley.ops.workspaces import CPU_KNOBS, Workspaces
+from halley.strategies.fused import FusedStrategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens
+
+
+CPU = torch.device("cpu")
+HERE = Environment(device="here", versions="1", topology="ranks 2")
+SHAPE = TunedShape(hidden_size=64, num_experts=8, top_k=2, dtype="float32", num_tokens=1024)
+
+
+def _tuned(shape: TunedShape, *settings: str) -> Tuned:
+    return Tuned(shape=shape, settings=settings, median_us=9.0, default_us=10.0, sweeps={})
+
+
+def test_settings_there_and_back() -> None:
+    settings = ["up.run=2", "up_grad.block_n=128", "num_combiners=16"]
+    knobs = Knobs().changed(settings)
+    assert (knobs.up.run, knobs.up_grad.block_n, knobs.num_combiners) == (2, 128, 16)
+    assert knobs.down == Knobs().down
+    assert sorted(knobs.settings(Knobs())) == sorted(settings)
+    assert Knobs().changed([]) == Knobs()
+
+
+@pytest.mark.parametrize("setting", ["fetchers=3", "up=3", "up.runs=3", "num_fetchers=many", ""])
+def test_setting_that_is_none(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"setting \({setting}\) must be the name of a knob"):
+        Knobs().changed([setting])
+
+
+def test_nearest_number_of_tokens_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "knobs.jsonl"
+    table = KnobTable(path, HERE)
+    table.write(_tuned(SHAPE, "num_combiners=1"))
+    table.write(_tuned(replace(SHAPE, num_tokens=8192), "num_combiners=2"))
+    table.write(_tuned(replace(SHAPE, top_k=4), "num_combiners=3"))
+    table.write(_tuned(SHAPE, "num_combiners=5"))  # instead of the first
+    for each in (table, KnobTable(path, HERE)):
+        for num_tokens, want in ((1, 5), (1024, 5), (2800, 5), (3000, 2), (10**6, 2)):
+            found = each.find(replace(SHAPE, num_tokens=num_tokens), base=Knobs())
+            assert found == replace(Knobs(), num_combiners=want), num_tokens
+        assert each.find(replace(SHAPE, hidden_size=128), base=Knobs()) == Knobs()
+        assert each.find(replace(SHAPE, dtype="bfloat16"), base=Knobs()) == Knobs()
+
+
+@pytest.mark.parametrize("field", ["device", "versions", "topology"])
+def test_lines_of_other_machines_are_passed_over_and_told(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "knobs.jsonl"
+    KnobTable(path, replace(HERE, **{field: "else"})).write(_tuned(SHAPE, "num_combiners=1"))
+    with pytest.warns(UserWarning, match=r"has no knobs for this machine \(here, 1, ranks 2\)"):
+        table = KnobTable(path, HERE)
+    assert table.find(SHAPE, base=Knobs()) == Knobs()
+    table.write(_tuned(SHAPE, "num_combiners=2"))
+    assert KnobTable(path, HERE).find(SHAPE, base=Knobs()).num_combiners == 2  # and no warning
+
+
+def test_line_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "knobs.jsonl"
+    KnobTable(path, HERE).write(_tuned(SHAPE, "num_combiners=1"))
+    line = json.loads(path.read_text()) | {"version": 0}
+    path.write_text(json.dumps(line))
+    with pytest.warns(UserWarning, match="version 0 of this file"):
+        assert KnobTable(path, HERE).found == []
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", "{}", "knob", "setting"])
+def test_broken_line_is_named(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "knobs.jsonl"
+    table = KnobTable(path, HERE)
+    table.write(_tuned(SHAPE, "num_combiners=1"))
+    line = path.read_text()
+    if broken == "knob":
+        broken = line.replace("num_combiners", "num_combinators")
+    elif broken == "setting":
+        broken = line.replace('"settings"', '"setting"')
+    path.write_text(f"{line}{broken}\n")
+    with pytest.raises(ValueError, match=r"knobs.jsonl:2 must be a line of tuned knobs"):
+        KnobTable(path, HERE)
+
+
+def _knobs_in_use(rank: int, num_ranks: int, folder: Path) -> list[Knobs]:
+    """Return the knobs that layers of two shapes run with, where only rank 0 knows better ones."""
+    path = folder / f"{rank}.jsonl"
+    shape = TunedShape(hidden_size=24, num_experts=8, top_k=2, dtype="float32", num_tokens=9)
+    if rank == 0:
+        table = KnobTable(path, tuning_environment(CPU, num_ranks=num_ranks))
+        table.write(_tuned(shape, "home_rows=16", "down.group=1", "down_grad.block_n=32"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PATH_VARIABLE, str(path))
+        workspaces = Workspaces(dist.group.WORLD, CPU)
+    layer = FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False))
+    for top_k in (2, 4):
+        case = LayerCase(num_tokens_W=(9, 6), top_k=top_k)
+        x_TD, routing, grad_TD = make_tokens(case, rank)
+        layer.forward(x_TD, routing, local_experts_of(case, rank)).backward(grad_TD)
+    return [workspace.knobs for workspace in workspaces.all()]
+
+
+def test_ranks_run_with_the_knobs_of_the_first(run_ranks: RunRanks, tmp_path: Path) -> None:
+    tuned = CPU_KNOBS.changed(["home_rows=16", "down.group=1", "down_grad.block_n=32"])
+    assert run_ranks(_knobs_in_use, 2, tmp_path) == [[tuned, CPU_KNOBS]] * 2

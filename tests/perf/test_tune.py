@@ -1,0 +1,69 @@
+"""Tuning on CPU ranks: real runs, checked values, and what does not fit left out."""
+
+import pytest
+import torch
+
+from halley.core.models import find_model
+from halley.kernels.knobs import Knobs
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.ops.tuned import Tuned
+from halley.perf import tune
+from halley.perf.layer_case import LayerCase, make_tensors
+from halley.perf.tune import SPACE, fits, tune_layer
+from tests.moe.model_case import destroy
+from tests.rank_pool import RunRanks
+
+
+CPU = torch.device("cpu")
+CASE = LayerCase(model=find_model("tiny"), num_tokens=8, dtype=torch.float32)
+FEWER, MORE = "home_rows=2 combine_rows=8", "chunk_columns=128"
+
+
+def _tune(rank: int, num_ranks: int) -> Tuned:
+    groups = build_groups(0, device_type="cpu")
+    space = {"home_rows": (FEWER,), "chunk_columns": (MORE,)}
+    found = tune_layer(CASE, groups=groups, device=CPU, space=space, num_samples=1)
+    destroy(groups)
+    return found
+
+
+def test_ranks_find_the_same(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(_tune, 2, timeout_s=240)
+    assert first == second
+    assert first.sweeps.keys() == {"home_rows", "chunk_columns"}
+    assert first.sweeps["home_rows"].keys() == {"", FEWER}
+    assert min(t for sweep in first.sweeps.values() for t in sweep.values()) > 0
+    assert first.median_us <= first.default_us
+    assert set(first.settings) <= {*FEWER.split(), *MORE.split()}
+    assert (first.shape.hidden_size, first.shape.num_tokens) == (128, 8)
+
+
+def test_fastest_wins_unless_its_values_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are given, so that it is known who should win; values are computed."""
+    times_us = {"": 100.0, FEWER: 50.0, MORE: 70.0, "best": 70.0}
+
+    def give(candidates: dict[str, tuple[str, ...]], *_: object, **__: object) -> dict[str, float]:
+        return {name: times_us[name] for name in candidates}
+
+    is_right = tune._is_right
+
+    def break_fewer(knobs: Knobs, want: list[torch.Tensor], *others: object) -> bool:
+        wrong = [value + 1.0 for value in want] if knobs.home_rows == 2 else want
+        return is_right(knobs, wrong, *others)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(tune, "_time", give)
+    monkeypatch.setattr(tune, "_is_right", break_fewer)
+    space = {"home_rows": (FEWER,), "chunk_columns": (MORE,)}
+    found = tune_layer(CASE, groups=ParallelGroups(), device=CPU, space=space)
+    assert found.settings == ("chunk_columns=128",)
+    assert (found.default_us, found.median_us) == (100.0, 70.0)
+    assert found.sweeps["home_rows"] == {"": 100.0}
+
+
+def test_what_does_not_fit_is_not_tried() -> None:
+    case = LayerCase(model=find_model("tiny"), num_tokens=8)
+    tensors = make_tensors(case, ParallelGroups(), device=CPU)
+    for values in SPACE.values():
+        assert any(fits(Knobs().changed(value.split()), tensors) for value in values)
+    for setting in ("up.num_stages=5", "down.per_sm=2", "chunk_columns=128", "combine_stages=8"):
+        assert not fits(Knobs().changed([setting]), tensors), setting
