@@ -3,6 +3,7 @@
 The baseline that every other strategy is measured against.
 """
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -34,47 +35,82 @@ class SequentialStrategy(AbstractStrategy):
     def __init__(self, group: dist.ProcessGroup | None, *, recorder: Recorder) -> None:
         self.group = group
         self.recorder = recorder
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.ep_size = 1 if group is None else dist.get_world_size(group)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        num_experts = experts.num_local_experts * self.ep_size
         check_inputs(x_TD, experts)
-        check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
-        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
-        with self.recorder.span("route"):
-            keys_N, slots_N = sort_slots(idx_TK, num_experts)
-            table = RoutingTable(keys_N, num_experts=num_experts, group=self.group)
-            slots = Permutation(slots_N)
-            rows_ND = gather_tokens(x_TD, slots, top_k=idx_TK.shape[1])
-        with self.recorder.span("route.wait", stream="exposed"):
-            starts_WE1 = table.read()
-        (plan,) = plan_dispatch(starts_WE1, self.rank)
-        num_dropped = idx_TK.numel() - plan.num_send  # they come last
-        sent_ND = rows_ND[: plan.num_send] if num_dropped else rows_ND
+        def multiply(x_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
+            return apply_experts(x_RD, experts, ends_L=ends_L)
 
-        arrived_RD = self._exchange(plan.send_splits, plan.recv_splits, "dispatch").run(sent_ND)
-        order, ends_L = arrival_order(plan, device=x_TD.device)
-        with self.recorder.span("experts"):
-            x_RD = permute_rows(arrived_RD, order)
-            y_RD = apply_experts(x_RD, experts, ends_L=ends_L)
-            y_RD = permute_rows(y_RD, order.inverted())
-        back_ND = self._exchange(plan.recv_splits, plan.send_splits, "combine").run(y_RD)
-
-        with self.recorder.span("restore"):
-            if num_dropped:
-                back_ND = F.pad(back_ND, (0, 0, 0, num_dropped))
-            return combine_tokens(back_ND, weights_TK, slots)
+        return run_in_turn(
+            x_TD,
+            routing,
+            multiply,
+            num_local=experts.num_local_experts,
+            group=self.group,
+            recorder=self.recorder,
+        )
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         return pipeline_tasks(shape, predictor, num_chunks=1)
 
-    def _exchange(self, send_splits: list[int], recv_splits: list[int], name: str) -> Exchange:
+
+def run_in_turn(
+    x_TD: torch.Tensor,
+    routing: Routing,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    num_local: int,
+    group: dist.ProcessGroup | None,
+    recorder: Recorder,
+) -> torch.Tensor:
+    """Dispatch, have the rows that arrive multiplied, combine; return the sums, ``(T, D)``.
+
+    Args:
+        x_TD: tokens of this rank.
+        routing: global expert ids and weights of each token.
+        multiply: from rows sorted by local expert, ``(R, D)``, and where each expert's rows end,
+            ``(L,)`` int32, to the rows' outputs, ``(R, D)``.
+        num_local: L, the same on all ranks.
+        group: the ranks over which the experts are spread; None for a rank on its own.
+        recorder: marks the parts and the time spent waiting.
+
+    Raises:
+        ValueError: the routing does not fit the tokens or the experts.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    num_experts = num_local * (1 if group is None else dist.get_world_size(group))
+    check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
+    idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+
+    with recorder.span("route"):
+        keys_N, slots_N = sort_slots(idx_TK, num_experts)
+        table = RoutingTable(keys_N, num_experts=num_experts, group=group)
+        slots = Permutation(slots_N)
+        rows_ND = gather_tokens(x_TD, slots, top_k=idx_TK.shape[1])
+    with recorder.span("route.wait", stream="exposed"):
+        starts_WE1 = table.read()
+    (plan,) = plan_dispatch(starts_WE1, rank)
+    num_dropped = idx_TK.numel() - plan.num_send  # they come last
+    sent_ND = rows_ND[: plan.num_send] if num_dropped else rows_ND
+
+    def exchange(send_splits: list[int], recv_splits: list[int], name: str) -> Exchange:
         return Exchange(
             send_splits=send_splits,
             recv_splits=recv_splits,
-            group=self.group,
+            group=group,
             name=name,
-            recorder=self.recorder,
+            recorder=recorder,
         )
+
+    arrived_RD = exchange(plan.send_splits, plan.recv_splits, "dispatch").run(sent_ND)
+    order, ends_L = arrival_order(plan, device=x_TD.device)
+    with recorder.span("experts"):
+        x_RD = permute_rows(arrived_RD, order)
+        y_RD = permute_rows(multiply(x_RD, ends_L), order.inverted())
+    back_ND = exchange(plan.recv_splits, plan.send_splits, "combine").run(y_RD)
+
+    with recorder.span("restore"):
+        if num_dropped:
+            back_ND = F.pad(back_ND, (0, 0, 0, num_dropped))
+        return combine_tokens(back_ND, weights_TK, slots)
