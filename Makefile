@@ -32,7 +32,7 @@ lint: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/halley bench layer
 
-# The plug-in for transformers with older versions of it, each in an environment of its own.
+# The plug-ins with versions of their frameworks, each in an environment of its own.
 compat: $(VENV)/.installed
 	$(BIN)/python benchmarks/compatibility.py
 

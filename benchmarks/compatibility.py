@@ -1,11 +1,12 @@
-"""Run the tests of the Hugging Face plug-in with several versions of transformers; write the table.
+"""Run the tests of the plug-ins with several versions of their frameworks; write the tables.
 
-python benchmarks/compatibility.py                # all versions, then docs/huggingface.md
-python benchmarks/compatibility.py 5.20.2         # one of them; the others' results stay
-python benchmarks/compatibility.py --table        # docs/huggingface.md alone
+python benchmarks/compatibility.py                       # all versions of all, then the tables
+python benchmarks/compatibility.py torchtitan            # one framework; the others' results stay
+python benchmarks/compatibility.py transformers 5.20.2   # one version of it
+python benchmarks/compatibility.py --table               # the tables alone
 
 Each version gets a virtual environment in a temporary folder, with the packages of the running
-interpreter behind its own. Results stand in benchmarks/results/huggingface.json.
+interpreter behind its own. Results stand in benchmarks/results/, tables in docs/.
 """
 
 import json
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,52 @@ from xml.etree import ElementTree
 
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "huggingface.json"
-DOCUMENT = ROOT / "docs" / "huggingface.md"
 START, END = "<!-- table: made by benchmarks/compatibility.py -->", "<!-- end of table -->"
-VERSIONS = ("5.17.0", "5.20.2", "5.22.2", "5.23.0")
-STEP = "test_step_is_that_of_the_whole_model"
 
 
-def make_environment(folder: Path, wanted: str) -> Path:
-    """Make an environment with one version of transformers; return its interpreter."""
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What is tested, with what.
+
+    Attributes:
+        plugin: names of its results and of its document.
+        tests: files of its tests, as patterns.
+        versions: of the framework's package, oldest first.
+        needs: further packages.
+        row: what a row of its table is.
+    """
+
+    plugin: str
+    tests: tuple[str, ...]
+    versions: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    row: str = "case"
+
+    @property
+    def results(self) -> Path:
+        return ROOT / "benchmarks" / "results" / f"{self.plugin}.json"
+
+    @property
+    def document(self) -> Path:
+        return ROOT / "docs" / f"{self.plugin}.md"
+
+
+FRAMEWORKS = {
+    "transformers": Framework(
+        plugin="huggingface",
+        tests=("test_contract.py", "test_huggingface_*.py"),
+        versions=("5.17.0", "5.20.2", "5.22.2", "5.23.0"),
+        needs=("accelerate",),
+        row="family",
+    ),
+    "torchtitan": Framework(
+        plugin="torchtitan", tests=("test_torchtitan.py",), versions=("0.3.0",)
+    ),
+}
+
+
+def make_environment(folder: Path, packages: list[str]) -> Path:
+    """Make an environment with packages that pip installs; return its interpreter."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     (own,) = folder.glob("lib/python*/site-packages")
@@ -39,24 +79,24 @@ def make_environment(folder: Path, wanted: str) -> Path:
     limits = folder / "constraints.txt"
     limits.write_text("".join(f"{name}=={version(name)}\n" for name in ("torch", "numpy")))
     install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", limits]
-    subprocess.run([*install, f"transformers=={wanted}", "accelerate"], check=True)
+    subprocess.run([*install, *packages], check=True)
     return python
 
 
-def run_tests(python: Path, report: Path) -> dict[str, Any]:
-    """Run the tests of the plug-in; return what of them passed."""
-    command = [python, "-m", "pytest", "tests/integrations", "-q", "-p", "no:cacheprovider"]
-    # Not the test of what this writes.
-    command += ["--ignore=tests/integrations/test_compatibility.py"]
+def run_tests(python: Path, framework: Framework, report: Path) -> dict[str, Any]:
+    """Run the tests of a plug-in; return what of them passed."""
+    folder = ROOT / "tests" / "integrations"
+    tests = [path for pattern in framework.tests for path in sorted(folder.glob(pattern))]
+    command = [python, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
     command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]  # the newer has no properties
     subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     return {"torch": version("torch").partition("+")[0], **read_report(report)}
 
 
 def read_report(report: Path) -> dict[str, Any]:
-    """Return the number of tests by outcome, what failed, and how each family ran."""
+    """Return the number of tests by outcome, what failed, and how each family or case ran."""
     passed, failed, skipped = 0, list[str](), 0
-    families: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = case.get("name", "")
         if case.find("skipped") is not None:
@@ -66,23 +106,23 @@ def read_report(report: Path) -> dict[str, Any]:
         else:
             passed += 1
             ran = {p.get("value", "") for p in case.iter("property") if p.get("name") == "ran"}
-            if name.startswith(f"{STEP}["):
-                found = families.setdefault(name.partition("[")[2].partition("-")[0], [])
+            if ran:
+                found = rows.setdefault(name.partition("[")[2].partition("-")[0], [])
                 found += [path for path in sorted(ran) if path not in found]
-    return {"passed": passed, "skipped": skipped, "failed": failed, "families": families}
+    return {"passed": passed, "skipped": skipped, "failed": failed, "rows": rows}
 
 
-def table(results: dict[str, Any]) -> list[str]:
+def table(results: dict[str, Any], row: str) -> list[str]:
     """Return the lines of the Markdown table."""
     versions = sorted(results, key=lambda name: [int(part) for part in name.split(".")])
-    families = list(dict.fromkeys(f for name in versions for f in results[name]["families"]))
+    rows = list(dict.fromkeys(f for name in versions for f in results[name]["rows"]))
     lines = [
-        f"| family | {' | '.join(versions)} |",
+        f"| {row} | {' | '.join(versions)} |",
         f"|---|{'---|' * len(versions)}",
     ]
-    for family in families:
-        cells = [", ".join(results[name]["families"].get(family, ["-"])) for name in versions]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+    for each in rows:
+        cells = [", ".join(results[name]["rows"].get(each, ["-"])) for name in versions]
+        lines.append(f"| {each} | {' | '.join(cells)} |")
     for word in ("passed", "skipped", "failed"):
         counts = [results[name][word] for name in versions]
         cells = [str(count if isinstance(count, int) else len(count)) for count in counts]
@@ -98,22 +138,35 @@ def render(document: str, lines: list[str]) -> str:
         ValueError: the document lacks the markers.
     """
     if START not in document or END not in document:
-        raise ValueError(f"{DOCUMENT.name} must have the markers {START} and {END}")
+        raise ValueError(f"document must have the markers {START} and {END}")
     before, rest = document.split(START)
     after = rest.split(END)[1]
     return f"{before}{START}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
-def main() -> None:
-    arguments = sys.argv[1:]
-    results = json.loads(RESULTS.read_text(encoding="ascii")) if RESULTS.exists() else {}
-    for wanted in [] if arguments == ["--table"] else arguments or VERSIONS:
+def run_framework(name: str, versions: Sequence[str]) -> None:
+    """Run the tests with these versions; the results of others stay."""
+    framework = FRAMEWORKS[name]
+    path = framework.results
+    results = json.loads(path.read_text(encoding="ascii")) if path.exists() else {}
+    for wanted in versions:
         with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
-            python = make_environment(Path(folder) / "venv", wanted)
-            results[wanted] = run_tests(python, Path(folder) / "report.xml")
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="ascii")
-    document = render(DOCUMENT.read_text(encoding="utf-8"), table(results))
-    DOCUMENT.write_text(document, encoding="utf-8")
+            packages = [f"{name}=={wanted}", *framework.needs]
+            python = make_environment(Path(folder) / "venv", packages)
+            results[wanted] = run_tests(python, framework, Path(folder) / "report.xml")
+        path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="ascii")
+
+
+def main() -> None:
+    name, *versions = sys.argv[1:] or ["all"]
+    names = [name] if name in FRAMEWORKS else [] if name == "--table" else list(FRAMEWORKS)
+    for each in names:
+        run_framework(each, versions or FRAMEWORKS[each].versions)
+    for framework in FRAMEWORKS.values():
+        results = json.loads(framework.results.read_text(encoding="ascii"))
+        document = framework.document
+        text = render(document.read_text(encoding="utf-8"), table(results, framework.row))
+        document.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def test_example_runs(
 ) -> None:
     # On a CPU wherever tests run: kernels are interpreted here.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     assert "experts" in capsys.readouterr().out
 

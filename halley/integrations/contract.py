@@ -6,22 +6,20 @@ A framework's part is to say where its weights stand (``LocalExperts``) and whic
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch import nn
 
-from halley.core.routing import check_routing, plan_dispatch, sort_slots
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
 from halley.moe.strategy import build_strategy, check_strategy
-from halley.ops.exchange import Exchange
 from halley.ops.experts import check_alignment
-from halley.ops.permute import Permutation, combine_tokens, gather_tokens, permute_rows
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy, under_autocast
-from halley.strategies.table import RoutingTable, arrival_order
+from halley.strategies.sequential import run_in_turn
 
 
 # Rows that were brought to this rank and the local expert of each, (R, D) and (R,) int64, to the
@@ -69,7 +67,7 @@ class ExpertParallelism:
 
     # Sizes are read on the host, and buffers made at the first call: a compiler stops here, and
     # goes on behind it.
-    @torch.compiler.disable()
+    @torch.compiler.disable(reason="a graph ends at Halley's experts: fullgraph must be False")
     def run(
         self,
         x_TD: torch.Tensor,
@@ -101,7 +99,14 @@ class ExpertParallelism:
         if problem:
             self.check(problem)
         if experts.stacked is None or problem:
-            return _run_function(x_TD, routing, experts, group=group)
+            return run_in_turn(
+                x_TD,
+                routing,
+                partial(_apply, experts),
+                num_local=experts.num_local,
+                group=group,
+                recorder=Recorder(x_TD.device, enabled=False),
+            )
         strategy = self._find_strategy(group, x_TD.device)
         rows_TD = x_TD.to(experts.stacked.up_LGD.dtype)
         return strategy.forward(rows_TD, routing, experts.stacked).to(x_TD.dtype)
@@ -185,41 +190,22 @@ class ExpertParallelism:
         return self._strategies[key]
 
 
-def _run_function(
-    x_TD: torch.Tensor, routing: Routing, experts: LocalExperts, *, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Dispatch, the framework's own arithmetic on the rows received, combine."""
-    rank = 0 if group is None else dist.get_rank(group)
-    ep_size = 1 if group is None else dist.get_world_size(group)
-    num_experts = experts.num_local * ep_size
-    check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
-    idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+def mark(module: nn.Module, path: str) -> None:
+    """Note on a module how it runs, for ``describe``; in no state dict, and copied as any text."""
+    vars(module)["halley_path"] = path
 
-    keys_N, slots_N = sort_slots(idx_TK, num_experts)
-    table = RoutingTable(keys_N, num_experts=num_experts, group=group)
-    slots = Permutation(slots_N)
-    rows_ND = gather_tokens(x_TD, slots, top_k=idx_TK.shape[1])
-    (plan,) = plan_dispatch(table.read(), rank)
-    num_dropped = idx_TK.numel() - plan.num_send  # they come last
 
-    def exchange(send_splits: list[int], recv_splits: list[int], name: str) -> Exchange:
-        return Exchange(
-            send_splits=send_splits,
-            recv_splits=recv_splits,
-            group=group,
-            name=name,
-            recorder=Recorder(x_TD.device, enabled=False),
-        )
+def describe(model: nn.Module) -> dict[str, str]:
+    """Return how each module of experts in a model runs, by the module's name.
 
-    dispatch = exchange(plan.send_splits, plan.recv_splits, "dispatch")
-    arrived_RD = dispatch.run(rows_ND[: plan.num_send])
-    order, ends_L = arrival_order(plan, device=x_TD.device)
-    x_RD = permute_rows(arrived_RD, order)
-    y_RD = permute_rows(_apply(experts, x_RD, ends_L), order.inverted())
-    back_ND = exchange(plan.recv_splits, plan.send_splits, "combine").run(y_RD)
-    if num_dropped:
-        back_ND = F.pad(back_ND, (0, 0, 0, num_dropped))
-    return combine_tokens(back_ND, weights_TK, slots)
+    Modules whose experts are spread over ranks are there once they have run; "halley: ...", or the
+    framework's name with the reason why it is not what was asked for.
+    """
+    return {
+        name: str(vars(module)["halley_path"])
+        for name, module in model.named_modules()
+        if "halley_path" in vars(module)
+    }
 
 
 def _apply(experts: LocalExperts, x_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The table of versions in docs/huggingface.md: what its script makes of the results."""
+"""The tables of versions in the plug-ins' documents: what their script makes of the results."""
 
 import importlib.util
 import json
@@ -33,12 +33,14 @@ def compatibility() -> ModuleType:
     return module
 
 
-def test_table_is_that_of_the_results(compatibility: ModuleType) -> None:
-    results = json.loads(compatibility.RESULTS.read_text(encoding="ascii"))
-    assert set(results) == set(compatibility.VERSIONS)
+@pytest.mark.parametrize("name", ["transformers", "torchtitan"])
+def test_table_is_that_of_the_results(name: str, compatibility: ModuleType) -> None:
+    framework = compatibility.FRAMEWORKS[name]
+    results = json.loads(framework.results.read_text(encoding="ascii"))
+    assert set(results) == set(framework.versions)
     assert [found["failed"] for found in results.values()] == [[]] * len(results)
-    document = compatibility.DOCUMENT.read_text(encoding="utf-8")
-    assert compatibility.render(document, compatibility.table(results)) == document
+    document = framework.document.read_text(encoding="utf-8")
+    assert compatibility.render(document, compatibility.table(results, framework.row)) == document
 
 
 def test_report_is_read(compatibility: ModuleType, tmp_path: Path) -> None:
@@ -49,8 +51,8 @@ def test_report_is_read(compatibility: ModuleType, tmp_path: Path) -> None:
         "passed": 3,
         "skipped": 1,
         "failed": ["test_step_is_that_of_the_whole_model[gpt_oss-chunked-ep2]"],
-        "families": {"mixtral": ["sequential", "fused"]},
+        "rows": {"mixtral": ["sequential", "fused"]},
     }
-    lines = compatibility.table({"5.9.0": {**found, "torch": "2.13.0"}})
+    lines = compatibility.table({"5.9.0": {**found, "torch": "2.13.0"}}, "family")
     assert lines[2] == "| mixtral | sequential, fused |"
     assert lines[-2:] == ["| tests failed | 1 |", "| torch | 2.13.0 |"]

@@ -1,6 +1,7 @@
 """Experts of Hugging Face's transformers run by Halley; see docs/huggingface.md."""
 
-from halley.integrations.huggingface.register import NAME, describe, register, unregister
+from halley.integrations.contract import describe
+from halley.integrations.huggingface.register import NAME, register, unregister
 from halley.integrations.huggingface.shard import full_state_dict, shard_experts
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from halley.core.types import DROPPED, Routing
-from halley.integrations.contract import ExpertParallelism
+from halley.integrations.contract import ExpertParallelism, mark
 from halley.integrations.huggingface.layout import find_custom, local_experts, own_forward
 
 
@@ -74,11 +74,6 @@ class DispatchedExperts:
         # A model may add shared experts to it in place. On a view that would drop the hooks by
         # which FSDP2 gathers the experts' weights for backward.
         return y_TD.clone() if y_TD._is_view() else y_TD
-
-
-def mark(experts: Any, path: str) -> None:
-    """Note on a module how it runs, for ``describe``; in no state dict, and copied as any text."""
-    experts.halley_path = path
 
 
 def leave(experts: nn.Module, problem: str, *, parallelism: ExpertParallelism) -> None:

@@ -75,19 +75,6 @@ def unregister() -> None:
         seams.parallel.ALL_PARALLEL_STYLES.register(_STYLE, built_in)
 
 
-def describe(model: nn.Module) -> dict[str, str]:
-    """Return how each experts module of a model runs, by the module's name.
-
-    Modules whose experts are spread over ranks are there once they have run; "halley: ..." or
-    "transformers: ...", with the reason where it is not what was asked for.
-    """
-    return {
-        name: str(module.halley_path)
-        for name, module in model.named_modules()
-        if hasattr(module, "halley_path")
-    }
-
-
 def _build_implementation(
     experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, parallelism: ExpertParallelism, seams: Seams
 ) -> Any:
