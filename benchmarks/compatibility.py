@@ -65,6 +65,9 @@ FRAMEWORKS = {
     "torchtitan": Framework(
         plugin="torchtitan", tests=("test_torchtitan.py",), versions=("0.3.0",)
     ),
+    "megatron-core": Framework(
+        plugin="megatron", tests=("test_megatron.py",), versions=("0.16.1",)
+    ),
 }
 
 
@@ -158,10 +161,16 @@ def run_framework(name: str, versions: Sequence[str]) -> None:
 
 
 def main() -> None:
-    name, *versions = sys.argv[1:] or ["all"]
-    names = [name] if name in FRAMEWORKS else [] if name == "--table" else list(FRAMEWORKS)
-    for each in names:
-        run_framework(each, versions or FRAMEWORKS[each].versions)
+    match sys.argv[1:]:
+        case []:
+            for name, framework in FRAMEWORKS.items():
+                run_framework(name, framework.versions)
+        case ["--table"]:
+            pass
+        case [name, *versions] if name in FRAMEWORKS:
+            run_framework(name, versions or FRAMEWORKS[name].versions)
+        case [name, *_]:
+            raise SystemExit(f"framework ({name}) must be one of {', '.join(FRAMEWORKS)}")
     for framework in FRAMEWORKS.values():
         results = json.loads(framework.results.read_text(encoding="ascii"))
         document = framework.document

@@ -29,12 +29,19 @@ def frame(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return package
 
 
-@pytest.mark.parametrize("name", ["torchtitan"])
-def test_missing_framework_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"halley.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=rf"^package {name} must be installed: pip install"):
-        importlib.import_module(f"halley.integrations.{name}")
+@pytest.mark.parametrize(
+    ("name", "package"), [("torchtitan", "torchtitan"), ("megatron", "megatron.core")]
+)
+def test_missing_framework_is_one_sentence(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = f"halley.integrations.{name}"
+    for each in list(sys.modules):
+        if f"{each}.".startswith(f"{plugin}."):
+            monkeypatch.delitem(sys.modules, each)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"^package {package} must be installed: pip install"):
+        importlib.import_module(plugin)
 
 
 def test_missing_package_of_a_framework_is_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
