@@ -68,6 +68,12 @@ FRAMEWORKS = {
     "megatron-core": Framework(
         plugin="megatron", tests=("test_megatron.py",), versions=("0.16.1",)
     ),
+    "deepspeed": Framework(
+        plugin="deepspeed",
+        tests=("test_deepspeed.py",),
+        versions=("0.19.8",),
+        needs=("transformers==5.22.2",),  # AutoEP of 0.19.8 fails on what 5.23 changed
+    ),
 }
 
 

@@ -20,7 +20,7 @@ def find_version(package: str, *, install: str) -> str:
     try:
         return str(importlib.import_module(package).__version__)
     except ModuleNotFoundError as error:
-        if error.name != package.partition(".")[0]:
+        if not f"{package}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"package {package} must be installed: pip install {install}") from error
 

@@ -28,6 +28,7 @@ moe_layer, moe_utils = _core("transformer.moe.moe_layer"), _core("transformer.mo
 transformer, gpt = _core("transformer"), _core("models.gpt")
 distributed, tensor_parallel = _core("distributed"), _core("tensor_parallel")
 checkpointing = _core("dist_checkpointing")
+writers = _core("dist_checkpointing.strategies.filesystem_async")
 dispatchers = _core("transformer.moe.token_dispatcher")
 halley_megatron: Any = importlib.import_module("halley.integrations.megatron")
 
@@ -85,8 +86,11 @@ def on_cpu() -> Iterator[None]:
         warnings.simplefilter("ignore")  # Megatron-Core 0.16 calls what torch 2.13 renamed
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
-        # Its checkpoints are written by processes of their own, and ranks of tests are daemons.
+        # Its checkpoints are written by processes of their own, and ranks of tests are daemons. The
+        # queue between them would be a server that outlives a rank.
         patch.setitem(vars(multiprocessing.current_process())["_config"], "daemon", False)
+        queue = multiprocessing.get_context("fork").Queue
+        patch.setattr(writers, "_get_write_results_queue", queue)
         # Without Transformer Engine the router reads a name that nobody has defined.
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         for module in (moe_utils, dispatchers):

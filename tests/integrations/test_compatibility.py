@@ -33,7 +33,7 @@ def compatibility() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["transformers", "torchtitan", "megatron-core"])
+@pytest.mark.parametrize("name", ["transformers", "torchtitan", "megatron-core", "deepspeed"])
 def test_table_is_that_of_the_results(name: str, compatibility: ModuleType) -> None:
     framework = compatibility.FRAMEWORKS[name]
     results = json.loads(framework.results.read_text(encoding="ascii"))

@@ -30,7 +30,8 @@ def frame(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("torchtitan", "torchtitan"), ("megatron", "megatron.core")]
+    ("name", "package"),
+    [("torchtitan", "torchtitan"), ("megatron", "megatron.core"), ("deepspeed", "deepspeed")],
 )
 def test_missing_framework_is_one_sentence(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
