@@ -1,5 +1,6 @@
 """The tables of versions in the plug-ins' documents: what their script makes of the results."""
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -56,3 +57,13 @@ def test_report_is_read(compatibility: ModuleType, tmp_path: Path) -> None:
     lines = compatibility.table({"5.9.0": {**found, "torch": "2.13.0"}}, "family")
     assert lines[2] == "| mixtral | sequential, fused |"
     assert lines[-2:] == ["| tests failed | 1 |", "| torch | 2.13.0 |"]
+
+
+def test_outcomes_of_a_suite_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    suite = importlib.import_module("transformers_suite")
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT.replace("<testcase ", '<testcase classname="a" '))
+    found = suite.read_outcomes(report)
+    assert found["a.test_step_is_that_of_the_whole_model[gpt_oss-chunked-ep2]"] == ["failure"]
+    assert (found["a.test_other"], found["a.test_another"]) == (["skipped"], ["passed"])
