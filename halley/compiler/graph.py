@@ -41,7 +41,10 @@ _PRODUCTS = frozenset(
         _ATEN._scaled_grouped_mm.default,
     }
 )
-_PRODUCT_NAMES = frozenset({"halley::weight_gemm"})  # by name: known without importing kernels
+# By name: known without importing what defines them.
+_PRODUCT_NAMES = frozenset(
+    {"halley::weight_gemm", "halley::expert_gemm", "halley::expert_weight_gemm"}
+)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -175,10 +178,10 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
             continue
         if barrier is not None:
             needs.add(barrier)
-        if node.op == "output" or _writes(node):
+        if node.op == "output" or writes(node):
             needs.update(range(index))
             barrier = index
-        if _is_random(node):
+        if is_random(node):
             needs |= _some(last_random)
             last_random = index
         if collectives[index] in ("all_to_all", "gather", "fused"):
@@ -192,11 +195,21 @@ def _some(index: int | None) -> set[int]:
     return set() if index is None else {index}
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Return whether a node writes to its arguments."""
     operator = find_operator(node)
     return operator is not None and operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers; attention without dropout does not."""
     operator = find_operator(node)
-    return operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
+    if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    names = [argument.name for argument in arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    given = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given)

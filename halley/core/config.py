@@ -23,6 +23,8 @@ class RouterConfig:
             switch never does, top2 always).
         capacity_factor: an expert takes at most ``capacity_factor * T * K / E`` slots of a rank's
             microbatch, the rest are dropped; 0 is dropless.
+        priority: whose slots an expert with a capacity takes: the earlier token's ("order"), or
+            that of the token with the larger weight (batch prioritized routing).
         num_groups, num_limited_groups: sigmoid only; experts are chosen from the best
             ``num_limited_groups`` of ``num_groups`` groups.
         scaling_factor: sigmoid only; multiplies the weights.
@@ -34,6 +36,7 @@ class RouterConfig:
     kind: Literal["softmax", "sigmoid", "switch", "top2"] = "softmax"
     normalize: bool = True
     capacity_factor: float = 0.0
+    priority: Literal["order", "weight"] = "order"
     num_groups: int = 1
     num_limited_groups: int = 1
     scaling_factor: float = 1.0
@@ -45,6 +48,9 @@ class RouterConfig:
         for name in ("capacity_factor", "balance_coefficient", "z_coefficient"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, value, "at least 0")
+        if self.priority == "weight":
+            factor = self.capacity_factor
+            _require(factor > 0, "capacity_factor", factor, "above 0 for priority weight")
         _require(self.num_groups >= 1, "num_groups", self.num_groups, "at least 1")
         _require(
             1 <= self.num_limited_groups <= self.num_groups,

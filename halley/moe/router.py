@@ -11,6 +11,7 @@ from torch import nn
 from halley.core.config import MoEConfig
 from halley.core.routing import count_tokens_per_expert
 from halley.core.types import DROPPED, Routing
+from halley.ops.capacity import take_slots, take_slots_by_weight
 
 
 class RouterOutput(NamedTuple):
@@ -67,7 +68,13 @@ class AbstractRouter(nn.Module, abc.ABC):
             loss = loss + router.z_coefficient * z_loss(logits_TE)
         if router.capacity_factor:
             limit = capacity(router.capacity_factor, idx_TK.numel(), num_experts=num_experts)
-            kept_TK = within_capacity(idx_TK, limit, num_experts=num_experts)
+            if router.priority == "weight":
+                kept_TK = take_slots_by_weight(
+                    idx_TK, weights_TK, num_experts=num_experts, limit=limit
+                )
+            else:
+                used_E = torch.zeros(num_experts, dtype=torch.int64, device=idx_TK.device)
+                kept_TK, _ = take_slots(idx_TK, used_E, limit=limit)
             idx_TK = torch.where(kept_TK, idx_TK, DROPPED)
             weights_TK = torch.where(kept_TK, weights_TK, 0.0)
         routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
@@ -177,18 +184,3 @@ def capacity(factor: float, num_slots: int, *, num_experts: int) -> int:
     """
     # Less what floating point may add to a whole number: 1.1 * 100 / 10 is 11 slots, not 12.
     return max(1, math.ceil(factor * num_slots / num_experts - 1e-9))
-
-
-def within_capacity(idx_TK: torch.Tensor, limit: int, *, num_experts: int) -> torch.Tensor:
-    """Return which slots are among the first ``limit`` of their expert, bool ``(T, K)``.
-
-    First choices of all tokens come before second choices, and among equals the earlier token.
-
-    Source: GShard (arXiv:2006.16668), algorithm 1.
-
-    Example: idx [[0, 1], [0, 1], [1, 0]] and limit 2: expert 0 takes the first choices of tokens
-    0 and 1, expert 1 the first choice of token 2, then the second of token 0.
-    """
-    in_order = idx_TK.t().flatten()
-    place = F.one_hot(in_order, num_experts).cumsum(0).gather(1, in_order[:, None])[:, 0]
-    return (place <= limit).view(idx_TK.t().shape).t()

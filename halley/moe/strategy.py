@@ -12,6 +12,7 @@ from halley.cost.predict import Predictor
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.chunked import ChunkedStrategy
+from halley.strategies.functional import FunctionalStrategy
 from halley.strategies.sequential import SequentialStrategy
 
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from halley.ops.workspaces import Workspaces
 
 
-STRATEGIES = ("sequential", "chunked", "unfused", "fused", "auto")
+STRATEGIES = ("sequential", "chunked", "functional", "unfused", "fused", "auto")
 _SAVING = ("unfused", "fused")  # those that may say what they keep, as in "fused:inputs"
 
 
@@ -51,6 +52,8 @@ def build_strategy(
     if name == "chunked":
         predictor = predictor_of(device)
         return ChunkedStrategy(group, recorder=recorder, predictor=predictor, num_chunks=num_chunks)
+    if name == "functional":
+        return FunctionalStrategy(group)
     if name == "auto":
         candidates = {
             each: build_strategy(

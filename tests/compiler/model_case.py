@@ -8,11 +8,12 @@ import torch
 import torch._dynamo
 import torch._dynamo.config
 import torch.nn.functional as F
+from torch import nn
 
 from halley.core.timeline import Recorder
 from halley.moe.model import ModelOutput, MoETransformer
 from halley.moe.parallel import ParallelGroups
-from tests.compiler.functional_strategy import FunctionalStrategy
+from halley.strategies.functional import FunctionalStrategy
 from tests.moe.model_case import MODELS, make_tokens
 
 
@@ -56,11 +57,19 @@ def build_model(kind: str, groups: ParallelGroups, *, num_layers: int) -> MoETra
     return model
 
 
-def run_steps(model: MoETransformer, call: Model, *, rank: int, num_steps: int) -> list[Step]:
+def run_steps(
+    model: nn.Module,
+    call: Model,
+    *,
+    rank: int,
+    num_steps: int,
+    batch_size: int = 2,
+    seq_len: int = 9,
+) -> list[Step]:
     """Return what each step of plain SGD on this rank's tokens gives."""
     steps: list[Step] = []
     for step in range(num_steps):
-        tokens_BS = make_tokens(rank, step=step)
+        tokens_BS = make_tokens(rank, step=step, batch_size=batch_size, seq_len=seq_len)
         out = call(tokens_BS)
         logits = out.logits_BSV
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())

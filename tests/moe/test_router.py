@@ -14,7 +14,6 @@ from halley.moe.router import (
     balance_loss,
     build_router,
     capacity,
-    within_capacity,
     z_loss,
 )
 
@@ -120,17 +119,13 @@ def test_top2_router_takes_first_choices_before_second_ones() -> None:
     assert out.counts_E.tolist() == [5, 4, 3]
 
 
-def test_within_capacity_against_a_loop() -> None:
-    idx_TK = torch.stack([_logits(50, 6, seed=s).argsort(1)[:, :3] for s in range(4)]).flatten(0, 1)
-    for limit in (1, 7, 60, 200):
-        taken = [0] * 6
-        want = [[False] * 3 for _ in range(200)]
-        for choice in range(3):
-            for token, row in enumerate(idx_TK.tolist()):
-                taken[row[choice]] += 1
-                want[token][choice] = taken[row[choice]] <= limit
-        assert within_capacity(idx_TK, limit, num_experts=6).tolist() == want
-    assert within_capacity(idx_TK[:0], 1, num_experts=6).tolist() == []
+def test_prioritized_router_drops_the_tokens_of_least_weight() -> None:
+    # All want expert 0, with growing probability; an expert takes ceil(1.0 * 4 / 2) = 2.
+    x_TD = torch.tensor([[math.log(2.0 + token), 0.0] for token in range(4)])
+    out = _build(2, 1, kind="switch", capacity_factor=1.0, priority="weight")(x_TD)
+    assert out.routing.topk_idx_TK.flatten().tolist() == [DROPPED, DROPPED, 0, 0]
+    want_T = torch.tensor([0.0, 0.0, 4.0 / 5.0, 5.0 / 6.0])
+    torch.testing.assert_close(out.routing.topk_weights_TK.flatten(), want_T)
 
 
 @pytest.mark.parametrize(

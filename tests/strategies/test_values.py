@@ -29,7 +29,9 @@ def run_layer(
     return call.values()
 
 
-def _check(rank: int, num_ranks: int, case: LayerCase, strategy: str, num_chunks: int = 0) -> None:
+def check_layer(
+    rank: int, num_ranks: int, case: LayerCase, strategy: str, num_chunks: int = 0
+) -> None:
     group = dist.group.WORLD if num_ranks > 1 else None
     got = run_layer(rank, case, strategy, num_chunks=num_chunks, group=group)
     tolerance = RELATIVE_TOLERANCE[case.dtype]
@@ -48,7 +50,7 @@ def _tokens(num_ranks: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_values_by_top_k(run_ranks, strategy, num_ranks, top_k, dtype):
     case = LayerCase(num_tokens_W=_tokens(num_ranks), num_experts=16, top_k=top_k, dtype=dtype)
-    run_ranks(_check, num_ranks, case, strategy)
+    run_ranks(check_layer, num_ranks, case, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -57,14 +59,14 @@ def test_values_by_top_k(run_ranks, strategy, num_ranks, top_k, dtype):
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_values_by_skew(run_ranks, strategy, num_ranks, skew, top_k):
     case = LayerCase(num_tokens_W=_tokens(num_ranks), top_k=top_k, skew=skew, seed=1)
-    run_ranks(_check, num_ranks, case, strategy)
+    run_ranks(check_layer, num_ranks, case, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_tokens_W", [(0, 9), (9, 0), (0, 0), (1, 0), (5, 0, 3, 0)], ids=str)
 def test_ranks_without_tokens(run_ranks, strategy, num_tokens_W):
     case = LayerCase(num_tokens_W=num_tokens_W, seed=2)
-    run_ranks(_check, len(num_tokens_W), case, strategy)
+    run_ranks(check_layer, len(num_tokens_W), case, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -75,13 +77,13 @@ def test_values_by_expert(run_ranks, strategy, activation, bias, dropped):
     case = LayerCase(
         num_tokens_W=(11, 6), activation=activation, bias=bias, dropped=dropped, seed=3
     )
-    run_ranks(_check, 2, case, strategy)
+    run_ranks(check_layer, 2, case, strategy)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
 def test_values_by_number_of_chunks(run_ranks, num_chunks):
     case = LayerCase(num_tokens_W=(11, 6), skew="zipf:1.0", seed=4)
-    run_ranks(_check, 2, case, "chunked", num_chunks)
+    run_ranks(check_layer, 2, case, "chunked", num_chunks)
 
 
 def _run_both(rank: int, num_ranks: int, case: LayerCase) -> None:
@@ -119,7 +121,7 @@ def test_any_subgroup(run_ranks, strategy):
 
 def _run_several_shapes(rank: int, num_ranks: int, strategy: str) -> None:
     for seed, tokens in enumerate([(3, 30), (64, 1), (0, 5), (17, 17)]):
-        _check(rank, num_ranks, LayerCase(num_tokens_W=tokens, seed=seed), strategy)
+        check_layer(rank, num_ranks, LayerCase(num_tokens_W=tokens, seed=seed), strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

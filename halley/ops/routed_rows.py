@@ -1,0 +1,284 @@
+"""Rows on their way to experts and home, as operators that a compiler sees as one node each.
+
+The rows of a batch of tokens are sorted by expert, so those of a part of the batch are no range of
+them. What they are is in the numbers of rows that go with them: a compiler that divides the tokens
+finds the order of all rows from the counts of the parts.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from halley.core.routing import expert_starts
+from halley.core.routing import sort_slots as sort_keys
+from halley.ops.library import define
+
+
+class GroupedRows(NamedTuple):
+    """How received rows stand in order of expert. L local experts, W ranks, R rows.
+
+    Attributes:
+        order_R: the place of arrival of each row in order of expert, int64.
+        inverse_R: the place in order of expert of each row in order of arrival, int64.
+        ends_L: end of each expert's rows, int32.
+        counts_LW: rows of each expert by source rank, int64.
+    """
+
+    order_R: torch.Tensor
+    inverse_R: torch.Tensor
+    ends_L: torch.Tensor
+    counts_LW: torch.Tensor
+
+
+def sort_slots(topk_idx_TK: torch.Tensor, *, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots sorted by expert, those of one expert by token, and each expert's number.
+
+    Args:
+        topk_idx_TK: expert ids or ``DROPPED``; such slots come last and count for none.
+        num_experts: E.
+
+    Returns:
+        Slots ``t * K + k``, int64 ``(T * K,)``, and counts, int64 ``(E,)``.
+
+    Example: with idx [[0, 2], [2, -1]] and 4 experts: slots 0, 1, 2, 3 and counts [1, 0, 2, 0].
+    """
+    return _call_sort_slots(topk_idx_TK, num_experts)
+
+
+def gather_rows(
+    x_TD: torch.Tensor, slots_N: torch.Tensor, *, num_rows: int, top_k: int
+) -> torch.Tensor:
+    """Return the token of each of the first slots, ``(num_rows, D)``; differentiable in ``x_TD``.
+
+    Args:
+        x_TD: tokens.
+        slots_N: as from ``sort_slots``.
+        num_rows: slots that are not dropped.
+        top_k: K.
+    """
+    return _call_gather_rows(x_TD, slots_N, num_rows, top_k)
+
+
+def combine_rows(
+    rows_ND: torch.Tensor, slots_N: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum of each token's rows, in order of slot, ``(T, D)``; differentiable.
+
+    Args:
+        rows_ND: the row of each of the first slots; the others add nothing.
+        slots_N: as from ``sort_slots``.
+        weights_TK: of each slot, rounded to the dtype of the rows.
+    """
+    return _call_combine_rows(rows_ND, slots_N, weights_TK)
+
+
+def group_rows(counts_WL: torch.Tensor, *, num_rows: int) -> GroupedRows:
+    """Return how rows that arrived by source rank, then expert, come in order of expert.
+
+    Args:
+        counts_WL: rows of each source rank for each local expert, int64.
+        num_rows: their sum.
+
+    Example: counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0, so order is 0, 3, 1, 2 and
+    the experts end at 2 and 4.
+    """
+    return GroupedRows(*_call_group_rows(counts_WL, num_rows))
+
+
+def permute_rows(
+    rows_RD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor
+) -> torch.Tensor:
+    """Return the rows in another order, ``(R, D)``; differentiable, by the inverse order.
+
+    Args:
+        rows_RD: rows.
+        order_R: row ``order_R[i]`` comes to place i.
+        inverse_R: its inverse.
+    """
+    return _call_permute_rows(rows_RD, order_R, inverse_R)
+
+
+def _order_of_parts(counts: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """Return the places of rows that come part by part, in the order of the whole.
+
+    Each part has its rows by destination (or source), numbered by its counts; in the whole, rows of
+    one destination stand together, those of earlier parts first.
+
+    Example: counts [1, 1] and [2, 0] of rows a b and c d: the whole has a c d b, places 0, 2, 3, 1.
+    """
+    counts_PS = torch.stack([part.flatten() for part in counts])
+    place_S = torch.arange(counts_PS.shape[1], device=counts_PS.device)
+    place_PS = place_S.repeat(counts_PS.shape[0])
+    place_R = place_PS.repeat_interleave(counts_PS.flatten(), output_size=num_rows)
+    return place_R.argsort(stable=True)
+
+
+def _fake_order_of_parts(counts: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+    return counts[0].new_empty(num_rows)
+
+
+def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, slots = sort_keys(topk_idx, num_experts)
+    return slots, expert_starts(keys, num_experts).diff()
+
+
+def _fake_sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return topk_idx.new_empty(topk_idx.numel()), topk_idx.new_empty(num_experts)
+
+
+def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
+    return x.index_select(0, slots[:num_rows] // top_k)
+
+
+def _fake_gather_rows(
+    x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int
+) -> torch.Tensor:
+    return x.new_empty(num_rows, x.shape[1])
+
+
+def _gather_setup(ctx, inputs, output):
+    _, slots, _, ctx.top_k = inputs
+    ctx.save_for_backward(slots)
+
+
+def _gather_backward(ctx, grad):
+    (slots,) = ctx.saved_tensors
+    return torch.ops.halley.gather_rows_backward(grad, slots, ctx.top_k), None, None, None
+
+
+def _gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -> torch.Tensor:
+    return _by_slot(grad, slots).view(-1, top_k, grad.shape[1]).sum(1)
+
+
+def _fake_gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -> torch.Tensor:
+    return grad.new_empty(slots.shape[0] // top_k, grad.shape[1])
+
+
+def _combine_rows(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    by_slot = _by_slot(rows, slots).view(*weights.shape, rows.shape[1])
+    return (by_slot * weights.to(rows.dtype).unsqueeze(2)).sum(1)
+
+
+def _fake_combine_rows(
+    rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty(weights.shape[0], rows.shape[1])
+
+
+def _combine_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx, grad):
+    grad_rows, grad_weights = torch.ops.halley.combine_rows_backward(grad, *ctx.saved_tensors)
+    return grad_rows, None, grad_weights
+
+
+def _combine_rows_backward(
+    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sent = slots[: rows.shape[0]]
+    grad_of_row = grad.index_select(0, sent // weights.shape[1])
+    weight_of_row = weights.to(grad.dtype).flatten().index_select(0, sent)
+    grad_weights = _by_slot((grad_of_row * rows).sum(1, keepdim=True), slots)
+    return grad_of_row * weight_of_row[:, None], grad_weights.view_as(weights).to(weights.dtype)
+
+
+def _fake_combine_rows_backward(
+    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows at the places of their slots; zeros for dropped ones."""
+    out = rows.new_zeros(slots.shape[0], rows.shape[1])
+    return out.index_copy_(0, slots[: rows.shape[0]], rows)
+
+
+def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+    num_ranks, num_local = counts.shape
+    expert = torch.arange(num_local, device=counts.device).repeat(num_ranks)
+    expert_R = expert.repeat_interleave(counts.flatten(), output_size=num_rows)
+    order = expert_R.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(
+        0, order, torch.arange(num_rows, device=order.device)
+    )
+    return order, inverse, counts.sum(0).cumsum(0).int(), counts.t().contiguous()
+
+
+def _fake_group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+    num_ranks, num_local = counts.shape
+    ends = counts.new_empty(num_local, dtype=torch.int32)
+    by_expert = counts.new_empty(num_local, num_ranks)
+    return counts.new_empty(num_rows), counts.new_empty(num_rows), ends, by_expert
+
+
+def _permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, order)
+
+
+def _fake_permute_rows(
+    rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty(order.shape[0], rows.shape[1])
+
+
+def _permute_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _permute_backward(ctx, grad):
+    order, inverse = ctx.saved_tensors
+    return torch.ops.halley.permute_rows(grad, inverse, order), None, None
+
+
+_call_sort_slots = define(
+    "sort_slots(Tensor topk_idx, int num_experts) -> (Tensor slots, Tensor counts)",
+    _sort_slots,
+    _fake_sort_slots,
+)
+_call_gather_rows = define(
+    "gather_rows(Tensor x, Tensor slots, SymInt num_rows, int top_k) -> Tensor",
+    _gather_rows,
+    _fake_gather_rows,
+    setup_context=_gather_setup,
+    backward=_gather_backward,
+)
+define(
+    "gather_rows_backward(Tensor grad, Tensor slots, int top_k) -> Tensor",
+    _gather_rows_backward,
+    _fake_gather_rows_backward,
+)
+_call_combine_rows = define(
+    "combine_rows(Tensor rows, Tensor slots, Tensor weights) -> Tensor",
+    _combine_rows,
+    _fake_combine_rows,
+    setup_context=_combine_setup,
+    backward=_combine_backward,
+)
+define(
+    "combine_rows_backward(Tensor grad, Tensor rows, Tensor slots, Tensor weights)"
+    " -> (Tensor grad_rows, Tensor grad_weights)",
+    _combine_rows_backward,
+    _fake_combine_rows_backward,
+)
+_call_group_rows = define(
+    "group_rows(Tensor counts, SymInt num_rows)"
+    " -> (Tensor order, Tensor inverse, Tensor ends, Tensor counts_by_expert)",
+    _group_rows,
+    _fake_group_rows,
+)
+_call_permute_rows = define(
+    "permute_rows(Tensor rows, Tensor order, Tensor inverse) -> Tensor",
+    _permute_rows,
+    _fake_permute_rows,
+    setup_context=_permute_setup,
+    backward=_permute_backward,
+)
+# For compilers, which put together what rows of parts were: torch.ops.halley.order_of_parts.
+define(
+    "order_of_parts(Tensor[] counts, SymInt num_rows) -> Tensor",
+    _order_of_parts,
+    _fake_order_of_parts,
+)

@@ -1,0 +1,91 @@
+"""The sequential strategy in operators that torch.compile traces into one graph, for its passes.
+
+The other strategies read splits with numpy, which breaks a graph in two at each layer. Here counts
+travel by a collective of the graph, and splits are sizes that the graph reads from them.
+"""
+
+from typing import final
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+
+from halley.core.reference import activate
+from halley.core.routing import check_routing
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
+from halley.ops.expert_gemm import expert_gemm
+from halley.ops.routed_rows import combine_rows, gather_rows, group_rows, permute_rows, sort_slots
+from halley.strategies.base import AbstractStrategy, check_inputs
+from halley.strategies.sketch import pipeline_tasks
+
+
+@final
+class FunctionalStrategy(AbstractStrategy):
+    """Dispatch, then experts, then combine, by functional collectives with data-dependent splits.
+
+    A model that is compiled sets ``torch._dynamo.config.capture_scalar_outputs``.
+
+    Args:
+        group: the ranks over which the experts are spread; None for a rank on its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.ep_size = 1 if group is None else dist.get_world_size(group)
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        num_local = experts.num_local_experts
+        num_experts = num_local * self.ep_size
+        check_inputs(x_TD, experts)
+        check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
+        if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
+            raise ValueError("expert_bias (true) must be false for the functional strategy")
+        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+
+        slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
+        sent_WL = counts_E.view(self.ep_size, num_local)
+        arrived_WL = self._exchange_counts(sent_WL)
+        send_splits, recv_splits = _read_splits(sent_WL), _read_splits(arrived_WL)
+
+        rows_ND = gather_rows(x_TD, slots_N, num_rows=sum(send_splits), top_k=idx_TK.shape[1])
+        arrived_RD = self._exchange(rows_ND, send_splits, recv_splits)
+        grouped = group_rows(arrived_WL, num_rows=sum(recv_splits))
+        x_RD = permute_rows(arrived_RD, grouped.order_R, grouped.inverse_R)
+        y_RD = _apply_experts(x_RD, experts, grouped.ends_L)
+        y_RD = permute_rows(y_RD, grouped.inverse_R, grouped.order_R)
+        back_ND = self._exchange(y_RD, recv_splits, send_splits)
+        return combine_rows(back_ND, slots_N, weights_TK)
+
+    def find_problem(self, experts: Experts, *, top_k: int) -> str:
+        return "experts have biases" if experts.up_bias_LG is not None else ""
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        return pipeline_tasks(shape, predictor, num_chunks=1)
+
+    def _exchange_counts(self, counts_WL: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return counts_WL
+        return fc.wait_tensor(fc.all_to_all_single(counts_WL, None, None, self.group))
+
+    def _exchange(
+        self, rows_ND: torch.Tensor, send_splits: list[int], recv_splits: list[int]
+    ) -> torch.Tensor:
+        if self.group is None:
+            return rows_ND
+        arrived_RD = fc.all_to_all_single_autograd(rows_ND, recv_splits, send_splits, self.group)
+        return fc.wait_tensor(arrived_RD)
+
+
+def _read_splits(counts_WL: torch.Tensor) -> list[int]:
+    splits = counts_WL.sum(dim=1).tolist()
+    for split in splits:
+        torch._check(split >= 0)
+    return splits
+
+
+def _apply_experts(x_RD: torch.Tensor, experts: Experts, ends_L: torch.Tensor) -> torch.Tensor:
+    h_RG = expert_gemm(x_RD, experts.up_LGD.transpose(1, 2), ends_L)
+    h_RF = activate(h_RG, experts.activation)
+    return expert_gemm(h_RF, experts.down_LDF.transpose(1, 2), ends_L)

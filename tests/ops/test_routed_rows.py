@@ -1,0 +1,83 @@
+"""Rows on their way to experts and home against indexing by hand; gradients by differences."""
+
+import torch
+
+from halley.core.types import DROPPED
+from halley.ops.expert_gemm import expert_gemm
+from halley.ops.routed_rows import combine_rows, gather_rows, group_rows, permute_rows, sort_slots
+
+
+IDX_TK = torch.tensor([[0, 2], [2, DROPPED], [1, 2]])
+SLOTS = [0, 4, 1, 2, 5, 3]  # of experts 0, 1, 2, 2, 2; the dropped one last
+
+
+def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def test_slots_are_sorted_and_counted() -> None:
+    slots_N, counts_E = sort_slots(IDX_TK, num_experts=4)
+    assert slots_N.tolist() == SLOTS
+    assert counts_E.tolist() == [1, 1, 3, 0]
+
+
+def test_gather_rows() -> None:
+    x_TD, slots_N = _normal(3, 2), torch.tensor(SLOTS)
+    rows_ND = gather_rows(x_TD, slots_N, num_rows=5, top_k=2)
+    assert rows_ND.tolist() == [x_TD[token].tolist() for token in (0, 2, 0, 1, 2)]
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, slots_N, num_rows=5, top_k=2), x_TD)
+
+
+def test_combine_rows() -> None:
+    rows_ND, slots_N, weights_TK = _normal(5, 2), torch.tensor(SLOTS), _normal(3, 2, seed=1)
+    y_TD = combine_rows(rows_ND, slots_N, weights_TK)
+    w = weights_TK
+    want = [
+        w[0, 0] * rows_ND[0] + w[0, 1] * rows_ND[2],
+        w[1, 0] * rows_ND[3],
+        w[2, 0] * rows_ND[1] + w[2, 1] * rows_ND[4],
+    ]
+    torch.testing.assert_close(y_TD, torch.stack(want))
+    inputs = (rows_ND, weights_TK)
+    assert torch.autograd.gradcheck(lambda rows, w: combine_rows(rows, slots_N, w), inputs)
+
+
+def test_rows_in_order_of_expert() -> None:
+    grouped = group_rows(torch.tensor([[1, 2], [1, 0]]), num_rows=4)
+    assert grouped.order_R.tolist() == [0, 3, 1, 2]
+    assert grouped.inverse_R.tolist() == [0, 2, 3, 1]
+    assert grouped.ends_L.tolist() == [2, 4]
+    assert grouped.counts_LW.tolist() == [[1, 1], [2, 0]]
+    rows = _normal(4, 2)
+    sorted_rows = permute_rows(rows, grouped.order_R, grouped.inverse_R)
+    assert torch.equal(sorted_rows, rows[[0, 3, 1, 2]])
+    assert torch.autograd.gradcheck(
+        lambda x: permute_rows(x, grouped.order_R, grouped.inverse_R), rows
+    )
+
+
+def test_order_of_parts_by_hand() -> None:
+    # Parts "a0 b1" and "c0 d0 e2": in the whole, a c d, then b, then e.
+    counts = [torch.tensor([[1, 1, 0]]), torch.tensor([[2, 0, 1]])]
+    assert torch.ops.halley.order_of_parts(counts, 5).tolist() == [0, 2, 3, 1, 4]
+
+
+def test_expert_gemm() -> None:
+    rows, weights = _normal(6, 3), _normal(3, 3, 2, seed=1)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)  # the second expert has no rows
+    product = expert_gemm(rows, weights, ends)
+    torch.testing.assert_close(product[:2], rows[:2] @ weights[0])
+    torch.testing.assert_close(product[2:], rows[2:] @ weights[2])
+    assert torch.autograd.gradcheck(lambda x, w: expert_gemm(x, w, ends), (rows, weights))
+    empty = torch.zeros(3, dtype=torch.int32)
+    assert expert_gemm(rows[:0], weights, empty).shape == (0, 2)
+
+
+def test_a_row_has_its_bits_whatever_rows_stand_with_it() -> None:
+    rows = torch.randn(40, 128)
+    weights = torch.randn(1, 32, 128).transpose(1, 2)
+    whole = expert_gemm(rows, weights, torch.tensor([40], dtype=torch.int32))
+    for first, end in ((0, 1), (3, 7), (10, 30), (39, 40)):
+        ends = torch.tensor([end - first], dtype=torch.int32)
+        assert torch.equal(expert_gemm(rows[first:end], weights, ends), whole[first:end])
