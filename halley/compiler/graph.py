@@ -81,7 +81,7 @@ class GraphFacts:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes: list[fx.Node] = list(graph.nodes)
-        self.kinds = [_node_kind(node) for node in self.nodes]
+        self.kinds = [node_kind(node) for node in self.nodes]
         self.collectives: list[Kind | None] = [collective_kind(node) for node in self.nodes]
         self.needs = _find_needs(self.nodes, self.collectives)
         self.ancestors = [0] * len(self.nodes)
@@ -137,7 +137,8 @@ def apply_order(graph: fx.Graph, order: Sequence[int]) -> None:
         cursor = nodes[index]
 
 
-def _node_kind(node: fx.Node) -> NodeKind:
+def node_kind(node: fx.Node) -> NodeKind:
+    """Return what a node does when the graph runs."""
     if node.op == "placeholder":
         return NodeKind.INPUT
     if node.op == "output":

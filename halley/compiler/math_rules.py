@@ -1,0 +1,195 @@
+"""Rules of arithmetic: element by element, over dimensions, products, attention, tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from halley.compiler.axes import Batch, Call, Counts, Division, Last, Refusal, Rows, Rule
+from halley.compiler.view_rules import moved, place, shape_of
+
+
+def pointwise(call: Call) -> Division | Refusal:
+    """Divide what is computed element by element as its operands are, after broadcasting.
+
+    An operand that is whole gives its range of the batch, unless it is broadcast along it.
+    """
+    num_dims = len(shape_of(call.node))
+    tensors = [n for n in call.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    result: Batch | Rows | None = None
+    for operand in call.node.all_input_nodes:
+        axis = call.axis(operand)
+        if axis is None:
+            continue
+        if not isinstance(axis, Batch | Rows):
+            return call.refused("computes with what is counted over the batch")
+        axis = moved(axis, axis.dim + num_dims - len(shape_of(operand)))
+        if result not in (None, axis):
+            return call.refused("combines values that are divided in several ways")
+        result = axis
+    assert result is not None
+    splits: dict[fx.Node, Batch] = {}
+    for operand in tensors:
+        shape = shape_of(operand)
+        dim = result.dim - (num_dims - len(shape))
+        if call.axis(operand) is not None or dim < 0 or shape[dim] == 1:
+            continue
+        if isinstance(result, Rows):
+            return call.refused("combines rows with a tensor of as many")
+        splits[operand] = Batch(dim, result.unit)
+    return Division(result=result, splits=splits)
+
+
+def _dims(call: Call, num_dims: int) -> set[int]:
+    """Return the dimensions that a call goes over: all, unless it names some."""
+    given: Any = call.get("dim") if call.takes("dim") else None
+    if given is None or given == []:
+        return set(range(num_dims))
+    return {place(dim, num_dims) for dim in ([given] if isinstance(given, int) else given)}
+
+
+def _reduce(call: Call) -> Division | Refusal:
+    """Divide a reduction over other dimensions; sums of counts are counts."""
+    source = call.node.args[0]
+    axis, shape = call.axis(source), shape_of(source)
+    if isinstance(axis, Counts) and call.name == "aten::sum":
+        return Division(result=axis)
+    if not isinstance(axis, Batch | Rows):
+        return call.refused("goes over what is counted over the batch")
+    dims = _dims(call, len(shape))
+    if axis.dim in dims:
+        return call.refused("goes over the batch, and parts would add up in another order")
+    keeps = call.takes("keepdim") and call.get("keepdim")
+    fewer = 0 if keeps else sum(dim < axis.dim for dim in dims)
+    return Division(result=moved(axis, axis.dim - fewer))
+
+
+def _along(call: Call) -> Division | Refusal:
+    """Divide what keeps the shape and works along one dimension, if that is another."""
+    axis = call.axis(call.node.args[0])
+    if not isinstance(axis, Batch | Rows):
+        return call.refused("goes along what is counted over the batch")
+    if axis.dim in _dims(call, len(shape_of(call.node.args[0]))):
+        return call.refused("goes along the batch", axis)
+    return Division(result=axis)
+
+
+def _norm(call: Call) -> Division | Refusal:
+    axis, shape = call.axis(call.node.args[0]), shape_of(call.node.args[0])
+    normalized: Sequence[int] = call.get("normalized_shape")
+    if not isinstance(axis, Batch | Rows) or axis.dim >= len(shape) - len(normalized):
+        return call.refused("normalizes over the batch")
+    return Division(result=axis)
+
+
+def _mm(call: Call) -> Division | Refusal:
+    return _product(call, call.node.args[0], call.node.args[1])
+
+
+def _addmm(call: Call) -> Division | Refusal:
+    bias, left, right = call.node.args[:3]
+    if call.axis(bias) is not None or len(shape_of(bias)) != 1:
+        return call.refused("adds a matrix")
+    return _product(call, left, right)
+
+
+def _product(call: Call, left: object, right: object) -> Division | Refusal:
+    """Divide rows of the left matrix or columns of the right; the other one is whole."""
+    rows, columns = call.axis(left), call.axis(right)
+    if isinstance(rows, Batch | Rows) and rows.dim == 0 and columns is None:
+        return Division(result=rows)
+    if isinstance(columns, Batch | Rows) and columns.dim == 1 and rows is None:
+        return Division(result=columns)
+    return call.refused("adds up over the batch")
+
+
+def _bmm(call: Call) -> Division | Refusal:
+    left, right = call.node.args[:2]
+    axes = [call.axis(left), call.axis(right)]
+    given = [axis for axis in axes if axis is not None]
+    axis = given[0]
+    if isinstance(axis, Batch) and axis.dim == 0 and all(each == axis for each in given):
+        splits = {n: axis for n in (left, right) if isinstance(n, fx.Node) and not call.axis(n)}
+        return Division(result=axis, splits=splits)
+    if isinstance(axis, Batch | Rows) and len(given) == 1:
+        if axes[0] is axis and axis.dim == 1:
+            return Division(result=axis)
+        if axes[1] is axis and axis.dim == 2:
+            return Division(result=axis)
+    return call.refused("adds up over the batch, or multiplies values divided in several ways")
+
+
+def _attention(num_others: int) -> Rule:
+    """Return the rule of attention: samples attend alone. The results behind the first two do not
+    differ between parts without dropout, and random ones are not read."""
+
+    def judge(call: Call) -> Division | Refusal:
+        axes = [call.axis(operand) for operand in call.node.args[:3]]
+        axis = axes[0]
+        if not isinstance(axis, Batch) or axis.dim != 0 or any(each != axis for each in axes):
+            return call.refused("attends over another dimension than the batch's samples")
+        splits: dict[fx.Node, Batch] = {}
+        for operand in call.node.all_input_nodes:
+            shape = shape_of(operand)
+            if call.axis(operand) is None and len(shape) == 4 and shape[0] != 1:
+                splits[operand] = axis  # a bias of each sample
+        others: tuple[Last, ...] = (Last(),) * num_others
+        return Division(result=(axis, axis, *others), splits=splits)
+
+    return judge
+
+
+def _embedding(call: Call) -> Division | Refusal:
+    """Divide a look-up in a whole table as the places are."""
+    table, places = call.node.args[:2]
+    axis = call.axis(places)
+    listed = places if isinstance(places, Sequence) else (places,)
+    if call.axis(table) is None and isinstance(axis, Batch) and len(listed) == 1:
+        return Division(result=axis)
+    return call.refused("looks up places in what is divided")
+
+
+def _gather(call: Call) -> Division | Refusal:
+    """Divide a look-up along another dimension than the batch; all operands are divided alike."""
+    axis = call.axis(call.node.args[0])
+    operands = [n for n in call.node.all_input_nodes if shape_of(n)]
+    if not isinstance(axis, Batch) or any(call.axis(operand) != axis for operand in operands):
+        return call.refused("looks up places in values that are divided in several ways")
+    if place(call.get("dim"), len(shape_of(call.node.args[0]))) == axis.dim:
+        return call.refused("looks up places in the whole batch")
+    return Division(result=axis)
+
+
+_REDUCTIONS = (
+    "sum", "mean", "amax", "amin", "var_mean", "logsumexp", "any", "all", "max", "min", "prod",
+    "argmax", "argmin", "linalg_vector_norm",
+)  # fmt: skip
+_ALONG = ("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "sort", "topk")
+# Of each attention, how many results stand behind output and sums of exponents.
+_ATTENTIONS = {
+    "_scaled_dot_product_flash_attention_for_cpu": 0,
+    "_scaled_dot_product_flash_attention": 7,
+    "_scaled_dot_product_efficient_attention": 2,
+    "_scaled_dot_product_cudnn_attention": 7,
+}
+
+MATH_RULES: dict[str, Rule] = {
+    "pointwise": pointwise,  # of all operators with this tag
+    "aten::zeros_like": pointwise,
+    "aten::ones_like": pointwise,
+    "aten::full_like": pointwise,
+    "aten::empty_like": pointwise,
+    **{f"aten::{name}": _reduce for name in _REDUCTIONS},
+    **{f"aten::{name}": _along for name in _ALONG},
+    "aten::native_layer_norm": _norm,
+    "aten::_fused_rms_norm": _norm,
+    "aten::mm": _mm,
+    "aten::addmm": _addmm,
+    "aten::bmm": _bmm,
+    **{f"aten::{name}": _attention(others) for name, others in _ATTENTIONS.items()},
+    "aten::embedding": _embedding,
+    "aten::index": _embedding,
+    "aten::gather": _gather,
+    "aten::scatter": _gather,
+}
