@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import (
@@ -20,7 +21,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
 
 from halley.compiler.options import Options, parse_options
-from halley.compiler.passes import run_passes
+from halley.compiler.passes import find_batch_inputs, run_passes
 from halley.compiler.plan import OrderReport
 
 
@@ -28,7 +29,12 @@ NAME = "halley"
 Compiled = Callable[..., Any]
 
 
-def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> OrderReport | None:
+def run(
+    gm: fx.GraphModule,
+    *,
+    options: dict[str, object] | None = None,
+    batch_inputs: Sequence[str] = (),
+) -> OrderReport | None:
     """Run the passes over a graph of operators, in place; a collective of the graph's groups.
 
     For graphs that something else has made: a training step traced by ``make_fx``, or another
@@ -37,6 +43,8 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
     Args:
         gm: with functional collectives.
         options: as of the backend; ``inner`` does not matter.
+        batch_inputs: names of the inputs that have the batch as their first dimension. Without
+            any, as in a graph of backward, nothing runs in parts.
 
     Returns:
         What changed, or None where the graph stays as it is.
@@ -45,7 +53,7 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
         RuntimeError: ranks have different collectives, or one did not come in time.
         ValueError: an option is unknown or not allowed.
     """
-    report = run_passes(gm.graph, parse_options(options))
+    report = run_passes(gm.graph, parse_options(options), batch_inputs=batch_inputs)
     gm.recompile()
     return report
 
@@ -79,17 +87,25 @@ class Backend:
         """
         parsed = parse_options(options)
         self._note(gm)
+        inputs = _find_inputs(example_inputs)
         if parsed.inner == "inductor":
             from halley.compiler.inductor import compile_by_inductor
 
-            return compile_by_inductor(gm, example_inputs, options=parsed, keep=self.reports.append)
-        return self._compile_eager(gm, example_inputs, parsed)
+            return compile_by_inductor(
+                gm, example_inputs, options=parsed, inputs=inputs, keep=self.reports.append
+            )
+        return self._compile_eager(gm, example_inputs, parsed, inputs)
 
     def _compile_eager(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        inputs: Sequence[int],
     ) -> Compiled:
         def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-            if report := run_passes(part.graph, options):
+            names = find_batch_inputs(part.graph, inputs)
+            if report := run_passes(part.graph, options, batch_inputs=names):
                 self.reports.append(report)
                 part.recompile()
             return _boxed(part)
@@ -127,6 +143,17 @@ def register() -> None:
     """Make ``torch.compile(model, backend="halley")`` known; again is no error."""
     if NAME not in list_backends():
         register_backend(Backend(), name=NAME)  # pyright: ignore[reportArgumentType]
+
+
+def _find_inputs(example_inputs: Sequence[Any]) -> list[int]:
+    """Return the positions of tensors that come with each call: no parameters, no buffers."""
+    return [
+        at
+        for at, value in enumerate(example_inputs)
+        if isinstance(value, torch.Tensor)
+        and not isinstance(value, torch.nn.Parameter)
+        and getattr(value, "_dynamo_static_input_type", None) is None
+    ]
 
 
 def _communicates(graph: fx.Graph) -> bool:

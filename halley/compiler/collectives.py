@@ -1,7 +1,7 @@
 """Which operators of a graph communicate, and what ranks must agree on about them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -113,8 +113,12 @@ class Signature:
     structure: str
 
 
-def signature(graph: fx.Graph) -> Signature:
+def signature(graph: fx.Graph, batch_inputs: Collection[str] = ()) -> Signature:
     """Return the signature of a graph.
+
+    Args:
+        graph: of operators.
+        batch_inputs: inputs whose sizes count, as plans that divide the batch depend on them.
 
     Rows that ranks send and receive may differ, in graphs too, so of an all-to-all only dtype and
     row shape count. Groups are numbered by first use: a group's name says nothing to the ranks of
@@ -126,7 +130,8 @@ def signature(graph: fx.Graph) -> Signature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         inputs = ",".join(str(position[source]) for source in node.all_input_nodes)
-        digest.update(f"{node.op} {_target(node)} {inputs}\n".encode())
+        sizes = _operand(node) if node.name in batch_inputs else ""
+        digest.update(f"{node.op} {_target(node)} {inputs} {sizes}\n".encode())
         if kind := collective_kind(node):
             group = groups.get(group_of(node) or "")
             lines.append(f"{_target(node)} {_operands(node, kind)} group {group}")
@@ -143,12 +148,15 @@ def _target(node: fx.Node) -> str:
 
 
 def _operands(node: fx.Node, kind: Kind) -> str:
-    found: list[str] = []
-    for source in node.all_input_nodes:
-        value = source.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            shape = cast(Sequence[int | torch.SymInt], value.shape)
-            row = shape if kind == "reduce" else shape[1:]
-            sizes = [str(size) if isinstance(size, int) else "?" for size in row]
-            found.append(f"{value.dtype}[{','.join(sizes)}]")
-    return " ".join(found)
+    sources = node.all_input_nodes
+    return " ".join(_operand(source, first=0 if kind == "reduce" else 1) for source in sources)
+
+
+def _operand(node: fx.Node, *, first: int = 0) -> str:
+    """Return dtype and sizes of a node's tensor from a dimension on; "" for what is none."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    shape = cast(Sequence[int | torch.SymInt], value.shape)
+    sizes = [str(size) if isinstance(size, int) else "?" for size in shape[first:]]
+    return f"{value.dtype}[{','.join(sizes)}]"

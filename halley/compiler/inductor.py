@@ -12,7 +12,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.options import Options
-from halley.compiler.passes import run_passes
+from halley.compiler.passes import find_batch_inputs, run_passes
 from halley.compiler.plan import OrderReport
 
 
@@ -21,6 +21,7 @@ def compile_by_inductor(
     example_inputs: Sequence[Any],
     *,
     options: Options,
+    inputs: Sequence[int],
     keep: Callable[[OrderReport], None],
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor with the passes in it.
@@ -29,6 +30,7 @@ def compile_by_inductor(
         gm: one of Dynamo's graphs.
         example_inputs: of it.
         options: of the passes.
+        inputs: positions of the example inputs that may have the batch.
         keep: called with the report of each graph that they change.
 
     Raises:
@@ -38,7 +40,7 @@ def compile_by_inductor(
         raise RuntimeError(
             "torch._inductor.config.post_grad_custom_post_pass is set, and halley wants that place"
         )
-    patches = {"post_grad_custom_post_pass": InductorPass(options, keep=keep)}
+    patches = {"post_grad_custom_post_pass": InductorPass(options, inputs=inputs, keep=keep)}
     return compile_fx(gm, example_inputs, config_patches=patches)  # pyright: ignore[reportReturnType]
 
 
@@ -48,16 +50,21 @@ class InductorPass(CustomGraphPass):
 
     Args:
         options: of the passes.
+        inputs: positions of the inputs of forward that may have the batch.
         keep: called with the report of each graph that they change.
     """
 
-    def __init__(self, options: Options, *, keep: Callable[[OrderReport], None]) -> None:
+    def __init__(
+        self, options: Options, *, inputs: Sequence[int], keep: Callable[[OrderReport], None]
+    ) -> None:
         self._options = options
+        self._inputs = inputs
         self._keep = keep
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Reorder one graph, forward or backward."""
-        if report := run_passes(graph, self._options):
+        """Change one graph, forward or backward."""
+        names = find_batch_inputs(graph, self._inputs)
+        if report := run_passes(graph, self._options, batch_inputs=names):
             pin_order(graph)
             self._keep(report)
 

@@ -18,7 +18,7 @@ from halley.cost.profiles import Curve, ProfileTable, measure_curve, operation_k
 
 NodeCost = Callable[[fx.Node], float]
 _SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is latency
-_ROLES: dict[NodeKind, Role] = {
+ROLES: dict[NodeKind, Role] = {
     NodeKind.INPUT: "free",
     NodeKind.OUTPUT: "free",
     NodeKind.VIEW: "free",
@@ -87,7 +87,7 @@ def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:
     """Return the nodes of a graph as the cost model takes them."""
     found: list[Operation] = []
     for index, node in enumerate(facts.nodes):
-        role = _ROLES[facts.kinds[index]]
+        role = ROLES[facts.kinds[index]]
         duration_us = cost(node) if role in ("compute", "start") else 0.0
         needs = facts.needs[index] if role != "free" else _data_needs(facts, index)
         found.append(Operation(name=node.name, role=role, duration_us=duration_us, needs=needs))

@@ -1,11 +1,15 @@
 """What a user may choose about the passes."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from halley.compiler.axes import Rule
 
-Passes = Literal["none", "wgrad"]
+
+MAX_PARTS = 8  # Lancet's; in its paper more than 4 are never best
+Passes = Literal["none", "wgrad", "partition", "both"]
 Inner = Literal["eager", "inductor"]
 
 
@@ -14,11 +18,15 @@ class Options:
     """The options of ``torch.compile(model, backend="halley", options={...})``.
 
     Attributes:
-        passes: "wgrad" moves weight gradients behind all-to-alls, "none" leaves graphs alone.
+        passes: "wgrad" moves weight gradients behind all-to-alls, "partition" runs forward around
+            them in parts of the batch, "both" does both, "none" leaves graphs alone.
         inner: what compiles the graphs then: "inductor", or "eager", which runs their operators.
         memory_margin: by what share of the unpassed graph's peak the passes may raise it.
         profiles: file of measured times; "" predicts all of them.
         measure: whether rank 0 measures what the file lacks, and all ranks their collectives.
+        num_parts: of the batch, for all ranges that can run in parts; 0 chooses ranges and numbers
+            by their predicted time.
+        rules: how operators run on parts of the batch, by ``namespace::name``; beside Halley's own.
         unknown_size: taken for a size that depends on data, such as the rows that a rank receives.
         agree: whether ranks compare their graphs and share rank 0's plan. Without, each makes its
             own: for a single process, or for tests.
@@ -30,6 +38,8 @@ class Options:
     memory_margin: float = 0.02
     profiles: str | Path = ""
     measure: bool = False
+    num_parts: int = 0
+    rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     unknown_size: int = 4096
     agree: bool = True
     timeout_s: float = 300.0
@@ -48,10 +58,23 @@ class Options:
         for name in ("timeout_s", "unknown_size"):
             if (value := getattr(self, name)) <= 0:
                 raise ValueError(f"{name} ({value}) must be positive")
+        if self.num_parts != 0 and not 2 <= self.num_parts <= MAX_PARTS:
+            raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {MAX_PARTS}")
+        for name in self.rules:
+            if "::" not in name:
+                raise ValueError(f"rules ({name}) must be named namespace::operator")
         if self.measure and not self.profiles:
             raise ValueError("profiles must name a file when measure is set")
         if self.profiles and not self.measure and not Path(self.profiles).exists():
             raise ValueError(f"profiles ({self.profiles}) must be a file unless measure is set")
+
+    @property
+    def moves_gradients(self) -> bool:
+        return self.passes in ("wgrad", "both")
+
+    @property
+    def divides(self) -> bool:
+        return self.passes in ("partition", "both")
 
 
 def parse_options(values: dict[str, object] | None) -> Options:

@@ -2,8 +2,10 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -15,9 +17,11 @@ from halley.compiler.collectives import (
     signature,
     unknown_collectives,
 )
+from halley.compiler.fit import fit_memory
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
 from halley.compiler.node_cost import ProfiledCost, measure_all_to_all
 from halley.compiler.options import Options
+from halley.compiler.partition import PartitionPlan, partition, plan_partition, read_plan
 from halley.compiler.plan import OrderReport, plan_wgrad, report_order
 from halley.compiler.sizes import Sizes
 from halley.cost.hardware import CPU, H200, find_hardware
@@ -25,7 +29,12 @@ from halley.cost.predict import Predictor
 from halley.cost.profiles import ProfileTable, find_environment
 
 
-def run_passes(graph: fx.Graph, options: Options) -> OrderReport | None:
+_T = TypeVar("_T")
+
+
+def run_passes(
+    graph: fx.Graph, options: Options, *, batch_inputs: Sequence[str] = ()
+) -> OrderReport | None:
     """Run the passes that the options name, in place; a collective of the graph's groups.
 
     A graph without all-to-alls, or with an operator that communicates in a way unknown here (one
@@ -34,6 +43,8 @@ def run_passes(graph: fx.Graph, options: Options) -> OrderReport | None:
     Args:
         graph: of operators, as aot_autograd or Inductor makes it.
         options: which passes, and how.
+        batch_inputs: names of the inputs that have the batch as their first dimension, in a graph
+            of forward; without any, none of it runs in parts.
 
     Returns:
         What changed, or None where the graph stays as it is.
@@ -42,39 +53,124 @@ def run_passes(graph: fx.Graph, options: Options) -> OrderReport | None:
         RuntimeError: ranks have different collectives, or one did not come in time; then before
             the graph has run anywhere.
     """
-    if options.passes == "none":
-        return None
-    if unknown := unknown_collectives(graph):
-        warnings.warn(
-            f"halley leaves a graph as it is: it does not know {', '.join(unknown)}", stacklevel=2
-        )
+    divides = options.divides and bool(batch_inputs)
+    if not divides and not options.moves_gradients:
         return None
     facts = GraphFacts(graph)
-    if not facts.find(NodeKind.START, NodeKind.FUSED):
-        return None
-    groups = graph_groups(graph) if options.agree else []
-    councils = [open_council(name, timeout_s=options.timeout_s) for name in groups]
-    if _differing(councils, graph):
-        warnings.warn(
-            "halley leaves a graph as it is: ranks have the same collectives in it, but other "
-            "computation, so that no plan fits all",
-            stacklevel=2,
-        )
-        return None
-    if not facts.find_collectives("all_to_all"):
+    councils = _convene(graph, facts, options, batch_inputs if divides else ())
+    if councils is None or not facts.find_collectives("all_to_all"):
         return None
     sizes = Sizes(options.unknown_size)
     largest = max(councils, key=lambda council: council.num_ranks, default=None)
     cost = _build_cost(graph, largest, options, sizes=sizes)
+    before = report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
+    plan = PartitionPlan()
+    if divides:
+        plan = _partition(
+            graph, councils, options, batch_inputs=batch_inputs, cost=cost, sizes=sizes
+        )
+        facts = GraphFacts(graph)
 
     def make_order() -> list[int]:
         return plan_wgrad(facts, cost=cost, sizes=sizes, memory_margin=options.memory_margin)
 
-    order = make_order() if largest is None else largest.share("plan", make_order)
-    _check_same(order, [council for council in councils if council is not largest])
-    report = report_order(facts, order, cost=cost, sizes=sizes)
+    order = list(range(len(facts.nodes)))
+    if options.moves_gradients:
+        order = _share(councils, "order", make_order)
+    after = report_order(facts, order, cost=cost, sizes=sizes)
     reorder(graph, facts, order)
-    return report
+    return replace(
+        after,
+        time_before=before.time_before,
+        peak_before=before.peak_before,
+        ranges=plan.reports,
+        skipped=plan.skipped,
+    )
+
+
+def _convene(
+    graph: fx.Graph, facts: GraphFacts, options: Options, batch_inputs: Sequence[str]
+) -> list[Council] | None:
+    """Return the councils of a graph's groups; None if it must stay as it is, after a warning."""
+    if unknown := unknown_collectives(graph):
+        warnings.warn(
+            f"halley leaves a graph as it is: it does not know {', '.join(unknown)}", stacklevel=3
+        )
+        return None
+    if not facts.find(NodeKind.START, NodeKind.FUSED):
+        return None
+    groups = graph_groups(graph) if options.agree else []
+    councils = [open_council(name, timeout_s=options.timeout_s) for name in groups]
+    if _differing(councils, graph, batch_inputs):
+        warnings.warn(
+            "halley leaves a graph as it is: ranks have the same collectives in it, but other "
+            "computation, so that no plan fits all",
+            stacklevel=3,
+        )
+        return None
+    return councils
+
+
+def find_batch_inputs(graph: fx.Graph, positions: Sequence[int]) -> list[str]:
+    """Return the names of inputs of a graph of forward by position; none for one of backward."""
+    inputs = graph.find_nodes(op="placeholder")
+    if any(node.name.startswith("tangents") for node in inputs):
+        return []
+    return [node.name for at, node in enumerate(inputs) if at in positions]
+
+
+def _partition(
+    graph: fx.Graph,
+    councils: Sequence[Council],
+    options: Options,
+    *,
+    batch_inputs: Sequence[str],
+    cost: ProfiledCost,
+    sizes: Sizes,
+) -> PartitionPlan:
+    """Run ranges of forward in parts by rank 0's plan, and return that."""
+
+    def make_plan() -> dict[str, object]:
+        plan = plan_partition(
+            graph,
+            batch_inputs=batch_inputs,
+            rules=options.rules,
+            cost=cost,
+            sizes=sizes,
+            num_parts=options.num_parts,
+        )
+        plan = fit_memory(
+            graph,
+            plan,
+            batch_inputs=batch_inputs,
+            rules=options.rules,
+            sizes=sizes,
+            memory_margin=options.memory_margin,
+        )
+        return asdict(plan)
+
+    plan = read_plan(_share(councils, "partition", make_plan))
+    partition(graph, plan.ranges, batch_inputs=batch_inputs, rules=options.rules, sizes=sizes)
+    return plan
+
+
+def _share(councils: Sequence[Council], what: str, make: Callable[[], _T]) -> _T:
+    """Return what rank 0 of the largest group makes, on all ranks.
+
+    Raises:
+        RuntimeError: the ranks of a smaller group got different plans, as not all are in one group.
+    """
+    largest = max(councils, key=lambda council: council.num_ranks, default=None)
+    if largest is None:
+        return make()
+    made = largest.share(what, make)
+    for council in councils:
+        if council is not largest and council.share(f"same {what}", lambda: made) != made:
+            raise RuntimeError(
+                "ranks of two groups would run a graph in different orders: the largest group of "
+                "a graph must hold all ranks that meet in it"
+            )
+    return made
 
 
 def reorder(graph: fx.Graph, facts: GraphFacts, order: Sequence[int]) -> None:
@@ -100,21 +196,11 @@ def reorder(graph: fx.Graph, facts: GraphFacts, order: Sequence[int]) -> None:
     graph.lint()
 
 
-def _differing(councils: Sequence[Council], graph: fx.Graph) -> bool:
+def _differing(councils: Sequence[Council], graph: fx.Graph, batch_inputs: Sequence[str]) -> bool:
     """Return whether ranks have other computation; raise if they have other collectives."""
-    mine = signature(graph)
+    mine = signature(graph, batch_inputs)
     others = [council.compare(mine) for council in councils]  # each must be asked
     return any(others)
-
-
-def _check_same(order: list[int], councils: Sequence[Council]) -> None:
-    """Check that the ranks of smaller groups have one plan, though other ranks may have made it."""
-    for council in councils:
-        if council.share("same plan", lambda: order) != order:
-            raise RuntimeError(
-                "ranks of two groups would run a graph in different orders: the largest group of "
-                "a graph must hold all ranks that meet in it"
-            )
 
 
 def _build_cost(

@@ -8,6 +8,7 @@ from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
 from halley.compiler.order import build_order, place_reductions
+from halley.compiler.partition import RangeReport
 from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad import Unit, assign, find_units, label
 from halley.cost.graph_cost import GraphTime, Operation, graph_time
@@ -21,6 +22,8 @@ class OrderReport:
         windows: names of the matrix products behind each all-to-all, by name of that.
         time_before, time_after: of the graph.
         peak_before, peak_after: bytes alive at the worst moment.
+        ranges: that run in parts.
+        skipped: why others do not.
     """
 
     windows: dict[str, tuple[str, ...]]
@@ -28,6 +31,8 @@ class OrderReport:
     time_after: GraphTime
     peak_before: int
     peak_after: int
+    ranges: tuple[RangeReport, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 def plan_wgrad(

@@ -1,7 +1,7 @@
 """Sizes of traced tensors, those guessed that only a run would tell."""
 
 from collections.abc import Sequence
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 
@@ -17,13 +17,29 @@ class Sizes:
 
     def __init__(self, unknown: int) -> None:
         self._unknown = unknown
+        self._parts: dict[str, tuple[object, int]] = {}
+
+    def note_part(self, size: torch.SymInt, part: object, *, num_parts: int) -> None:
+        """Remember that a size that depends on data is one of a part of a batch.
+
+        Args:
+            size: of the part.
+            part: which; sums of sizes of one part are of that part.
+            num_parts: of the batch.
+        """
+        for symbol in _symbols(size):
+            self._parts[symbol] = part, num_parts
 
     def number(self, size: int | torch.SymInt) -> int:
         """Return a size."""
         if isinstance(size, int):
             return size
         hint: object = getattr(cast(object, getattr(size, "node", None)), "hint", None)
-        return hint if isinstance(hint, int) else self._unknown
+        if isinstance(hint, int):
+            return hint
+        parts = {self._parts.get(symbol) for symbol in _symbols(size)}
+        part = parts.pop() if len(parts) == 1 else None
+        return self._unknown if part is None else max(1, self._unknown // part[1])
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -39,3 +55,8 @@ class Sizes:
         if isinstance(value, tuple | list):
             return sum(map(self.num_bytes, cast(Sequence[object], value)))
         return 0
+
+
+def _symbols(size: torch.SymInt) -> list[str]:
+    expression = cast(Any, size.node).expr
+    return [str(symbol) for symbol in expression.free_symbols]

@@ -94,7 +94,10 @@ def test_plan_from_a_table_without_measuring(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"pass": "wgrad"}, r"options \(pass\) must be of agree, inner, measure"),
-        ({"passes": "all"}, r"passes \(all\) must be one of none, wgrad"),
+        ({"passes": "all"}, r"passes \(all\) must be one of none, wgrad, partition, both"),
+        ({"num_parts": 9}, r"num_parts \(9\) must be 0, or 2 to 8"),
+        ({"num_parts": 1}, r"num_parts \(1\) must be 0, or 2 to 8"),
+        ({"rules": {"mm": None}}, r"rules \(mm\) must be named namespace::operator"),
         ({"inner": "tvm"}, r"inner \(tvm\) must be one of eager, inductor"),
         ({"memory_margin": -0.1}, r"memory_margin \(-0.1\) must not be negative"),
         ({"timeout_s": 0.0}, r"timeout_s \(0.0\) must be positive"),

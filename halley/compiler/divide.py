@@ -1,0 +1,250 @@
+"""The rewrite of the partition pass: regions of a graph run in parts, what leaves them is whole.
+
+What is outside of the regions, the backward graph with it, reads the same values as before.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, cast, final
+
+import torch
+from torch import fx
+
+from halley.compiler.axes import Batch, BatchFlow, Counts, Division, Last, Layout, Rows
+from halley.compiler.fake import fake_result
+from halley.compiler.region import Region
+from halley.compiler.sizes import Sizes
+from halley.ops import routed_rows  # defines the order of rows
+
+
+assert routed_rows
+_ATEN = torch.ops.aten
+# What splits the batch for parts and puts their results together.
+_MOVES = frozenset(
+    {
+        _ATEN.split.Tensor,
+        _ATEN.cat.default,
+        _ATEN.permute.default,
+        _ATEN.index_select.default,
+        _ATEN.add.Tensor,
+        _ATEN.sym_size.int,
+        torch.ops.halley.order_of_parts.default,
+        operator.getitem,
+        operator.add,
+    }
+)
+
+
+def divide(
+    graph: fx.Graph, flow: BatchFlow, regions: Sequence[tuple[Region, int]], *, sizes: Sizes
+) -> None:
+    """Run regions of a graph in parts.
+
+    Args:
+        graph: changed.
+        flow: of the graph.
+        regions: of it, that do not overlap, in order, each with its number of parts.
+        sizes: learns which sizes are of parts.
+
+    Contract: an operator of a region runs once for each part in the order of the pipeline, and
+    again where its whole is wanted and cannot be put together. All others run as often as before,
+    each node after what it needs. Outputs have the same shapes, strides and dtypes, and the same
+    values bit for bit where operators give a row the same result whatever rows stand with it.
+
+    Raises:
+        ValueError: a number of parts does not divide the batch.
+    """
+    for _, num_parts in regions:
+        if num_parts < 2 or flow.batch_size % num_parts:
+            raise ValueError(
+                f"num_parts ({num_parts}) must be at least 2 and divide the batch "
+                f"({flow.batch_size})"
+            )
+    before = Counter(str(node.target) for node in graph.nodes)
+    outputs = _describe(graph)
+    divider = _Divider(graph, flow, sizes)
+    for region, num_parts in regions:
+        divider.run(region, num_parts)
+    graph.lint()
+    assert _describe(graph) == outputs, "outputs have other shapes"
+    _check_calls(before, graph, regions)
+
+
+@final
+class _Divider:
+    """Writes regions in parts behind their nodes, and removes the nodes that run in parts alone."""
+
+    def __init__(self, graph: fx.Graph, flow: BatchFlow, sizes: Sizes) -> None:
+        self._graph = graph
+        self._sizes = sizes
+        self._calls = flow.calls
+        self._batch_size = flow.batch_size
+        self._axes = dict(flow.axes)
+        self._wholes: dict[fx.Node, fx.Node] = {}  # what stands for nodes that are removed
+        self._num_parts = 1
+        self._parts: list[dict[fx.Node, fx.Node]] = []
+        self._splits: dict[tuple[fx.Node, Batch], list[fx.Node]] = {}
+        self._orders: dict[Layout, fx.Node] = {}
+
+    def run(self, region: Region, num_parts: int) -> None:
+        """Divide one region, behind those that were divided before."""
+        self._num_parts = num_parts
+        self._parts = [{} for _ in range(num_parts)]
+        self._splits, self._orders = {}, {}
+        divided = [node for stage in region.stages for node in stage]
+        end = max((*region.before, *divided, *(node for _, node in region.after))).next
+        with self._graph.inserting_before(end):
+            for node, part in region.steps(num_parts):
+                self._parts[part][node] = self._run_part(node, part)
+        gone = set(divided) - {node for ending, node in region.after if ending == "again"}
+        for ending, node in region.after:
+            if ending == "merge":
+                with self._graph.inserting_before(end):
+                    whole = self._merge(node)
+                self._wholes[node], self._axes[whole] = whole, self._axes[node]
+                node.replace_all_uses_with(whole, lambda user: user not in gone)
+            else:
+                end.prepend(node)
+                node.meta["val"] = fake_result(node)
+        for node in reversed(divided):
+            if node in gone:
+                self._graph.erase_node(node)
+
+    def _call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        *,
+        like: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        """Add a call that has the origin of ``like``."""
+        node = self._graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta = {name: value for name, value in like.meta.items() if name != "val"}
+        node.meta["val"] = fake_result(node)
+        return node
+
+    def _run_part(self, node: fx.Node, part: int) -> fx.Node:
+        call = self._calls[node]
+        assert isinstance(call, Division)
+        wanted = {self._wholes.get(whole, whole): axis for whole, axis in call.splits.items()}
+
+        def operand(source: fx.Node) -> fx.Node:
+            if source in self._parts[part]:
+                return self._parts[part][source]
+            axis = wanted.get(source, self._axes.get(source))
+            return self._range(source, axis)[part] if isinstance(axis, Batch) else source
+
+        args = list(cast(tuple[Any, ...], fx.map_arg(node.args, operand)))
+        if call.sizes is not None and isinstance(call.result, Batch):
+            sizes, dim = list(args[call.sizes]), call.result.dim
+            if isinstance(sizes[dim], int) and sizes[dim] > 0:
+                sizes[dim] //= self._num_parts
+            args[call.sizes] = sizes
+        if call.carry is not None and part > 0:
+            argument, result = call.carry
+            before = self._parts[part - 1][node]
+            args[argument] = self._call(operator.getitem, (before, result), like=node)
+        kwargs = cast(dict[str, Any], fx.map_arg(node.kwargs, operand))
+        name = f"{node.name}_part{part}"
+        result = self._call(node.target, tuple(args), like=node, kwargs=kwargs, name=name)
+        if isinstance(size := result.meta["val"], torch.SymInt):
+            self._sizes.note_part(size, id(self._parts[part]), num_parts=self._num_parts)
+        return result
+
+    def _range(self, source: fx.Node, axis: Batch) -> list[fx.Node]:
+        """Return the ranges of a whole that belong to the parts."""
+        if (source, axis) not in self._splits:
+            size = self._batch_size // self._num_parts * axis.unit
+            split = self._call(_ATEN.split.Tensor, (source, size, axis.dim), like=source)
+            self._splits[source, axis] = [
+                self._call(operator.getitem, (split, part), like=source)
+                for part in range(self._num_parts)
+            ]
+        return self._splits[source, axis]
+
+    def _merge(self, node: fx.Node) -> fx.Node:
+        """Put together the results of the parts."""
+        parts = [results[node] for results in self._parts]
+        axis = self._axes[node]
+        if isinstance(axis, Last):
+            return parts[-1]
+        if isinstance(axis, Counts):
+            is_size = not isinstance(node.meta["val"], torch.Tensor)
+            add = operator.add if is_size else _ATEN.add.Tensor
+            return reduce(lambda left, right: self._call(add, (left, right), like=node), parts)
+        assert isinstance(axis, Batch | Rows)
+        whole = self._cat(parts, axis.dim, like=node)
+        if isinstance(axis, Rows):
+            order = self._order_of(axis, whole)
+            whole = self._call(_ATEN.index_select.default, (whole, axis.dim, order), like=node)
+        return whole
+
+    def _cat(self, parts: list[fx.Node], dim: int, *, like: fx.Node) -> fx.Node:
+        """Join along a dimension, in the order in which the dimensions of the whole are stored."""
+        value = like.meta["val"]
+        order = list(range(value.ndim))
+        if not any(map(is_symbolic, (*value.shape, *value.stride()))):
+            order.sort(key=lambda at: -value.stride(at))
+        if order == sorted(order):
+            return self._call(_ATEN.cat.default, (parts, dim), like=like)
+        stored = [self._call(_ATEN.permute.default, (part, order), like=like) for part in parts]
+        whole = self._call(_ATEN.cat.default, (stored, order.index(dim)), like=like)
+        back = [order.index(at) for at in range(value.ndim)]
+        return self._call(_ATEN.permute.default, (whole, back), like=like)
+
+    def _order_of(self, axis: Rows, whole: fx.Node) -> fx.Node:
+        """Return the order of the whole's rows, of rows that come part by part."""
+        layout = axis.layout
+        if layout not in self._orders:
+            counts = [results[layout.node] for results in self._parts]
+            if layout.output is not None:
+                counts = [
+                    self._call(operator.getitem, (each, layout.output), like=each)
+                    for each in counts
+                ]
+            num_rows = self._call(_ATEN.sym_size.int, (whole, axis.dim), like=whole)
+            order_of_parts = torch.ops.halley.order_of_parts.default
+            self._orders[layout] = self._call(order_of_parts, (counts, num_rows), like=whole)
+        return self._orders[layout]
+
+
+def is_symbolic(size: object) -> bool:
+    """Return whether a size is known at run time only."""
+    return not isinstance(size, int)
+
+
+def _describe(graph: fx.Graph) -> list[object]:
+    """Return what is known of a graph's outputs before it runs; "?" for sizes that it makes."""
+    found: list[object] = []
+    for node in graph.output_node().all_input_nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            sizes = (*value.shape, *value.stride())
+            found.append((value.dtype, ["?" if is_symbolic(size) else size for size in sizes]))
+        else:
+            found.append(isinstance(value, torch.SymInt))
+    return found
+
+
+def _check_calls(
+    before: Counter[str], graph: fx.Graph, regions: Sequence[tuple[Region, int]]
+) -> None:
+    """Check that all operators run as often as before and as parts want, but those that move."""
+    want = Counter(before)
+    for region, num_parts in regions:
+        again = [str(node.target) for ending, node in region.after if ending == "again"]
+        divided = Counter(str(node.target) for stage in region.stages for node in stage)
+        want.update({name: (num_parts - 1) * count for name, count in divided.items()})
+        want.update(again)
+    moves = {str(target) for target in _MOVES}
+    found = Counter(str(node.target) for node in graph.nodes)
+    wrong = {
+        name: (found[name], want[name])
+        for name in set(found) | set(want)
+        if name not in moves and found[name] != want[name]
+    }
+    assert not wrong, f"operators run another number of times than they must: {wrong}"
