@@ -176,6 +176,7 @@ _ATTENTIONS = {
 
 MATH_RULES: dict[str, Rule] = {
     "pointwise": pointwise,  # of all operators with this tag
+    "aten::where": pointwise,  # some overloads lack it
     "aten::zeros_like": pointwise,
     "aten::ones_like": pointwise,
     "aten::full_like": pointwise,

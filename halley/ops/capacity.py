@@ -66,7 +66,9 @@ def _take_slots(
     in_order = topk_idx.t().flatten()
     chosen = F.one_hot(in_order, used.shape[0])
     place = (chosen.cumsum(0) + used).gather(1, in_order[:, None])[:, 0]
-    return (place <= limit).view(topk_idx.t().shape).t().contiguous(), used + chosen.sum(0)
+    kept = (place <= limit).view(topk_idx.t().shape).t()
+    # Not contiguous(), which would leave the strides of a single column as they are.
+    return kept.clone(memory_format=torch.contiguous_format), used + chosen.sum(0)
 
 
 def _fake_take_slots(

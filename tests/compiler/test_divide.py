@@ -1,0 +1,187 @@
+"""A forward graph in parts, on one rank: same bits, order of the pipeline, reasons, memory."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from halley.compiler.axes import BatchFlow, find_axes
+from halley.compiler.collectives import collective_kind, is_wait
+from halley.compiler.divide import divide
+from halley.compiler.fit import fit_memory
+from halley.compiler.partition import PartitionPlan, partition, plan_partition
+from halley.compiler.region import Region, find_region
+from halley.compiler.rules import all_rules
+from halley.compiler.sizes import Sizes
+from halley.moe.parallel import ParallelGroups
+from tests.compiler.gpt2_model import SEQ_LEN, GPT2MoE
+from tests.compiler.model_case import whole_graphs
+from tests.moe.model_case import make_tokens
+
+
+BATCH_SIZE = 12
+SIZES = Sizes(64)
+
+
+class Captured:
+    """Forward of a model of one layer of experts, with real inputs to run it on."""
+
+    def __init__(self, gate: Any) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+
+        model = GPT2MoE(gate, ParallelGroups(ep=torch.distributed.group.WORLD), num_layers=2)
+        found: list[Any] = []
+
+        def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            def call(args: list[Any]) -> Any:
+                found.append((gm, list(args)))
+                return fx.Interpreter(gm).run(*args)
+
+            call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+            return call
+
+        with whole_graphs(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(
+                make_tokens(0, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+            )
+        self.module, self.args = found[0]
+        inputs = self.module.graph.find_nodes(op="placeholder")
+        self.batch_inputs = [n.name for n in inputs if n.meta["val"].dtype == torch.int64]
+
+    def graph(self) -> fx.Graph:
+        """Return a copy of the graph."""
+        copy = fx.Graph(owning_module=self.module)
+        copy.output(copy.graph_copy(self.module.graph, {}))
+        return copy
+
+    def flow(self, graph: fx.Graph) -> BatchFlow:
+        return find_axes(graph, self.batch_inputs, all_rules({}))
+
+    def run(self, graph: fx.Graph) -> list[Any]:
+        return fx.Interpreter(fx.GraphModule(self.module, graph)).run(*self.args)
+
+
+def _compute(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    def is_same(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b) and a.stride() == b.stride()
+        return a == b
+
+    return len(first) == len(second) and all(map(is_same, first, second))
+
+
+def _divided(rank: int, num_ranks: int, gate: str) -> None:
+    case = Captured(gate)
+    want = case.run(case.graph())
+    for num_parts in (2, 3, 4, 6):
+        graph = case.graph()
+        flow = case.flow(graph)
+        region = find_region(flow, _compute(graph))
+        assert isinstance(region, Region), region
+        divide(graph, flow, [(region, num_parts)], sizes=SIZES)
+        assert _same(case.run(graph), want), num_parts
+        _check_pipeline(graph, num_parts)
+        names = [str(node.target) for node in graph.nodes]
+        assert names.count("halley.expert_gemm.default") == 2 * num_parts
+        assert names.count("halley.sort_slots.default") == num_parts + 1  # and once for backward
+        assert names.count("halley.take_slots.default") == (num_parts if gate == "switch" else 0)
+
+
+def _check_pipeline(graph: fx.Graph, num_parts: int) -> None:
+    """Check that part after part sends counts, then part after part rows, and then results."""
+    starts = [node.name for node in graph.nodes if collective_kind(node)]
+    stages = ["all_to_all_single", "all_to_all_single_1", "all_to_all_single_2"]
+    assert starts == [f"{stage}_part{part}" for stage in stages for part in range(num_parts)]
+    nodes = [node.name for node in graph.nodes]
+    waits = [node for node in graph.nodes if is_wait(node) and collective_kind(node.args[0])]
+    for wait in waits:  # the last part is on its way when the first is waited for
+        start = wait.args[0].name
+        last = f"{start.rpartition('_part')[0]}_part{num_parts - 1}"
+        assert nodes.index(last) < nodes.index(wait.name)
+
+
+@pytest.mark.parametrize("gate", ["switch", "dropless"])
+def test_forward_in_parts_is_the_same(run_ranks, gate: str) -> None:
+    run_ranks(_divided, 1, gate, timeout_s=120.0)
+
+
+def _refused(rank: int, num_ranks: int) -> None:
+    case = Captured("switch")
+    graph = case.graph()
+    flow, nodes = case.flow(graph), _compute(graph)
+    names = [node.name for node in nodes]
+
+    def reason(first: int, end: int) -> str:
+        found = find_region(flow, nodes[first:end])
+        assert isinstance(found, str)
+        return found
+
+    dispatch = names.index("gather_rows")
+    assert reason(dispatch, len(nodes)) == (
+        "all_to_all_single_1 takes rows that come from before the range"
+    )
+    assert reason(0, 5) == "no all-to-all is in it"
+    whole = find_axes(graph, [], all_rules({}))
+    assert find_region(whole, nodes) == (
+        "all_to_all_single does not depend on the batch, as far as inputs are known"
+    )
+    region = find_region(flow, nodes)
+    assert isinstance(region, Region)
+    for num_parts in (1, 5):
+        with pytest.raises(ValueError, match=rf"num_parts \({num_parts}\) must be at least 2 and"):
+            divide(graph, flow, [(region, num_parts)], sizes=SIZES)
+    wants = {"batch_inputs": case.batch_inputs, "rules": {}, "sizes": SIZES}
+    with pytest.raises(RuntimeError, match="cannot run in parts: all_to_all_single_1 takes rows"):
+        partition(graph, [(_num_inputs(graph) + dispatch, len(graph.nodes) - 1, 2)], **wants)
+
+
+def _num_inputs(graph: fx.Graph) -> int:
+    """Return how many inputs a graph has."""
+    return len(graph.find_nodes(op="placeholder"))
+
+
+def test_ranges_that_cannot_run_in_parts(run_ranks) -> None:
+    run_ranks(_refused, 1)
+
+
+def _in_memory(rank: int, num_ranks: int) -> tuple[PartitionPlan, PartitionPlan, PartitionPlan]:
+    case = Captured("dropless")
+    graph = case.graph()
+    wants = {"batch_inputs": case.batch_inputs, "rules": {}, "sizes": SIZES}
+    plan = plan_partition(graph, cost=lambda node: 1.0, num_parts=4, **wants)
+    names = [node.name for node in graph.nodes]
+    roomy = fit_memory(graph, plan, memory_margin=10.0, **wants)
+    tight = fit_memory(graph, plan, memory_margin=-0.5, **wants)
+    assert [node.name for node in graph.nodes] == names  # copies were divided
+    return plan, roomy, tight
+
+
+def test_memory_keeps_ranges_whole(run_ranks) -> None:
+    ((plan, roomy, tight),) = run_ranks(_in_memory, 1)
+    assert len(plan.ranges) == 1
+    assert roomy == plan
+    assert tight.ranges == tight.reports == ()
+    assert tight.skipped[-1] == (
+        "all_to_all_single stays whole: its parts would hold too much memory"
+    )
+
+
+def test_size_of_a_part_is_its_share() -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env, sizes = ShapeEnv(), Sizes(60)
+    first, second, third = (env.create_unbacked_symint() for _ in range(3))
+    sizes.note_part(first, "part 0", num_parts=3)
+    sizes.note_part(second, "part 0", num_parts=3)
+    sizes.note_part(third, "part 1", num_parts=3)
+    assert sizes.number(first + second) == 20
+    assert sizes.number(first + third) == 60  # of several parts: the whole
+    assert sizes.number(env.create_unbacked_symint()) == 60
