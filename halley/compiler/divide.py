@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from halley.compiler.axes import Batch, BatchFlow, Counts, Division, Last, Layout, Rows
-from halley.compiler.fake import fake_result
+from halley.compiler.fake import trace_result
 from halley.compiler.region import Region
 from halley.compiler.sizes import Sizes
 from halley.ops import routed_rows  # defines the order of rows
@@ -21,13 +21,15 @@ from halley.ops import routed_rows  # defines the order of rows
 
 assert routed_rows
 _ATEN = torch.ops.aten
+# What a node's meta says of its own arguments and results.
+_OWN = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings")
 # What splits the batch for parts and puts their results together.
 _MOVES = frozenset(
     {
         _ATEN.split.Tensor,
         _ATEN.cat.default,
         _ATEN.permute.default,
-        _ATEN.index_select.default,
+        _ATEN.index.Tensor,
         _ATEN.add.Tensor,
         _ATEN.sym_size.int,
         torch.ops.halley.order_of_parts.default,
@@ -107,7 +109,7 @@ class _Divider:
                 node.replace_all_uses_with(whole, lambda user: user not in gone)
             else:
                 end.prepend(node)
-                node.meta["val"] = fake_result(node)
+                trace_result(node)
         for node in reversed(divided):
             if node in gone:
                 self._graph.erase_node(node)
@@ -123,8 +125,8 @@ class _Divider:
     ) -> fx.Node:
         """Add a call that has the origin of ``like``."""
         node = self._graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta = {name: value for name, value in like.meta.items() if name != "val"}
-        node.meta["val"] = fake_result(node)
+        node.meta = {name: value for name, value in like.meta.items() if name not in _OWN}
+        trace_result(node)
         return node
 
     def _run_part(self, node: fx.Node, part: int) -> fx.Node:
@@ -180,7 +182,8 @@ class _Divider:
         whole = self._cat(parts, axis.dim, like=node)
         if isinstance(axis, Rows):
             order = self._order_of(axis, whole)
-            whole = self._call(_ATEN.index_select.default, (whole, axis.dim, order), like=node)
+            places = [None] * axis.dim + [order]
+            whole = self._call(_ATEN.index.Tensor, (whole, places), like=node)
         return whole
 
     def _cat(self, parts: list[fx.Node], dim: int, *, like: fx.Node) -> fx.Node:
@@ -207,8 +210,11 @@ class _Divider:
                     for each in counts
                 ]
             num_rows = self._call(_ATEN.sym_size.int, (whole, axis.dim), like=whole)
+            joined = self._call(_ATEN.cat.default, (counts,), like=whole)
             order_of_parts = torch.ops.halley.order_of_parts.default
-            self._orders[layout] = self._call(order_of_parts, (counts, num_rows), like=whole)
+            self._orders[layout] = self._call(
+                order_of_parts, (joined, len(counts), num_rows), like=whole
+            )
         return self._orders[layout]
 
 

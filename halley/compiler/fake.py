@@ -1,4 +1,4 @@
-"""What a node returns, without values: for nodes that a pass adds to a graph."""
+"""What a node returns, without values: for nodes that a pass adds to a graph or feeds anew."""
 
 import contextlib
 from typing import Any, cast
@@ -6,34 +6,35 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
 
-def fake_result(node: fx.Node) -> Any:
-    """Return the result of a node on the results of those that it reads, as they were traced.
+_BINDINGS = "unbacked_bindings"  # where Inductor looks for the sizes that a node makes
+
+
+def trace_result(node: fx.Node) -> None:
+    """Set what a node returns, from what those that it reads were traced to return.
 
     A size that depends on data is a new one; sizes are not negative.
     """
-
-    def value(source: fx.Node) -> Any:
-        return source.meta["val"] if "val" in source.meta else _attribute(source)
-
-    args = cast(tuple[Any, ...], fx.map_arg(node.args, value))
-    kwargs = cast(dict[str, Any], fx.map_arg(node.kwargs, value))
+    args = cast(tuple[Any, ...], fx.map_arg(node.args, _value))
+    kwargs = cast(dict[str, Any], fx.map_arg(node.kwargs, _value))
     assert callable(node.target)
     mode = detect_fake_mode([source.meta.get("val") for source in node.all_input_nodes])
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if mode is not None:
-            stack.enter_context(mode)
-            if mode.shape_env is not None:
-                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+    node.meta.pop(_BINDINGS, None)
+    with torch.no_grad(), mode or contextlib.nullcontext():
         result = node.target(*args, **kwargs)
         if isinstance(result, torch.SymInt):
             torch._check(result >= 0)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-        return result
+    node.meta["val"] = result
+    shape_env = None if mode is None else mode.shape_env
+    if bindings := compute_unbacked_bindings(shape_env, result):
+        node.meta[_BINDINGS] = bindings
 
 
-def _attribute(node: fx.Node) -> Any:
+def _value(node: fx.Node) -> Any:
+    if node.op != "get_attr":
+        return node.meta["val"]
     module = node.graph.owning_module
     assert module is not None
     return getattr(module, str(node.target))

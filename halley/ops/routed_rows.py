@@ -98,23 +98,24 @@ def permute_rows(
     return _call_permute_rows(rows_RD, order_R, inverse_R)
 
 
-def _order_of_parts(counts: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+def _order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) -> torch.Tensor:
     """Return the places of rows that come part by part, in the order of the whole.
 
-    Each part has its rows by destination (or source), numbered by its counts; in the whole, rows of
-    one destination stand together, those of earlier parts first.
+    ``counts`` are those of part after part. Each has its rows by destination (or source), numbered
+    by its counts; in the whole, rows of one destination stand together, those of earlier parts
+    first.
 
     Example: counts [1, 1] and [2, 0] of rows a b and c d: the whole has a c d b, places 0, 2, 3, 1.
     """
-    counts_PS = torch.stack([part.flatten() for part in counts])
+    counts_PS = counts.view(num_parts, -1)
     place_S = torch.arange(counts_PS.shape[1], device=counts_PS.device)
     place_PS = place_S.repeat(counts_PS.shape[0])
     place_R = place_PS.repeat_interleave(counts_PS.flatten(), output_size=num_rows)
     return place_R.argsort(stable=True)
 
 
-def _fake_order_of_parts(counts: list[torch.Tensor], num_rows: int) -> torch.Tensor:
-    return counts[0].new_empty(num_rows)
+def _fake_order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) -> torch.Tensor:
+    return counts.new_empty(num_rows)
 
 
 def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,7 +279,7 @@ _call_permute_rows = define(
 )
 # For compilers, which put together what rows of parts were: torch.ops.halley.order_of_parts.
 define(
-    "order_of_parts(Tensor[] counts, SymInt num_rows) -> Tensor",
+    "order_of_parts(Tensor counts, int num_parts, SymInt num_rows) -> Tensor",
     _order_of_parts,
     _fake_order_of_parts,
 )

@@ -59,8 +59,8 @@ def test_rows_in_order_of_expert() -> None:
 
 def test_order_of_parts_by_hand() -> None:
     # Parts "a0 b1" and "c0 d0 e2": in the whole, a c d, then b, then e.
-    counts = [torch.tensor([[1, 1, 0]]), torch.tensor([[2, 0, 1]])]
-    assert torch.ops.halley.order_of_parts(counts, 5).tolist() == [0, 2, 3, 1, 4]
+    counts = torch.tensor([[[1, 1, 0]], [[2, 0, 1]]])
+    assert torch.ops.halley.order_of_parts(counts, 2, 5).tolist() == [0, 2, 3, 1, 4]
 
 
 def test_expert_gemm() -> None:
