@@ -8,7 +8,7 @@ from typing import TextIO
 
 import typer
 
-from halley.cli import bench, doctor, export, run, trace, train, tune
+from halley.cli import bench, doctor, export, plan, run, trace, train, tune
 from halley.train.launch import USER_ERROR
 
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("train")(train.run)
 app.add_typer(bench.app, name="bench")
+app.add_typer(plan.app, name="plan")
 app.command("trace")(trace.trace)
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)

@@ -16,6 +16,7 @@ from halley.core.types import DTYPES
 from halley.moe.strategy import check_strategy
 from halley.ops.experts import check_alignment
 from halley.train.checkpoint import check_writable
+from halley.train.compiled import check_passes
 from halley.train.loop import CHECKPOINTS_FOLDER, train
 from halley.train.step import check_vocabulary, open_corpus
 
@@ -76,6 +77,7 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
             ranks that do not fit each other.
     """
     check_strategy(config.strategy)
+    check_passes(config)
     num_ranks = count_ranks(nproc, device=config.device)
     ep_size = config.ep_size or num_ranks
     if num_ranks % ep_size != 0:

@@ -1,4 +1,4 @@
-"""What a node returns, without values: for nodes that a pass adds to a graph or feeds anew."""
+"""Tensors without values: what nodes return that a pass adds to a graph, whole models to plan."""
 
 import contextlib
 from typing import Any, cast
@@ -6,10 +6,16 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, compute_unbacked_bindings
 
 
 _BINDINGS = "unbacked_bindings"  # where Inductor looks for the sizes that a node makes
+
+
+def without_values() -> FakeTensorMode:
+    """Return a mode in which new tensors have no values, and sizes may depend on such values."""
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def trace_result(node: fx.Node) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from halley.compiler.axes import Rule
+from halley.cost.hardware import Hardware
 
 
 MAX_PARTS = 8  # Lancet's; in its paper more than 4 are never best
@@ -27,6 +28,7 @@ class Options:
         num_parts: of the batch, for all ranges that can run in parts; 0 chooses ranges and numbers
             by their predicted time.
         rules: how operators run on parts of the batch, by ``namespace::name``; beside Halley's own.
+        hardware: whose figures times are predicted from; None for the graph's device.
         unknown_size: taken for a size that depends on data, such as the rows that a rank receives.
         agree: whether ranks compare their graphs and share rank 0's plan. Without, each makes its
             own: for a single process, or for tests.
@@ -40,6 +42,7 @@ class Options:
     measure: bool = False
     num_parts: int = 0
     rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
+    hardware: Hardware | None = None
     unknown_size: int = 4096
     agree: bool = True
     timeout_s: float = 300.0

@@ -24,7 +24,7 @@ from halley.compiler.options import Options
 from halley.compiler.partition import PartitionPlan, partition, plan_partition, read_plan
 from halley.compiler.plan import OrderReport, plan_wgrad, report_order
 from halley.compiler.sizes import Sizes
-from halley.cost.hardware import CPU, H200, find_hardware
+from halley.cost.hardware import CPU, H200, Hardware, find_hardware
 from halley.cost.predict import Predictor
 from halley.cost.profiles import ProfileTable, find_environment
 
@@ -208,12 +208,7 @@ def _build_cost(
 ) -> ProfiledCost:
     """Return the cost of nodes; only that of the rank that plans knows the file of profiles."""
     device = _device_of(graph)
-    predictor = Predictor(CPU)
-    if device.type == "cuda":
-        try:
-            predictor = Predictor(find_hardware(torch.cuda.get_device_name(device)))
-        except ValueError:  # as strategies take a GPU without figures
-            predictor = Predictor(H200)
+    predictor = Predictor(options.hardware or _hardware_of(device))
     if not options.profiles:
         return ProfiledCost(predictor, sizes=sizes)
     plans = council is None or council.rank == 0
@@ -232,6 +227,15 @@ def _build_cost(
     return ProfiledCost(
         predictor, sizes=sizes, table=table, device=device if options.measure and plans else None
     )
+
+
+def _hardware_of(device: torch.device) -> Hardware:
+    if device.type != "cuda":
+        return CPU
+    try:
+        return find_hardware(torch.cuda.get_device_name(device))
+    except ValueError:  # as strategies take a GPU without figures
+        return H200
 
 
 def _device_of(graph: fx.Graph) -> torch.device:

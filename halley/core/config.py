@@ -285,6 +285,8 @@ class RunConfig:
     Attributes:
         output: folder for metrics, checkpoints and exports.
         strategy: how routed experts run, as ``moe.strategy`` names it.
+        passes: over graphs of the compiled model, as ``halley.compiler`` has them; others than
+            "none" want the strategy "functional".
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
         ep_size: ranks over which the experts are spread; 0 for all ranks.
         device: "auto" takes CUDA where there is a device.
@@ -293,6 +295,7 @@ class RunConfig:
     model: ModelConfig
     output: str = "runs/halley"
     strategy: str = "sequential"
+    passes: Literal["none", "wgrad", "partition", "both"] = "none"
     num_chunks: int = 0
     ep_size: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"

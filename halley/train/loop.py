@@ -121,6 +121,8 @@ def _describe(run: TrainingRun, first_step: int) -> str:
     return (
         f"{config.model.name}: {num_parameters / 1e6:.1f} M parameters a rank, "
         f"{groups.num_ranks} ranks on {run.world.device.type}, ep_size {groups.ep_size}, "
-        f"strategy {config.strategy}, {config.train.dtype}"
+        f"strategy {config.strategy}, "
+        + (f"passes {config.passes}, " if config.passes != "none" else "")
+        + config.train.dtype
         + (f", resumed after step {first_step}" if first_step else "")
     )

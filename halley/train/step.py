@@ -1,5 +1,6 @@
 """What a training step needs, and the step: forward, backward, sum over ranks, update."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,24 +11,30 @@ import torch.nn.functional as F
 from halley.core.config import RunConfig
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
-from halley.moe.model import MoETransformer
+from halley.moe.model import ModelOutput, MoETransformer
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.router import SigmoidRouter
 from halley.moe.strategy import build_strategy, check_strategy
 from halley.moe.world import World
+from halley.train.compiled import check_passes, compile_model
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
 from halley.train.optim import ModelOptimizer, learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """The parts of a run on this rank."""
+    """The parts of a run on this rank.
+
+    Attributes:
+        forward: runs the model, compiled if there are passes.
+    """
 
     config: RunConfig
     world: World
     groups: ParallelGroups
     recorder: Recorder
     model: MoETransformer
+    forward: Callable[[torch.Tensor], ModelOutput]
     optimizer: ModelOptimizer
     loader: BatchLoader
 
@@ -94,6 +101,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
     """
     check_vocabulary(config)
     check_strategy(config.strategy)
+    check_passes(config)
     groups = build_groups(config.ep_size, device_type=world.device.type)
     recorder = Recorder(world.device, rank=world.rank)
     strategy = build_strategy(
@@ -107,7 +115,8 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         config.model,
         strategy=strategy,
         groups=groups,
-        recorder=recorder,
+        # A graph has no parts that the host could time.
+        recorder=recorder if config.passes == "none" else Recorder(world.device, enabled=False),
         dtype=DTYPES[config.train.dtype],
         device=world.device,
         activation_checkpointing=config.train.activation_checkpointing,
@@ -128,6 +137,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         groups=groups,
         recorder=recorder,
         model=model,
+        forward=model if config.passes == "none" else compile_model(model, config, world.device),
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
         loader=loader,
     )
@@ -143,7 +153,7 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
             part.to(run.world.device) for part in run.loader.batch(step, microbatch)
         )
         with recorder.span("forward"):
-            output = run.model(tokens_BS)
+            output = run.forward(tokens_BS)
         with recorder.span("loss"):
             loss = F.cross_entropy(output.logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
         with recorder.span("backward"):

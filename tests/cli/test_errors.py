@@ -136,9 +136,17 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "train --strategy magic",
         "strategy (magic) must be one of sequential, chunked",
     ),
+    "unknown passes": (
+        "train --set passes=all",
+        "passes ('all') must be one of 'none', 'wgrad', 'partition', 'both'",
+    ),
+    "passes without a whole graph": (
+        "train --set passes=both",
+        "strategy (sequential) must be functional for passes both",
+    ),
     "strategy that keeps nothing of the kind": (
         "train --strategy fused:half",
-        "strategy (fused:half) must be one of sequential, chunked, unfused, fused, auto, unfused:",
+        "strategy (fused:half) must be one of sequential, chunked, functional, unfused, fused",
     ),
     "too many chunks": (
         "train --strategy chunked --set num_chunks=5 --nproc 2",

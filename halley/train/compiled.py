@@ -1,0 +1,55 @@
+"""A model compiled as a whole, with passes that hide communication in its graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config
+
+from halley.compiler import Backend
+from halley.core.config import RunConfig
+from halley.moe.model import ModelOutput, MoETransformer
+
+
+def check_passes(config: RunConfig) -> None:
+    """Check that the passes of a run can have a graph of the whole model.
+
+    Raises:
+        ValueError: its strategy breaks the graph, or activations are computed again in backward.
+    """
+    if config.passes == "none":
+        return
+    if config.strategy != "functional":
+        raise ValueError(
+            f"strategy ({config.strategy}) must be functional for passes {config.passes}: "
+            "others are no part of a graph"
+        )
+    if config.train.activation_checkpointing:
+        raise ValueError(
+            f"train.activation_checkpointing (true) must be false for passes {config.passes}"
+        )
+
+
+def compile_model(
+    model: MoETransformer, config: RunConfig, device: torch.device
+) -> Callable[[torch.Tensor], ModelOutput]:
+    """Return the model's forward, compiled with the passes of a run at its first call.
+
+    Args:
+        model: with the strategy "functional".
+        config: of the run.
+        device: of the model. On a CPU operators run one by one: Inductor would take minutes.
+    """
+    num_tokens = config.train.batch_size * config.data.seq_len
+    options: dict[str, Any] = {
+        "passes": config.passes,
+        "inner": "inductor" if device.type == "cuda" else "eager",
+        "unknown_size": num_tokens * config.model.moe.top_k,  # rows of a rank if load is even
+    }
+    compiled = torch.compile(model, backend=Backend(), fullgraph=True, options=options)
+
+    def forward(tokens_BS: torch.Tensor) -> ModelOutput:
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):  # splits of all-to-alls
+            return compiled(tokens_BS)
+
+    return forward

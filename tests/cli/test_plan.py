@@ -1,0 +1,62 @@
+"""``halley plan graph``: times and reasons of a small model, no ranks started."""
+
+import json
+
+import pytest
+
+from halley.cli.main import main
+
+
+MODEL = [
+    "--set=model.hidden_size=16",
+    "--set=model.num_layers=2",
+    "--set=model.head_dim=8",
+    "--set=model.moe.intermediate_size=16",
+    "--set=data.seq_len=16",
+    "--set=train.batch_size=4",
+]
+
+
+def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
+    more = ["--ranks=4", "--num-parts=2", "--memory-margin=4", "--link=1"]
+    assert main(["plan", "graph", *MODEL, *more]) == 0
+    out, table = capsys.readouterr()
+    plan = json.loads(out)
+    forward, backward = plan["forward"], plan["backward"]
+    assert [each["num_parts"] for each in forward["ranges"]] == [2, 2]
+    assert len(forward["windows"]) == 2 * 2 * 3  # layers, parts; counts, dispatch and combine
+    assert backward["ranges"] == []
+    assert len(backward["windows"]) == 2 * 2
+    assert all(backward["windows"].values())
+    exposed = [backward[when]["exposed_us"] for when in ("time_before", "time_after")]
+    assert exposed[1] < exposed[0]
+    assert "forward: " in table
+    assert "2 parts, " in table
+
+
+def test_explain_says_why_layers_stay_whole(capsys) -> None:
+    router = ["model.moe.top_k=1", "model.moe.router.kind=switch"]
+    router += ["model.moe.router.capacity_factor=1.0", "model.moe.router.priority=weight"]
+    sets = [f"--set={each}" for each in router]
+    assert main(["plan", "graph", *MODEL, *sets, "--passes=partition", "--explain"]) == 0
+    out, text = capsys.readouterr()
+    assert list(json.loads(out)) == ["forward"]
+    assert text.count("stays whole: no range around it is predicted to be faster in parts") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--passes none", "passes (none) must be one of wgrad, partition, both"),
+        ("--ranks 1", "ranks (1) must be at least 2: one rank has no all-to-alls"),
+        ("--ranks 3", "num_experts (8) must be divisible by ep_size (3)"),
+        ("--ranks 4 --set ep_size=3", "ep_size (3) must divide the number of ranks (4)"),
+        ("--link -1", "link (-1.0) must be positive, or 0 for the device's own"),
+        ("--device abacus", "device_name (abacus) must be one of those with figures"),
+        ("--num-parts 9", "num_parts (9) must be 0, or 2 to 8"),
+        ("--memory-margin -1", "memory_margin (-1.0) must not be negative"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments: str, message: str) -> None:
+    assert main(["plan", "graph", *MODEL, *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
