@@ -4,7 +4,7 @@ Inputs of the model are divided along their first dimension. A rule for each ope
 results are divided if its operands are, or why it needs the whole batch. A value keeps the division
 that it has: nothing is divided again, so a part of a result is what the parts of operands give.
 
-Source: Lancet (arXiv:2404.19429), section 5.1, which solves constraints over a range of operators;
+Source: Lancet (arXiv:2404.19429), section 5, which solves constraints over a range of operators;
 here rules follow the graph, once for all ranges.
 """
 

@@ -29,7 +29,7 @@ def choose_parts(as_is_us: float, numbers: Iterable[int], price: Callable[[int],
         numbers: of parts, ascending.
         price: microseconds by number of parts.
 
-    Source: Lancet (arXiv:2404.19429), section 5.3; that the search ends early, its code.
+    Source: Lancet (arXiv:2404.19429), section 5; that the search ends early, its code.
     """
     best, last_us = Choice(1, as_is_us), float("inf")
     for number in numbers:
@@ -55,7 +55,7 @@ def choose_ranges(
         max_items: of a range.
         choose: the best number of parts of items ``[i, n)``, and the cost.
 
-    Source: Lancet (arXiv:2404.19429), section 5.3, algorithm 2.
+    Source: Lancet (arXiv:2404.19429), section 5.
     """
     costs_us = [0.0]
     last: list[ChosenRange] = []

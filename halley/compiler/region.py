@@ -3,7 +3,7 @@
 Computation and all-to-alls of the range take turns; each turn is a stage. Parts run stage by stage,
 and within a stage one after another: while the all-to-all of one part travels, the next computes.
 
-Source: Lancet (arXiv:2404.19429), section 5.3.
+Source: Lancet (arXiv:2404.19429), section 5.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,6 +73,8 @@ def find_region(flow: BatchFlow, nodes: Sequence[fx.Node]) -> Region | str:
     for node in exchanges:
         if node not in divided:
             return _explain(flow, node, nodes)
+        if not divided.issuperset(node.users):
+            return f"{node.name} is waited for outside of the range, or not in parts"
     return Region(
         before=tuple(node for node in nodes if node not in divided and node not in late),
         stages=_stages([node for node in nodes if node in divided]),

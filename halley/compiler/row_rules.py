@@ -5,7 +5,7 @@ tokens, and no more is said. Prefix: an expert of bounded capacity takes the fir
 begins with the counter that the part before has left. Whole batch: the choice of one token depends
 on later ones, and only what follows it may run on parts.
 
-Source: Lancet (arXiv:2404.19429), sections 2.3 and 5.2.
+Source: Lancet (arXiv:2404.19429), section 5.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ def take_slots(
         Whether each slot is kept, bool ``(T, K)``; and ``used_E`` with these slots, int64.
 
     Source: GShard (arXiv:2006.16668), algorithm 1; the counter that goes from part to part is
-    Lancet's (arXiv:2404.19429), section 5.2.
+    Lancet's (arXiv:2404.19429), section 5.
 
     Example: idx [[0], [0], [1]] and limit 2 with used [1, 0] keep slots 0 and 2, and give [3, 1].
     Top-1 tokens may come in parts. Others may not: first choices of later parts would come behind
@@ -53,7 +53,7 @@ def take_slots_by_weight(
     Returns:
         Whether each slot is kept, bool ``(T, K)``.
 
-    Source: Batch prioritized routing (arXiv:2106.05974), section 4.1.
+    Source: Batch prioritized routing (arXiv:2106.05974), section 4.
 
     Example: idx [[0], [0], [0]] with weights [[.5], [.9], [.7]] and limit 2 keeps slots 1 and 2.
     """

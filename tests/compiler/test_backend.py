@@ -152,6 +152,27 @@ def test_ranks_with_other_computation_are_left_alone_with_a_warning(run_ranks) -
         assert all("no plan fits all" in message for message in messages)
 
 
+def _with_other_batch(rank: int, num_ranks: int) -> tuple[list[str], int]:
+    torch._dynamo.reset()
+    backend, model = Backend(), PaddedModel(num_layers=1)
+    options = {**EAGER, "passes": "partition"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(model, backend=backend, options=options)(
+            _input(rank)[: NUM_TOKENS - 4 * rank]
+        )
+    torch._dynamo.reset()
+    messages = [str(each.message) for each in caught if "halley" in str(each.message)]
+    return messages, len(backend.reports)
+
+
+def test_ranks_with_other_batches_are_left_alone_with_a_warning(run_ranks) -> None:
+    for messages, num_reports in run_ranks(_with_other_batch, 2):
+        assert num_reports == 0
+        assert len(messages) == 1
+        assert "no plan fits all" in messages[0]
+
+
 def _measured(rank: int, num_ranks: int, path: str) -> tuple[bool, list[str], int]:
     model = PaddedModel(num_layers=1)
     backend = Backend()

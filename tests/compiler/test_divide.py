@@ -128,6 +128,9 @@ def _refused(rank: int, num_ranks: int) -> None:
     assert reason(dispatch, len(nodes)) == (
         "all_to_all_single_1 takes rows that come from before the range"
     )
+    assert reason(0, names.index("wait_tensor_2")) == (
+        "all_to_all_single_1 is waited for outside of the range, or not in parts"
+    )
     assert reason(0, 5) == "no all-to-all is in it"
     whole = find_axes(graph, [], all_rules({}))
     assert find_region(whole, nodes) == (
