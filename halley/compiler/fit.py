@@ -1,7 +1,7 @@
 """Plans of the partition pass within memory: ranges that cost too much of it stay whole."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -32,30 +32,37 @@ def fit_memory(
         batch_inputs, rules, sizes: as of ``partition``.
         memory_margin: by what share the peak of live bytes may rise.
     """
-    limit = (1.0 + memory_margin) * _peak(graph, sizes)[0]
+    limit = (1.0 + memory_margin) * max(_alive(graph, sizes))
     while plan.ranges:
         copy = fx.Graph(owning_module=graph.owning_module)
         copy.output(copy.graph_copy(graph, {}))
         partition(copy, plan.ranges, batch_inputs=batch_inputs, rules=rules, sizes=sizes)
-        peak, where = _peak(copy, sizes)
-        if peak <= limit:
+        too_high: set[int] = set()
+        latest = 0
+        for node, num_bytes in zip(copy.nodes, _alive(copy, sizes), strict=True):
+            latest = node.meta.get(RANGE, latest)
+            if num_bytes > limit:
+                too_high.add(latest)
+        if not too_high:
             break
-        nodes = list(copy.nodes)[: where + 1]
-        before = [node.meta[RANGE] for node in nodes if RANGE in node.meta]
-        plan = _without(plan, before[-1] if before else 0)
+        plan = _without(plan, too_high)
     return plan
 
 
-def _peak(graph: fx.Graph, sizes: Sizes) -> tuple[int, int]:
+def _alive(graph: fx.Graph, sizes: Sizes) -> list[int]:
     facts = GraphFacts(graph)
-    return LiveBytes(facts, sizes).peak(range(len(facts.nodes)))
+    return LiveBytes(facts, sizes).alive(range(len(facts.nodes)))
 
 
-def _without(plan: PartitionPlan, at: int) -> PartitionPlan:
-    exchange = plan.reports[at].exchanges[0]
+def _without(plan: PartitionPlan, dropped: Collection[int]) -> PartitionPlan:
+    kept = [at for at in range(len(plan.ranges)) if at not in dropped]
+    reasons = [
+        f"{plan.reports[at].exchanges[0]} stays whole: its parts would hold too much memory"
+        for at in sorted(dropped)
+    ]
     return dataclasses.replace(
         plan,
-        ranges=(*plan.ranges[:at], *plan.ranges[at + 1 :]),
-        reports=(*plan.reports[:at], *plan.reports[at + 1 :]),
-        skipped=(*plan.skipped, f"{exchange} stays whole: its parts would hold too much memory"),
+        ranges=tuple(plan.ranges[at] for at in kept),
+        reports=tuple(plan.reports[at] for at in kept),
+        skipped=(*plan.skipped, *reasons),
     )

@@ -47,21 +47,25 @@ class LiveBytes:
 
     def peak(self, order: Sequence[int]) -> tuple[int, int]:
         """Return the bytes alive at the worst moment and the position in ``order`` where it is."""
+        alive = self.alive(order)
+        peak = max(alive, default=0)
+        return peak, alive.index(peak) if peak else 0
+
+    def alive(self, order: Sequence[int]) -> list[int]:
+        """Return the bytes alive while each node of ``order`` runs."""
         place = {index: at for at, index in enumerate(order)}
         last = [max((place[r] for r in readers), default=-1) for readers in self._readers]
         freed_after = [0] * len(order)
         for index, at in place.items():
             freed_after[max(at, last[index])] += self._bytes[index]
-        live = peak = where = 0
-        for index in self._facts.find(NodeKind.INPUT):
-            live += self._bytes[index]
+        live = sum(self._bytes[index] for index in self._facts.find(NodeKind.INPUT))
+        found: list[int] = []
         for at, index in enumerate(order):
             if self._facts.kinds[index] is not NodeKind.INPUT:
                 live += self._bytes[index]
-            if live > peak:
-                peak, where = live, at
+            found.append(live)
             live -= freed_after[at]
-        return peak, where
+        return found
 
     def input_bytes(self, nodes: Sequence[int]) -> int:
         """Return the bytes of the buffers that nodes read and do not make."""

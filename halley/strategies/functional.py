@@ -79,7 +79,7 @@ class FunctionalStrategy(AbstractStrategy):
 
 
 def _read_splits(counts_WL: torch.Tensor) -> list[int]:
-    splits = counts_WL.sum(dim=1).tolist()
+    splits = counts_WL.sum(dim=1).cpu().tolist()  # the host waits once, and not for each number
     for split in splits:
         torch._check(split >= 0)
     return splits

@@ -93,7 +93,7 @@ def test_plan_from_a_table_without_measuring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pass": "wgrad"}, r"options \(pass\) must be of agree, inner, measure"),
+        ({"pass": "wgrad"}, r"options \(pass\) must be of agree, hardware, inner, measure"),
         ({"passes": "all"}, r"passes \(all\) must be one of none, wgrad, partition, both"),
         ({"num_parts": 9}, r"num_parts \(9\) must be 0, or 2 to 8"),
         ({"num_parts": 1}, r"num_parts \(1\) must be 0, or 2 to 8"),
