@@ -50,7 +50,8 @@ def test_too_old_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_newer_than_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.99.0.dev0")
+    # What an import finds: transformers may put another object in its place, lazily.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.0.dev0")
     with pytest.warns(UserWarning, match=r"^transformers \(5.99.0.dev0\) is newer than 5.23"):
         assert seams.find_seams().name == SEAM
 
