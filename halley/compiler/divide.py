@@ -16,10 +16,9 @@ from halley.compiler.axes import Batch, BatchFlow, Counts, Division, Last, Layou
 from halley.compiler.fake import trace_result
 from halley.compiler.region import Region
 from halley.compiler.sizes import Sizes
-from halley.ops import routed_rows  # defines the order of rows
+from halley.ops.routed_rows import order_of_parts
 
 
-assert routed_rows
 _ATEN = torch.ops.aten
 # What a node's meta says of its own arguments and results.
 _OWN = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings")
@@ -32,7 +31,7 @@ _MOVES = frozenset(
         _ATEN.index.Tensor,
         _ATEN.add.Tensor,
         _ATEN.sym_size.int,
-        torch.ops.halley.order_of_parts.default,
+        order_of_parts,
         operator.getitem,
         operator.add,
     }
@@ -211,7 +210,6 @@ class _Divider:
                 ]
             num_rows = self._call(_ATEN.sym_size.int, (whole, axis.dim), like=whole)
             joined = self._call(_ATEN.cat.default, (counts,), like=whole)
-            order_of_parts = torch.ops.halley.order_of_parts.default
             self._orders[layout] = self._call(
                 order_of_parts, (joined, len(counts), num_rows), like=whole
             )

@@ -277,9 +277,10 @@ _call_permute_rows = define(
     setup_context=_permute_setup,
     backward=_permute_backward,
 )
-# For compilers, which put together what rows of parts were: torch.ops.halley.order_of_parts.
 define(
     "order_of_parts(Tensor counts, int num_parts, SymInt num_rows) -> Tensor",
     _order_of_parts,
     _fake_order_of_parts,
 )
+# For compilers, which put together what rows of parts were.
+order_of_parts = torch.ops.halley.order_of_parts.default

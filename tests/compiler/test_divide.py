@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from halley.compiler import run
 from halley.compiler.axes import BatchFlow, find_axes
 from halley.compiler.collectives import collective_kind, is_wait
 from halley.compiler.divide import divide
@@ -111,6 +112,26 @@ def _check_pipeline(graph: fx.Graph, num_parts: int) -> None:
 @pytest.mark.parametrize("gate", ["switch", "dropless"])
 def test_forward_in_parts_is_the_same(run_ranks, gate: str) -> None:
     run_ranks(_divided, 1, gate, timeout_s=120.0)
+
+
+def _by_run(rank: int, num_ranks: int) -> None:
+    case = Captured("switch")
+    want = case.run(case.graph())
+    options: dict[str, object] = {"passes": "partition", "num_parts": 3, "memory_margin": 10.0}
+    whole, parted = (fx.GraphModule(case.module, case.graph()) for _ in range(2))
+    report = run(parted, options=options, batch_inputs=case.batch_inputs)
+    assert report is not None
+    assert [each.num_parts for each in report.ranges] == [3]
+    assert len(report.windows) == 3 * 3
+    assert report.time_before != report.time_after
+    assert _same(fx.Interpreter(parted).run(*case.args), want)
+    # A graph whose inputs nobody named stays as it is.
+    assert run(whole, options=options) is None
+    assert _same(fx.Interpreter(whole).run(*case.args), want)
+
+
+def test_graph_that_something_else_made(run_ranks) -> None:
+    run_ranks(_by_run, 1)
 
 
 def _refused(rank: int, num_ranks: int) -> None:

@@ -4,7 +4,14 @@ import torch
 
 from halley.core.types import DROPPED
 from halley.ops.expert_gemm import expert_gemm
-from halley.ops.routed_rows import combine_rows, gather_rows, group_rows, permute_rows, sort_slots
+from halley.ops.routed_rows import (
+    combine_rows,
+    gather_rows,
+    group_rows,
+    order_of_parts,
+    permute_rows,
+    sort_slots,
+)
 
 
 IDX_TK = torch.tensor([[0, 2], [2, DROPPED], [1, 2]])
@@ -60,7 +67,7 @@ def test_rows_in_order_of_expert() -> None:
 def test_order_of_parts_by_hand() -> None:
     # Parts "a0 b1" and "c0 d0 e2": in the whole, a c d, then b, then e.
     counts = torch.tensor([[[1, 1, 0]], [[2, 0, 1]]])
-    assert torch.ops.halley.order_of_parts(counts, 2, 5).tolist() == [0, 2, 3, 1, 4]
+    assert order_of_parts(counts, 2, 5).tolist() == [0, 2, 3, 1, 4]
 
 
 def test_expert_gemm() -> None:
