@@ -98,14 +98,14 @@ class PipelineCost:
         return self._known[node, num_parts]
 
     def _merge(self, node: fx.Node) -> float:
-        """Return the time to read parts and write the whole."""
+        """Return the time to read parts and write the whole; of rows, once more to order them."""
         axis = self._flow.axes[node]
         if isinstance(axis, Counts | Last) or not isinstance(node.meta["val"], torch.Tensor):
             return 0.0
         source = self._placeholder(node.meta["val"])
         whole = self._scratch.call_function(torch.ops.aten.cat.default, ([source],))
         whole.meta["val"] = source.meta["val"]
-        return self._cost(whole)
+        return self._cost(whole) * (2 if isinstance(axis, Rows) else 1)
 
     @cached_property
     def _scratch(self) -> fx.Graph:
