@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from halley.compiler.axes import Rule
+from halley.compiler.partition.axes import Rule
 from halley.cost.hardware import Hardware
 
 

@@ -17,11 +17,11 @@ from halley.compiler.collectives import (
     signature,
     unknown_collectives,
 )
-from halley.compiler.fit import fit_memory
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
 from halley.compiler.node_cost import ProfiledCost, measure_all_to_all
 from halley.compiler.options import Options
-from halley.compiler.partition import PartitionPlan, partition, plan_partition, read_plan
+from halley.compiler.partition.fit import fit_memory
+from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition, read_plan
 from halley.compiler.plan import OrderReport, plan_wgrad, report_order
 from halley.compiler.sizes import Sizes
 from halley.cost.hardware import CPU, H200, Hardware, find_hardware

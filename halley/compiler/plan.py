@@ -8,7 +8,7 @@ from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
 from halley.compiler.order import build_order, place_reductions
-from halley.compiler.partition import RangeReport
+from halley.compiler.partition.plan import RangeReport
 from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad import Unit, assign, find_units, label
 from halley.cost.graph_cost import GraphTime, Operation, graph_time

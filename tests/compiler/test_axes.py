@@ -10,8 +10,16 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halley.compiler.axes import Batch, BatchFlow, Call, Division, Last, Refusal, find_axes
-from halley.compiler.rules import all_rules
+from halley.compiler.partition.axes import (
+    Batch,
+    BatchFlow,
+    Call,
+    Division,
+    Last,
+    Refusal,
+    find_axes,
+)
+from halley.compiler.partition.rules import all_rules
 
 
 B, S, D = 4, 3, 8

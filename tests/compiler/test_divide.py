@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from halley.compiler import run
-from halley.compiler.axes import BatchFlow, find_axes
 from halley.compiler.collectives import collective_kind, is_wait
-from halley.compiler.divide import divide
-from halley.compiler.fit import fit_memory
-from halley.compiler.partition import PartitionPlan, partition, plan_partition
-from halley.compiler.region import Region, find_region
-from halley.compiler.rules import all_rules
+from halley.compiler.partition.axes import BatchFlow, find_axes
+from halley.compiler.partition.divide import divide
+from halley.compiler.partition.fit import fit_memory
+from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition
+from halley.compiler.partition.region import Region, find_region
+from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes
 from halley.moe.parallel import ParallelGroups
 from tests.compiler.gpt2_model import SEQ_LEN, GPT2MoE

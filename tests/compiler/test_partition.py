@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from torch import fx
 
-from halley.compiler.axes import find_axes
-from halley.compiler.groups import group_nodes, has_exchange
 from halley.compiler.node_cost import NodeCost
-from halley.compiler.partition import PartitionPlan, plan_partition, read_plan
-from halley.compiler.pipeline_cost import PipelineCost
-from halley.compiler.region import Region, find_region
-from halley.compiler.rules import all_rules
+from halley.compiler.partition.axes import find_axes
+from halley.compiler.partition.groups import group_nodes, has_exchange
+from halley.compiler.partition.pipeline_cost import PipelineCost
+from halley.compiler.partition.plan import PartitionPlan, plan_partition, read_plan
+from halley.compiler.partition.region import Region, find_region
+from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes
 from tests.compiler.forward_case import ForwardCase, build_forward
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halley.compiler.ranges import Choice, ChosenRange, choose_parts, choose_ranges
+from halley.compiler.partition.ranges import Choice, ChosenRange, choose_parts, choose_ranges
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from halley.compiler.axes import Batch, Call, Counts, Division, Last, Refusal, Rows, Rule
-from halley.compiler.view_rules import moved, place, shape_of
+from halley.compiler.partition.axes import Batch, Call, Counts, Division, Last, Refusal, Rows, Rule
+from halley.compiler.partition.view_rules import moved, place, shape_of
 
 
 def pointwise(call: Call) -> Division | Refusal:

@@ -14,16 +14,16 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.axes import BatchFlow, Refusal, Rule, find_axes
 from halley.compiler.collectives import collective_kind
-from halley.compiler.divide import divide
-from halley.compiler.groups import group_nodes, has_exchange
 from halley.compiler.node_cost import NodeCost
 from halley.compiler.options import MAX_PARTS
-from halley.compiler.pipeline_cost import PipelineCost
-from halley.compiler.ranges import Choice, ChosenRange, choose_parts, choose_ranges
-from halley.compiler.region import Region, find_region
-from halley.compiler.rules import all_rules
+from halley.compiler.partition.axes import BatchFlow, Refusal, Rule, find_axes
+from halley.compiler.partition.divide import divide
+from halley.compiler.partition.groups import group_nodes, has_exchange
+from halley.compiler.partition.pipeline_cost import PipelineCost
+from halley.compiler.partition.ranges import Choice, ChosenRange, choose_parts, choose_ranges
+from halley.compiler.partition.region import Region, find_region
+from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes
 
 

@@ -12,9 +12,9 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.axes import Batch, BatchFlow, Counts, Division, Last, Layout, Rows
 from halley.compiler.fake import trace_result
-from halley.compiler.region import Region
+from halley.compiler.partition.axes import Batch, BatchFlow, Counts, Division, Last, Layout, Rows
+from halley.compiler.partition.region import Region
 from halley.compiler.sizes import Sizes
 from halley.ops.routed_rows import order_of_parts
 

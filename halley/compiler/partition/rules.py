@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from halley.compiler.axes import Rule
-from halley.compiler.math_rules import MATH_RULES
-from halley.compiler.row_rules import ROW_RULES
-from halley.compiler.view_rules import VIEW_RULES
+from halley.compiler.partition.axes import Rule
+from halley.compiler.partition.math_rules import MATH_RULES
+from halley.compiler.partition.row_rules import ROW_RULES
+from halley.compiler.partition.view_rules import VIEW_RULES
 
 
 def all_rules(own: Mapping[str, Rule]) -> dict[str, Rule]:

@@ -12,9 +12,9 @@ from typing import Literal, cast
 
 from torch import fx
 
-from halley.compiler.axes import Batch, BatchFlow, Counts, Division, Index, Last, Refusal
 from halley.compiler.collectives import collective_kind
 from halley.compiler.graph import is_random, is_view, writes
+from halley.compiler.partition.axes import Batch, BatchFlow, Counts, Division, Index, Last, Refusal
 
 
 # How a node behind the parts comes to be: it runs as before; it ran in parts and runs again on the

@@ -13,7 +13,8 @@ from typing import cast
 
 from torch import fx
 
-from halley.compiler.axes import (
+from halley.compiler.collectives import collective_kind
+from halley.compiler.partition.axes import (
     Batch,
     Call,
     Counts,
@@ -25,8 +26,7 @@ from halley.compiler.axes import (
     Rows,
     Rule,
 )  # fmt: skip
-from halley.compiler.collectives import collective_kind
-from halley.compiler.view_rules import shape_of
+from halley.compiler.partition.view_rules import shape_of
 
 
 def _take_slots(call: Call) -> Division | Refusal:

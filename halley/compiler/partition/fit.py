@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
-from halley.compiler.axes import Rule
 from halley.compiler.graph import GraphFacts
 from halley.compiler.memory import LiveBytes
-from halley.compiler.partition import RANGE, PartitionPlan, partition
+from halley.compiler.partition.axes import Rule
+from halley.compiler.partition.plan import RANGE, PartitionPlan, partition
 from halley.compiler.sizes import Sizes
 
 

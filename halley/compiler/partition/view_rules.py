@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from halley.compiler.axes import Batch, Call, Counts, Division, Last, Refusal, Rows, Rule
+from halley.compiler.partition.axes import Batch, Call, Counts, Division, Last, Refusal, Rows, Rule
 
 
 def shape_of(value: object) -> tuple[Any, ...]:

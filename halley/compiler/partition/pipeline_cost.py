@@ -7,10 +7,19 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.axes import Axes, Axis, Batch, BatchFlow, Counts, Division, Last, Rows
 from halley.compiler.graph import NodeKind, node_kind
 from halley.compiler.node_cost import ROLES, NodeCost
-from halley.compiler.region import Region
+from halley.compiler.partition.axes import (
+    Axes,
+    Axis,
+    Batch,
+    BatchFlow,
+    Counts,
+    Division,
+    Last,
+    Rows,
+)
+from halley.compiler.partition.region import Region
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, graph_time
 

@@ -6,8 +6,8 @@ from statistics import median
 
 from torch import fx
 
-from halley.compiler.axes import Axes, Batch, BatchFlow
 from halley.compiler.collectives import collective_kind, is_wait
+from halley.compiler.partition.axes import Axes, Batch, BatchFlow
 
 
 Span = tuple[int, int]  # [first, end), indices of nodes
