@@ -182,6 +182,7 @@ def _time(
         {name: partial(_run, strategy, tensors) for name, strategy in strategies.items()},
         device=tensors.x_TD.device,
         num_samples=num_samples,
+        num_warmup=1,  # all is compiled since values were checked
         group=groups.ep,
     )
     for strategy in strategies.values():
