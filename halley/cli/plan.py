@@ -2,18 +2,19 @@
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from halley.cli.train import ConfigOption, SetOption, read_config
-from halley.compiler import OrderReport
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
-from halley.perf.graph_plan import plan_graphs
 
+
+if TYPE_CHECKING:
+    from halley.compiler import OrderReport
 
 app = typer.Typer(help="Plan without ranks and without a GPU.", no_args_is_help=True)
 _DIRECTIONS = ("forward", "backward")
@@ -40,6 +41,9 @@ def graph(
 
     Prints what runs behind each all-to-all and which ranges run in parts, then one JSON line.
     """
+    # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
+    from halley.perf.graph_plan import plan_graphs
+
     run_config = read_config(config, overrides)
     if passes not in ("wgrad", "partition", "both"):
         raise ValueError(f"passes ({passes}) must be one of wgrad, partition, both")
@@ -75,7 +79,7 @@ def _hardware(device: str, link: float) -> Hardware:
     return dataclasses.replace(hardware, link_bytes_per_s=link * 1e9) if link else hardware
 
 
-def _table(direction: str, report: OrderReport) -> Table:
+def _table(direction: str, report: "OrderReport") -> Table:
     """Return ranges in parts and what runs behind all-to-alls, times in milliseconds."""
     before, after = report.time_before, report.time_after
     table = Table(

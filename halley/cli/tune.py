@@ -20,11 +20,12 @@ from halley.cli.bench import (
     default_tokens,
     layer_cases,
 )
-from halley.cli.checks import read_dtype
+from halley.cli.checks import check_package, read_dtype
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.core.routing import local_experts
 from halley.moe.parallel import build_groups
 from halley.moe.world import pick_device
+from halley.perf.layer_case import LayerCase
 from halley.train.checkpoint import check_writable
 
 
@@ -40,6 +41,7 @@ def tune(
     samples: Annotated[int, typer.Option(help="Counted samples of each candidate.")] = 7,
     path: Annotated[Path | None, typer.Option(help="File of tuned knobs.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only show what the file holds.")] = False,
+    chart: Annotated[Path | None, typer.Option(help="Picture of what was tried.")] = None,
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
 ) -> int:
@@ -55,22 +57,16 @@ def tune(
     place = pick_device(device)
     file = path or knobs_path()
     environment = tuning_environment(place, num_ranks=num_ranks)
+    if chart is not None:
+        check_package("matplotlib", extra="plot", option=f"chart ({chart})")
     if show:
-        _print(KnobTable(file, environment))
+        _print(KnobTable(file, environment), chart)
         return 0
     on_gpu = place.type == "cuda"
     space = {name: SPACE[name] for name in _names(knobs, list(SPACE))}
     if samples < 1:
         raise ValueError(f"samples ({samples}) must be at least 1")
-    cases = layer_cases(
-        models if models != "default" else default_models(on_gpu=on_gpu),
-        tokens if tokens != "default" else default_tokens(on_gpu=on_gpu),
-        skew="balanced",
-        dtype=read_dtype(dtype, on_gpu=on_gpu),
-        seed=0,
-    )
-    for case in cases:
-        local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+    cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, on_gpu=on_gpu)
     check_writable(file.parent)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
@@ -88,8 +84,23 @@ def tune(
                 if world.is_first:
                     table.write(found)
         if world.is_first:
-            _print(table)
+            _print(table, chart)
     return 0
+
+
+def _cases(
+    models: str, tokens: str, *, dtype: str, num_ranks: int, on_gpu: bool
+) -> list[LayerCase]:
+    cases = layer_cases(
+        models if models != "default" else default_models(on_gpu=on_gpu),
+        tokens if tokens != "default" else default_tokens(on_gpu=on_gpu),
+        skew="balanced",
+        dtype=read_dtype(dtype, on_gpu=on_gpu),
+        seed=0,
+    )
+    for case in cases:
+        local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+    return cases
 
 
 def _names(knobs: str, allowed: list[str]) -> list[str]:
@@ -99,7 +110,11 @@ def _names(knobs: str, allowed: list[str]) -> list[str]:
     return names
 
 
-def _print(table: "KnobTable") -> None:
+def _print(table: "KnobTable", chart: Path | None) -> None:
+    if chart is not None:
+        from halley.perf.sweep_chart import draw_sweeps
+
+        draw_sweeps(table.found, chart)
     shown = Table(title=f"{table.path}: {table.environment.device}, {table.environment.topology}")
     for name in ("hidden", "experts", "top-k", "tokens", "default us", "tuned us", "knobs"):
         shown.add_column(name)

@@ -4,6 +4,7 @@ They are defined on the library, past ``custom_op``, which takes another 4 us a 
 past the dispatcher, which takes 9 us, where nobody traces or records.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,7 @@ def define(
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
-    # Disabled: behind a graph break Dynamo would trace into it, though it is opaque.
-    _library.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
+    _library.impl(name, _opaque(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halley::{name}", fake, lib=_library)
     torch.library.register_autograd(
         f"halley::{name}", backward or _refuse, setup_context=setup_context, lib=_library
@@ -48,6 +48,24 @@ def define(
 
     def call(first: torch.Tensor, *others: object) -> Any:
         return (run if _is_plain(first) else operator)(first, *others)
+
+    return call
+
+
+def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs an operator unseen: behind a graph break Dynamo would trace into it.
+
+    Hidden only once Dynamo is there: it takes seconds to import, and imports Triton, before whose
+    first import it must be known how kernels run.
+    """
+    hidden: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return run(*args)
+        if not hidden:
+            hidden.append(torch.compiler.disable(run))
+        return hidden[0](*args)
 
     return call
 

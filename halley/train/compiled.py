@@ -4,9 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.config
 
-from halley.compiler import Backend
 from halley.core.config import RunConfig
 from halley.moe.model import ModelOutput, MoETransformer
 
@@ -40,6 +38,11 @@ def compile_model(
         config: of the run.
         device: of the model. On a CPU operators run one by one: Inductor would take minutes.
     """
+    # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
+    import torch._dynamo.config
+
+    from halley.compiler import Backend
+
     num_tokens = config.train.batch_size * config.data.seq_len
     options: dict[str, Any] = {
         "passes": config.passes,

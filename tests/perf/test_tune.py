@@ -1,5 +1,8 @@
 """Tuning on CPU ranks: real runs, checked values, and what does not fit left out."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from halley.moe.parallel import ParallelGroups, build_groups
 from halley.ops.tuned import Tuned
 from halley.perf import tune
 from halley.perf.layer_case import LayerCase, make_tensors
+from halley.perf.sweep_chart import draw_sweeps, gains
 from halley.perf.tune import SPACE, fits, tune_layer
 from tests.moe.model_case import destroy
 from tests.rank_pool import RunRanks
@@ -67,3 +71,25 @@ def test_what_does_not_fit_is_not_tried() -> None:
         assert any(fits(Knobs().changed(value.split()), tensors) for value in values)
     for setting in ("up.num_stages=5", "down.per_sm=2", "chunk_columns=128", "combine_stages=8"):
         assert not fits(Knobs().changed([setting]), tensors), setting
+
+
+def test_chart_of_what_was_tried(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    shape = tune.tuned_shape(CASE)
+    sweeps = {"up": {"": 200.0, "up.run=2": 190.0, "up.group=16": 210.0}, "down": {"": 190.0}}
+    tuned = Tuned(
+        shape=shape, settings=("up.run=2",), median_us=190.0, default_us=200.0, sweeps=sweeps
+    )
+    (first, faster), (second, slower) = gains(tuned)
+    assert (first, second) == ("up.run=2", "up.group=16")
+    assert (faster, slower) == (pytest.approx(-5.0), pytest.approx(5.0))
+    draw_sweeps([tuned], tmp_path / "sweeps.png")
+    pixels = np.round(image.imread(tmp_path / "sweeps.png")[..., :3] * 255).astype(int)
+    kept, tried = ((pixels == colour).all(axis=2) for colour in ((230, 159, 0), (0, 114, 178)))
+    assert np.flatnonzero(kept.any(axis=0)).max() < np.flatnonzero(tried.any(axis=0)).min()
+    assert np.flatnonzero(kept.any(axis=1)).max() < np.flatnonzero(tried.any(axis=1)).min()
+
+
+def test_chart_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found \(no sweeps\) must hold at least one layer"):
+        draw_sweeps([], tmp_path / "sweeps.png")
