@@ -126,7 +126,7 @@ def store_gradient(
     left, right = halves(grad, BLOCK_M, BLOCK_N)
     first, second = halves(left, BLOCK_M, BLOCK_N // 2)
     third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
-    # One after the other, for want of registers, but the next is loaded meanwhile.
+    # One after the other, for want of registers.
     dweight = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(4):
         part = first if i == 0 else second if i == 1 else third if i == 2 else fourth

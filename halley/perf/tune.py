@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.kernels.knobs import GemmTile, Knobs
+from halley.kernels.knobs import Knobs
 from halley.moe.parallel import ParallelGroups
 from halley.ops.tuned import Tuned, TunedShape
 from halley.ops.workspaces import Workspaces, default_knobs
@@ -136,12 +136,7 @@ def fits(knobs: Knobs, tensors: LayerTensors) -> bool:
             return False
         if tile.per_sm * knobs.block_m * tile.block_n > _REGISTERS * 3 // 4:
             return False
-    return knobs.chunk_columns % max(_columns(knobs)) == 0
-
-
-def _columns(knobs: Knobs) -> list[int]:
-    tiles: tuple[GemmTile, ...] = (knobs.down, knobs.up_grad)
-    return [tile.block_n for tile in tiles]
+    return knobs.chunk_columns % max(knobs.down.block_n, knobs.up_grad.block_n) == 0
 
 
 def _strategy(knobs: Knobs, tensors: LayerTensors, groups: ParallelGroups) -> FusedStrategy:

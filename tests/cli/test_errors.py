@@ -393,11 +393,3 @@ def test_as_a_program(folder: Path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert _line_of(done.stderr).startswith("text of 3 bytes in 1 files must hold")
-
-
-def test_commands_import_no_triton() -> None:
-    """Its first import decides how kernels run, and is for those who need kernels."""
-    found = "import sys, halley.cli.main; print('triton' in sys.modules)"
-    command = [sys.executable, "-c", found]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    assert result.stdout == "False\n"
