@@ -205,7 +205,9 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
     inverse = torch.empty_like(order).scatter_(
         0, order, torch.arange(num_rows, device=order.device)
     )
-    return order, inverse, counts.sum(0).cumsum(0).int(), counts.t().contiguous()
+    # Not contiguous(), which would return the input itself where there is one rank.
+    by_expert = counts.t().clone(memory_format=torch.contiguous_format)
+    return order, inverse, counts.sum(0).cumsum(0).int(), by_expert
 
 
 def _fake_group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:

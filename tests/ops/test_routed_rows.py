@@ -1,6 +1,8 @@
 """Rows on their way to experts and home against indexing by hand; gradients by differences."""
 
+import pytest
 import torch
+from torch.library import opcheck
 
 from halley.core.types import DROPPED
 from halley.ops.expert_gemm import expert_gemm
@@ -88,3 +90,24 @@ def test_a_row_has_its_bits_whatever_rows_stand_with_it() -> None:
     for first, end in ((0, 1), (3, 7), (10, 30), (39, 40)):
         ends = torch.tensor([end - first], dtype=torch.int32)
         assert torch.equal(expert_gemm(rows[first:end], weights, ends), whole[first:end])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_operators_keep_their_promises(size: int) -> None:
+    """The results are no views of inputs, also where a dimension of one lets torch return them."""
+    ops = torch.ops.halley
+    idx_TK = torch.arange(size * size).reshape(size, size) % size
+    counts_WL = torch.ones(size, size, dtype=torch.int64)
+    num_rows = size * size
+    slots_N, _ = sort_slots(idx_TK, num_experts=size)
+    order_R, inverse_R, ends_L, _ = group_rows(counts_WL, num_rows=num_rows)
+    rows_ND, weights_TK = _normal(num_rows, size), _normal(size, size, seed=1)
+    opcheck(ops.sort_slots.default, (idx_TK, size))
+    opcheck(ops.group_rows.default, (counts_WL, num_rows))
+    opcheck(ops.gather_rows.default, (_normal(size, size), slots_N, num_rows, size))
+    opcheck(ops.combine_rows.default, (rows_ND, slots_N, weights_TK))
+    opcheck(ops.permute_rows.default, (rows_ND, order_R, inverse_R))
+    opcheck(ops.order_of_parts.default, (counts_WL.flatten(), size, num_rows))
+    opcheck(ops.expert_gemm.default, (rows_ND, _normal(size, size, size), ends_L))
+    opcheck(ops.take_slots.default, (idx_TK, counts_WL[0], 1))
+    opcheck(ops.take_slots_by_weight.default, (idx_TK, weights_TK.detach(), size, 1))
