@@ -44,15 +44,24 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
             )
 
 
-def local_experts(num_experts: int, *, ep_size: int) -> int:
-    """Return the number of experts of each rank, L.
+def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
+    """Return the number of experts that each rank holds, or shares, L.
+
+    Args:
+        ep_size: ranks of the expert-parallel group.
+        tp_size: how many of them share each expert.
 
     Raises:
         ValueError: the experts do not divide evenly over the ranks.
     """
-    if num_experts % ep_size != 0:
-        raise ValueError(f"num_experts ({num_experts}) must be divisible by ep_size ({ep_size})")
-    return num_experts // ep_size
+    if tp_size < 1 or ep_size % tp_size:
+        raise ValueError(f"tp_size ({tp_size}) must divide ep_size ({ep_size})")
+    if num_experts * tp_size % ep_size != 0:
+        sharing = f" / tp_size ({tp_size})" if tp_size > 1 else ""
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by ep_size ({ep_size}){sharing}"
+        )
+    return num_experts * tp_size // ep_size
 
 
 def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -72,6 +72,8 @@ def _take_weight_gradients(
 ):  # fmt: skip
     """Put the gradients that the ranks sent for some tokens in the order of the tokens' choices.
 
+    Those of the ranks that share an expert are added up.
+
     Example: experts (5, 0, 4) with four on a rank: the first and the last gradient came from rank
     1, as its slots 0 and 1, the second from rank 0, as its slot 0.
     """
@@ -87,9 +89,12 @@ def _take_weight_gradients(
     for other in tl.static_range(TOP_K):
         others = tl.max(tl.where(k[None, :] == other, owner, -1), axis=1)
         slot += ((others[:, None] == owner) & (k > other)[None, :]).to(tl.int32)
-    row = owner.to(tl.int64) * LAYOUT.max_tokens + token.to(tl.int64)[:, None]
-    source = weights_home_WTK + row * LAYOUT.top_k + slot
-    value = tl.load(source, mask=real & (owner >= 0), other=0.0)
+    value = tl.zeros((ROWS, PADDED_K), tl.float32)
+    for shard in tl.static_range(LAYOUT.tp_size):
+        source = owner.to(tl.int64) * LAYOUT.tp_size + shard
+        row = source * LAYOUT.max_tokens + token.to(tl.int64)[:, None]
+        at_home = weights_home_WTK + row * LAYOUT.top_k + slot
+        value += tl.load(at_home, mask=real & (owner >= 0), other=0.0)
     tl.store(dweights_TK + at, value, mask=real)
 
 

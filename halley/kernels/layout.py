@@ -54,6 +54,8 @@ class Layout:
     Attributes:
         num_ranks: ranks of the group, W.
         num_experts: experts of all ranks, E.
+        tp_size: neighbours in rank that hold a shard of each of the same experts. A token goes to
+            all of them, and what comes home from them is added up as from any ranks.
         top_k: experts of a token, K.
         max_tokens: the most tokens that a rank may bring, T.
         block_m: rows of a tile.
@@ -65,6 +67,7 @@ class Layout:
     top_k: int
     max_tokens: int
     block_m: int
+    tp_size: int = 1
     block_slots: int = 256
 
     if TYPE_CHECKING:  # the sizes and offsets that __post_init__ adds
@@ -72,7 +75,7 @@ class Layout:
         def __getattr__(self, name: str) -> int: ...
 
     def __post_init__(self) -> None:
-        ranks, local = self.num_ranks, self.num_experts // self.num_ranks
+        ranks, local = self.num_ranks, self.num_experts * self.tp_size // self.num_ranks
         columns = 2 * local + self.top_k
         padded_k = 1 << (self.top_k - 1).bit_length()
         block_tokens = max(1, self.block_slots // padded_k)

@@ -103,7 +103,7 @@ def _note_home(expert, token, record, plan, LAYOUT: tl.constexpr):
     ranks = tl.zeros_like(token)
     sources = 0
     for peer in range(LAYOUT.num_ranks):
-        needs = tl.max((owner == peer).to(tl.int32), axis=1)
+        needs = tl.max((owner == peer // LAYOUT.tp_size).to(tl.int32), axis=1)
         ranks |= needs << peer
         sources |= tl.max(needs, axis=0) << peer
     num_tokens = tl.load(record + LAYOUT.header)

@@ -70,7 +70,7 @@ def _publish_block(
             local = start + tl.arange(0, STEP)
             inside = local < LAYOUT.num_local
             column = record + LAYOUT.counts + local * LAYOUT.max_blocks + block
-            rows = expert[:, None] == (peer * LAYOUT.num_local + local)[None, :]
+            rows = expert[:, None] == (first_expert(peer, LAYOUT) + local)[None, :]
             tl.store(column, tl.sum(rows.to(tl.int32), axis=0), mask=inside)
             sends = smallest[:, None] == local[None, :]
             column += LAYOUT.num_local * LAYOUT.max_blocks
@@ -82,9 +82,15 @@ def _publish_block(
 
 
 @triton.jit
+def first_expert(rank, LAYOUT: tl.constexpr):
+    """Return the first expert of ``rank``, and of the others that hold shards of the same."""
+    return rank // LAYOUT.tp_size * LAYOUT.num_local
+
+
+@triton.jit
 def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
     """Return experts counted from the first of ``rank``; L where another rank's, or none, is."""
-    local = expert_TK - rank * LAYOUT.num_local
+    local = expert_TK - first_expert(rank, LAYOUT)
     here = (expert_TK >= 0) & (local >= 0) & (local < LAYOUT.num_local)
     return tl.where(here, local, LAYOUT.num_local)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, cast, get_args
 import torch
 import torch.distributed as dist
 
+from halley.core.sharding import check_tp_size
 from halley.core.timeline import Recorder
 from halley.core.types import Save
 from halley.cost.hardware import CPU, H200, find_hardware
@@ -30,6 +31,7 @@ def build_strategy(
     *,
     recorder: Recorder,
     device: torch.device,
+    tp_size: int = 1,
     num_chunks: int = 0,
     workspaces: "Workspaces | None" = None,
 ) -> AbstractStrategy:
@@ -39,21 +41,25 @@ def build_strategy(
         name: one of ``STRATEGIES``; "fused" and "unfused" may be followed by what they keep for
             backward: "fused:inputs", "fused:recompute".
         group: the ranks over which experts are spread; None for a rank on its own.
+        tp_size: neighbours in rank that share each expert, see ``core.sharding``.
         num_chunks: chunks of "chunked"; 0 lets the cost model choose.
         workspaces: buffers of the fused kernels, which several strategies may share; None for its
             own, which all layers that the strategy runs share.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: there is no such strategy, or ``tp_size`` does not divide the ranks.
     """
     check_strategy(name)
+    check_tp_size(tp_size, num_ranks=1 if group is None else dist.get_world_size(group))
     if name == "sequential":
-        return SequentialStrategy(group, recorder=recorder)
+        return SequentialStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "chunked":
         predictor = predictor_of(device)
-        return ChunkedStrategy(group, recorder=recorder, predictor=predictor, num_chunks=num_chunks)
+        return ChunkedStrategy(
+            group, recorder=recorder, predictor=predictor, tp_size=tp_size, num_chunks=num_chunks
+        )
     if name == "functional":
-        return FunctionalStrategy(group)
+        return FunctionalStrategy(group, tp_size=tp_size)
     if name == "auto":
         candidates = {
             each: build_strategy(
@@ -61,6 +67,7 @@ def build_strategy(
                 group,
                 recorder=recorder,
                 device=device,
+                tp_size=tp_size,
                 num_chunks=num_chunks,
                 workspaces=workspaces,
             )
@@ -71,7 +78,7 @@ def build_strategy(
     from halley.ops.workspaces import Workspaces
     from halley.strategies.fused import FusedStrategy
 
-    workspaces = workspaces or Workspaces(group, device)
+    workspaces = workspaces or Workspaces(group, device, tp_size=tp_size)
     kind, _, save = name.partition(":")
     return FusedStrategy(
         workspaces, recorder=recorder, fused=kind == "fused", save=cast(Save, save or "all")

@@ -112,7 +112,14 @@ def _dispatch_gemm(
     turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     owner = find_workspaces(workspaces)
-    workspace = owner.get(_shape_class(x, topk_idx, up, owner.num_ranks), num_tokens=x.shape[0])
+    shape = ShapeClass(
+        hidden_size=x.shape[1],
+        num_experts=owner.num_experts(up.shape[0]),
+        top_k=topk_idx.shape[1],
+        dtype=x.dtype,
+        tp_size=owner.tp_size,
+    )
+    workspace = owner.get(shape, num_tokens=x.shape[0])
 
     def launch(num_rows: int, num_sends: int = 0) -> tuple[torch.Tensor | None, ...]:
         h_RF = x.new_empty(num_rows, up.shape[1] // (2 if gated else 1))
@@ -216,17 +223,6 @@ def _gemm_combine(
     if not h.is_cuda:  # it has run by now
         workspace.check()
     return y_TD
-
-
-def _shape_class(
-    x: torch.Tensor, topk_idx: torch.Tensor, up: torch.Tensor, num_ranks: int
-) -> ShapeClass:
-    return ShapeClass(
-        hidden_size=x.shape[1],
-        num_experts=up.shape[0] * num_ranks,
-        top_k=topk_idx.shape[1],
-        dtype=x.dtype,
-    )
 
 
 def fake_dispatch_gemm(

@@ -248,7 +248,7 @@ def _find(
     owner = find_workspaces(workspaces)
     return owner.of_plan(
         plan,
-        num_experts=weights.shape[0] * owner.num_ranks,
+        num_experts=owner.num_experts(weights.shape[0]),
         top_k=top_k,
         rows=(rows.shape[1], rows.dtype),
     )

@@ -69,7 +69,7 @@ def _launch_weight_gemm(
     accumulate: bool,
 ) -> None:
     owner, num_local = find_workspaces(workspaces), out.shape[0]
-    workspace = owner.of_plan(plan, num_experts=num_local * owner.num_ranks, top_k=top_k)
+    workspace = owner.of_plan(plan, num_experts=owner.num_experts(num_local), top_k=top_k)
     layout, knobs = workspace.layout_of(plan), workspace.knobs
     launch_weight_gemm(
         out,

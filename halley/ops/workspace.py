@@ -26,6 +26,7 @@ class ShapeClass:
     num_experts: int
     top_k: int
     dtype: torch.dtype
+    tp_size: int = 1
 
 
 class Common(TypedDict):
@@ -252,6 +253,7 @@ class Workspace:
             num_ranks=num_ranks,
             num_experts=shape.num_experts,
             top_k=shape.top_k,
+            tp_size=shape.tp_size,
             max_tokens=max_tokens,
             block_m=self.knobs.block_m,
             **sizes,

@@ -8,6 +8,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from halley.core.sharding import check_tp_size
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.ops.tuned import KnobTable, TunedShape, knobs_path, tuning_environment
 from halley.ops.workspace import ShapeClass, Workspace
@@ -55,6 +56,7 @@ class Workspaces:
     Args:
         group: the ranks over which experts are spread; None for a rank on its own.
         device: of this rank.
+        tp_size: neighbours in rank that share each expert, by its intermediate size.
         max_tokens: tokens a rank that there is room for from the start; 0 is what the ranks bring
             at the first call. More are no error, but the call that brings them makes room first.
         timeout_s: how long a kernel waits for a peer.
@@ -72,6 +74,7 @@ class Workspaces:
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
+        tp_size: int = 1,
         max_tokens: int = 0,
         timeout_s: float = 30.0,
         knobs: Knobs | None = None,
@@ -83,10 +86,13 @@ class Workspaces:
         self.group, self.device, self.timeout_s = group, device, timeout_s
         self.max_tokens = max_tokens
         self.knobs = knobs or default_knobs(device)
-        self.num_ranks = place_in(group)[1]
+        self.num_ranks, self.tp_size = place_in(group)[1], tp_size
+        check_tp_size(tp_size, num_ranks=self.num_ranks)
         self._tuned: KnobTable | None = None
         if knobs is None:
-            environment = tuning_environment(device, num_ranks=self.num_ranks)
+            environment = tuning_environment(
+                device, num_ranks=self.num_ranks, tp_size=tp_size
+            )
             self._tuned = KnobTable(knobs_path(), environment)
         self.handle = next(_next_handle)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
@@ -96,6 +102,10 @@ class Workspaces:
         self._plan: int | None = None  # the address of the last plan
         self._overtaken: deque[int] = deque(maxlen=64)
         _ALL[self.handle] = self
+
+    def num_experts(self, num_local: int) -> int:
+        """Return the experts of all ranks where each rank holds, or shares, that many."""
+        return num_local * self.num_ranks // self.tp_size
 
     def get(self, shape: ShapeClass, *, num_tokens: int) -> Workspace:
         """Return the workspace of a shape class; a collective when there is none yet.

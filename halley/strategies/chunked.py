@@ -19,6 +19,7 @@ from halley.core.routing import (
     plan_dispatch,
     sort_slots,
 )
+from halley.core.sharding import route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.types import DispatchPlan, Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
@@ -42,6 +43,7 @@ class ChunkedStrategy(AbstractStrategy):
         group: the ranks over which the experts are spread; None for a rank on its own.
         recorder: marks the parts and the time spent waiting.
         predictor: chooses the number of chunks where none is given; the same on all ranks.
+        tp_size: neighbours in rank that share each expert, see ``core.sharding``.
         num_chunks: number of chunks, at most the number of local experts; 0 lets the cost model
             choose for the average number of tokens a rank.
     """
@@ -52,9 +54,10 @@ class ChunkedStrategy(AbstractStrategy):
         *,
         recorder: Recorder,
         predictor: Predictor,
+        tp_size: int = 1,
         num_chunks: int = 0,
     ) -> None:
-        self.group = group
+        self.group, self.tp_size = group, tp_size
         self.recorder = recorder
         self.predictor = predictor
         self.num_chunks = num_chunks
@@ -63,7 +66,9 @@ class ChunkedStrategy(AbstractStrategy):
         self._chosen: dict[LayerShape, int] = {}
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        num_experts = experts.num_local_experts * self.ep_size
+        num_local = experts.num_local_experts
+        num_experts = num_local * self.ep_size
+        routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
         check_inputs(x_TD, experts)
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK

@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives as fc
 
 from halley.core.reference import activate
 from halley.core.routing import check_routing
+from halley.core.sharding import route_to_shards
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
@@ -29,15 +30,17 @@ class FunctionalStrategy(AbstractStrategy):
 
     Args:
         group: the ranks over which the experts are spread; None for a rank on its own.
+        tp_size: neighbours in rank that share each expert, see ``core.sharding``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, *, tp_size: int = 1) -> None:
+        self.group, self.tp_size = group, tp_size
         self.ep_size = 1 if group is None else dist.get_world_size(group)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_local = experts.num_local_experts
         num_experts = num_local * self.ep_size
+        routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
         check_inputs(x_TD, experts)
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         if experts.up_bias_LG is not None or experts.down_bias_LD is not None:

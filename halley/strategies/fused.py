@@ -136,7 +136,7 @@ class FusedStrategy(AbstractStrategy):
                 self._checked = kinds
 
     def _check_all(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
-        num_experts = experts.num_local_experts * self.workspaces.num_ranks
+        num_experts = self.workspaces.num_experts(experts.num_local_experts)
         check_inputs(x_TD, experts)
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         if problem := self.find_problem(experts, top_k=routing.topk_idx_TK.shape[1]):
@@ -145,7 +145,7 @@ class FusedStrategy(AbstractStrategy):
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         weight, num_ranks = experts.down_LDF, self.workspaces.num_ranks
         hidden_size, intermediate_size = weight.shape[1], weight.shape[2]
-        num_experts = experts.num_local_experts * num_ranks
+        num_experts = self.workspaces.num_experts(experts.num_local_experts)
         if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
             return (
                 "expert_bias (true) must be false for strategy fused: its kernels add no bias yet"

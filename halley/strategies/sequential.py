@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from halley.core.routing import check_routing, plan_dispatch, sort_slots
+from halley.core.sharding import route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
@@ -30,14 +31,19 @@ class SequentialStrategy(AbstractStrategy):
     Args:
         group: the ranks over which the experts are spread; None for a rank on its own.
         recorder: marks the parts and the time spent waiting.
+        tp_size: neighbours in rank that share each expert, see ``core.sharding``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, recorder: Recorder) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, recorder: Recorder, tp_size: int = 1
+    ) -> None:
+        self.group, self.tp_size = group, tp_size
         self.recorder = recorder
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         check_inputs(x_TD, experts)
+        num_local = experts.num_local_experts
+        routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
 
         def multiply(x_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
             return apply_experts(x_RD, experts, ends_L=ends_L)
@@ -46,7 +52,7 @@ class SequentialStrategy(AbstractStrategy):
             x_TD,
             routing,
             multiply,
-            num_local=experts.num_local_experts,
+            num_local=num_local,
             group=self.group,
             recorder=self.recorder,
         )

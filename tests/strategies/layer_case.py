@@ -3,12 +3,13 @@
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from halley.core.reference import moe_reference
+from halley.core.sharding import shard_experts
 from halley.core.skew import parse_load, sample_routing
 from halley.core.types import Activation, Experts, Routing
 
@@ -22,12 +23,14 @@ class LayerCase:
 
     Attributes:
         num_tokens_W: tokens of each rank; 0 allowed.
+        tp_size: ranks that share each expert.
         skew: as for ``parse_load``, or "empty-expert": nobody picks the last expert.
     """
 
     num_tokens_W: tuple[int, ...]
     num_experts: int = 8
     top_k: int = 2
+    tp_size: int = 1
     skew: str = "balanced"
     activation: Activation = "swiglu"
     bias: bool = False
@@ -92,8 +95,6 @@ def expected(case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
     y_TD.backward(torch.cat([grad for _, _, grad in parts]).float())
     start = sum(case.num_tokens_W[:rank])
     own = slice(start, start + case.num_tokens_W[rank])
-    num_local = case.num_experts // len(case.num_tokens_W)
-    local = slice(rank * num_local, (rank + 1) * num_local)
     assert x_TD.grad is not None
     assert weights_TK.grad is not None
     values = {
@@ -101,7 +102,9 @@ def expected(case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
         "x.grad": x_TD.grad[own],
         "weights.grad": weights_TK.grad[own],
     }
-    return values | {f"{name}.grad": grad[local] for name, grad in gradients(experts).items()}
+    grads = gradients(experts)
+    mine = _own_part(case, rank, replace(experts, **grads))
+    return values | {f"{name}.grad": getattr(mine, name) for name in grads}
 
 
 def gradients(experts: Experts) -> dict[str, torch.Tensor]:
@@ -111,16 +114,21 @@ def gradients(experts: Experts) -> dict[str, torch.Tensor]:
     return {name: weight.grad for name, weight in weights.items() if weight is not None}
 
 
+def _own_part(case: LayerCase, rank: int, experts: Experts) -> Experts:
+    """Return what a rank holds of all experts, or of gradients of theirs."""
+    tp_rank, num_sets = rank % case.tp_size, len(case.num_tokens_W) // case.tp_size
+    mine = experts.split([case.num_experts // num_sets] * num_sets)[rank // case.tp_size]
+    if case.tp_size == 1:
+        return mine
+    return shard_experts(mine, tp_rank=tp_rank, tp_size=case.tp_size)
+
+
 def local_experts_of(case: LayerCase, rank: int) -> Experts:
     """Return the rank's share of the experts, as leaves of their own."""
-    experts = make_experts(case)
-    num_local = case.num_experts // len(case.num_tokens_W)
+    experts = _own_part(case, rank, make_experts(case))
 
     def leaf(weight: torch.Tensor | None) -> torch.Tensor | None:
-        if weight is None:
-            return None
-        part = weight.detach()[rank * num_local : (rank + 1) * num_local]
-        return part.clone().requires_grad_()
+        return None if weight is None else weight.detach().clone().requires_grad_()
 
     up, down = leaf(experts.up_LGD), leaf(experts.down_LDF)
     assert up is not None

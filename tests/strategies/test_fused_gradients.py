@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from halley.core.sharding import route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Save
@@ -36,8 +37,8 @@ def _build(workspaces: Workspaces, *, fused: bool = True, save: Save = "all") ->
     return FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), fused=fused, save=save)
 
 
-def _make_workspaces(num_ranks: int) -> Workspaces:
-    return Workspaces(dist.group.WORLD if num_ranks > 1 else None, CPU)
+def _make_workspaces(num_ranks: int, tp_size: int = 1) -> Workspaces:
+    return Workspaces(dist.group.WORLD if num_ranks > 1 else None, CPU, tp_size=tp_size)
 
 
 def _assert_values(got: dict[str, torch.Tensor], case: LayerCase, rank: int) -> None:
@@ -56,7 +57,7 @@ def _assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], wh
 def _check(
     rank: int, num_ranks: int, cases: list[LayerCase], ways: tuple[tuple[bool, Save], ...]
 ) -> None:
-    workspaces = _make_workspaces(num_ranks)
+    workspaces = _make_workspaces(num_ranks, cases[0].tp_size)
     for case in cases:
         first: dict[str, torch.Tensor] = {}
         for fused, save in ways:
@@ -71,8 +72,8 @@ def _check(
     workspaces.close()
 
 
-def _cases(num_tokens_W: tuple[int, ...]) -> list[LayerCase]:
-    few = {"num_tokens_W": num_tokens_W, "num_experts": 4}
+def _cases(num_tokens_W: tuple[int, ...], tp_size: int = 1) -> list[LayerCase]:
+    few = {"num_tokens_W": num_tokens_W, "num_experts": 4, "tp_size": tp_size}
     return [
         LayerCase(**few, top_k=4, skew="zipf:1.5", dtype=torch.bfloat16, seed=1),
         LayerCase(**few, top_k=1, skew="one-hot", seed=2),
@@ -91,6 +92,42 @@ def test_values_and_bits(run_ranks: RunRanks, num_ranks: int) -> None:
 def test_values_and_bits_on_four_ranks(run_ranks: RunRanks) -> None:
     case = LayerCase(num_tokens_W=(6, 0, 3, 5), num_experts=4, skew="zipf:1.5", seed=5)
     run_ranks(_check, 4, [case], WAYS)
+
+
+def test_ranks_that_share_all_experts(run_ranks: RunRanks) -> None:
+    run_ranks(_check, 2, _cases((7, 12), tp_size=2), WAYS)
+    case = LayerCase(num_tokens_W=(6, 0, 3, 5), num_experts=2, tp_size=4, seed=6)
+    run_ranks(_check, 4, [case], WAYS[:2])
+
+
+def test_sets_of_ranks_that_share_experts(run_ranks: RunRanks) -> None:
+    few = {"num_tokens_W": (6, 0, 3, 5), "num_experts": 4, "tp_size": 2}
+    cases = [
+        LayerCase(**few, top_k=3, skew="zipf:1.5", dropped=0.2, dtype=torch.bfloat16, seed=7),
+        LayerCase(**few, top_k=1, skew="one-hot", activation="gelu", seed=8),
+    ]
+    run_ranks(_check, 4, cases, WAYS)
+
+
+def _compare_with_shards(rank: int, num_ranks: int, case: LayerCase) -> None:
+    """Shards as experts of their own, of which a token has twice as many, are the definition."""
+    experts = local_experts_of(case, rank)
+    x_TD, routing, grad_TD = make_tokens(case, rank)
+    shards = route_to_shards(routing, num_local=experts.num_local_experts, tp_size=case.tp_size)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for tp_size, routed in ((case.tp_size, routing), (1, shards)):
+        workspaces = _make_workspaces(num_ranks, tp_size)
+        y_TD = _build(workspaces).forward(x_TD, routed, experts)
+        leaves = (x_TD, experts.up_LGD, experts.down_LDF, routing.topk_weights_TK)
+        found.append((y_TD, *torch.autograd.grad(y_TD, leaves, grad_TD)))
+        workspaces.close()
+    for name, got, want in zip(("y", "x", "up", "down", "weights"), *found, strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_shards_are_experts(run_ranks: RunRanks) -> None:
+    case = LayerCase(num_tokens_W=(6, 2, 3, 5), num_experts=4, top_k=3, tp_size=2, seed=9)
+    run_ranks(_compare_with_shards, 4, case)
 
 
 def test_ranks_without_tokens_and_slots_without_experts(run_ranks: RunRanks) -> None:

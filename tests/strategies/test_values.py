@@ -23,7 +23,14 @@ def run_layer(
 ) -> dict[str, torch.Tensor]:
     """Run one layer on one rank; return its output and gradients by the names of ``expected``."""
     recorder = Recorder(CPU, enabled=False)
-    layer = build_strategy(strategy, group, recorder=recorder, device=CPU, num_chunks=num_chunks)
+    layer = build_strategy(
+        strategy,
+        group,
+        recorder=recorder,
+        device=CPU,
+        tp_size=case.tp_size,
+        num_chunks=num_chunks,
+    )
     call = run_forward(layer.forward, case, rank)
     call.y_TD.backward(call.grad_TD)
     return call.values()
@@ -67,6 +74,22 @@ def test_values_by_skew(run_ranks, strategy, num_ranks, skew, top_k):
 def test_ranks_without_tokens(run_ranks, strategy, num_tokens_W):
     case = LayerCase(num_tokens_W=num_tokens_W, seed=2)
     run_ranks(check_layer, len(num_tokens_W), case, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_ranks_that_share_experts(run_ranks, strategy, num_ranks, tp_size, activation):
+    case = LayerCase(
+        num_tokens_W=(0, *_tokens(num_ranks - 1)),
+        tp_size=tp_size,
+        top_k=3,
+        skew="zipf:1.2",
+        dropped=0.2,
+        activation=activation,
+        seed=5,
+    )
+    run_ranks(check_layer, num_ranks, case, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
