@@ -12,6 +12,7 @@ from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.core.config import RunConfig
 from halley.core.load_config import load_config
 from halley.core.routing import chunk_sizes, local_experts
+from halley.core.sharding import shard_size
 from halley.core.types import DTYPES
 from halley.moe.strategy import check_strategy
 from halley.ops.experts import check_alignment
@@ -82,7 +83,10 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     ep_size = config.ep_size or num_ranks
     if num_ranks % ep_size != 0:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
-    num_local = local_experts(config.model.moe.num_experts, ep_size=ep_size)
+    tp_size = config.expert_tp_size
+    if ep_size % tp_size != 0:
+        raise ValueError(f"expert_tp_size ({tp_size}) must divide ep_size ({ep_size})")
+    num_local = local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
     if config.num_chunks:
         chunk_sizes(num_local, config.num_chunks)
     _check_model(config)
@@ -92,8 +96,13 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    model, moe = config.model, config.model.moe
+    model, moe, tp_size = config.model, config.model.moe, config.expert_tp_size
     dtype = DTYPES[config.train.dtype]
     check_alignment(model.hidden_size, name="model.hidden_size", dtype=dtype)
-    check_alignment(moe.intermediate_size, name="model.moe.intermediate_size", dtype=dtype)
+    if tp_size > 1 and moe.expert_bias:
+        raise ValueError(
+            f"model.moe.expert_bias (true) must be false with expert_tp_size ({tp_size})"
+        )
+    own_size = shard_size(moe.intermediate_size, tp_size=tp_size)
+    check_alignment(own_size, name="model.moe.intermediate_size", dtype=dtype)
     check_vocabulary(config)

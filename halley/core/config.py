@@ -289,6 +289,7 @@ class RunConfig:
             "none" want the strategy "functional".
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
         ep_size: ranks over which the experts are spread; 0 for all ranks.
+        expert_tp_size: how many neighbours of those share each expert, by its intermediate size.
         device: "auto" takes CUDA where there is a device.
     """
 
@@ -298,6 +299,7 @@ class RunConfig:
     passes: Literal["none", "wgrad", "partition", "both"] = "none"
     num_chunks: int = 0
     ep_size: int = 0
+    expert_tp_size: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -306,4 +308,5 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(self.ep_size >= 0, "ep_size", self.ep_size, "at least 0")
+        _require(self.expert_tp_size >= 1, "expert_tp_size", self.expert_tp_size, "at least 1")
         _require(self.num_chunks >= 0, "num_chunks", self.num_chunks, "at least 0")

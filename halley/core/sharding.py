@@ -7,6 +7,8 @@ that P ranks share runs as one of E * P experts, of which a token has K * P.
 Source: Megatron-LM (arXiv:1909.08053), section 3, for a network of two matrices.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from halley.core.types import Experts, Routing
@@ -36,17 +38,55 @@ def shard_experts(experts: Experts, *, tp_rank: int, tp_size: int) -> Experts:
     Raises:
         ValueError: the intermediate size is not divisible, or there are biases.
     """
-    size = shard_size(experts.down_LDF.shape[2], tp_size=tp_size)
+    intermediate_size = experts.down_LDF.shape[2]
+    shard_size(intermediate_size, tp_size=tp_size)
     if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
         raise ValueError("expert_bias (true) must be false where ranks share experts")
-    own = slice(tp_rank * size, (tp_rank + 1) * size)
-    num_local, _, hidden_size = experts.up_LGD.shape
-    parts = experts.up_LGD.view(num_local, -1, size * tp_size, hidden_size)
+    up, down = sharded_dims(parts=experts.up_LGD.shape[1] // intermediate_size)
+    place = {"tp_rank": tp_rank, "tp_size": tp_size}
     return Experts(
-        up_LGD=parts[:, :, own].flatten(1, 2).contiguous(),
-        down_LDF=experts.down_LDF[:, :, own].contiguous(),
+        up_LGD=up.shard(experts.up_LGD, **place).contiguous(),
+        down_LDF=down.shard(experts.down_LDF, **place).contiguous(),
         activation=experts.activation,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedDim:
+    """Where a weight has the intermediate size.
+
+    Attributes:
+        dim: that dimension, from the end, below 0.
+        parts: matrices that stand one after another in it, each of which is divided.
+    """
+
+    dim: int
+    parts: int
+
+    def shard(self, weight: torch.Tensor, *, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """Return one shard of a weight given whole.
+
+        Example: of gate rows 0 to 3 and up rows 4 to 7, shard 1 of 2 is rows 2, 3, 6, 7.
+        """
+        divided = self._divide(weight, self.parts, tp_size)
+        return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
+
+    def apart(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a view in which shards are ranges: the parts have a dimension of their own."""
+        return self._divide(weight, self.parts) if self.parts > 1 else weight
+
+    def _divide(self, weight: torch.Tensor, *sizes: int) -> torch.Tensor:
+        before, at = weight.shape[: self.dim], weight.ndim + self.dim
+        return weight.view(*before, *sizes, -1, *weight.shape[at + 1 :])
+
+
+def sharded_dims(*, parts: int) -> tuple[ShardedDim, ShardedDim]:
+    """Return where the two projections of stacked experts have the intermediate size.
+
+    Args:
+        parts: 2 if the first is gate and up, else 1.
+    """
+    return ShardedDim(dim=-2, parts=parts), ShardedDim(dim=-1, parts=1)
 
 
 def shard_size(intermediate_size: int, *, tp_size: int) -> int:

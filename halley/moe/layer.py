@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import MoEConfig
+from halley.core.sharding import shard_size
 from halley.core.types import Experts
 from halley.moe.parallel import GroupedExperts, ParallelGroups
 from halley.moe.router import build_router
@@ -62,12 +63,13 @@ class MoELayer(nn.Module):
     Args:
         config: experts and router.
         hidden_size: D.
-        strategy: runs the routed experts; made for ``groups.ep``.
+        strategy: runs the routed experts; made for ``groups.ep`` and ``groups.tp_size``.
         groups: where the experts live.
         dtype, device: of the parameters; fill them with ``model.init_weights`` or a checkpoint.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, or the sizes are not aligned.
+        ValueError: the experts do not divide over the ranks, the sizes are not aligned, or the
+            strategy is made for other shards of experts than the groups.
     """
 
     def __init__(
@@ -83,7 +85,12 @@ class MoELayer(nn.Module):
         super().__init__()
         groups, device = groups or ParallelGroups(), torch.device(device)
         check_alignment(hidden_size, name="hidden_size", dtype=dtype)
-        check_alignment(config.intermediate_size, name="intermediate_size", dtype=dtype)
+        own_size = shard_size(config.intermediate_size, tp_size=groups.tp_size)
+        check_alignment(own_size, name="intermediate_size", dtype=dtype)
+        if strategy.tp_size != groups.tp_size:
+            raise ValueError(
+                f"strategy's tp_size ({strategy.tp_size}) must be that of groups ({groups.tp_size})"
+            )
         self.config = config
         self.strategy = strategy
         self.router = build_router(config, hidden_size=hidden_size, dtype=dtype, device=device)

@@ -245,18 +245,24 @@ class MoETransformer(nn.Module):
                     parameter.zero_()
                 elif isinstance(module, GroupedExperts):
                     for index, expert in enumerate(parameter):
-                        _fill(expert, f"{full_name}.{module.first_expert + index}", seed=seed)
+                        expert_name = f"{full_name}.{module.first_expert + index}"
+                        whole = _draw(
+                            module.whole_shape(name), expert_name, seed=seed, device=expert.device
+                        )
+                        expert.copy_(module.own_part(name, whole))
                 else:
-                    _fill(parameter, full_name, seed=seed)
+                    parameter.copy_(
+                        _draw(parameter.shape, full_name, seed=seed, device=parameter.device)
+                    )
             if isinstance(module, SigmoidRouter):
                 module.bias.zero_()
 
 
-def _fill(tensor: torch.Tensor, name: str, *, seed: int) -> None:
-    generator = torch.Generator(tensor.device)
+def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device)
     generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-    values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-    tensor.copy_(values.normal_(0.0, _INIT_STD, generator=generator))
+    values = torch.empty(shape, dtype=torch.float32, device=device)
+    return values.normal_(0.0, _INIT_STD, generator=generator)
 
 
 def flops_per_token(config: ModelConfig, *, seq_len: int) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from halley.core.routing import local_experts
+from halley.core.sharding import ShardedDim, check_tp_size, shard_size, sharded_dims
 
 
 _BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to hold
@@ -25,62 +26,84 @@ class ParallelGroups:
     Attributes:
         rank, num_ranks: in the whole mesh.
         ep_rank, ep_size: in the expert-parallel group.
+        tp_size: neighbours of that group that share each expert, by its intermediate size.
         world: all ranks; None for a rank on its own.
         ep: the group that shares a layer's experts; None for ``ep_size`` 1.
         edp: the group that holds copies of this rank's experts; None for a group of one.
         mesh: the mesh; None for a rank on its own.
+        expert_mesh: the same, with "ep" as two dimensions where ranks share experts: "ep" of the
+            sets, "etp" of the ranks of a set.
     """
 
     rank: int = 0
     num_ranks: int = 1
     ep_rank: int = 0
     ep_size: int = 1
+    tp_size: int = 1
     world: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
     edp: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+
+    @property
+    def tp_rank(self) -> int:
+        """Which shard of its experts this rank holds."""
+        return self.ep_rank % self.tp_size
 
     @staticmethod
-    def from_mesh(mesh: DeviceMesh) -> "ParallelGroups":
+    def from_mesh(mesh: DeviceMesh, *, tp_size: int = 1) -> "ParallelGroups":
         """Return the groups of a two-dimensional mesh named ("edp", "ep") over all ranks.
 
+        Args:
+            tp_size: ranks of "ep" that share each expert.
+
         Raises:
-            ValueError: the mesh has other dimensions.
+            ValueError: the mesh has other dimensions, or ``tp_size`` does not divide "ep".
         """
         if mesh.mesh_dim_names != ("edp", "ep"):
             raise ValueError(f"mesh_dim_names ({mesh.mesh_dim_names}) must be ('edp', 'ep')")
         ep_size, edp_size = mesh.size(1), mesh.size(0)
+        check_tp_size(tp_size, num_ranks=ep_size)
+        expert_mesh = mesh
+        if tp_size > 1:
+            ranks = mesh.mesh.view(edp_size, ep_size // tp_size, tp_size)
+            expert_mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("edp", "ep", "etp"))
         return ParallelGroups(
             rank=dist.get_rank(),
             num_ranks=mesh.size(),
             ep_rank=mesh.get_local_rank("ep"),
             ep_size=ep_size,
+            tp_size=tp_size,
             world=dist.group.WORLD,
             ep=mesh.get_group("ep") if ep_size > 1 else None,
             edp=mesh.get_group("edp") if edp_size > 1 else None,
             mesh=mesh,
+            expert_mesh=expert_mesh,
         )
 
 
-def build_groups(ep_size: int, *, device_type: str) -> ParallelGroups:
+def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> ParallelGroups:
     """Lay a mesh over all ranks of the initialised process group, or of none.
 
     Args:
         ep_size: ranks that share a layer's experts, neighbours in rank; 0 for all.
         device_type: "cpu" or "cuda".
+        tp_size: how many of them share each expert.
 
     Raises:
-        ValueError: ``ep_size`` does not divide the number of ranks.
+        ValueError: ``ep_size`` does not divide the number of ranks, or ``tp_size`` not ``ep_size``.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     ep_size = ep_size or num_ranks
     if num_ranks % ep_size != 0:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
+    check_tp_size(tp_size, num_ranks=ep_size)
     if not dist.is_initialized():
         return ParallelGroups()
     shape = (num_ranks // ep_size, ep_size)
     return ParallelGroups.from_mesh(
-        init_device_mesh(device_type, shape, mesh_dim_names=("edp", "ep"))
+        init_device_mesh(device_type, shape, mesh_dim_names=("edp", "ep")), tp_size=tp_size
     )
 
 
@@ -88,7 +111,9 @@ class GroupedExperts(nn.Module):
     """The weights of this rank's experts, stacked; names and layout are Hugging Face's.
 
     Every parameter below such a module differs between the ranks of an expert-parallel group, and
-    is the same on the ranks of its "edp" group; ``is_expert_parameter`` tells them.
+    is the same on the ranks of its "edp" group; ``expert_parameter_names`` tells them.
+
+    Where ranks share experts, each has a slice of the intermediate size; see ``core.sharding``.
     """
 
     def __init__(
@@ -104,8 +129,16 @@ class GroupedExperts(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        num_local = local_experts(num_experts, ep_size=groups.ep_size)
-        self.first_expert = groups.ep_rank * num_local
+        self.tp_rank, self.tp_size = groups.tp_rank, groups.tp_size
+        num_local = local_experts(num_experts, ep_size=groups.ep_size, tp_size=self.tp_size)
+        self.first_expert = groups.ep_rank // self.tp_size * num_local
+        if bias and self.tp_size > 1:
+            raise ValueError("expert_bias (true) must be false where ranks share experts")
+        parts = up_size // intermediate_size
+        intermediate_size = shard_size(intermediate_size, tp_size=self.tp_size)
+        up_size = parts * intermediate_size
+        up, down = sharded_dims(parts=parts)
+        self.sharded_dims = {"gate_up_proj": up, "down_proj": down}
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device))
@@ -115,11 +148,30 @@ class GroupedExperts(nn.Module):
         self.gate_up_proj_bias = empty(up_size) if bias else None
         self.down_proj_bias = empty(hidden_size) if bias else None
 
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a parameter of one expert has on all ranks together."""
+        shape = list(self.get_parameter(name).shape[1:])
+        if name in self.sharded_dims:
+            shape[self.sharded_dims[name].dim] *= self.tp_size
+        return tuple(shape)
+
+    def own_part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of a parameter of one expert, or of some, given whole."""
+        if name not in self.sharded_dims:
+            return weight
+        dim = self.sharded_dims[name]
+        return dim.shard(weight, tp_rank=self.tp_rank, tp_size=self.tp_size)
+
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that are sharded over the expert-parallel group."""
+    return set(expert_parameters(model))
+
+
+def expert_parameters(model: nn.Module) -> dict[str, ShardedDim | None]:
+    """Return where the parameters of experts, by name, have the intermediate size, if they do."""
     return {
-        f"{prefix}.{name}" if prefix else name
+        f"{prefix}.{name}" if prefix else name: module.sharded_dims.get(name)
         for prefix, module in model.named_modules()
         if isinstance(module, GroupedExperts)
         for name, _ in module.named_parameters()

@@ -69,9 +69,7 @@ def knobs_path() -> Path:
     return Path(os.environ.get(PATH_VARIABLE) or default_path().with_name("knobs.jsonl"))
 
 
-def tuning_environment(
-    device: torch.device, *, num_ranks: int, tp_size: int = 1
-) -> Environment:
+def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1) -> Environment:
     """Return what knobs depend on beside the layer."""
     sharing = f", {tp_size} an expert" if tp_size > 1 else ""
     found = find_environment(device, topology=f"ranks {num_ranks}{sharing}")

@@ -90,9 +90,7 @@ class Workspaces:
         check_tp_size(tp_size, num_ranks=self.num_ranks)
         self._tuned: KnobTable | None = None
         if knobs is None:
-            environment = tuning_environment(
-                device, num_ranks=self.num_ranks, tp_size=tp_size
-            )
+            environment = tuning_environment(device, num_ranks=self.num_ranks, tp_size=tp_size)
             self._tuned = KnobTable(knobs_path(), environment)
         self.handle = next(_next_handle)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)

@@ -51,7 +51,8 @@ class AutoStrategy(AbstractStrategy):
     ) -> None:
         self.candidates = candidates
         self.group, self.device, self.recorder = group, device, recorder
-        self.ep_size = 1 if group is None else dist.get_world_size(group)
+        self.tp_size = next(iter(candidates.values())).tp_size
+        self.num_sets = (1 if group is None else dist.get_world_size(group)) // self.tp_size
         self._shares_memory = shares_memory
         self._no_access: str | None = None  # not asked yet
         self._choices: dict[_Key, str] = {}
@@ -88,8 +89,8 @@ class AutoStrategy(AbstractStrategy):
         weight, gradients = experts.down_LDF, wants_gradients(x_TD, routing, experts)
         key = (
             weight.shape[1],
-            weight.shape[2],
-            weight.shape[0] * self.ep_size,
+            weight.shape[2] * self.tp_size,
+            weight.shape[0] * self.num_sets,
             routing.topk_idx_TK.shape[1],
             weight.itemsize,
             experts.activation,

@@ -14,7 +14,13 @@ from halley.cost.simulate import Task
 
 
 class AbstractStrategy(abc.ABC):
-    """Runs routed experts that are spread over the ranks of a group. Subclasses are final."""
+    """Runs routed experts that are spread over the ranks of a group. Subclasses are final.
+
+    Attributes:
+        tp_size: neighbours of the group that share each expert, see ``core.sharding``.
+    """
+
+    tp_size: int = 1
 
     @abc.abstractmethod
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
@@ -27,7 +33,8 @@ class AbstractStrategy(abc.ABC):
         Args:
             x_TD: tokens of this rank, in the dtype of the experts' weights.
             routing: global expert ids and weights of each token.
-            experts: the experts of this rank, ``[rank * L, (rank + 1) * L)``.
+            experts: the experts of this rank, ``[g * L, (g + 1) * L)`` with
+                ``g = rank // tp_size``; where ranks share experts, its shards of them.
 
         Raises:
             ValueError: shapes, dtypes or devices do not fit.

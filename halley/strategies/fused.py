@@ -60,7 +60,7 @@ class FusedStrategy(AbstractStrategy):
     ) -> None:
         if save not in get_args(Save):
             raise ValueError(f"save ({save}) must be one of {', '.join(get_args(Save))}")
-        self.workspaces = workspaces
+        self.workspaces, self.tp_size = workspaces, workspaces.tp_size
         self.recorder = recorder
         self.fused = fused
         self.save: Save = save

@@ -15,10 +15,11 @@ from halley.core.load_config import build
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
 from halley.moe.model import MoETransformer
-from halley.moe.parallel import ParallelGroups
+from halley.moe.parallel import ParallelGroups, expert_parameters
 from halley.moe.strategy import build_strategy
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint
 from halley.train.loop import CHECKPOINTS_FOLDER, CONFIG_FILE
+from halley.train.optim import kept_views
 
 
 ARCHITECTURES = {
@@ -77,14 +78,16 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
         raise ValueError(f"run ({folder}) must hold a whole checkpoint in {CHECKPOINTS_FOLDER}/")
     _make_empty(output)
 
-    shapes = _parameter_shapes(config.model)
+    model = _model_without_values(config.model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    experts = expert_parameters(model)
     dtype = DTYPES[config.train.dtype]
     shards = _cut(shapes, max_bytes=max_shard_bytes, itemsize=dtype.itemsize)
     weight_map: dict[str, str] = {}
     step = 0
     for number, names in enumerate(shards, start=1):
         state = {name: torch.empty(shapes[name]) for name in names}
-        step = load_checkpoint(checkpoint, {"parameters": state})
+        step = load_checkpoint(checkpoint, {"parameters": kept_views(state, experts)})
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             stored = hf_tensors(name, state.pop(name), family=config.model.hf_family)
@@ -262,17 +265,16 @@ def _mixtral_name(name: str) -> str:
     return name
 
 
-def _parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+def _model_without_values(config: ModelConfig) -> MoETransformer:
     meta = torch.device("meta")
     recorder = Recorder(torch.device("cpu"), enabled=False)
-    model = MoETransformer(
+    return MoETransformer(
         config,
         strategy=build_strategy("sequential", None, recorder=recorder, device=torch.device("cpu")),
         groups=ParallelGroups(),
         recorder=recorder,
         device=meta,
     )
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def _cut(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:

@@ -6,10 +6,11 @@ from typing import final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from halley.core.config import OptimizerConfig
-from halley.moe.parallel import ParallelGroups, expert_parameter_names, global_norm, sync_gradients
+from halley.core.sharding import ShardedDim
+from halley.moe.parallel import ParallelGroups, expert_parameters, global_norm, sync_gradients
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
@@ -49,7 +50,7 @@ class ModelOptimizer:
             else nn.Parameter(parameter.detach().float())
             for name, parameter in self.parameters.items()
         }
-        self.experts = expert_parameter_names(model)
+        self.experts = expert_parameters(model)
         matrices: list[nn.Parameter] = []
         vectors: list[nn.Parameter] = []
         for name, master in self.masters.items():
@@ -125,7 +126,7 @@ class ModelOptimizer:
         """Return what a checkpoint keeps, as tensors that loading writes into.
 
         Experts are DTensors sharded over the expert-parallel group, so that a checkpoint does not
-        depend on its size.
+        depend on its size, nor on how many ranks share an expert.
         """
         state: dict[str, object] = {"parameters": self._sharded(self.masters)}
         if self.config.kind == "adamw":
@@ -160,13 +161,31 @@ class ModelOptimizer:
             moments["exp_avg_sq"] = torch.zeros_like(master)
         return moments
 
-    def _sharded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-        mesh = self.groups.mesh
+    def _sharded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        views = kept_views(tensors, self.experts)
+        mesh = self.groups.expert_mesh
         if mesh is None:
-            return {name: tensor.detach() for name, tensor in tensors.items()}
-        return {
-            name: DTensor.from_local(tensor.detach(), mesh, [Replicate(), Shard(0)])
-            if name in self.experts
-            else tensor.detach()
-            for name, tensor in tensors.items()
-        }
+            return views
+        for name, sharded in self.experts.items():
+            placements: list[Placement] = [Replicate(), Shard(0)]
+            if self.groups.tp_size > 1:
+                assert sharded is not None
+                placements.append(Shard(views[name].ndim + sharded.dim))
+            views[name] = DTensor.from_local(views[name], mesh, placements)
+        return views
+
+
+def kept_views(
+    tensors: Mapping[str, torch.Tensor], experts: Mapping[str, ShardedDim | None]
+) -> dict[str, torch.Tensor]:
+    """Return views of parameters, or of what belongs to them, as checkpoints keep them.
+
+    Args:
+        tensors: by the names of parameters.
+        experts: as ``expert_parameters`` returns them.
+    """
+    views: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        sharded = experts.get(name)
+        views[name] = tensor.detach() if sharded is None else sharded.apart(tensor.detach())
+    return views

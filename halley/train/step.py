@@ -102,13 +102,16 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
     check_vocabulary(config)
     check_strategy(config.strategy)
     check_passes(config)
-    groups = build_groups(config.ep_size, device_type=world.device.type)
+    groups = build_groups(
+        config.ep_size, device_type=world.device.type, tp_size=config.expert_tp_size
+    )
     recorder = Recorder(world.device, rank=world.rank)
     strategy = build_strategy(
         config.strategy,
         groups.ep,
         recorder=recorder,
         device=world.device,
+        tp_size=groups.tp_size,
         num_chunks=config.num_chunks,
     )
     model = MoETransformer(

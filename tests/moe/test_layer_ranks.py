@@ -1,5 +1,7 @@
 """A layer over several ranks, with each router and strategy, against the reference on one."""
 
+import re
+
 import pytest
 import torch
 
@@ -21,19 +23,29 @@ def _build(kind: str, groups: ParallelGroups, strategy: str) -> MoELayer:
     layer = MoELayer(
         MODELS[kind].moe,
         HIDDEN,
-        strategy=build_strategy(strategy, groups.ep, recorder=Recorder(CPU), device=CPU),
+        strategy=build_strategy(
+            strategy, groups.ep, recorder=Recorder(CPU), device=CPU, tp_size=groups.tp_size
+        ),
         groups=groups,
     )
     with torch.no_grad():
         for seed, (name, parameter) in enumerate(layer.named_parameters()):
             generator = torch.Generator().manual_seed(seed)
-            num_experts = layer.config.num_experts if name.startswith("experts.") else 1
-            shape = (num_experts, *parameter.shape[num_experts > 1 :])
+            if not name.startswith("experts."):
+                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+                continue
+            short = name.removeprefix("experts.")
+            shape = (layer.config.num_experts, *layer.experts.whole_shape(short))
             values = 0.4 * torch.randn(shape, generator=generator)
-            first = layer.experts.first_expert if num_experts > 1 else 0
-            count = parameter.shape[0] if num_experts > 1 else 1
-            parameter.copy_(values[first : first + count].view_as(parameter))
+            parameter.copy_(_own_part(layer.experts, short, values))
     return layer
+
+
+def _own_part(experts: GroupedExperts, name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return what a rank holds of values of all experts."""
+    num_local = experts.gate_up_proj.shape[0]
+    own = slice(experts.first_expert, experts.first_expert + num_local)
+    return experts.own_part(name, values[own])
 
 
 def _tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,8 +76,8 @@ def _expert_gradients(experts: GroupedExperts) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
 
 
-def _check(rank: int, num_ranks: int, kind: str, strategy: str) -> None:
-    groups = build_groups(0, device_type="cpu")
+def _check(rank: int, num_ranks: int, kind: str, strategy: str, tp_size: int = 1) -> None:
+    groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     layer = _build(kind, groups, strategy)
     x_TD, grad_TD = _tokens(rank)
     out = layer(x_TD)
@@ -73,10 +85,9 @@ def _check(rank: int, num_ranks: int, kind: str, strategy: str) -> None:
     got = {"y": out.y.detach(), "x": x_TD.grad, "router": layer.router.weight.grad}
     got |= _expert_gradients(layer.experts)
     destroy(groups)
-    num_local = layer.config.num_experts // num_ranks
     for name, want in _expected(kind, num_ranks, rank).items():
         if name not in ("y", "x", "router"):
-            want = want[rank * num_local : (rank + 1) * num_local]
+            want = _own_part(layer.experts, name, want)
         value = got[name]
         assert value is not None
         error = relative_error(value, want)
@@ -90,3 +101,28 @@ def test_every_router_over_ranks(
     run_ranks: RunRanks, kind: str, num_ranks: int, strategy: str
 ) -> None:
     run_ranks(_check, num_ranks, kind, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "chunked", "functional", "fused"])
+@pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 2), (4, 2)])
+def test_ranks_that_share_experts(
+    run_ranks: RunRanks, num_ranks: int, tp_size: int, strategy: str
+) -> None:
+    run_ranks(_check, num_ranks, "sigmoid", strategy, tp_size)
+
+
+def _mismatched(rank: int, num_ranks: int) -> None:
+    groups = build_groups(0, device_type="cpu", tp_size=2)
+    try:
+        with pytest.raises(ValueError, match=re.escape("expert_bias (true) must be false")):
+            _build("biases", groups, "sequential")
+        sequential = build_strategy("sequential", groups.ep, recorder=Recorder(CPU), device=CPU)
+        wanted = re.escape("strategy's tp_size (1) must be that of groups (2)")
+        with pytest.raises(ValueError, match=wanted):
+            MoELayer(MODELS["softmax"].moe, HIDDEN, strategy=sequential, groups=groups)
+    finally:
+        destroy(groups)
+
+
+def test_layers_that_cannot_be_shared(run_ranks: RunRanks) -> None:
+    run_ranks(_mismatched, 2)

@@ -19,7 +19,7 @@ from halley.core.config import (
 )
 from halley.core.models import NAMED_MODELS
 from halley.moe.model import MoETransformer
-from halley.moe.parallel import build_groups
+from halley.moe.parallel import build_groups, expert_parameters
 from halley.train.checkpoint import save_checkpoint
 from halley.train.export import (
     ARCHITECTURES,
@@ -29,7 +29,7 @@ from halley.train.export import (
     hf_config,
     read_run_config,
 )
-from halley.train.optim import ModelOptimizer
+from halley.train.optim import ModelOptimizer, kept_views
 from tests.moe.model_case import MODELS as SMALL_MODELS
 from tests.moe.model_case import build_model, destroy, make_tokens
 from tests.rank_pool import RunRanks
@@ -91,7 +91,7 @@ def _write_run(folder: Path, family: str, *, dtype: str = "float32") -> MoETrans
             if "norm" in name:
                 parameter += torch.linspace(-0.5, 0.5, parameter.numel())
     _write_config(folder, config)
-    parameters: dict[str, object] = {n: p.detach() for n, p in model.named_parameters()}
+    parameters = kept_views(dict(model.named_parameters()), expert_parameters(model))
     save_checkpoint(folder / "checkpoints", {"parameters": parameters}, step=7, keep=1)
     return model
 

@@ -166,7 +166,9 @@ def test_a_run_goes_on_with_another_ep_size(
     config, losses = trained
     go_on: list[Callable[[RunConfig], object]] = [
         lambda config: run_ranks(train_on_ranks, 4, dataclasses.replace(config, ep_size=1)),
-        lambda config: run_ranks(train_on_ranks, 4, dataclasses.replace(config, ep_size=4)),
+        lambda config: run_ranks(
+            train_on_ranks, 4, dataclasses.replace(config, ep_size=4, expert_tp_size=2)
+        ),
         lambda config: run_ranks(train_on_ranks, 4, config),
         lambda config: _train_here(
             dataclasses.replace(

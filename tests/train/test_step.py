@@ -82,8 +82,8 @@ def test_the_curve_does_not_depend_on_the_ranks(
     losses, norms, parameters = _take_steps(0, 1, dataclasses.replace(config, train=alone))
     assert losses[-1] < losses[0] - 0.5
     shared = dataclasses.replace(config.train, num_microbatches=num_microbatches)
-    for ep_size in (1, 2, 4):
-        spread = dataclasses.replace(config, train=shared, ep_size=ep_size)
+    for ep_size, tp_size in ((1, 1), (2, 1), (4, 1), (4, 2)):
+        spread = dataclasses.replace(config, train=shared, ep_size=ep_size, expert_tp_size=tp_size)
         for got in run_ranks(_take_steps, 4, spread):
             assert got[0] == pytest.approx(losses, rel=rtol)
             if optimizer is SGD:
