@@ -1,9 +1,9 @@
 """Many calls of the fused strategy with random shapes and delays: no wrong value, no hang.
 
-Every call draws a layer, a load, the number of tokens of each rank (none included) and how long
-each rank dawdles before it; every other call goes backward, too, keeping one thing or another. The
-fused form must equal the unfused one bit for bit, and `sequential` within the tolerance of the
-dtype, outputs and gradients.
+Every call draws a layer, how many ranks share an expert, a load, the number of tokens of each rank
+(none included) and how long each rank dawdles before it; every other call goes backward, too,
+keeping one thing or another. The fused form must equal the unfused one bit for bit, and
+`sequential` within the tolerance of the dtype, outputs and gradients.
 
     torchrun --nproc-per-node 4 benchmarks/stress_fused.py 2000
 """
@@ -27,7 +27,7 @@ from halley.ops.workspaces import Workspaces
 from halley.strategies.base import AbstractStrategy
 
 
-LAYERS = ((8, 1, 256, 136), (8, 2, 1024, 512), (64, 8, 2048, 768), (32, 10, 520, 264))  # E, K, D, F
+LAYERS = ((8, 1, 256, 160), (8, 2, 1024, 512), (64, 8, 2048, 768), (32, 10, 520, 288))  # E, K, D, F
 LOADS = ("balanced", "std:0.005", "zipf:1.2", "one-hot")
 FUSED = ("unfused", "fused", "fused:inputs", "fused:recompute")
 MAX_TOKENS = 700
@@ -38,18 +38,11 @@ def main() -> None:
     num_calls = int(sys.argv[1])
     with join_world("cuda") as world:
         device, groups = world.device, build_groups(0, device_type="cuda")
-        recorder = Recorder(device, enabled=False)
-        workspaces = Workspaces(groups.ep, device, max_tokens=MAX_TOKENS)
-        strategies = {
-            name: build_strategy(
-                name, groups.ep, recorder=recorder, device=device, workspaces=workspaces
-            )
-            for name in ("sequential", *FUSED)
-        }
-        experts = [draw_experts(layer, device=device) for layer in LAYERS]
+        tp_sizes = [n for n in (1, 2, 4) if groups.ep_size % n == 0]
+        setups = [Setup(groups.ep, tp_size, device=device) for tp_size in tp_sizes]
         begin, worst = time.perf_counter(), 0.0
         for call in range(num_calls):
-            worst = max(worst, check_call(call, strategies, experts, device=device))
+            worst = max(worst, check_call(call, setups, device=device))
         seconds = time.perf_counter() - begin
         total = torch.tensor(worst, device=device)
         dist.all_reduce(total, op=dist.ReduceOp.MAX)
@@ -58,10 +51,34 @@ def main() -> None:
             sys.stdout.write(json.dumps(line) + "\n")
 
 
-def draw_experts(layer: tuple[int, int, int, int], *, device: torch.device) -> Experts:
-    """Return random experts of this rank."""
+class Setup:
+    """The strategies for one way to share experts, and their experts of every layer."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, tp_size: int, *, device: torch.device
+    ) -> None:
+        recorder = Recorder(device, enabled=False)
+        workspaces = Workspaces(group, device, tp_size=tp_size, max_tokens=MAX_TOKENS)
+        self.strategies = {
+            name: build_strategy(
+                name,
+                group,
+                recorder=recorder,
+                device=device,
+                tp_size=tp_size,
+                workspaces=workspaces,
+            )
+            for name in ("sequential", *FUSED)
+        }
+        self.experts = [draw_experts(layer, tp_size, device=device) for layer in LAYERS]
+
+
+def draw_experts(
+    layer: tuple[int, int, int, int], tp_size: int, *, device: torch.device
+) -> Experts:
+    """Return random experts of this rank, or shards."""
     num_experts, _, hidden, inner = layer
-    num_local = num_experts // dist.get_world_size()
+    num_local, inner = num_experts * tp_size // dist.get_world_size(), inner // tp_size
     options = {"dtype": torch.bfloat16, "device": device}
     return Experts(
         up_LGD=(
@@ -73,8 +90,7 @@ def draw_experts(layer: tuple[int, int, int, int], *, device: torch.device) -> E
 
 def check_call(
     call: int,
-    strategies: dict[str, AbstractStrategy],
-    experts: list[Experts],
+    setups: list[Setup],
     *,
     device: torch.device,
 ) -> float:
@@ -85,7 +101,7 @@ def check_call(
     """
     alike = random.Random(call)  # the same on all ranks
     own = random.Random(call * 64 + dist.get_rank())
-    which = alike.randrange(len(LAYERS))
+    which, setup = alike.randrange(len(LAYERS)), alike.choice(setups)
     num_experts, top_k, hidden, _ = LAYERS[which]
     load_E = parse_load(alike.choice(LOADS), num_experts=num_experts, top_k=top_k)
     num_tokens = own.choice((0, 1, own.randrange(MAX_TOKENS + 1), MAX_TOKENS))
@@ -99,7 +115,8 @@ def check_call(
     results = {}
     for name in ("sequential", "unfused", fused):
         torch.cuda._sleep(own.randrange(MAX_DELAY_CYCLES))
-        results[name] = run(strategies[name], x_TD, routing, experts[which], backward=call % 2 == 1)
+        strategy, experts = setup.strategies[name], setup.experts[which]
+        results[name] = run(strategy, x_TD, routing, experts, backward=call % 2 == 1)
     worst = 0.0
     for value, unfused, right in zip(
         results[fused], results["unfused"], results["sequential"], strict=True

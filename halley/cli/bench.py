@@ -17,10 +17,12 @@ from halley.cli.tables import layer_table, model_table
 from halley.core.config import OptimizerConfig
 from halley.core.models import find_model
 from halley.core.routing import local_experts
+from halley.core.sharding import check_tp_size, shard_size
 from halley.core.skew import parse_load
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import check_strategy
 from halley.moe.world import pick_device
+from halley.ops.experts import check_alignment
 from halley.perf.bench import LayerCase, measure_layers
 from halley.perf.charts import draw_layer_bench
 from halley.perf.model_bench import measure_models
@@ -51,6 +53,7 @@ def layer(
     tokens: TokensOption = "default",
     strategies: StrategiesOption = "sequential,chunked",
     skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
+    tp_size: Annotated[int, typer.Option(help="Ranks that share each expert.")] = 1,
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens, weights and routing.")] = 0,
@@ -76,8 +79,9 @@ def layer(
     for name in names:
         check_strategy(name)
     _check_samples(samples)
+    check_tp_size(tp_size, num_ranks=num_ranks)
     for case in cases:
-        local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+        _check_experts(case, num_ranks=num_ranks, tp_size=tp_size)
     if output is not None:
         check_package("matplotlib", extra="plot", option=f"output ({output})")
         check_writable(output)
@@ -86,7 +90,7 @@ def layer(
         return code
 
     with joined(device) as (world, _):
-        groups = build_groups(0, device_type=world.device.type)
+        groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
         with step_progress(world) as on_progress:
             rows = measure_layers(
                 cases,
@@ -200,6 +204,13 @@ def layer_cases(
         for num_tokens in _positive_integers(tokens, option="tokens")
         for load in loads
     ]
+
+
+def _check_experts(case: LayerCase, *, num_ranks: int, tp_size: int) -> None:
+    moe = case.model.moe
+    local_experts(moe.num_experts, ep_size=num_ranks, tp_size=tp_size)
+    own_size = shard_size(moe.intermediate_size, tp_size=tp_size)
+    check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
 
 
 def _model_cases(

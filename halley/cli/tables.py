@@ -29,9 +29,10 @@ _PARTS = {
 
 def layer_table(rows: list[Row]) -> Table:
     """Return the result lines of the layer benchmark, one row each, times in microseconds."""
-    gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
+    gpu, count, tp_size = (rows[0][key] for key in ("gpu", "num_gpus", "tp_size"))
+    sharing = f", {tp_size} an expert" if tp_size != 1 else ""
     table = Table(
-        title=f"MoE layer on {count} x {gpu}: slowest rank, us",
+        title=f"MoE layer on {count} x {gpu}{sharing}: slowest rank, us",
         caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits",
     )
     for name in ("model", "tokens", "routing", "pass", "strategy"):

@@ -15,7 +15,7 @@ from halley.kernels.gemm_combine import gemm_combine as launch_gemm_combine
 from halley.kernels.plan import make_plan
 from halley.ops.library import define
 from halley.ops.workspace import ShapeClass, Workspace
-from halley.ops.workspaces import find_workspaces
+from halley.ops.workspaces import Workspaces, find_workspaces
 
 
 Kept: TypeAlias = Save | Literal["none"]
@@ -112,14 +112,7 @@ def _dispatch_gemm(
     turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     owner = find_workspaces(workspaces)
-    shape = ShapeClass(
-        hidden_size=x.shape[1],
-        num_experts=owner.num_experts(up.shape[0]),
-        top_k=topk_idx.shape[1],
-        dtype=x.dtype,
-        tp_size=owner.tp_size,
-    )
-    workspace = owner.get(shape, num_tokens=x.shape[0])
+    workspace = owner.get(_shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
 
     def launch(num_rows: int, num_sends: int = 0) -> tuple[torch.Tensor | None, ...]:
         h_RF = x.new_empty(num_rows, up.shape[1] // (2 if gated else 1))
@@ -223,6 +216,18 @@ def _gemm_combine(
     if not h.is_cuda:  # it has run by now
         workspace.check()
     return y_TD
+
+
+def _shape_class(
+    owner: Workspaces, x: torch.Tensor, topk_idx: torch.Tensor, up: torch.Tensor
+) -> ShapeClass:
+    return ShapeClass(
+        hidden_size=x.shape[1],
+        num_experts=owner.num_experts(up.shape[0]),
+        top_k=topk_idx.shape[1],
+        dtype=x.dtype,
+        tp_size=owner.tp_size,
+    )
 
 
 def fake_dispatch_gemm(

@@ -114,7 +114,9 @@ def build_candidates(
     Raises:
         ValueError: an unknown strategy, or experts that do not divide over the ranks.
     """
-    num_local = local_experts(case.model.moe.num_experts, ep_size=groups.ep_size)
+    num_local = local_experts(
+        case.model.moe.num_experts, ep_size=groups.ep_size, tp_size=groups.tp_size
+    )
     found: dict[str, AbstractStrategy] = {}
     for strategy in strategies:
         counts = [n for n in _CHUNK_CANDIDATES if n <= num_local] or [1]
@@ -125,6 +127,7 @@ def build_candidates(
                 groups.ep,
                 recorder=recorder,
                 device=device,
+                tp_size=groups.tp_size,
                 num_chunks=n,
                 workspaces=workspaces,
             )
@@ -257,7 +260,7 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: s
         "model": case.model.name,
         "num_tokens": case.num_tokens,
         "ep_size": groups.ep_size,
-        "tp_size": 1,
+        "tp_size": groups.tp_size,
         "skew": case.skew,
         "seed": case.seed,
         "dtype": str(case.dtype).removeprefix("torch."),
@@ -293,7 +296,7 @@ def measure_layers(
     machine = machine_keys(groups, device=device, commit=commit)
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
-    workspaces = Workspaces(groups.ep, device)
+    workspaces = Workspaces(groups.ep, device, tp_size=groups.tp_size)
     for case in cases:
         candidates = build_candidates(
             case,

@@ -29,7 +29,7 @@ class BareGemms:
     """The two GEMMs by torch, on the very rows that this rank's experts receive."""
 
     def __init__(self, tensors: LayerTensors, groups: ParallelGroups) -> None:
-        first = groups.ep_rank * tensors.experts.num_local_experts
+        first = groups.ep_rank // groups.tp_size * tensors.experts.num_local_experts
         last = first + tensors.experts.num_local_experts
         ends_L = tensors.counts_WE[:, first:last].sum(0).cumsum(0)
         experts = tensors.experts
@@ -106,20 +106,20 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: float) -> float:
     """Return the time of one crossing of the link by the most loaded rank.
 
-    A token needs to cross once per destination rank, however many of its experts live there; the
-    way home carries one row per (token, rank) too. The larger of what a rank sends and receives
-    counts, as links work in both directions at once.
+    A token needs to cross once per destination rank, however many of its experts live there, and
+    to all ranks that share one; the way home carries one row per (token, rank) too. The larger of
+    what a rank sends and receives counts, as links work in both directions at once.
 
     Args:
         link_bytes_per_s: as from ``measure_link``.
     """
     if groups.ep is None:
         return 0.0
-    num_local = tensors.experts.num_local_experts
-    rank_TK = tensors.routing.topk_idx_TK // num_local
-    goes_TW = torch.zeros(rank_TK.shape[0], groups.ep_size, device=rank_TK.device)
-    goes_TW.scatter_(1, rank_TK, 1.0)
-    rows_W = goes_TW.sum(0)
+    set_TK = tensors.routing.topk_idx_TK // tensors.experts.num_local_experts
+    num_sets = groups.ep_size // groups.tp_size
+    goes_TS = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
+    goes_TS.scatter_(1, set_TK, 1.0)
+    rows_W = goes_TS.sum(0).repeat_interleave(groups.tp_size)
     rows_W[groups.ep_rank] = 0
     parts = [torch.empty_like(rows_W) for _ in range(groups.ep_size)]
     dist.all_gather(parts, rows_W, group=groups.ep)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from halley.core.config import ModelConfig
 from halley.core.reference import moe_reference
 from halley.core.routing import count_tokens_per_expert, local_experts
+from halley.core.sharding import shard_size
 from halley.core.skew import parse_load, sample_routing
 from halley.core.types import Experts, Routing
 from halley.moe.parallel import ParallelGroups
@@ -59,7 +60,8 @@ class LayerTensors:
 def make_tensors(case: LayerCase, groups: ParallelGroups, *, device: torch.device) -> LayerTensors:
     """Draw tokens, routing, weights and output gradients of this rank; random, from the seed."""
     moe, hidden = case.model.moe, case.model.hidden_size
-    num_local = local_experts(moe.num_experts, ep_size=groups.ep_size)
+    num_local = local_experts(moe.num_experts, ep_size=groups.ep_size, tp_size=groups.tp_size)
+    inner = shard_size(moe.intermediate_size, tp_size=groups.tp_size)
     on_cpu = torch.Generator().manual_seed(1_000_003 * case.seed + groups.ep_rank)
     generator = torch.Generator(device).manual_seed(1_000_003 * case.seed + groups.ep_rank)
 
@@ -72,12 +74,10 @@ def make_tensors(case: LayerCase, groups: ParallelGroups, *, device: torch.devic
         load_E, case.num_tokens, top_k=moe.top_k, generator=on_cpu, device=device
     )
     routing.topk_weights_TK.requires_grad_()
-    up_size = moe.intermediate_size * (2 if moe.activation == "swiglu" else 1)
+    up_size = inner * (2 if moe.activation == "swiglu" else 1)
     experts = Experts(
         up_LGD=draw(num_local, up_size, hidden, scale=hidden**-0.5).requires_grad_(),
-        down_LDF=draw(
-            num_local, hidden, moe.intermediate_size, scale=moe.intermediate_size**-0.5
-        ).requires_grad_(),
+        down_LDF=draw(num_local, hidden, inner, scale=moe.intermediate_size**-0.5).requires_grad_(),
         activation=moe.activation,
     )
     counts_E = count_tokens_per_expert(routing.topk_idx_TK, moe.num_experts)
@@ -105,14 +105,14 @@ def outputs_of(
 def reference_outputs(tensors: LayerTensors, groups: ParallelGroups) -> list[torch.Tensor]:
     """Return what ``outputs_of`` must return, by the reference over all ranks' tokens.
 
-    Each rank runs its own experts for all tokens; the parts are summed over the ranks.
+    Each rank runs its own experts, or shards, for all tokens; the parts are summed over the ranks.
     """
     x_AD = _gather(tensors.x_TD.detach().float(), groups).requires_grad_()
     idx_AK = _gather(tensors.routing.topk_idx_TK, groups)
     weights_AK = _gather(tensors.routing.topk_weights_TK.detach(), groups).requires_grad_()
     routing = Routing(topk_idx_TK=idx_AK, topk_weights_TK=weights_AK)
     experts = tensors.experts
-    first_expert = groups.ep_rank * experts.num_local_experts
+    first_expert = groups.ep_rank // groups.tp_size * experts.num_local_experts
     y_AD = moe_reference(x_AD, routing, experts, first_expert=first_expert)
     grad_AD = _gather(tensors.grad_TD.float(), groups)
     leaves = [x_AD, weights_AK, experts.up_LGD, experts.down_LDF]

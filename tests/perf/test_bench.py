@@ -97,8 +97,8 @@ def test_lines_of_right_and_wrong_strategies(run_ranks: RunRanks) -> None:
     assert str(rows[1]["setting"]).startswith("n=")
 
 
-def _wire(rank: int, num_ranks: int) -> float:
-    groups = build_groups(0, device_type="cpu")
+def _wire(rank: int, num_ranks: int, tp_size: int = 1) -> float:
+    groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     tensors = make_tensors(CASE, groups, device=CPU)
     # 8 experts on 4 ranks. Rank 0 sends tokens 0 and 1 to rank 1 (token 0 has two experts there)
     # and token 1 to rank 3; the others keep theirs at home.
@@ -115,10 +115,20 @@ def test_a_token_crosses_once_for_each_rank_it_goes_to(run_ranks: RunRanks) -> N
     assert run_ranks(_wire, 4) == pytest.approx([64.0] * 4)
 
 
-def _compare_with_one_rank(rank: int, num_ranks: int) -> None:
-    groups = build_groups(0, device_type="cpu")
+def test_a_token_crosses_to_all_ranks_that_share_its_experts(run_ranks: RunRanks) -> None:
+    """Two sets of two ranks with 4 experts each, so experts 2 and 3 are at home on ranks 0 and 1.
+
+    Of rank 0, both tokens go to rank 1 and token 1 to ranks 2 and 3; both of each other rank go to
+    its neighbour. Rank 0 receives two rows and sends four.
+    """
+    assert run_ranks(_wire, 4, 2) == pytest.approx([4 * 64 / 3e6 * 1e6] * 4)
+
+
+def _compare_with_one_rank(rank: int, num_ranks: int, tp_size: int = 1) -> None:
+    groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     tensors = make_tensors(CASE, groups, device=CPU)
-    strategy = SequentialStrategy(groups.ep, recorder=Recorder(CPU, enabled=False))
+    recorder = Recorder(CPU, enabled=False)
+    strategy = SequentialStrategy(groups.ep, recorder=recorder, tp_size=tp_size)
     got, want = outputs_of(strategy, tensors), reference_outputs(tensors, groups)
     destroy(groups)
     assert len(got) == len(want) == len(tensors.names)
@@ -126,9 +136,11 @@ def _compare_with_one_rank(rank: int, num_ranks: int) -> None:
         torch.testing.assert_close(value, wanted.to(value.dtype), msg=name, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_reference_over_ranks_is_the_layer(run_ranks: RunRanks, num_ranks: int) -> None:
-    run_ranks(_compare_with_one_rank, num_ranks)
+@pytest.mark.parametrize(("num_ranks", "tp_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_reference_over_ranks_is_the_layer(
+    run_ranks: RunRanks, num_ranks: int, tp_size: int
+) -> None:
+    run_ranks(_compare_with_one_rank, num_ranks, tp_size)
 
 
 def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:

@@ -61,6 +61,12 @@ def _on(device: torch.device, case: LayerCase, rank: int) -> tuple[torch.Tensor,
     )
 
 
+def _make_workspaces(rank: int, cases: list[LayerCase], *, max_tokens: int) -> Workspaces:
+    return Workspaces(
+        dist.group.WORLD, _device(rank), tp_size=cases[0].tp_size, max_tokens=max_tokens
+    )
+
+
 def _build(workspaces: Workspaces, *, fused: bool, save: Save = "all") -> FusedStrategy:
     recorder = Recorder(workspaces.device, enabled=False)
     return FusedStrategy(workspaces, recorder=recorder, fused=fused, save=save)
@@ -68,7 +74,7 @@ def _build(workspaces: Workspaces, *, fused: bool, save: Save = "all") -> FusedS
 
 @torch.no_grad()
 def _check(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
-    workspaces = Workspaces(dist.group.WORLD, _device(rank), max_tokens=MAX_TOKENS)
+    workspaces = _make_workspaces(rank, cases, max_tokens=MAX_TOKENS)
     fused, unfused = (_build(workspaces, fused=each) for each in (True, False))
     for case in cases:
         inputs = _on(workspaces.device, case, rank)
@@ -129,7 +135,7 @@ def _forward(strategy: FusedStrategy, case: LayerCase, rank: int) -> Call:
 
 def _check_gradients(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
     """All forward, some of which need more room than was there, then backward in another order."""
-    workspaces = Workspaces(dist.group.WORLD, _device(rank), max_tokens=64)
+    workspaces = _make_workspaces(rank, cases, max_tokens=64)
     first: list[dict[str, torch.Tensor]] = []
     for save in get_args(Save):
         for fused in (True, False, True):  # and the first once more
@@ -163,6 +169,14 @@ def test_gradients(run_ranks: RunRanks, num_ranks: int, top_k: int) -> None:
 def test_gradients_of_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> None:
     fields = {"dtype": torch.float16, "activation": "gelu", "dropped": 0.3}
     run_ranks(_check_gradients, 2, _cases(2, **fields), timeout_s=300)
+
+
+@each_size
+def test_ranks_that_share_experts(run_ranks: RunRanks, num_ranks: int) -> None:
+    fields = {"tp_size": 2, "top_k": 3, "dropped": 0.2, "dtype": torch.bfloat16}
+    cases = _cases(num_ranks, num_experts=12, **fields)
+    run_ranks(_check, num_ranks, cases, timeout_s=180)
+    run_ranks(_check_gradients, num_ranks, cases, timeout_s=300)
 
 
 def _compare_compiled(rank: int, num_ranks: int, save: Save) -> None:
