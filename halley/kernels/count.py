@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from halley.kernels.layout import MAX_CHUNKS, NUM_TICKETS, TASK_ROWS
-from halley.kernels.peer import failure, report, wait
+from halley.kernels.peer import failure, peer_ptr, report, signal, wait
 from halley.kernels.plan_words import (
     CALL,
     COUNTED,
@@ -19,7 +19,7 @@ from halley.kernels.plan_words import (
     base_of,
 )
 from halley.kernels.publish import call_of, record_of
-from halley.kernels.status import ORDER, PLAN
+from halley.kernels.status import ORDER, PLAN, ROWS, TOKENS
 
 
 _TASK_ROWS = tl.constexpr(TASK_ROWS)
@@ -27,6 +27,8 @@ _NUM_TICKETS = tl.constexpr(NUM_TICKETS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 _PLAN = tl.constexpr(PLAN)
 _ORDER = tl.constexpr(ORDER)
+_ROWS = tl.constexpr(ROWS)
+_TOKENS = tl.constexpr(TOKENS)
 _STEP = tl.constexpr(1024)
 
 
@@ -73,9 +75,13 @@ def _begin_sends(counts, begins, keys, real, first, origins, plan):
 
 @triton.jit
 def _lay_out(
-    plan, host_words, epoch, usable, wanted, LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr
-):
-    """Give each expert its first row and its first sends; write the summary; zero the counters."""
+    plan, host_words, epoch, usable, wanted, max_rows,
+    LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Give each expert its first row and its first sends; write the summary; zero the counters.
+
+    Returns the number of rows. The plan is not usable if they are more than there is room for.
+    """
     local = tl.arange(0, LOCAL_PADDED)
     real = local < LAYOUT.num_local
     rows = tl.load(plan + LAYOUT.expert_rows + local, mask=real, other=0)
@@ -94,13 +100,16 @@ def _lay_out(
     sum_origins: tl.constexpr = LAYOUT.sum_origin
     other = _begin_sends(LAYOUT.other_sends, LAYOUT.other_begin, kind, real, 0, sum_origins, plan)
     _begin_sends(LAYOUT.own_sends, LAYOUT.own_begin, kind, real, other, sum_origins, plan)
+    num_rows = num_tiles * LAYOUT.block_m
+    if (max_rows > 0) & (num_rows > max_rows):
+        usable *= 0
     summary = plan + LAYOUT.summary
     tl.store(summary + USABLE, usable)
     tl.store(summary + NUM_TILES, num_tiles)
     tl.store(summary + NUM_SENDS, end)
     tl.store(summary + NUM_OWN_SENDS, own)
     tl.store(summary + CALL, epoch)
-    tl.store(host_words + 1, (num_tiles * LAYOUT.block_m).to(tl.int64))
+    tl.store(host_words + 1, num_rows.to(tl.int64))
     tl.store(host_words + 2, wanted.to(tl.int64))
     tl.store(host_words + 3, end.to(tl.int64))
     tl.store(plan + LAYOUT.home_sources, 0)
@@ -108,11 +117,22 @@ def _lay_out(
     chunk = tl.arange(0, _MAX_CHUNKS)
     tl.store(plan + LAYOUT.chunk_done + chunk, 0)
     tl.store(plan + LAYOUT.chunk_sent + chunk, 0)
+    return num_rows
+
+
+@triton.jit
+def _tell_overflow(num_rows, epoch, rank, words, words_ptrs_W, LAYOUT: tl.constexpr):
+    """Tell all ranks that no sums will come, so that none waits for them."""
+    for peer in range(LAYOUT.num_ranks):
+        theirs = peer_ptr(words_ptrs_W, peer, words)
+        tl.store(theirs + LAYOUT.overflow + rank, num_rows)
+        for chunk in range(_MAX_CHUNKS):
+            signal(theirs + LAYOUT.home + rank * _MAX_CHUNKS + chunk, epoch)
 
 
 @triton.jit
 def count_task(
-    column, words, plan, epoch, rank, marks, status, host_words, timeout_ns,
+    column, words, words_ptrs_W, plan, epoch, rank, max_rows, marks, status, host_words, timeout_ns,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Wait for all tables and count one column; the last to finish lays out the rest."""
@@ -138,6 +158,14 @@ def count_task(
     before = tl.atomic_add(marks + COUNTED, 1 + came * 65536, sem="acq_rel", scope="gpu")
     if before % 65536 == num_columns - 1:
         all_came = (before // 65536 + came == num_columns).to(tl.int32)
-        _lay_out(plan, host_words, epoch, usable * all_came, wanted, LAYOUT, LOCAL_PADDED)
+        num_rows = _lay_out(
+            plan, host_words, epoch, usable * all_came, wanted, max_rows, LAYOUT, LOCAL_PADDED
+        )
+        if max_rows > 0:
+            if wanted > 0:
+                report(status, host_words, failure(_TOKENS, 0, wanted))
+            if num_rows > max_rows:
+                report(status, host_words, failure(_ROWS, rank, num_rows))
+                _tell_overflow(num_rows, epoch, rank, words, words_ptrs_W, LAYOUT)
         tl.debug_barrier()
         tl.atomic_xchg(marks + LAID_OUT, epoch, sem="release", scope="gpu")

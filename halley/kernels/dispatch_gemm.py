@@ -35,7 +35,7 @@ from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher
 from halley.kernels.layout import Layout
 from halley.kernels.peer import failure, fence_async, poll, wait
-from halley.kernels.plan_words import NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
+from halley.kernels.plan_words import EPOCH, NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import DISPATCH
 from halley.kernels.tiles import (
     describe,
@@ -152,10 +152,18 @@ def _multiply_run(
 
 
 @triton.jit(
-    do_not_specialize=["num_fetchers", "capacity", "fetch_part", "multiply_part", "timeout_ns"]
+    do_not_specialize=[
+        "stage_tokens",
+        "num_fetchers",
+        "capacity",
+        "fetch_part",
+        "multiply_part",
+        "timeout_ns",
+    ]
 )
 def dispatch_gemm_kernel(
-    stage_ptrs_W, sends_SD, x_RD, plan, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+    stage_ptrs_W, stage_tokens, marks, sends_SD, x_RD, plan, a_desc, b_desc, h, pre, dpre,
+    weight_R, dweight_RC,
     num_fetchers, capacity, fetch_part, multiply_part, status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, FORM: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -183,6 +191,7 @@ def dispatch_gemm_kernel(
     num_clear = (LAYOUT.num_local if CLEAR > 0 else 0) * usable * fetch_part
     num_tasks += num_clear
     num_first += num_clear
+    first_token = (tl.load(marks + EPOCH) % 2).to(tl.int64) * stage_tokens
     tickets = plan + LAYOUT.tickets
     ticket = tl.atomic_add(tickets + _TILE_TICKET, multiply_part, sem="relaxed", scope="gpu")
     more = num_tasks > 0
@@ -205,8 +214,8 @@ def dispatch_gemm_kernel(
                     clear_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, CLEAR, ROWS, COLUMNS)
             elif task < num_tasks:
                 fetch_task(
-                    task - num_clear, stage_ptrs_W, sends_SD, x_RD, plan, LAYOUT, FORM.sends,
-                    HIDDEN_SIZE, ROWS, COLUMNS,
+                    task - num_clear, stage_ptrs_W, first_token, sends_SD, x_RD, plan,
+                    LAYOUT, FORM.sends, HIDDEN_SIZE, ROWS, COLUMNS,
                 )  # fmt: skip
             more = task + 1 < num_tasks
             fetching = task + 1 < num_first
@@ -240,6 +249,8 @@ def dispatch_gemm(
     pre_RG: torch.Tensor | None,
     *,
     stage_ptrs_W: torch.Tensor,
+    stage_tokens: int,
+    marks: torch.Tensor,
     plan: torch.Tensor,
     up_LGD: torch.Tensor,
     gated: bool,
@@ -260,7 +271,9 @@ def dispatch_gemm(
             given, zero behind each expert's rows as far as ``weight_gemm`` wants it.
         h_RF: written: activations of these rows.
         pre_RG: written if given: what the activation was made of (gate, up), for backward.
-        stage_ptrs_W: addresses of all ranks' stages.
+        stage_ptrs_W: addresses of all ranks' two stages.
+        stage_tokens: rows of one of them.
+        marks: as for ``make_plan``.
         plan: made by ``make_plan`` for this call.
         up_LGD: stacked weights, ``(L, 2F, D)`` if gated (gate first), else ``(L, F, D)``.
         fused: False fetches all rows first, in a launch of its own.
@@ -287,9 +300,9 @@ def dispatch_gemm(
     for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
         _launch(
             num_programs * tile.per_sm,
-            (stage_ptrs_W, x_RD if sends_SD is None else sends_SD, x_RD, plan, x_desc, up_desc,
-             h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers, x_RD.shape[0], fetch,
-             multiply, status, host_words, timeout_ns),
+            (stage_ptrs_W, stage_tokens, marks, x_RD if sends_SD is None else sends_SD, x_RD, plan,
+             x_desc, up_desc, h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers,
+             x_RD.shape[0], fetch, multiply, status, host_words, timeout_ns),
             _constants(form, layout, knobs, tile, x_RD.shape[1], intermediate_size),
             dtypes=(x_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
@@ -304,6 +317,8 @@ def dispatch_dgrad(
     pre_RG: torch.Tensor,
     weight_R: torch.Tensor,
     stage_ptrs_W: torch.Tensor,
+    stage_tokens: int,
+    marks: torch.Tensor,
     plan: torch.Tensor,
     down_LDF: torch.Tensor,
     gated: bool,
@@ -328,7 +343,8 @@ def dispatch_dgrad(
             ``dgrad_columns`` a row, which add up to it.
         pre_RG: what the activation was made of.
         weight_R: routing weight of each row, float32, as ``stage_gradient`` wrote it.
-        stage_ptrs_W: addresses of the stages with the gradients of all ranks' outputs.
+        stage_ptrs_W, stage_tokens, marks: as for ``dispatch_gemm``; in the stages are gradients of
+            all ranks' outputs.
         plan: of the call whose gradient this is.
         down_LDF: stacked weights.
         fused: False fetches all rows first, in a launch of its own.
@@ -340,9 +356,9 @@ def dispatch_dgrad(
     for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
         _launch(
             num_programs * tile.per_sm,
-            (stage_ptrs_W, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG,
-             weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0], fetch, multiply,
-             status, host_words, timeout_ns),
+            (stage_ptrs_W, stage_tokens, marks, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_RF,
+             pre_RG, dpre_RG, weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0], fetch,
+             multiply, status, host_words, timeout_ns),
             _constants(form, layout, knobs, tile, dy_RD.shape[1], intermediate_size),
             dtypes=(dy_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip

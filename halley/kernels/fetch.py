@@ -15,10 +15,13 @@ FROM_KEPT = tl.constexpr(2)
 
 @triton.jit
 def fetch_task(
-    task, stage_ptrs_W, sends_SD, x_RD, plan, LAYOUT: tl.constexpr, SENDS: tl.constexpr,
+    task, stage_ptrs_W, first_token, sends_SD, x_RD, plan,
+    LAYOUT: tl.constexpr, SENDS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Read the rows of some sends once over the link, write each to all its experts' rows.
+
+    ``first_token`` is where the stage of this pass begins.
 
     Example: send 5 is token 9 of rank 1 with slots (3, 130): row 9 of rank 1's stage becomes rows 3
     and 130 of ``x_RD``, and tiles 0 and 1 (of 128 rows) count one row more. If sends are kept, it
@@ -37,7 +40,7 @@ def fetch_task(
     if SENDS == FROM_KEPT:
         base = sends_SD + (send.to(tl.int64) * HIDDEN_SIZE)[:, None]
     else:
-        token = (origin % LAYOUT.max_tokens).to(tl.int64)
+        token = first_token + (origin % LAYOUT.max_tokens).to(tl.int64)
         stage = tl.load(stage_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
         base = tl.multiple_of(stage.to(x_RD.dtype), 16)[:, None] + (token * HIDDEN_SIZE)[:, None]
     for start in range(0, HIDDEN_SIZE, COLUMNS):

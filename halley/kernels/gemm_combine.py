@@ -22,12 +22,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels.combine import combine_task, count_sent, send_weight_gradients
-from halley.kernels.home import chunk_came, take_home, wait_for_chunk
+from halley.kernels.home import chunk_came, look_for_overflow, take_home, wait_for_chunk
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
 from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
 from halley.kernels.peer import failure, poll, wait, wait_bulk_stores
-from halley.kernels.plan_words import NUM_SENDS, NUM_TILES, USABLE
+from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE
 from halley.kernels.tiles import (
     describe_rows,
@@ -60,6 +60,16 @@ def _reset(plan, LAYOUT: tl.constexpr):
     chunk = tl.arange(0, _MAX_CHUNKS)
     tl.store(plan + LAYOUT.chunk_done + chunk, 0)
     tl.store(plan + LAYOUT.chunk_sent + chunk, 0)
+
+
+@triton.jit
+def _leave(plan, words, status, host_words, LAYOUT: tl.constexpr):
+    """Count a program that ends; the last one leaves all as it was found."""
+    tickets = plan + LAYOUT.tickets
+    before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        _reset(plan, LAYOUT)
+        look_for_overflow(words, status, host_words, LAYOUT)
 
 
 @triton.jit
@@ -120,13 +130,13 @@ def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "num_tokens", "epoch", "rank", "num_combiners", "multiply_part", "combine_part", "home_part",
+    "num_tokens", "rank", "num_combiners", "multiply_part", "combine_part", "home_part",
     "timeout_ns",
 ])  # fmt: skip
 def gemm_combine_kernel(
     y_TD, z_RD, plan, a_desc, b_desc, z_desc, home_WTD, home_ptrs_W, words, words_ptrs_W,
     dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-    num_tokens, epoch, rank, num_combiners, multiply_part, combine_part, home_part,
+    num_tokens, marks, rank, num_combiners, multiply_part, combine_part, home_part,
     status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr,
@@ -141,6 +151,7 @@ def gemm_combine_kernel(
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
+    epoch = tl.load(marks + EPOCH)
     usable = tl.load(plan + LAYOUT.summary + USABLE)
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     tasks_a_chunk = tl.load(plan + LAYOUT.summary + NUM_SENDS) // _TASK_ROWS * usable
@@ -240,9 +251,7 @@ def gemm_combine_kernel(
             )  # fmt: skip
         home = tl.atomic_add(tickets + _HOME_TICKET, home_part, sem="relaxed", scope="gpu")
     if home_part != 0:  # the last part there is
-        before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
-        if before == tl.num_programs(0) - 1:
-            _reset(plan, LAYOUT)
+        _leave(plan, words, status, host_words, LAYOUT)
 
 
 _launch = Launcher(gemm_combine_kernel)
@@ -263,7 +272,7 @@ def gemm_combine(
     home_ptrs_W: torch.Tensor,
     words: torch.Tensor,
     words_ptrs_W: torch.Tensor,
-    epoch: int,
+    marks: torch.Tensor,
     rank: int,
     layout: Layout,
     knobs: Knobs,
@@ -284,7 +293,7 @@ def gemm_combine(
         home_WTD: this rank's copy of the symmetric home buffer, ``(W, max_tokens, D)``: each rank
             writes its own part of it on every rank.
         home_ptrs_W: addresses of all ranks' home buffers.
-        epoch: number of this call, as published.
+        marks: as for ``make_plan``.
         fused: False runs the three parts one after another.
     """
     tile, num_combiners = knobs.down, knobs.num_combiners
@@ -293,7 +302,7 @@ def gemm_combine(
         _launch(
             num_programs * tile.per_sm,
             (y_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
-             status, status, status, status, status, y_TD.shape[0], epoch, rank, num_combiners,
+             status, status, status, status, status, y_TD.shape[0], marks, rank, num_combiners,
              *parts, status, host_words, timeout_ns),
             _constants(z_RD, h_RF, 0, tile, layout, knobs),
             dtypes=(z_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -316,7 +325,7 @@ def dgrad_combine(
     weights_home_ptrs_W: torch.Tensor,
     words: torch.Tensor,
     words_ptrs_W: torch.Tensor,
-    epoch: int,
+    marks: torch.Tensor,
     rank: int,
     layout: Layout,
     knobs: Knobs,
@@ -338,7 +347,7 @@ def dgrad_combine(
         topk_idx_TK: expert ids of that call.
         home_WTD, home_ptrs_W: as for ``gemm_combine``.
         weights_home_WTK, weights_home_ptrs_W: the same for gradients of routing weights, float32.
-        epoch: number of this pass, as staged.
+        marks: as for ``make_plan``.
         fused: False runs the three parts one after another.
     """
     tile, num_combiners = knobs.up_grad, knobs.num_combiners
@@ -349,7 +358,7 @@ def dgrad_combine(
             num_programs * tile.per_sm,
             (dx_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-             dx_TD.shape[0], epoch, rank, num_combiners, *parts, status, host_words, timeout_ns),
+             dx_TD.shape[0], marks, rank, num_combiners, *parts, status, host_words, timeout_ns),
             _constants(z_RD, dpre_RG, dweight_RC.shape[1], tile, layout, knobs),
             dtypes=(z_RD.dtype, idx_TK.dtype),
             num_warps=tile.num_warps, num_stages=tile.num_stages,

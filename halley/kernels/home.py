@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 
 from halley.kernels.layout import MAX_CHUNKS
-from halley.kernels.peer import failure, poll, wait
-from halley.kernels.status import HOME
+from halley.kernels.peer import failure, poll, report, wait
+from halley.kernels.status import HOME, ROWS
 
 
 _HOME = tl.constexpr(HOME)
+_ROWS = tl.constexpr(ROWS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 
 
@@ -40,6 +41,15 @@ def wait_for_chunk(chunk, plan, words, epoch, status, host_words, timeout_ns, LA
             flag = words + LAYOUT.home + peer * _MAX_CHUNKS + chunk
             came = wait(flag, epoch, timeout_ns, status, host_words, code, "sys")
     return came
+
+
+@triton.jit
+def look_for_overflow(words, status, host_words, LAYOUT: tl.constexpr):
+    """Write down if a rank sent flags but no sums, as it had no room for its rows."""
+    for peer in range(LAYOUT.num_ranks):
+        num_rows = tl.load(words + LAYOUT.overflow + peer)
+        if num_rows > 0:
+            report(status, host_words, failure(_ROWS, peer, num_rows))
 
 
 @triton.jit
@@ -79,6 +89,7 @@ def _take_weight_gradients(
     """
     TOP_K: tl.constexpr = LAYOUT.top_k
     PADDED_K: tl.constexpr = LAYOUT.padded_k
+    TP_SIZE: tl.constexpr = LAYOUT.tp_size
     k = tl.arange(0, PADDED_K)
     token = task * ROWS + tl.arange(0, ROWS)
     at = (token * LAYOUT.top_k)[:, None] + k[None, :]
@@ -90,8 +101,8 @@ def _take_weight_gradients(
         others = tl.max(tl.where(k[None, :] == other, owner, -1), axis=1)
         slot += ((others[:, None] == owner) & (k > other)[None, :]).to(tl.int32)
     value = tl.zeros((ROWS, PADDED_K), tl.float32)
-    for shard in tl.static_range(LAYOUT.tp_size):
-        source = owner.to(tl.int64) * LAYOUT.tp_size + shard
+    for shard in tl.static_range(TP_SIZE):
+        source = owner.to(tl.int64) * TP_SIZE + shard
         row = source * LAYOUT.max_tokens + token.to(tl.int64)[:, None]
         at_home = weights_home_WTK + row * LAYOUT.top_k + slot
         value += tl.load(at_home, mask=real & (owner >= 0), other=0.0)

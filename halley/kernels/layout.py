@@ -8,6 +8,7 @@ turn, each with one record a source rank:
 
     arrived_W     epoch of the last record that stands, a word a source rank
     home_WC       epoch of the last sums that came home, a word a (source rank, column chunk)
+    overflow_W    rows that a source's experts got, if more than it has room for; then all is over
     calls         [half][source]: the call whose plan this pass uses once more, 0 for a new call
     records       [half][source]: header | counts (columns, blocks) | packed (T, K) | weights (T, K)
 
@@ -93,7 +94,7 @@ class Layout:
             "max_sends": max_sends,
             "max_tiles": max_tiles,
         }
-        flags = _offsets(arrived=ranks, home=ranks * MAX_CHUNKS, calls=2 * ranks)
+        flags = _offsets(arrived=ranks, home=ranks * MAX_CHUNKS, overflow=ranks, calls=2 * ranks)
         record = _offsets(header=HEADER_WORDS, counts=columns * blocks, packed=slots, weights=slots)
         plan = _offsets(
             summary=16,

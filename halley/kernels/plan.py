@@ -18,7 +18,15 @@ from halley.kernels.launch import Launcher, aligned
 from halley.kernels.layout import Layout
 from halley.kernels.peer import failure, wait
 from halley.kernels.place import place_task
-from halley.kernels.plan_words import COUNTED, EXITED, LAID_OUT, PUBLISHED, TICKET
+from halley.kernels.plan_words import (
+    COUNTED,
+    EXITED,
+    LAID_OUT,
+    PUBLISHED,
+    TICKET,
+    count_pass,
+    next_epoch,
+)
 from halley.kernels.publish import publish_task, raise_flags
 from halley.kernels.status import PLAN
 
@@ -29,11 +37,19 @@ _NEVER = tl.constexpr(2**62)  # ns
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "wanted_tokens", "epoch", "rank", "num_tasks", "timeout_ns"]
+    do_not_specialize=[
+        "num_tokens",
+        "wanted_tokens",
+        "rank",
+        "num_tasks",
+        "stage_tokens",
+        "max_rows",
+        "timeout_ns",
+    ]
 )
 def plan_kernel(
-    x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, epoch, rank, num_tasks, stage_TD,
-    words, words_ptrs_W, plan, marks, status, host_words, timeout_ns: tl.int64,
+    x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, rank, num_tasks, stage_HTD, stage_tokens,
+    words, words_ptrs_W, plan, max_rows, marks, status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -42,6 +58,8 @@ def plan_kernel(
     first_place = first_count + LAYOUT.num_columns
     end = first_place + LAYOUT.num_ranks * LAYOUT.max_blocks + LAYOUT.num_local
     healthy = True
+    epoch = next_epoch(marks, status, host_words)
+    stage_TD = stage_HTD + (epoch % 2).to(tl.int64) * stage_tokens * HIDDEN_SIZE
     task = tl.atomic_add(marks + TICKET, 1, sem="relaxed", scope="gpu")
     while task < end:
         if task < first_count:
@@ -55,8 +73,8 @@ def plan_kernel(
                 raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)
         elif task < first_place:
             count_task(
-                task - first_count, words, plan, epoch, rank, marks, status, host_words, timeout_ns,
-                LAYOUT, LOCAL_PADDED,
+                task - first_count, words, words_ptrs_W, plan, epoch, rank, max_rows,
+                marks, status, host_words, timeout_ns, LAYOUT, LOCAL_PADDED,
             )  # fmt: skip
         elif healthy:
             # No limit of its own, lest it blame this rank before a count task blames the one that
@@ -73,6 +91,7 @@ def plan_kernel(
         tl.store(marks + PUBLISHED, 0)
         tl.store(marks + COUNTED, 0)
         tl.store(marks + EXITED, 0)
+        count_pass(marks, epoch)
 
 
 _launch = Launcher(plan_kernel)
@@ -84,10 +103,9 @@ def make_plan(
     topk_idx_TK: torch.Tensor,
     topk_weights_TK: torch.Tensor,
     *,
-    epoch: int,
     rank: int,
     layout: Layout,
-    stage_TD: torch.Tensor,
+    stage_HTD: torch.Tensor,
     words: torch.Tensor,
     words_ptrs_W: torch.Tensor,
     marks: torch.Tensor,
@@ -95,6 +113,7 @@ def make_plan(
     status: torch.Tensor,
     host_words: torch.Tensor,
     timeout_ns: int,
+    max_rows: int = 0,
 ) -> None:
     """Exchange rows and routing with all ranks and write the plan of this rank.
 
@@ -106,19 +125,22 @@ def make_plan(
             but their number.
         topk_idx_TK: expert ids in ``[0, E)`` or ``DROPPED``, an int dtype.
         topk_weights_TK: weights, a float dtype.
-        epoch: number of this call: one more than the last, the same on all ranks.
         rank: this rank's index in the group.
         layout: sizes of the group.
-        stage_TD: this rank's copy of the symmetric stage, ``(max_tokens, D)``; peers read it.
+        stage_HTD: this rank's copy of the two symmetric stages, ``(2, tokens, D)``; passes use
+            them in turn, as peers may still read the one of the last.
         words: this rank's mailbox, int32, zero before the first call.
         words_ptrs_W: addresses of all ranks' mailboxes, int64.
-        marks: ``(NUM_MARKS,)`` int32, zero before the first call: how far the launch has come.
+        marks: ``(NUM_MARKS,)`` int32, zero before the first call: how far the launch has come, and
+            how many passes there were.
         num_programs: programs of the launch.
         status, host_words: see ``kernels.status``.
         timeout_ns: how long to wait for a peer.
+        max_rows: rows that there is room for, if the host does not ask; 0 if it does.
 
     If a rank has more tokens than there is room for, the plan is not usable on any rank, and
-    ``host_words[2]`` is that number on all of them; it is 0 otherwise.
+    ``host_words[2]`` is that number on all of them; it is 0 otherwise. With ``max_rows`` this is a
+    failure, and so are more rows, of which the others learn when they wait for this rank's sums.
     """
     x_TD, idx_TK, weights_TK = aligned(x_TD), aligned(topk_idx_TK), aligned(topk_weights_TK)
     num_tokens, hidden_size = x_TD.shape
@@ -129,8 +151,9 @@ def make_plan(
     num_tasks = max(1, -(-num_tokens // tokens_a_task))
     _launch(
         num_programs,
-        (x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, epoch, rank, num_tasks, stage_TD,
-         words, words_ptrs_W, plan, marks, status, host_words, timeout_ns),
+        (x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, rank, num_tasks, stage_HTD,
+         stage_HTD.shape[1], words, words_ptrs_W, plan, max_rows, marks, status, host_words,
+         timeout_ns),
         (layout, triton.next_power_of_2(layout.num_local), hidden_size, _STAGE_ROWS,
          min(1024, triton.next_power_of_2(hidden_size))),
         dtypes=(x_TD.dtype, idx_TK.dtype, weights_TK.dtype), num_warps=8,

@@ -6,6 +6,12 @@
 import triton
 import triton.language as tl
 
+from halley.kernels.peer import failure, report
+from halley.kernels.status import EPOCHS
+
+
+_EPOCHS = tl.constexpr(EPOCHS)
+_LAST_EPOCH = tl.constexpr(2**31 - 2)
 
 # The summary.
 USABLE = tl.constexpr(0)  # 1 when all tables came whole; else nothing else of the plan may be read
@@ -14,13 +20,29 @@ NUM_SENDS = tl.constexpr(2)  # end of the list of sends, in whole tasks
 NUM_OWN_SENDS = tl.constexpr(3)  # end of this rank's own, in whole tasks
 CALL = tl.constexpr(4)  # epoch of the call that the plan was made for
 
-# The marks. All but LAID_OUT are zero between launches.
+# The marks. All but LAID_OUT and EPOCH are zero between launches.
 NUM_MARKS = 16
 TICKET = tl.constexpr(0)
 PUBLISHED = tl.constexpr(1)
 COUNTED = tl.constexpr(2)
 LAID_OUT = tl.constexpr(3)  # epoch of the last plan whose tables were counted
 EXITED = tl.constexpr(4)
+EPOCH = tl.constexpr(5)  # number of the last pass that was begun; the device counts, not the host
+
+
+@triton.jit
+def next_epoch(marks, status, host_words):
+    """Return the number of the pass that this launch begins; ``count_pass`` must follow."""
+    epoch = tl.load(marks + EPOCH) + 1
+    if epoch == _LAST_EPOCH:
+        report(status, host_words, failure(_EPOCHS, 0, epoch))
+    return epoch
+
+
+@triton.jit
+def count_pass(marks, epoch):
+    """Count a pass as begun, for the launches that follow; when all programs know its number."""
+    tl.store(marks + EPOCH, epoch)
 
 
 @triton.jit

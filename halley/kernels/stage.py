@@ -15,7 +15,14 @@ import triton.language as tl
 from halley.kernels.launch import Launcher, aligned
 from halley.kernels.layout import TASK_ROWS, Layout
 from halley.kernels.peer import failure, peer_ptr, report, wait
-from halley.kernels.plan_words import CALL, NUM_SENDS, PUBLISHED, USABLE
+from halley.kernels.plan_words import (
+    CALL,
+    NUM_SENDS,
+    PUBLISHED,
+    USABLE,
+    count_pass,
+    next_epoch,
+)
 from halley.kernels.publish import call_of, raise_flags, stage_rows
 from halley.kernels.status import ORDER, STAGE
 
@@ -62,15 +69,17 @@ def _wait_for_all(words, plan, call, epoch, status, host_words, timeout_ns, LAYO
         tl.store(plan + LAYOUT.summary + USABLE, 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "epoch", "rank", "timeout_ns"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "stage_tokens", "timeout_ns"])
 def stage_kernel(
-    x_TD, num_tokens, epoch, rank, stage_TD, words, words_ptrs_W, plan, weight_R,
+    x_TD, num_tokens, rank, stage_HTD, stage_tokens, words, words_ptrs_W, plan, weight_R,
     marks, status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, SPREAD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Stage and spread the weights; the last to have staged tells the peers and waits for them."""
     call = tl.load(plan + LAYOUT.summary + CALL)
+    epoch = next_epoch(marks, status, host_words)
+    stage_TD = stage_HTD + (epoch % 2).to(tl.int64) * stage_tokens * HIDDEN_SIZE
     for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
         stage_rows(first, x_TD, stage_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
     if tl.program_id(0) == 0:
@@ -81,6 +90,7 @@ def stage_kernel(
     is_last = before == tl.num_programs(0) - 1
     if is_last:
         tl.store(marks + PUBLISHED, 0)
+        count_pass(marks, epoch)
         raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)
     if SPREAD:
         _spread_weights(plan, weight_R, LAYOUT)
@@ -96,10 +106,9 @@ def stage_again(
     weight_R: torch.Tensor | None,
     *,
     plan: torch.Tensor,
-    epoch: int,
     rank: int,
     layout: Layout,
-    stage_TD: torch.Tensor,
+    stage_HTD: torch.Tensor,
     words: torch.Tensor,
     words_ptrs_W: torch.Tensor,
     marks: torch.Tensor,
@@ -118,11 +127,9 @@ def stage_again(
             the rows of an expert is left as it is.
         plan: made by ``make_plan`` for the call. If a peer does not come, or comes for another
             call's plan, it is not usable any more.
-        epoch: number of this pass: one more than the last, the same on all ranks.
         rank: this rank's index in the group.
         layout: of the plan.
-        stage_TD: this rank's copy of the symmetric stage, not the one of the last pass.
-        words, words_ptrs_W, marks: as for ``make_plan``.
+        stage_HTD, words, words_ptrs_W, marks: as for ``make_plan``.
         num_programs: programs of the launch.
         status, host_words: see ``kernels.status``.
         timeout_ns: how long to wait for a peer.
@@ -131,7 +138,7 @@ def stage_again(
     num_tokens, hidden_size = x_TD.shape
     _launch(
         num_programs,
-        (x_TD, num_tokens, epoch, rank, stage_TD, words, words_ptrs_W, plan,
+        (x_TD, num_tokens, rank, stage_HTD, stage_HTD.shape[1], words, words_ptrs_W, plan,
          status if weight_R is None else weight_R, marks, status, host_words, timeout_ns),
         (layout, weight_R is not None, hidden_size, _STAGE_ROWS,
          min(1024, triton.next_power_of_2(hidden_size))),

@@ -9,7 +9,7 @@ many sends the plan has, in whole tasks.
 import torch
 
 
-PLAN, DISPATCH, COMBINE, HOME, STAGE, ORDER = range(1, 7)
+PLAN, DISPATCH, COMBINE, HOME, STAGE, ORDER, EPOCHS, ROWS, TOKENS = range(1, 10)
 
 _WAITS = {
     PLAN: "rank {peer} did not publish its routing (plan)",
@@ -20,8 +20,15 @@ _WAITS = {
 }
 
 
+_LIMITS = {
+    EPOCHS: "the passes that an int32 can count are used up: make new workspaces",
+    ROWS: "the experts of rank {peer} got {index} rows, more than max_load makes room for",
+    TOKENS: "a rank brought {index} tokens, more than max_tokens; with max_load there is no growth",
+}
+
+
 def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
-    """Return the sentence for a failed wait: code is ``op << 48 | peer << 32 | index``."""
+    """Return the sentence for a failure: code is ``op << 48 | peer << 32 | index``."""
     op, peer, index = code >> 48, (code >> 32) & 0xFFFF, code & 0xFFFFFFFF
     if op == ORDER:
         theirs = f"for another pass of call {index}" if index else "with a new call"
@@ -29,6 +36,8 @@ def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
             f"rank {rank}: rank {peer} came {theirs}, not for what this rank runs: all ranks must "
             "run their layers, forward and backward, in the same order"
         )
+    if op in _LIMITS:
+        return f"rank {rank}: {_LIMITS[op].format(peer=peer, index=index)}"
     what = _WAITS[op].format(peer=peer, index=index)
     return f"rank {rank}: {what} within {timeout_s:g} s"
 

@@ -6,10 +6,10 @@ from typing import TypedDict, final
 import torch
 
 from halley.kernels.knobs import Knobs
-from halley.kernels.layout import Layout
-from halley.kernels.plan_words import NUM_MARKS
+from halley.kernels.layout import TASK_ROWS, Layout
+from halley.kernels.plan_words import EPOCH, NUM_MARKS
 from halley.kernels.status import check
-from halley.symm.heap import AbstractSymmHeap, Signals, SymmTensor
+from halley.symm.heap import AbstractSymmHeap, SymmTensor
 
 
 _CPU_BLOCK_SLOTS = 64
@@ -27,6 +27,13 @@ class ShapeClass:
     top_k: int
     dtype: torch.dtype
     tp_size: int = 1
+
+
+class Stages(TypedDict):
+    """Where rows of each rank's tokens stand, which the others fetch."""
+
+    stage_ptrs_W: torch.Tensor
+    stage_tokens: int
 
 
 class Common(TypedDict):
@@ -56,14 +63,13 @@ class PlanSize:
 @dataclass(frozen=True, kw_only=True)
 class _Buffers:
     layout: Layout
-    signals: Signals
-    stages: tuple[SymmTensor, SymmTensor]
+    words: SymmTensor
+    stage: SymmTensor
     home: SymmTensor
     weights_home: SymmTensor
-    marks: torch.Tensor
 
     def symmetric(self) -> list[SymmTensor]:
-        return [self.signals.words, *self.stages, self.home, self.weights_home]
+        return [self.words, self.stage, self.home, self.weights_home]
 
 
 @final
@@ -78,13 +84,16 @@ class Workspace:
         heap: where the symmetric buffers come from.
         knobs: of the kernels.
         max_tokens: the most tokens that a rank brings, the same on all ranks.
+        max_load: 0, or for how many times the rows of a balanced load there is room: then no call
+            asks the device how many rows it has, and more are a failure.
         timeout_s: how long a kernel waits for a peer.
 
     Attributes:
         status: int64, zero as long as no wait has failed.
+        marks: how far the making of a plan has come, and how many passes there were.
+        max_rows: rows of any call, if the host does not ask for its own; else 0.
         host_words: what the kernels tell the host, see ``kernels.status``.
         rows_RD: scratch: rows on their way into the first projection, then out of the second.
-        epoch: number of the call that was begun last.
     """
 
     def __init__(
@@ -95,6 +104,7 @@ class Workspace:
         knobs: Knobs,
         max_tokens: int,
         timeout_s: float,
+        max_load: float = 0.0,
     ) -> None:
         device = heap.device
         self.shape, self.heap, self.knobs, self.timeout_s = shape, heap, knobs, timeout_s
@@ -103,16 +113,18 @@ class Workspace:
             self.num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         with torch.inference_mode(mode=False):
             self.status = torch.zeros(1, dtype=torch.int64, device=device)
+            self.marks = torch.zeros(NUM_MARKS, dtype=torch.int32, device=device)
             on_gpu = device.type == "cuda"
             self.host_words = torch.zeros(4, dtype=torch.int64, pin_memory=on_gpu)
         self._told = self.host_words.numpy()  # the same memory, read in a fraction of the time
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_made = torch.cuda.Event() if on_gpu else None
         self._layouts: dict[int, Layout] = {}
-        self.epoch = 0
         self._buffers = self._allocate(max_tokens)
-        slots = max_tokens * shape.top_k
-        self.rows_RD = self._make_rows(int(_ROOM * slots) + knobs.block_m * self.layout.num_local)
+        balanced = max_tokens * shape.top_k * shape.tp_size
+        room = int((max_load or _ROOM) * balanced) + knobs.block_m * self.layout.num_local
+        self.rows_RD = self._make_rows(min(room, self.layout.max_tiles * knobs.block_m))
+        self.max_rows = self.capacity if max_load else 0
 
     @property
     def layout(self) -> Layout:
@@ -122,15 +134,26 @@ class Workspace:
     @property
     def words(self) -> SymmTensor:
         """The mailbox."""
-        return self._buffers.signals.words
+        return self._buffers.words
 
     @property
     def stage(self) -> SymmTensor:
-        """Rows of each rank's tokens, which the others fetch in this pass, ``(max_tokens, D)``.
+        """Rows of each rank's tokens, which the others fetch, ``(2, max_tokens, D)``.
 
-        Two of them serve passes in turn: a pass may begin while a peer fetches rows of the last.
+        The halves serve passes in turn: a pass may begin while a peer fetches rows of the last.
         """
-        return self._buffers.stages[self.epoch % 2]
+        return self._buffers.stage
+
+    @property
+    def stages(self) -> Stages:
+        """What kernels that fetch must know of the stage."""
+        stage = self._buffers.stage
+        return {"stage_ptrs_W": stage.ptrs_W, "stage_tokens": stage.local.shape[1]}
+
+    @property
+    def epoch(self) -> int:
+        """Number of the pass that was begun last; waits for the device."""
+        return int(self.marks[EPOCH.value])
 
     @property
     def home(self) -> SymmTensor:
@@ -141,11 +164,6 @@ class Workspace:
     def weights_home(self) -> SymmTensor:
         """The gradients of routing weights that ranks send, ``(W, max_tokens, K)``, float32."""
         return self._buffers.weights_home
-
-    @property
-    def marks(self) -> torch.Tensor:
-        """How far the making of a plan has come; goes by epochs, as the mailbox does."""
-        return self._buffers.marks
 
     @property
     def common(self) -> Common:
@@ -181,10 +199,10 @@ class Workspace:
         self.check()
         if self._stream is not None:
             stream = torch.cuda.current_stream(self.heap.device)
-            if stream != self._stream:  # the scratch may still be in use there
+            # The scratch may still be in use there. A graph is put in order by who replays it.
+            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._stream)
                 self._stream = stream
-        self.epoch = self._buffers.signals.next_epoch()
 
     def check(self) -> None:
         """Raise what a kernel that has run wrote down; does not wait for those that have not.
@@ -198,18 +216,27 @@ class Workspace:
 
     def mark_plan(self) -> None:
         """Note that all work up to here makes the plan."""
-        if self._plan_made is not None:
+        if self._plan_made is not None and not self.max_rows:
             self._plan_made.record()
 
     def read_plan(self) -> PlanSize:
-        """Return the size of the plan last made.
+        """Return the size of the plan last made, or with ``max_rows`` what any plan has at most.
 
-        Waits for ``mark_plan``, and for nothing that came after it.
+        Waits for ``mark_plan``, and for nothing that came after it; not at all with ``max_rows``.
 
         Raises:
-            RuntimeError: a peer did not publish.
+            RuntimeError: a peer did not publish, or a CUDA graph is captured that would read.
         """
+        if self.max_rows:
+            self.check()  # on a CPU the plan is made by now
+            num_sends = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_sends)
+            return PlanSize(num_rows=self.max_rows, num_sends=num_sends, wanted_tokens=0)
         if self._plan_made is not None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a CUDA graph of strategy fused needs max_load: without, the host reads how "
+                    "many rows each call has"
+                )
             self._plan_made.synchronize()
         self.check()
         return PlanSize(
@@ -260,26 +287,23 @@ class Workspace:
         )
         made: list[SymmTensor] = []
         try:
-            signals = self.heap.signals(layout.mailbox_words, epoch=self.epoch)
-            made.append(signals.words)
-            for rows in ((max_tokens,), (max_tokens,), (num_ranks, max_tokens)):
-                made.append(self.heap.zeros((*rows, shape.hidden_size), shape.dtype))
+            made.append(self.heap.zeros((layout.mailbox_words,), torch.int32))
+            for copies in (2, num_ranks):
+                rows = (copies, max_tokens, shape.hidden_size)
+                made.append(self.heap.zeros(rows, shape.dtype))
             slots = (num_ranks, max_tokens, shape.top_k)
             made.append(self.heap.zeros(slots, torch.float32))
         except MemoryError:
             self._free(*made)
             raise
-        with torch.inference_mode(mode=False):
-            marks = torch.zeros(NUM_MARKS, dtype=torch.int32, device=self.heap.device)
-        _, stage, other_stage, home, weights_home = made
+        words, stage, home, weights_home = made
         self._layouts[layout.plan_words] = layout
         return _Buffers(
             layout=layout,
-            signals=signals,
-            stages=(stage, other_stage),
+            words=words,
+            stage=stage,
             home=home,
             weights_home=weights_home,
-            marks=marks,
         )
 
     def _free(self, *tensors: SymmTensor) -> None:

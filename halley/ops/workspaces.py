@@ -59,6 +59,9 @@ class Workspaces:
         tp_size: neighbours in rank that share each expert, by its intermediate size.
         max_tokens: tokens a rank that there is room for from the start; 0 is what the ranks bring
             at the first call. More are no error, but the call that brings them makes room first.
+        max_load: 0, or for how many times the rows of a balanced load each rank makes room. With it
+            no call asks the device how many rows it has: layers can be captured in a CUDA graph,
+            and rows or tokens for which there is no room raise an error. All ranks say the same.
         timeout_s: how long a kernel waits for a peer.
         knobs: of the kernels; None for those that were tuned on this machine, see ``tuned``, else
             the defaults of the device.
@@ -76,15 +79,18 @@ class Workspaces:
         *,
         tp_size: int = 1,
         max_tokens: int = 0,
+        max_load: float = 0.0,
         timeout_s: float = 30.0,
         knobs: Knobs | None = None,
     ) -> None:
         if max_tokens < 0:
             raise ValueError(f"max_tokens ({max_tokens}) must be at least 0")
+        if max_load and not max_load >= 1:
+            raise ValueError(f"max_load ({max_load}) must be at least 1, or 0 for any load")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s ({timeout_s}) must be above 0")
         self.group, self.device, self.timeout_s = group, device, timeout_s
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_load = max_tokens, max_load
         self.knobs = knobs or default_knobs(device)
         self.num_ranks, self.tp_size = place_in(group)[1], tp_size
         check_tp_size(tp_size, num_ranks=self.num_ranks)
@@ -182,6 +188,8 @@ class Workspaces:
             heap.close()
 
     def _make(self, shape: ShapeClass, num_tokens: int) -> Workspace:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a layer must run once before it is captured in a CUDA graph")
         if self._heap is None:
             self._heap = self._open_heap()
         told = gather((shape, num_tokens, self._find_knobs(shape, num_tokens)), group=self.group)
@@ -197,6 +205,7 @@ class Workspaces:
             knobs=told[0][2],  # of one rank: what ranks tell each other depends on them
             max_tokens=max(self.max_tokens, most, 1),
             timeout_s=self.timeout_s,
+            max_load=self.max_load,
         )
         return self._by_shape[shape]
 

@@ -4,7 +4,7 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import TypeVar
 
 import torch
 
@@ -12,7 +12,6 @@ import torch
 T = TypeVar("T")
 
 ALIGNMENT = 256  # bytes; what the widest loads, TMA included, ask of a base address
-MAX_EPOCH = 2**31 - 1  # signal words are int32
 
 RangeHook = Callable[[int, int], None]  # address, num_bytes
 
@@ -35,34 +34,6 @@ class SymmTensor:
     ptrs_W: torch.Tensor
 
 
-@final
-class Signals:
-    """Words that ranks signal each other with, and the epoch that tells a signal from older ones.
-
-    A writer stores the epoch, a reader waits until the word is at least the epoch: the words only
-    grow, so nothing is zeroed between uses. Every rank asks for the next epoch equally often.
-
-    Attributes:
-        words: int32 ``(num_words,)``, zero at first, which is before every epoch.
-    """
-
-    def __init__(self, words: SymmTensor, *, epoch: int = 0) -> None:
-        """Begin behind an epoch, the same on all ranks: where other words were left, or none."""
-        self.words = words
-        self._epoch = epoch
-
-    def next_epoch(self) -> int:
-        """Begin the next epoch and return it; the first is 1.
-
-        Raises:
-            RuntimeError: the epochs of an int32 are used up; take new signals.
-        """
-        if self._epoch == MAX_EPOCH:
-            raise RuntimeError(f"epoch ({self._epoch}) is the last of an int32: take new signals")
-        self._epoch += 1
-        return self._epoch
-
-
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """The memory of one tensor, as a heap got it from the machine.
@@ -83,7 +54,7 @@ class Segment:
 class AbstractSymmHeap(abc.ABC):
     """Makes symmetric tensors for the ranks of one group. Subclasses are final.
 
-    ``zeros``, ``signals``, ``free``, ``barrier`` and ``close`` are collectives: all ranks call them
+    ``zeros``, ``free``, ``barrier`` and ``close`` are collectives: all ranks call them
     in the same order. A subclass says where memory comes from and how ranks meet.
 
     Attributes:
@@ -145,10 +116,6 @@ class AbstractSymmHeap(abc.ABC):
         self._tell(self._on_map, segment)
         self.barrier()
         return tensor
-
-    def signals(self, num_words: int, *, epoch: int = 0) -> Signals:
-        """Return zeroed signal words, behind an epoch; free their ``words`` as any other tensor."""
-        return Signals(self.zeros((num_words,), torch.int32), epoch=epoch)
 
     def free(self, tensor: SymmTensor) -> None:
         """Give back a tensor once every rank has come here; nobody may use its addresses after.

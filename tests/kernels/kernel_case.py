@@ -17,7 +17,7 @@ from halley.kernels.interpreter.scheduler import Scheduler
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.layout import Layout
 from halley.kernels.plan import make_plan
-from halley.kernels.plan_words import NUM_MARKS
+from halley.kernels.plan_words import EPOCH, NUM_MARKS
 from halley.kernels.stage import stage_again
 from halley.kernels.status import check
 from halley.kernels.weight_gemm import weight_gemm
@@ -211,7 +211,7 @@ class KernelRank:
         self.timeout_s = timeout_s
         tokens = (self.layout.max_tokens, case.hidden_size)
         self.words = heap.zeros((self.layout.mailbox_words,), torch.int32)
-        self.stages = [heap.zeros(tokens, case.dtype) for _ in range(2)]
+        self.stages = heap.zeros((2, *tokens), case.dtype)
         self.home = heap.zeros((case.num_ranks, *tokens), case.dtype)
         slots = (case.num_ranks, self.layout.max_tokens, case.top_k)
         self.weights_home = heap.zeros(slots, torch.float32)
@@ -220,17 +220,20 @@ class KernelRank:
         self.status = torch.zeros(1, dtype=torch.int64)
         self.host_words = torch.zeros(4, dtype=torch.int64)
         self.plan = torch.empty(0, dtype=torch.int32)
-        self.epoch = 0
 
     @property
-    def stage(self) -> SymmTensor:
-        """The stage of this call; those of the last may still be fetched."""
-        return self.stages[self.epoch % 2]
+    def epoch(self) -> int:
+        """Number of the pass that was begun last."""
+        return int(self.marks[EPOCH.value])
+
+    @property
+    def stage(self) -> torch.Tensor:
+        """This rank's rows of the pass that was begun last; those before may still be fetched."""
+        return self.stages.local[self.epoch % 2]
 
     def begin(self) -> None:
-        """Begin the next pass, with nothing left of the last."""
-        self.epoch += 1
-        self.stage.local.fill_(torch.nan)
+        """Leave nothing of the passes before where the next one writes."""
+        self.stages.local[(self.epoch + 1) % 2].fill_(torch.nan)
         self.home.local.fill_(torch.nan)
         self.weights_home.local.fill_(torch.nan)
 
@@ -243,10 +246,9 @@ class KernelRank:
             x_TD,
             routing.topk_idx_TK,
             routing.topk_weights_TK,
-            epoch=self.epoch,
             rank=self.rank,
             layout=self.layout,
-            stage_TD=self.stage.local,
+            stage_HTD=self.stages.local,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
             marks=self.marks,
@@ -291,7 +293,9 @@ class KernelRank:
             rows.x_RD,
             rows.h_RF,
             rows.pre_RG if keep else None,
-            stage_ptrs_W=self.stage.ptrs_W,
+            stage_ptrs_W=self.stages.ptrs_W,
+            stage_tokens=self.stages.local.shape[1],
+            marks=self.marks,
             plan=self.plan,
             up_LGD=self.experts.up_LGD,
             gated=self.case.num_parts == 2,
@@ -320,7 +324,7 @@ class KernelRank:
             home_ptrs_W=self.home.ptrs_W,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
-            epoch=self.epoch,
+            marks=self.marks,
             rank=self.rank,
             layout=self.layout,
             knobs=self.case.knobs,
@@ -357,10 +361,9 @@ class KernelRank:
             x_TD,
             weight_R,
             plan=self.plan,
-            epoch=self.epoch,
             rank=self.rank,
             layout=self.layout,
-            stage_TD=self.stage.local,
+            stage_HTD=self.stages.local,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
             marks=self.marks,
@@ -394,7 +397,9 @@ class KernelRank:
             made.dweight_RC,
             pre_RG=pre_RG,
             weight_R=made.weight_R,
-            stage_ptrs_W=self.stage.ptrs_W,
+            stage_ptrs_W=self.stages.ptrs_W,
+            stage_tokens=self.stages.local.shape[1],
+            marks=self.marks,
             plan=self.plan,
             down_LDF=self.experts.down_LDF,
             gated=case.num_parts == 2,
@@ -431,7 +436,7 @@ class KernelRank:
             weights_home_ptrs_W=self.weights_home.ptrs_W,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
-            epoch=self.epoch,
+            marks=self.marks,
             rank=self.rank,
             layout=self.layout,
             knobs=self.case.knobs,

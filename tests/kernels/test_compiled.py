@@ -104,18 +104,20 @@ def _launch_all(*, num_experts: int, top_k: int, hidden_size: int, intermediate_
         "host_words": empty(4, dtype=torch.int64), "timeout_ns": 10**9,
     }  # fmt: skip
     call: dict[str, Any] = {
-        "epoch": 1, "rank": 0, "words": words, "words_ptrs_W": table, **shared,
+        "rank": 0, "words": words, "words_ptrs_W": table,
+        "marks": empty(NUM_MARKS, dtype=torch.int32), **shared,
     }  # fmt: skip
-    marks = empty(NUM_MARKS, dtype=torch.int32)
-    plan.make_plan(plan_words, x_TD, idx_TK, weights_TK, stage_TD=x_TD, marks=marks, **call)
-    stage.stage_again(x_TD, weight_R, plan=plan_words, stage_TD=x_TD, marks=marks, **call)
-    shared |= {"plan": plan_words, "knobs": knobs}
+    stage_HTD = empty(2, NUM_TOKENS, hidden_size)
+    plan.make_plan(plan_words, x_TD, idx_TK, weights_TK, stage_HTD=stage_HTD, **call)
+    stage.stage_again(x_TD, weight_R, plan=plan_words, stage_HTD=stage_HTD, **call)
+    shared |= {
+        "plan": plan_words, "knobs": knobs, "stage_ptrs_W": table, "stage_tokens": NUM_TOKENS,
+        "marks": call["marks"],
+    }  # fmt: skip
     call |= {"plan": plan_words, "knobs": knobs}
-    dispatch_gemm.dispatch_gemm(
-        x_RD, h_RF, pre_RG, stage_ptrs_W=table, up_LGD=up_LGD, gated=True, **shared
-    )
+    dispatch_gemm.dispatch_gemm(x_RD, h_RF, pre_RG, up_LGD=up_LGD, gated=True, **shared)
     dispatch_gemm.dispatch_dgrad(
-        x_RD, pre_RG, h_RF, dweight_RC, pre_RG=pre_RG, weight_R=weight_R, stage_ptrs_W=table,
+        x_RD, pre_RG, h_RF, dweight_RC, pre_RG=pre_RG, weight_R=weight_R,
         down_LDF=down_LDF, gated=True, **shared,
     )  # fmt: skip
     home: dict[str, Any] = {
@@ -284,7 +286,9 @@ def _check_tiles(name: str, kernel: Compiled) -> None:
 def _check_signals(name: str, kernel: Compiled) -> None:
     """Peers are signalled and waited for at the scope of the system."""
     lines = kernel.lines()
-    assert sum("atom.global.sys.release.exch" in line for line in lines) == NUM_RANKS, name
+    # A plan also tells all ranks where there is no room for its rows.
+    wanted = NUM_RANKS * (2 if name == "make_plan" else 1)
+    assert sum("atom.global.sys.release.exch" in line for line in lines) == wanted, name
     acquire = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)"
     assert any(re.search(acquire, line) for line in lines), name
     # What other programs of this rank stored for the peers is released with the flag.

@@ -7,6 +7,7 @@ import torch
 
 from halley.core.types import Routing
 from halley.kernels.layout import MAX_CHUNKS, NUM_TICKETS
+from halley.kernels.plan_words import EPOCH
 from tests.kernels.kernel_case import KernelCase, KernelRank, Rows, make_tokens, run_world
 
 
@@ -136,6 +137,6 @@ def test_again_on_the_same_plan_with_the_next_epoch(fused: bool) -> None:
             rank.heap.barrier()
             rank.home.local.fill_(torch.nan)
             rank.heap.barrier()
-            rank.epoch += 1
+            rank.marks[EPOCH.value] += 1
 
     run_world(CASE, run)

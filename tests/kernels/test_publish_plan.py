@@ -154,9 +154,10 @@ def _plan_and_check(rank: KernelRank) -> int:
         num_rows = rank.make_plan(x_TD, routing)
         rank.check()
         check_plan(rank, [routing for _, routing in tokens], num_rows)
-        assert torch.equal(rank.stage.local[: len(x_TD)], x_TD)
-        assert rank.stage.local[len(x_TD) :].isnan().all()
-        assert rank.marks.sum() == rank.epoch  # all is zero but what says that epoch
+        assert torch.equal(rank.stage[: len(x_TD)], x_TD)
+        assert rank.stage[len(x_TD) :].isnan().all()
+        # All is zero but the epoch and what says that its plan is laid out.
+        assert rank.marks.sum() == 2 * rank.epoch
     return rank.epoch
 
 

@@ -227,7 +227,7 @@ def test_memory_goes_with_the_last_reference() -> None:
     before = dict(sanitizer._registered)
     strategy = _build(Workspaces(None, CPU))
     _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
-    assert len(sanitizer._registered) == len(before) + 5  # words, two stages, two homes
+    assert len(sanitizer._registered) == len(before) + 4  # words, stages, two homes
     del strategy
     gc.collect()
     assert sanitizer._registered == before

@@ -156,26 +156,6 @@ def check_memory_is_out(heap: AbstractSymmHeap) -> None:
     heap.free(kept)
 
 
-def check_signals(heap: AbstractSymmHeap) -> None:
-    """Check that words grow with the epochs, from zero, on every copy."""
-    signals = heap.signals(heap.num_ranks)
-    assert (signals.words.local.dtype, signals.words.local.tolist()) == (
-        torch.int32,
-        [0] * heap.num_ranks,
-    )
-    heap.barrier()
-    for want in (1, 2, 3):
-        epoch = signals.next_epoch()
-        assert epoch == want
-        for address in signals.words.ptrs_W.tolist():
-            word = torch.full((1,), epoch, dtype=torch.int32, device=heap.device)
-            write(word, address + 4 * heap.rank)
-        heap.barrier()
-        assert signals.words.local.tolist() == [epoch] * heap.num_ranks
-        heap.barrier()
-    heap.free(signals.words)
-
-
 def check_barrier(heap: AbstractSymmHeap) -> None:
     """Check, many times, that a store before the barrier is seen by a load after it."""
     tensor = heap.zeros((64,), torch.int64)
@@ -219,7 +199,6 @@ CHECKS = (
     check_scalar,
     check_wrong_calls,
     check_memory_is_out,
-    check_signals,
     check_barrier,
     check_inference_mode,
 )

@@ -1,0 +1,105 @@
+"""The fused strategy without the host in the loop: the same bits, and errors where room ends."""
+
+import re
+import time
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.types import Save
+from halley.ops.workspaces import Workspaces
+from halley.strategies.fused import FusedStrategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens, run_forward
+
+
+CPU = torch.device("cpu")
+CASES = [
+    LayerCase(num_tokens_W=(20, 14), num_experts=4, seed=1),
+    LayerCase(num_tokens_W=(0, 9), num_experts=4, skew="zipf:1.2", dropped=0.3, seed=2),
+]
+CROWD = LayerCase(num_tokens_W=(60, 60), num_experts=4, skew="one-hot", seed=3)
+
+
+def _build(workspaces: Workspaces, save: Save = "all") -> FusedStrategy:
+    return FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), save=save)
+
+
+def _forward(workspaces: Workspaces, case: LayerCase, rank: int) -> torch.Tensor:
+    x_TD, routing, _ = make_tokens(case, rank)
+    with torch.no_grad():
+        return _build(workspaces).forward(x_TD, routing, local_experts_of(case, rank))
+
+
+def _train(
+    workspaces: Workspaces, case: LayerCase, rank: int, save: Save
+) -> dict[str, torch.Tensor]:
+    call = run_forward(_build(workspaces, save).forward, case, rank)
+    call.y_TD.backward(call.grad_TD)
+    return call.values()
+
+
+def _compare(rank: int, num_ranks: int) -> list[int]:
+    exact = Workspaces(dist.group.WORLD, CPU)
+    bounded = Workspaces(dist.group.WORLD, CPU, max_load=1.5)
+    for case in CASES:
+        want = _train(exact, case, rank, "all")
+        assert torch.equal(_forward(bounded, case, rank), want["y"])
+        for save in get_args(Save):
+            got = _train(bounded, case, rank, save)
+            assert list(got) == list(want)
+            for name, value in want.items():
+                assert torch.equal(got[name], value), f"{name}, {save}, {case}"
+    room = [workspace.max_rows for workspace in bounded.all()]
+    exact.close()
+    bounded.close()
+    return room
+
+
+def test_bounded_calls_have_the_bits_of_exact_ones(run_ranks: RunRanks) -> None:
+    """20 tokens of 2 experts are 40 rows if balanced; 60 and what pads two experts are 96."""
+    assert run_ranks(_compare, 2) == [[96]] * 2
+
+
+def _overflow(rank: int, num_ranks: int) -> list[str]:
+    workspaces = Workspaces(dist.group.WORLD, CPU, max_load=1.0, max_tokens=60)
+    _forward(workspaces, CASES[0], rank)
+    said: list[str] = []
+    begin = time.monotonic()
+    for case in (CROWD, CASES[0]):  # and nothing works after
+        with pytest.raises(RuntimeError) as caught:
+            _forward(workspaces, case, rank)
+        said.append(str(caught.value))
+    assert time.monotonic() - begin < 20, "waited for a rank that has no sums"
+    workspaces.close()
+    return said
+
+
+def test_rows_without_room_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
+    """One expert has 120 rows and its neighbour some of 120; there is room for 160."""
+    for rank, said in enumerate(run_ranks(_overflow, 2)):
+        wanted = rf"rank {rank}: the experts of rank 0 got (\d+) rows, more than max_load makes"
+        assert all(int(re.findall(wanted, text)[0]) > 160 for text in said), said
+
+
+def _bring_more_tokens(rank: int, num_ranks: int) -> str:
+    workspaces = Workspaces(dist.group.WORLD, CPU, max_load=2.0)
+    _forward(workspaces, CASES[0], rank)
+    with pytest.raises(RuntimeError) as caught:
+        _forward(workspaces, LayerCase(num_tokens_W=(3, 21), num_experts=4), rank)
+    workspaces.close()
+    return str(caught.value)
+
+
+def test_tokens_without_room_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
+    for rank, said in enumerate(run_ranks(_bring_more_tokens, 2)):
+        assert said.startswith(f"rank {rank}: a rank brought 21 tokens, more than max_tokens")
+
+
+def test_room_for_less_than_a_balanced_load() -> None:
+    wanted = "max_load (0.5) must be at least 1, or 0 for any load"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        Workspaces(None, CPU, max_load=0.5)
