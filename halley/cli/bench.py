@@ -54,6 +54,7 @@ def layer(
     strategies: StrategiesOption = "sequential,chunked",
     skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
     tp_size: Annotated[int, typer.Option(help="Ranks that share each expert.")] = 1,
+    max_load: Annotated[float, typer.Option(help="Also CUDA graphs, with that room; 0 none.")] = 0,
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens, weights and routing.")] = 0,
@@ -79,9 +80,8 @@ def layer(
     for name in names:
         check_strategy(name)
     _check_samples(samples)
-    check_tp_size(tp_size, num_ranks=num_ranks)
-    for case in cases:
-        _check_experts(case, num_ranks=num_ranks, tp_size=tp_size)
+    _check_graphs(max_load, on_gpu=on_gpu)
+    _check_experts(cases, num_ranks=num_ranks, tp_size=tp_size)
     if output is not None:
         check_package("matplotlib", extra="plot", option=f"output ({output})")
         check_writable(output)
@@ -99,6 +99,7 @@ def layer(
                 device=world.device,
                 num_samples=samples,
                 commit=commit,
+                max_load=max_load,
                 on_progress=on_progress,
             )
         if world.is_first:
@@ -206,11 +207,20 @@ def layer_cases(
     ]
 
 
-def _check_experts(case: LayerCase, *, num_ranks: int, tp_size: int) -> None:
-    moe = case.model.moe
-    local_experts(moe.num_experts, ep_size=num_ranks, tp_size=tp_size)
-    own_size = shard_size(moe.intermediate_size, tp_size=tp_size)
-    check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
+def _check_graphs(max_load: float, *, on_gpu: bool) -> None:
+    if max_load and not max_load >= 1:
+        raise ValueError(f"max_load ({max_load}) must be at least 1, or 0 for no CUDA graphs")
+    if max_load and not on_gpu:
+        raise ValueError(f"max_load ({max_load}) must be 0 without a GPU: graphs are CUDA's")
+
+
+def _check_experts(cases: list[LayerCase], *, num_ranks: int, tp_size: int) -> None:
+    check_tp_size(tp_size, num_ranks=num_ranks)
+    for case in cases:
+        moe = case.model.moe
+        local_experts(moe.num_experts, ep_size=num_ranks, tp_size=tp_size)
+        own_size = shard_size(moe.intermediate_size, tp_size=tp_size)
+        check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
 
 
 def _model_cases(

@@ -288,6 +288,8 @@ class RunConfig:
         passes: over graphs of the compiled model, as ``halley.compiler`` has them; others than
             "none" want the strategy "functional".
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
+        max_load: for how many times the rows of a balanced load the fused strategy makes room, so
+            that the host need not ask the device at each call; 0 for any load.
         ep_size: ranks over which the experts are spread; 0 for all ranks.
         expert_tp_size: how many neighbours of those share each expert, by its intermediate size.
         device: "auto" takes CUDA where there is a device.
@@ -298,6 +300,7 @@ class RunConfig:
     strategy: str = "sequential"
     passes: Literal["none", "wgrad", "partition", "both"] = "none"
     num_chunks: int = 0
+    max_load: float = 0.0
     ep_size: int = 0
     expert_tp_size: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -308,5 +311,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(self.ep_size >= 0, "ep_size", self.ep_size, "at least 0")
+        _require(
+            self.max_load == 0 or self.max_load >= 1, "max_load", self.max_load, "0 or at least 1"
+        )
         _require(self.expert_tp_size >= 1, "expert_tp_size", self.expert_tp_size, "at least 1")
         _require(self.num_chunks >= 0, "num_chunks", self.num_chunks, "at least 0")

@@ -33,6 +33,7 @@ def build_strategy(
     device: torch.device,
     tp_size: int = 1,
     num_chunks: int = 0,
+    max_load: float = 0.0,
     workspaces: "Workspaces | None" = None,
 ) -> AbstractStrategy:
     """Return the strategy of that name for the ranks of ``group``.
@@ -43,6 +44,7 @@ def build_strategy(
         group: the ranks over which experts are spread; None for a rank on its own.
         tp_size: neighbours in rank that share each expert, see ``core.sharding``.
         num_chunks: chunks of "chunked"; 0 lets the cost model choose.
+        max_load: of the workspaces of the fused kernels, if none are given.
         workspaces: buffers of the fused kernels, which several strategies may share; None for its
             own, which all layers that the strategy runs share.
 
@@ -61,15 +63,10 @@ def build_strategy(
     if name == "functional":
         return FunctionalStrategy(group, tp_size=tp_size)
     if name == "auto":
+        options = {"tp_size": tp_size, "num_chunks": num_chunks, "max_load": max_load}
         candidates = {
             each: build_strategy(
-                each,
-                group,
-                recorder=recorder,
-                device=device,
-                tp_size=tp_size,
-                num_chunks=num_chunks,
-                workspaces=workspaces,
+                each, group, recorder=recorder, device=device, workspaces=workspaces, **options
             )
             for each in ("sequential", "chunked", "fused")
         }
@@ -78,7 +75,7 @@ def build_strategy(
     from halley.ops.workspaces import Workspaces
     from halley.strategies.fused import FusedStrategy
 
-    workspaces = workspaces or Workspaces(group, device, tp_size=tp_size)
+    workspaces = workspaces or Workspaces(group, device, tp_size=tp_size, max_load=max_load)
     kind, _, save = name.partition(":")
     return FusedStrategy(
         workspaces, recorder=recorder, fused=kind == "fused", save=cast(Save, save or "all")

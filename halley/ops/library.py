@@ -15,7 +15,7 @@ _library = torch.library.Library("halley", "FRAGMENT")
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     torch.Tag.needs_exact_strides,
-    # The host reads the size of a plan and counts the epochs: a graph would replay old ones.
+    # The host reads the size of a plan, unless the workspaces bound it, which no schema knows.
     torch.Tag.cudagraph_unsafe,
 )
 

@@ -1,7 +1,9 @@
 """Measures MoE layers: each strategy against the others, the floor, and the right values."""
 
 import statistics
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +15,7 @@ from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
 from halley.perf.floor import floor_gemms, measure_link, wire_us
+from halley.perf.graphs import captured
 from halley.perf.layer_case import (
     LayerCase,
     LayerTensors,
@@ -36,6 +39,8 @@ Progress = Callable[[str, int, int], None]  # what, done, of
 _CHUNK_CANDIDATES = (2, 3, 4, 8)
 _SEARCH_SAMPLES = 5
 _EXPOSED_SAMPLES = 3
+_HOST_SAMPLES = 10
+_GRAPH = "graph"  # the setting of strategies that are replayed
 
 
 def bench_layer(
@@ -71,7 +76,7 @@ def bench_layer(
     for direction in DIRECTIONS:
         in_turn = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
         right = {n: s for n, s in candidates.items() if errors[n][0] <= _tolerance(case)}
-        runs = {name: _runner(s, tensors, direction) for name, s in right.items()}
+        runs = {name: _runner(name, s, tensors, direction) for name, s in right.items()}
         best = _best_settings(in_turn, runs, device=device, groups=groups)
         chosen = {name: runs[name] for name in best.values()}
         timings = time_interleaved(
@@ -105,11 +110,14 @@ def build_candidates(
     recorder: Recorder,
     device: torch.device,
     workspaces: "Workspaces | None" = None,
+    bounded: "Workspaces | None" = None,
 ) -> dict[str, AbstractStrategy]:
-    """Return every strategy at each of its settings, named "chunked n=4".
+    """Return every strategy at each of its settings, named "chunked n=4" or "fused graph".
 
     Args:
         workspaces: buffers that the strategies with kernels of their own share.
+        bounded: such buffers with ``max_load``; if given, these strategies are measured as CUDA
+            graphs, too.
 
     Raises:
         ValueError: an unknown strategy, or experts that do not divide over the ranks.
@@ -117,20 +125,21 @@ def build_candidates(
     num_local = local_experts(
         case.model.moe.num_experts, ep_size=groups.ep_size, tp_size=groups.tp_size
     )
+    build = partial(
+        build_strategy,
+        group=groups.ep,
+        recorder=recorder,
+        device=device,
+        tp_size=groups.tp_size,
+    )
     found: dict[str, AbstractStrategy] = {}
     for strategy in strategies:
         counts = [n for n in _CHUNK_CANDIDATES if n <= num_local] or [1]
         for n in counts if strategy == "chunked" else [0]:
             name = f"{strategy} n={n}" if n else strategy
-            found[name] = build_strategy(
-                strategy,
-                groups.ep,
-                recorder=recorder,
-                device=device,
-                tp_size=groups.tp_size,
-                num_chunks=n,
-                workspaces=workspaces,
-            )
+            found[name] = build(strategy, num_chunks=n, workspaces=workspaces)
+        if bounded is not None and strategy.partition(":")[0] in ("fused", "unfused"):
+            found[f"{strategy} {_GRAPH}"] = build(strategy, workspaces=bounded)
     return found
 
 
@@ -155,7 +164,7 @@ def _check_values(
 
 
 def _runner(
-    strategy: AbstractStrategy, tensors: LayerTensors, direction: str
+    name: str, strategy: AbstractStrategy, tensors: LayerTensors, direction: str
 ) -> Callable[[], None]:
     def forward() -> None:
         with torch.no_grad():
@@ -164,7 +173,9 @@ def _runner(
     def forward_backward() -> None:
         outputs_of(strategy, tensors)
 
-    return forward if direction == "forward" else forward_backward
+    run = forward if direction == "forward" else forward_backward
+    is_graph = name.partition(" ")[2] == _GRAPH
+    return captured(run, device=tensors.x_TD.device) if is_graph else run
 
 
 def _best_settings(
@@ -195,7 +206,7 @@ def _extras(
     device: torch.device,
     groups: ParallelGroups,
 ) -> Row:
-    """Return exposed communication and memory, measured apart from the times."""
+    """Return exposed communication, the host's time and memory, measured apart from the times."""
     exposed: list[float] = []
     recorder.enabled = True
     for _ in range(_EXPOSED_SAMPLES):
@@ -210,13 +221,27 @@ def _extras(
         run()
         torch.cuda.synchronize(device)
         peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    worst = torch.tensor([statistics.median(exposed), peak_mib], device=device)
+    told = [statistics.median(exposed), peak_mib, _host_us(run, device=device)]
+    worst = torch.tensor(told, device=device)
     if groups.ep is not None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.ep)
     return {
         "exposed_comm_us": round(float(worst[0]), 1),
         "peak_mib": round(float(worst[1]), 1) if device.type == "cuda" else None,
+        "host_us": round(float(worst[2]), 1),
     }
+
+
+def _host_us(run: Callable[[], None], *, device: torch.device) -> float:
+    """Return the time that the host takes to issue a call, what it waits for included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    samples: list[float] = []
+    for _ in range(_HOST_SAMPLES if device.type == "cuda" else 1):
+        begin = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(samples)
 
 
 def _symm_mib(strategy: AbstractStrategy) -> float | None:
@@ -273,6 +298,7 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: s
         "p90_us": None,
         "samples": 0,
         "exposed_comm_us": None,
+        "host_us": None,
         "peak_mib": None,
         "symm_mib": None,
     }
@@ -286,9 +312,14 @@ def measure_layers(
     device: torch.device,
     num_samples: int,
     commit: str | None,
+    max_load: float = 0.0,
     on_progress: Progress | None = None,
 ) -> list[Row]:
-    """Measure the cases one after another; return all result lines, complete."""
+    """Measure the cases one after another; return all result lines, complete.
+
+    Args:
+        max_load: if not 0, fused layers are measured as CUDA graphs, too, with that much room.
+    """
     # Only here: commands that need no kernels run where there is no Triton.
     from halley.ops.workspaces import Workspaces
 
@@ -297,6 +328,9 @@ def measure_layers(
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
     workspaces = Workspaces(groups.ep, device, tp_size=groups.tp_size)
+    bounded = None
+    if max_load:
+        bounded = Workspaces(groups.ep, device, tp_size=groups.tp_size, max_load=max_load)
     for case in cases:
         candidates = build_candidates(
             case,
@@ -305,6 +339,7 @@ def measure_layers(
             recorder=recorder,
             device=device,
             workspaces=workspaces,
+            bounded=bounded,
         )
         found = bench_layer(
             case,
@@ -318,6 +353,9 @@ def measure_layers(
         )
         rows += [row | machine for row in found]
         workspaces.close()
+        if bounded is not None:
+            bounded.check()
+            bounded.close()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows

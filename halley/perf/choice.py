@@ -153,7 +153,7 @@ def _memory(
 def _measure_buffers(workspace: "Workspace") -> FusedBuffers:
     return FusedBuffers(
         mailbox_mib=workspace.words.local.nbytes / 2**20,
-        stage_mib=2 * workspace.stage.local.nbytes / 2**20,
+        stage_mib=workspace.stage.local.nbytes / 2**20,
         home_mib=workspace.home.local.nbytes / 2**20,
         weights_home_mib=workspace.weights_home.local.nbytes / 2**20,
         symm_mib=workspace.symmetric_bytes / 2**20,

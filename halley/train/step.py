@@ -113,6 +113,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         device=world.device,
         tp_size=groups.tp_size,
         num_chunks=config.num_chunks,
+        max_load=config.max_load,
     )
     model = MoETransformer(
         config.model,
