@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from halley.core.routing import local_experts
+from halley.core.placement import ExpertPlacement
+from halley.core.timeline import Recorder
+from halley.ops.replicas import Replicas
 
 
 _BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to hold
@@ -88,7 +90,13 @@ class GroupedExperts(nn.Module):
     """The weights of this rank's experts, stacked; names and layout are Hugging Face's.
 
     Every parameter below such a module differs between the ranks of an expert-parallel group, and
-    is the same on the ranks of its "edp" group; ``is_expert_parameter`` tells them.
+    is the same on the ranks of its "edp" group; ``expert_parameter_names`` tells them.
+
+    Attributes:
+        expert_ids: the experts that the rows of each parameter belong to.
+        placement: of all ranks.
+        replicas: the experts that other ranks of the group hold too; None where there are none on
+            any rank.
     """
 
     def __init__(
@@ -102,12 +110,27 @@ class GroupedExperts(nn.Module):
         groups: ParallelGroups,
         dtype: torch.dtype,
         device: torch.device,
+        placement: ExpertPlacement | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
-        num_local = local_experts(num_experts, ep_size=groups.ep_size)
-        self.first_expert = groups.ep_rank * num_local
+        if placement is None:
+            placement = ExpertPlacement.plain(num_experts, num_ranks=groups.ep_size)
+        _check_placement(placement, num_experts=num_experts, ep_size=groups.ep_size)
+        self.placement = placement
+        self.expert_ids = placement.experts_WL[groups.ep_rank]
+        self.replicas: Replicas | None = None
+        if groups.ep is not None and placement.replicated:
+            self.replicas = Replicas(
+                placement,
+                rank=groups.ep_rank,
+                group=groups.ep,
+                device=device,
+                recorder=recorder or Recorder(device, enabled=False),
+            )
 
         def empty(*shape: int) -> nn.Parameter:
+            num_local = placement.num_local
             return nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device))
 
         self.gate_up_proj = empty(up_size, hidden_size)
@@ -115,15 +138,39 @@ class GroupedExperts(nn.Module):
         self.gate_up_proj_bias = empty(up_size) if bias else None
         self.down_proj_bias = empty(hidden_size) if bias else None
 
+    def count_once(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the rows of experts that no lower rank holds: over all ranks, each expert once.
 
-def expert_parameter_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are sharded over the expert-parallel group."""
+        Args:
+            gradient: of one of the parameters.
+        """
+        if self.replicas is None:
+            return gradient
+        return gradient[self.replicas.first]
+
+
+def _check_placement(placement: ExpertPlacement, *, num_experts: int, ep_size: int) -> None:
+    if placement.num_experts != num_experts:
+        raise ValueError(
+            f"placement ({placement.num_experts} experts) must be for num_experts {num_experts}"
+        )
+    if placement.num_ranks != ep_size:
+        raise ValueError(f"placement ({placement.num_ranks} ranks) must be for ep_size {ep_size}")
+
+
+def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
+    """Return the module of each parameter that is sharded over the expert-parallel group."""
     return {
-        f"{prefix}.{name}" if prefix else name
+        f"{prefix}.{name}" if prefix else name: module
         for prefix, module in model.named_modules()
         if isinstance(module, GroupedExperts)
         for name, _ in module.named_parameters()
     }
+
+
+def expert_parameter_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are sharded over the expert-parallel group."""
+    return set(grouped_experts(model))
 
 
 def sync_gradients(
@@ -145,7 +192,12 @@ def sync_gradients(
 def global_norm(
     dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
 ) -> torch.Tensor:
-    """Return the norm of all gradients of the model, each counted once, as a float32 scalar."""
+    """Return the norm of all gradients of the model, each counted once, as a float32 scalar.
+
+    Args:
+        dense: gradients that are the same on all ranks.
+        expert: those of this rank's experts, with replicas what ``count_once`` leaves of them.
+    """
     dense_sum, expert_sum = (_sum_of_squares(dense), _sum_of_squares(expert))
     if groups.ep is not None and expert_sum is not None:
         dist.all_reduce(expert_sum, group=groups.ep)

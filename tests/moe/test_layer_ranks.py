@@ -30,7 +30,7 @@ def _build(kind: str, groups: ParallelGroups, strategy: str) -> MoELayer:
             num_experts = layer.config.num_experts if name.startswith("experts.") else 1
             shape = (num_experts, *parameter.shape[num_experts > 1 :])
             values = 0.4 * torch.randn(shape, generator=generator)
-            first = layer.experts.first_expert if num_experts > 1 else 0
+            first = layer.experts.expert_ids[0] if num_experts > 1 else 0
             count = parameter.shape[0] if num_experts > 1 else 1
             parameter.copy_(values[first : first + count].view_as(parameter))
     return layer

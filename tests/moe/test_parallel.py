@@ -138,7 +138,7 @@ def test_grouped_experts_hold_their_share() -> None:
     place = {"dtype": torch.float32, "device": torch.device("cpu")}
     groups = ParallelGroups(rank=5, num_ranks=8, ep_rank=1, ep_size=4)
     experts = GroupedExperts(num_experts=12, groups=groups, **size, **place)
-    assert experts.first_expert == 3
+    assert experts.expert_ids == (3, 4, 5)
     shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
     assert shapes == {
         "gate_up_proj": (3, 16, 4),
