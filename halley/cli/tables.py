@@ -21,6 +21,7 @@ _PARTS = {
     "backward": "backward",
     "combine.backward.wait": "wait: gradients to the experts",
     "dispatch.backward.wait": "wait: gradients back",
+    "replicas.wait": "wait: gradients of replicas",
     "gradients.wait": "wait: sum of gradients",
     "optimizer": "clipping and optimizer",
     OTHER: "other",

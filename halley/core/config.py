@@ -289,6 +289,8 @@ class RunConfig:
             "none" want the strategy "functional".
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
         ep_size: ranks over which the experts are spread; 0 for all ranks.
+        placement: file that says which experts each of these ranks holds, as ``halley plan
+            balance`` writes it; "" for the plain placement.
         device: "auto" takes CUDA where there is a device.
     """
 
@@ -298,6 +300,7 @@ class RunConfig:
     passes: Literal["none", "wgrad", "partition", "both"] = "none"
     num_chunks: int = 0
     ep_size: int = 0
+    placement: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

@@ -138,6 +138,12 @@ class GroupedExperts(nn.Module):
         self.gate_up_proj_bias = empty(up_size) if bias else None
         self.down_proj_bias = empty(hidden_size) if bias else None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each rank holds a range of experts, in order of rank."""
+        experts = [expert for held in self.placement.experts_WL for expert in held]
+        return experts == list(range(self.placement.num_experts))
+
     def count_once(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the rows of experts that no lower rank holds: over all ranks, each expert once.
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from halley.core.config import OptimizerConfig
-from halley.moe.parallel import ParallelGroups, expert_parameter_names, global_norm, sync_gradients
+from halley.moe.parallel import ParallelGroups, global_norm, grouped_experts, sync_gradients
+from halley.train.shards import ExpertShards
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
@@ -49,7 +50,7 @@ class ModelOptimizer:
             else nn.Parameter(parameter.detach().float())
             for name, parameter in self.parameters.items()
         }
-        self.experts = expert_parameter_names(model)
+        self.experts = grouped_experts(model)
         matrices: list[nn.Parameter] = []
         vectors: list[nn.Parameter] = []
         for name, master in self.masters.items():
@@ -88,7 +89,8 @@ class ModelOptimizer:
     def sync(self) -> None:
         """Sum gradients over the ranks that share them; a collective of all ranks."""
         dense, expert = self._gradients()
-        sync_gradients(dense, expert, groups=self.groups)
+        sync_gradients(dense, expert.values(), groups=self.groups)
+        self._align_replicas(expert)
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
@@ -98,10 +100,11 @@ class ModelOptimizer:
             The norm before clipping, a float32 scalar.
         """
         dense, expert = self._gradients()
-        norm = global_norm(dense, expert, groups=self.groups)
+        once = (self.experts[name].count_once(gradient) for name, gradient in expert.items())
+        norm = global_norm(dense, once, groups=self.groups)
         if self.config.clip_norm:
             scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in dense + expert:
+            for gradient in [*dense, *expert.values()]:
                 gradient.mul_(scale)
         return norm
 
@@ -124,8 +127,8 @@ class ModelOptimizer:
     def state(self) -> dict[str, object]:
         """Return what a checkpoint keeps, as tensors that loading writes into.
 
-        Experts are DTensors sharded over the expert-parallel group, so that a checkpoint does not
-        depend on its size.
+        Experts are sharded over the expert-parallel group, so that a checkpoint depends neither on
+        its size nor on the placement of experts.
         """
         state: dict[str, object] = {"parameters": self._sharded(self.masters)}
         if self.config.kind == "adamw":
@@ -141,14 +144,31 @@ class ModelOptimizer:
                 self._moments(name)["step"].fill_(step)
         self.publish()
 
-    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the gradients of dense parameters and those of experts."""
+    def _gradients(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the gradients of dense parameters, and those of experts by name."""
         dense: list[torch.Tensor] = []
-        expert: list[torch.Tensor] = []
+        expert: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             assert master.grad is not None, f"{name} has no gradient"
-            (expert if name in self.experts else dense).append(master.grad)
+            if name in self.experts:
+                expert[name] = master.grad
+            else:
+                dense.append(master.grad)
         return dense, expert
+
+    def _align_replicas(self, expert: Mapping[str, torch.Tensor]) -> None:
+        """Give replicas the same bits again, where sums over more than two copies may differ.
+
+        Such a sum goes round the ranks from one that depends on the place in the buffer.
+        """
+        if self.groups.num_ranks <= 2 * self.groups.ep_size:
+            return
+        for module in dict.fromkeys(self.experts.values()):
+            if module.replicas is None:
+                continue
+            own = [g for name, g in expert.items() if self.experts[name] is module]
+            for gradient, aligned in zip(own, module.replicas.take_first(own), strict=True):
+                gradient.copy_(aligned)
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return AdamW's state of a parameter, made before its first step if need be."""
@@ -164,9 +184,16 @@ class ModelOptimizer:
         mesh = self.groups.mesh
         if mesh is None:
             return {name: tensor.detach() for name, tensor in tensors.items()}
-        return {
-            name: DTensor.from_local(tensor.detach(), mesh, [Replicate(), Shard(0)])
-            if name in self.experts
-            else tensor.detach()
-            for name, tensor in tensors.items()
-        }
+        sharded: dict[str, object] = {}
+        for name, tensor in tensors.items():
+            module = self.experts.get(name)
+            if module is None:
+                sharded[name] = tensor.detach()
+            elif module.is_plain:
+                layout = [Replicate(), Shard(0)]
+                sharded[name] = DTensor.from_local(tensor.detach(), mesh, layout)
+            else:
+                sharded[name] = ExpertShards(
+                    tensor.detach(), module.expert_ids, module.placement.num_experts
+                )
+        return sharded

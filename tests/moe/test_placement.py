@@ -189,9 +189,9 @@ def test_main_grad_is_refused(run_ranks: RunRanks) -> None:
 
 def test_placements_of_other_layers_are_named() -> None:
     moe = MODELS["softmax"].moe
-    place = {"strategy": build_strategy("sequential", None, recorder=Recorder(CPU), device=CPU)}
+    strategy = build_strategy("sequential", None, recorder=Recorder(CPU), device=CPU)
     with pytest.raises(ValueError, match=r"placement \(2 ranks\) must be for ep_size 1"):
-        MoELayer(moe, HIDDEN, placement=_placement(2), **place)
+        MoELayer(moe, HIDDEN, placement=_placement(2), strategy=strategy)
     more = dataclasses.replace(moe, num_experts=9)
     with pytest.raises(ValueError, match=r"placement \(8 experts\) must be for num_experts 9"):
-        MoELayer(more, HIDDEN, placement=ExpertPlacement.plain(8, num_ranks=1), **place)
+        MoELayer(more, HIDDEN, placement=ExpertPlacement.plain(8, num_ranks=1), strategy=strategy)
