@@ -15,6 +15,7 @@ from halley.core.placement import ExpertPlacement
 
 
 _MAX_CHANGES = 200
+_NUM_STARTS = 8
 _GAIN = 1e-3  # of the mean load: what a replica, or a change, must relieve the top rank by
 
 
@@ -35,18 +36,9 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
         ValueError: a number is out of range, or a rank would hold more experts than there are.
     """
     num_experts = len(counts_E)
-    if num_ranks < 1:
-        raise ValueError(f"ranks ({num_ranks}) must be at least 1")
-    if spare < 0:
-        raise ValueError(f"spare ({spare}) must be at least 0")
+    fewest = check_spare(num_experts, num_ranks=num_ranks, spare=spare)
     if min(counts_E, default=0.0) < 0 or not 0 < sum(counts_E) < math.inf:
         raise ValueError(f"counts ({list(counts_E)}) must be at least 0 and not all 0")
-    fewest = -(-num_experts // num_ranks)
-    if fewest + spare > num_experts:
-        raise ValueError(
-            f"spare ({spare}) must leave a rank at most all experts ({num_experts}), and it has "
-            f"{fewest} without"
-        )
     best: ExpertPlacement | None = None
     if num_experts % num_ranks == 0:
         best = ExpertPlacement.plain(num_experts, num_ranks=num_ranks)
@@ -61,6 +53,25 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
     return best
 
 
+def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
+    """Return the fewest experts that a rank can hold, ``ceil(E / W)``.
+
+    Raises:
+        ValueError: there is no rank, or with ``spare`` more a rank would hold more than all.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"ranks ({num_ranks}) must be at least 1")
+    fewest = -(-num_experts // num_ranks)
+    if spare < 0:
+        raise ValueError(f"spare ({spare}) must be at least 0")
+    if fewest + spare > num_experts:
+        raise ValueError(
+            f"spare ({spare}) must leave a rank at most all experts ({num_experts}), and it has "
+            f"{fewest} without"
+        )
+    return fewest
+
+
 def rank_loads(placement: ExpertPlacement, counts_E: Sequence[float]) -> list[float]:
     """Return the load of each rank, in the unit of the counts."""
     shares_E = [count / len(placement.ranks_of(expert)) for expert, count in enumerate(counts_E)]
@@ -73,23 +84,41 @@ def max_over_mean(loads: Sequence[float]) -> float:
 
 
 def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> ExpertPlacement:
-    num_replicas_E = _replicate(counts_E, num_ranks=num_ranks, num_places=num_ranks * num_local)
-    shares_E = [count / num for count, num in zip(counts_E, num_replicas_E, strict=True)]
-    ranks = _pack(shares_E, num_replicas_E, num_ranks=num_ranks, num_local=num_local)
-    _improve(ranks, counts_E)
-    return ExpertPlacement(
-        num_experts=len(counts_E), experts_WL=tuple(tuple(sorted(held)) for held in ranks)
-    )
+    """Return the best placement of several numbers of hot replicas, beginning with as many as fit.
+
+    Many even shares may pack worse than a few large ones beside replicas of experts with no load.
+    """
+    num_more = num_ranks * num_local - len(counts_E)
+    found: list[tuple[float, ExpertPlacement]] = []
+    for num_hot in range(num_more, -1, -max(1, num_more // _NUM_STARTS)):
+        num_E = _replicate(counts_E, num_ranks=num_ranks, num_hot=num_hot, num_more=num_more)
+        shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
+        ranks = _pack(shares_E, num_E, num_ranks=num_ranks, num_local=num_local)
+        _improve(ranks, counts_E)
+        placement = ExpertPlacement(
+            num_experts=len(counts_E), experts_WL=tuple(tuple(sorted(held)) for held in ranks)
+        )
+        found.append((max_over_mean(rank_loads(placement, counts_E)), placement))
+        if found[-1][0] < 1 + _GAIN:
+            break
+    return min(found, key=lambda each: each[0])[1]
 
 
-def _replicate(counts_E: Sequence[float], *, num_ranks: int, num_places: int) -> list[int]:
-    """Return how many replicas each expert gets, at most one a rank."""
-    num_replicas_E = [1] * len(counts_E)
-    for _ in range(num_places - len(counts_E)):
-        open_experts = [e for e, num in enumerate(num_replicas_E) if num < num_ranks]
-        hottest = max(open_experts, key=lambda e: counts_E[e] / num_replicas_E[e])
-        num_replicas_E[hottest] += 1
-    return num_replicas_E
+def _replicate(
+    counts_E: Sequence[float], *, num_ranks: int, num_hot: int, num_more: int
+) -> list[int]:
+    """Return how many replicas each expert gets, at most one a rank.
+
+    Args:
+        num_hot: how many go to experts with the most load a replica.
+        num_more: how many there are beyond one each; others go to those with the least.
+    """
+    num_E = [1] * len(counts_E)
+    for index in range(num_more):
+        choose = max if index < num_hot else min
+        open_experts = [e for e, num in enumerate(num_E) if num < num_ranks]
+        num_E[choose(open_experts, key=lambda e: counts_E[e] / num_E[e])] += 1
+    return num_E
 
 
 def _pack(

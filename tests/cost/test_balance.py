@@ -56,7 +56,7 @@ SIZES = [(4, 2, 0), (4, 2, 1), (6, 2, 0), (6, 3, 0), (6, 3, 1), (4, 4, 1), (5, 4
 
 
 def test_plans_are_near_the_best_of_all_placements() -> None:
-    """At most a quarter above it; two thirds of them reach it."""
+    """At most a seventh above it; four fifths of them reach it."""
     generator = random.Random(0)
     ratios: list[float] = []
     for num_experts, num_ranks, spare in SIZES * 8:
@@ -68,9 +68,9 @@ def test_plans_are_near_the_best_of_all_placements() -> None:
             for num_local in range(fewest, fewest + spare + 1)
         )
         ratios.append(max(rank_loads(placement, counts)) / best)
-    assert max(ratios) <= 1.25
+    assert max(ratios) <= 8 / 7
     assert min(ratios) >= 1 - 1e-9
-    assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= len(ratios) * 2 / 3
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= len(ratios) * 4 / 5
 
 
 def test_plans_are_never_worse_than_less() -> None:
@@ -91,7 +91,7 @@ def test_plans_are_never_worse_than_less() -> None:
 
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "spare", "plain", "ratio"),
-    [(8, 2, 0, 1.95, 1.86), (8, 2, 1, 1.95, 1.03), (8, 2, 2, 1.95, 1.01), (128, 8, 0, 2.8, 1.001)],
+    [(8, 2, 0, 1.95, 1.86), (8, 2, 1, 1.95, 1.02), (8, 2, 2, 1.95, 1.01), (128, 8, 0, 2.8, 1.001)],
 )
 def test_zipf_on_four_ranks(
     num_experts: int, top_k: int, spare: int, plain: float, ratio: float
