@@ -16,12 +16,11 @@ from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table, model_table
 from halley.core.config import OptimizerConfig
 from halley.core.models import find_model
-from halley.core.routing import local_experts
 from halley.core.skew import parse_load
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import check_strategy
 from halley.moe.world import pick_device
-from halley.perf.bench import LayerCase, measure_layers
+from halley.perf.bench import LayerCase, check_experts, measure_layers
 from halley.perf.charts import draw_layer_bench
 from halley.perf.model_bench import measure_models
 from halley.perf.model_case import ModelCase, check_memory, cut_model
@@ -40,6 +39,9 @@ TokensOption = Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")]
 StrategiesOption = Annotated[str, typer.Option(help="Strategies.")]
 DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16, float32 or default.")]
 SamplesOption = Annotated[int, typer.Option(help="Counted samples of each variant.")]
+SpareOption = Annotated[
+    int | None, typer.Option(help="Place experts by the routing, with so many spare a rank.")
+]
 CommitOption = Annotated[str | None, typer.Option(help="Written into the lines.")]
 NprocOption = Annotated[int, typer.Option(help="Ranks; 0 is one a GPU, or 2.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -51,6 +53,7 @@ def layer(
     tokens: TokensOption = "default",
     strategies: StrategiesOption = "sequential,chunked",
     skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
+    spare: SpareOption = None,
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens, weights and routing.")] = 0,
@@ -71,13 +74,14 @@ def layer(
         skew=skew,
         dtype=read_dtype(dtype, on_gpu=on_gpu),
         seed=seed,
+        spare=spare,
     )
     names = _split(strategies, option="strategies")
     for name in names:
         check_strategy(name)
     _check_samples(samples)
     for case in cases:
-        local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+        check_experts(case, ep_size=num_ranks)
     if output is not None:
         check_package("matplotlib", extra="plot", option=f"output ({output})")
         check_writable(output)
@@ -185,7 +189,13 @@ def default_tokens(*, on_gpu: bool) -> str:
 
 
 def layer_cases(
-    models: str, tokens: str, *, skew: str, dtype: torch.dtype, seed: int
+    models: str,
+    tokens: str,
+    *,
+    skew: str,
+    dtype: torch.dtype,
+    seed: int,
+    spare: int | None = None,
 ) -> list[LayerCase]:
     """Return the cases of all models, numbers of tokens and loads that the words name."""
     _check_seed(seed)
@@ -195,7 +205,9 @@ def layer_cases(
         for load in loads:
             parse_load(load, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
     return [
-        LayerCase(model=config, num_tokens=num_tokens, skew=load, dtype=dtype, seed=seed)
+        LayerCase(
+            model=config, num_tokens=num_tokens, skew=load, dtype=dtype, seed=seed, spare=spare
+        )
         for config in configs
         for num_tokens in _positive_integers(tokens, option="tokens")
         for load in loads

@@ -33,7 +33,8 @@ def layer_table(rows: list[Row]) -> Table:
     gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
     table = Table(
         title=f"MoE layer on {count} x {gpu}: slowest rank, us",
-        caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits",
+        caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits; "
+        "routing +N: experts placed by it, N spare a rank",
     )
     for name in ("model", "tokens", "routing", "pass", "strategy"):
         table.add_column(name, no_wrap=True)
@@ -45,7 +46,7 @@ def layer_table(rows: list[Row]) -> Table:
         table.add_row(
             str(row["model"]),
             str(row["num_tokens"]),
-            str(row["skew"]),
+            str(row["skew"]) + ("" if row.get("spare") is None else f" +{row['spare']}"),
             "fwd" if row["direction"] == "forward" else "fwd+bwd",
             f"{row['strategy']}{setting}",
             _number(median) if median else "[red]wrong",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from halley.core.routing import local_experts
 from halley.core.timeline import Recorder, total_us
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.cost.balance import check_spare, max_over_mean
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
 from halley.perf.floor import floor_gemms, measure_link, wire_us
@@ -63,7 +64,7 @@ def bench_layer(
     Raises:
         ValueError: sizes that do not fit the ranks.
     """
-    tensors = make_tensors(case, groups, device=device)
+    tensors = make_tensors(case, groups, device=device, recorder=recorder)
     errors = _check_values(candidates, tensors, groups)
     gemms = floor_gemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
@@ -87,6 +88,7 @@ def bench_layer(
             name = best.get(strategy, first)  # the first, where none is right
             row = _row(case, groups, direction=direction, strategy=strategy)
             row |= _floors(gemm_us, crossing_us, direction=direction)
+            row |= {"load_max_over_mean": _load_ratio(tensors, groups)}
             row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
             row |= {"setting": name.partition(" ")[2] or None}
             if name in timings:
@@ -95,6 +97,19 @@ def bench_layer(
                 row["symm_mib"] = _symm_mib(candidates[name])
             rows.append(row)
     return rows
+
+
+def check_experts(case: LayerCase, *, ep_size: int) -> int:
+    """Return the experts that each rank holds, without spare ones.
+
+    Raises:
+        ValueError: they do not divide over the ranks and there is no placement, or spare ones would
+            be more than there are.
+    """
+    num_experts = case.model.moe.num_experts
+    if case.spare is None:
+        return local_experts(num_experts, ep_size=ep_size)
+    return check_spare(num_experts, num_ranks=ep_size, spare=case.spare)
 
 
 def build_candidates(
@@ -114,7 +129,7 @@ def build_candidates(
     Raises:
         ValueError: an unknown strategy, or experts that do not divide over the ranks.
     """
-    num_local = local_experts(case.model.moe.num_experts, ep_size=groups.ep_size)
+    num_local = check_experts(case, ep_size=groups.ep_size)
     found: dict[str, AbstractStrategy] = {}
     for strategy in strategies:
         counts = [n for n in _CHUNK_CANDIDATES if n <= num_local] or [1]
@@ -151,12 +166,18 @@ def _check_values(
     return results
 
 
+def _load_ratio(tensors: LayerTensors, groups: ParallelGroups) -> float:
+    """Return the rows of the most loaded rank over the mean of the ranks."""
+    loads_W = tensors.counts_WE.sum(0).view(groups.ep_size, -1).sum(1)
+    return round(max_over_mean(loads_W.tolist()), 4)
+
+
 def _runner(
     strategy: AbstractStrategy, tensors: LayerTensors, direction: str
 ) -> Callable[[], None]:
     def forward() -> None:
         with torch.no_grad():
-            strategy.forward(tensors.x_TD, tensors.routing, tensors.experts)
+            tensors.run(strategy)
 
     def forward_backward() -> None:
         outputs_of(strategy, tensors)
@@ -259,6 +280,7 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: s
         "ep_size": groups.ep_size,
         "tp_size": 1,
         "skew": case.skew,
+        "spare": case.spare,
         "seed": case.seed,
         "dtype": str(case.dtype).removeprefix("torch."),
         "strategy": strategy,

@@ -116,7 +116,7 @@ def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: 
     if groups.ep is None:
         return 0.0
     num_local = tensors.experts.num_local_experts
-    rank_TK = tensors.routing.topk_idx_TK // num_local
+    rank_TK = tensors.routed().topk_idx_TK // num_local
     goes_TW = torch.zeros(rank_TK.shape[0], groups.ep_size, device=rank_TK.device)
     goes_TW.scatter_(1, rank_TK, 1.0)
     rows_W = goes_TW.sum(0)
