@@ -79,10 +79,10 @@ def _check_equal_replicas(by_rank: list[dict[tuple[str, int], list[torch.Tensor]
     ("ep_size", "layers", "optimizer", "changes"),
     [
         (4, ON_FOUR, SGD, {}),
-        (2, ON_TWO, ADAMW, {"num_microbatches": 2}),
+        (2, ON_TWO, ADAMW, {"num_microbatches": 2, "activation_checkpointing": True}),
         (4, ON_FOUR, ADAMW, {"dtype": "bfloat16"}),
     ],
-    ids=["sgd", "adamw, two copies, accumulated", "bfloat16"],
+    ids=["sgd", "adamw, two copies, accumulated, checkpointed", "bfloat16"],
 )
 def test_the_curve_is_that_without_placement(
     run_ranks: RunRanks,
