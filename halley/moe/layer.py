@@ -112,7 +112,7 @@ class MoELayer(nn.Module):
         )
         self.ep_rank = groups.ep_rank
         choices_EC = num_choices_E = None
-        if placement is not None:
+        if placement is not None and not self.experts.is_plain:
             tables = replica_choices(placement, rank=groups.ep_rank)
             choices_EC, num_choices_E = (table.to(device) for table in tables)
         self.register_buffer("choices_EC", choices_EC, persistent=False)

@@ -35,7 +35,13 @@ def _placement(num_ranks: int) -> ExpertPlacement:
 
 
 def _build(
-    kind: str, groups: ParallelGroups, strategy: str, *, load: str, placed: bool = True
+    kind: str,
+    groups: ParallelGroups,
+    strategy: str,
+    *,
+    load: str,
+    dtype: torch.dtype = torch.float32,
+    placed: bool = True,
 ) -> MoELayer:
     """Return a layer whose router gives experts about that load; weights are by expert."""
     layer = MoELayer(
@@ -46,6 +52,7 @@ def _build(
         ),
         groups=groups,
         placement=_placement(groups.ep_size) if placed else None,
+        dtype=dtype,
     )
     with torch.no_grad():
         for seed, (name, parameter) in enumerate(layer.named_parameters()):
@@ -60,17 +67,17 @@ def _build(
     return layer
 
 
-def _tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + rank)
     shape = (NUM_TOKENS[rank], HIDDEN)
     x_TD = torch.randn(shape, generator=generator)
     x_TD[:, 0] = 1.0  # the router's first column is what all tokens like of an expert
-    return x_TD.requires_grad_(), torch.randn(shape, generator=generator)
+    return x_TD.to(dtype).requires_grad_(), torch.randn(shape, generator=generator).to(dtype)
 
 
 def _run(layer: MoELayer, rank: int) -> dict[str, torch.Tensor]:
     """Return output, counts and gradients of a rank's tokens."""
-    x_TD, grad_TD = _tokens(rank)
+    x_TD, grad_TD = _tokens(rank, layer.router.weight.dtype)
     out = layer(x_TD)
     ((out.y * grad_TD).sum() + out.router_loss).backward()
     assert x_TD.grad is not None
@@ -80,11 +87,13 @@ def _run(layer: MoELayer, rank: int) -> dict[str, torch.Tensor]:
     return values | grads
 
 
-def _expected(kind: str, load: str, *, num_ranks: int, rank: int) -> dict[str, torch.Tensor]:
-    layer = _build(kind, ParallelGroups(), "sequential", load=load, placed=False)
+def _expected(
+    kind: str, load: str, dtype: torch.dtype, *, num_ranks: int, rank: int
+) -> dict[str, torch.Tensor]:
+    layer = _build(kind, ParallelGroups(), "sequential", load=load, dtype=dtype, placed=False)
     results: dict[str, torch.Tensor] = {}
     for source in range(num_ranks):
-        x_TD, grad_TD = _tokens(source)
+        x_TD, grad_TD = _tokens(source, dtype)
         routed = layer.router(x_TD)
         y_TD = moe_reference(x_TD, routed.routing, layer.local_experts())
         layer.router.weight.grad = None  # of this rank's tokens alone
@@ -102,22 +111,27 @@ def _expected(kind: str, load: str, *, num_ranks: int, rank: int) -> dict[str, t
 
 
 def _check(
-    rank: int, num_ranks: int, kind: str, strategies: list[str], loads: list[str]
+    rank: int,
+    num_ranks: int,
+    kind: str,
+    strategies: list[str],
+    loads: list[str],
+    dtype: torch.dtype,
 ) -> list[dict[str, torch.Tensor]]:
     """Compare each strategy with the reference; return the experts' gradients of each run."""
     groups = build_groups(0, device_type="cpu")
     found: list[dict[str, torch.Tensor]] = []
     for load in loads:
-        want = _expected(kind, load, num_ranks=num_ranks, rank=rank)
+        want = _expected(kind, load, dtype, num_ranks=num_ranks, rank=rank)
         for strategy in strategies:
-            got = _run(_build(kind, groups, strategy, load=load), rank)
+            got = _run(_build(kind, groups, strategy, load=load, dtype=dtype), rank)
             counts_E = got.pop("counts")
             assert torch.equal(counts_E, want["counts"])
             if load != "zipf":
                 assert counts_E[0] == (NUM_TOKENS[rank] if load == "one takes all" else 0)
             for name, value in got.items():
                 error = relative_error(value, want[name])
-                assert error <= RELATIVE_TOLERANCE[torch.float32], f"{strategy} {load} {name}"
+                assert error <= RELATIVE_TOLERANCE[dtype], f"{strategy} {load} {name}"
             found.append({n: g for n, g in got.items() if n.startswith("experts.")})
     destroy(groups)
     return found
@@ -136,22 +150,28 @@ def _check_equal_replicas(by_rank: list[list[dict[str, torch.Tensor]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "kind", "strategies", "loads"),
+    ("num_ranks", "kind", "strategies", "loads", "dtype"),
     [
-        (2, "softmax", ["sequential", "chunked", "functional"], list(LOADS)),
-        (4, "softmax", ["sequential", "chunked", "functional"], list(LOADS)),
-        (2, "softmax", ["fused"], ["one takes all", "one is empty"]),
-        (2, "softmax", ["unfused"], ["zipf"]),
-        (4, "softmax", ["fused"], ["zipf"]),
-        (4, "switch", ["sequential"], ["zipf"]),  # drops slots
-        (2, "biases", ["sequential", "chunked"], ["zipf"]),
+        (2, "softmax", ["sequential", "chunked", "functional"], list(LOADS), torch.float32),
+        (4, "softmax", ["sequential", "chunked", "functional"], list(LOADS), torch.float32),
+        (2, "softmax", ["fused"], ["one takes all", "one is empty"], torch.float32),
+        (2, "softmax", ["unfused"], ["zipf"], torch.float32),
+        (4, "softmax", ["fused"], ["zipf"], torch.float32),
+        (2, "softmax", ["sequential", "fused"], ["zipf"], torch.bfloat16),
+        (4, "switch", ["sequential"], ["zipf"], torch.float32),  # drops slots
+        (2, "biases", ["sequential", "chunked"], ["zipf"], torch.float32),
     ],
-    ids=["2", "4", "2, fused", "2, unfused", "4, fused", "dropped slots", "biases"],
+    ids=["2", "4", "2, fused", "2, unfused", "4, fused", "bfloat16", "dropped slots", "biases"],
 )
 def test_placed_layers_are_the_reference(
-    run_ranks: RunRanks, num_ranks: int, kind: str, strategies: list[str], loads: list[str]
+    run_ranks: RunRanks,
+    num_ranks: int,
+    kind: str,
+    strategies: list[str],
+    loads: list[str],
+    dtype: torch.dtype,
 ) -> None:
-    _check_equal_replicas(run_ranks(_check, num_ranks, kind, strategies, loads))
+    _check_equal_replicas(run_ranks(_check, num_ranks, kind, strategies, loads, dtype))
 
 
 def _norms(rank: int, num_ranks: int) -> tuple[float, float]:
@@ -179,7 +199,7 @@ def _refuse_main_grad(rank: int, num_ranks: int) -> None:
     weight = layer.experts.down_proj
     vars(weight)["main_grad"] = torch.zeros_like(weight)
     with pytest.raises(ValueError, match=r"main_grad \(a buffer\) must be None on experts of"):
-        layer(_tokens(rank)[0])
+        layer(_tokens(rank, torch.float32)[0])
     destroy(groups)
 
 
