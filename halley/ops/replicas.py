@@ -55,6 +55,8 @@ class Replicas:
         self.first = index(firsts)
         self._places_S = index([own.index(expert) for expert in shared])
         self._common = [index(places) for places in common]
+        others = [c for r, c in enumerate(self._common) if r != rank]
+        self._sent_R = self._places_S[torch.cat(others)]
         self._splits = [0 if r == rank else len(c) for r, c in enumerate(common)]
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -65,12 +67,13 @@ class Replicas:
         Args:
             gradients: ``(L, ...)`` each, of one dtype.
         """
-        sources = self._exchange(gradients)
-        total_SN = torch.zeros_like(sources[self.rank], dtype=torch.float32)
-        for common, rows_CN in zip(self._common, sources, strict=True):
-            if len(rows_CN):
+        summed: list[torch.Tensor] = []
+        for gradient, sources in zip(gradients, self._exchange(gradients), strict=True):
+            total_SN = torch.zeros_like(sources[self.rank], dtype=torch.float32)
+            for common, rows_CN in zip(self._common, sources, strict=True):
                 total_SN[common] += rows_CN
-        return self._replace(gradients, total_SN)
+            summed.append(self._replace(gradient, total_SN))
+        return summed
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients with those of each replica's first rank; a collective.
@@ -81,36 +84,39 @@ class Replicas:
         Args:
             gradients: ``(L, ...)`` each, of one dtype.
         """
-        sources = self._exchange(gradients)
-        first_SN = torch.empty_like(sources[self.rank])
-        for common, rows_CN in reversed(list(zip(self._common, sources, strict=True))):
-            first_SN[common] = rows_CN
-        return self._replace(gradients, first_SN)
+        taken: list[torch.Tensor] = []
+        for gradient, sources in zip(gradients, self._exchange(gradients), strict=True):
+            first_SN = torch.empty_like(sources[self.rank])
+            for common, rows_CN in reversed(list(zip(self._common, sources, strict=True))):
+                first_SN[common] = rows_CN
+            taken.append(self._replace(gradient, first_SN))
+        return taken
 
-    def _exchange(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return from each rank the rows of what it shares with this one, ``(C, N)``."""
-        rows_SN = torch.cat([g.flatten(1)[self._places_S] for g in gradients], dim=1)
-        others = [c for r, c in enumerate(self._common) if r != self.rank]
-        sent = rows_SN[torch.cat(others)]
-        received = torch.empty_like(sent)
+    def _exchange(self, gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return of each gradient, from each rank, the rows of what it shares with this one.
+
+        One all-to-all for all gradients, with those of an expert side by side.
+        """
+        flat = [gradient.flatten(1) for gradient in gradients]
+        sent_RN = torch.cat([part[self._sent_R] for part in flat], dim=1)
+        received_RN = torch.empty_like(sent_RN)
         work = dist.all_to_all_single(
-            received, sent, self._splits, self._splits, group=self.group, async_op=True
+            received_RN, sent_RN, self._splits, self._splits, group=self.group, async_op=True
         )
         assert work is not None
         with self.recorder.span("replicas.wait", stream="exposed"):
             work.wait()
-        sources = list(received.split(self._splits))
-        sources[self.rank] = rows_SN
-        return sources
+        columns = received_RN.split([part.shape[1] for part in flat], dim=1)
+        found: list[list[torch.Tensor]] = []
+        for part, rows_RN in zip(flat, columns, strict=True):
+            sources = list(rows_RN.split(self._splits))
+            sources[self.rank] = part[self._places_S]
+            found.append(sources)
+        return found
 
-    def _replace(
-        self, gradients: Sequence[torch.Tensor], rows_SN: torch.Tensor
-    ) -> list[torch.Tensor]:
-        columns = rows_SN.split([g[0].numel() for g in gradients], dim=1)
-        return [
-            g.index_copy(0, self._places_S, rows.to(g.dtype).view(-1, *g.shape[1:]))
-            for g, rows in zip(gradients, columns, strict=True)
-        ]
+    def _replace(self, gradient: torch.Tensor, rows_SN: torch.Tensor) -> torch.Tensor:
+        rows = rows_SN.to(gradient.dtype).view(-1, *gradient.shape[1:])
+        return gradient.index_copy(0, self._places_S, rows)
 
 
 class _ShareGradients(torch.autograd.Function):
