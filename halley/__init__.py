@@ -1,6 +1,7 @@
 """Mixture-of-Experts training whose communication hides behind computation."""
 
 from halley.core.config import MoEConfig, RouterConfig
+from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
 from halley.moe.layer import MoELayer, MoEOutput
 from halley.moe.parallel import ParallelGroups, build_groups, sync_gradients
@@ -8,6 +9,7 @@ from halley.moe.strategy import build_strategy
 
 
 __all__ = [
+    "ExpertPlacement",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",

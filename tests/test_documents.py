@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from halley.core.models import find_model
+from halley.core.placement import ExpertPlacement
+from halley.core.skew import zipf_load
+from halley.cost.balance import max_over_mean, plan_placement, rank_loads
 from halley.kernels.knobs import Knobs
 from halley.kernels.layout import Layout
 from halley.moe.parallel import build_groups
@@ -18,6 +21,7 @@ from tests.rank_pool import RunRanks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+BENCH_MODELS = ["mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3"]
 FIGURES = sorted((ROOT / "docs" / "figures").glob("*.py"))
 
 
@@ -61,9 +65,7 @@ def test_figure_is_drawn(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert path.with_suffix(".png").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3"]
-)
+@pytest.mark.parametrize("name", BENCH_MODELS)
 def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
     """The formulas of docs/comet.md give its table: four ranks, bfloat16, in MiB."""
     num_ranks, num_tokens, model = 4, 8192, find_model(name)
@@ -79,7 +81,7 @@ def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
     num_blocks = -(-num_tokens // (256 // (1 << (top_k - 1).bit_length())))
     counts = 2 * num_local + top_k
     record = 16 + _whole(counts * num_blocks) + 2 * _whole(num_tokens * top_k)
-    flags = _whole(num_ranks) + 64 * num_ranks + _whole(2 * num_ranks)
+    flags = 2 * _whole(num_ranks) + 64 * num_ranks + _whole(2 * num_ranks)
     words = flags + 2 * num_ranks * record
     assert words == layout.mailbox_words
 
@@ -91,6 +93,23 @@ def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
     cells = [name, hidden, experts, top_k, *(f"{size / 2**20:.1f}" for size in sizes)]
     document = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")
     assert f"| {' | '.join(map(str, cells))} |" in document
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("name", BENCH_MODELS)
+def test_plans_are_as_documented(name: str, num_ranks: int) -> None:
+    """What docs/balance.md says of the most loaded rank, and of an expert's bytes."""
+    model = find_model(name)
+    experts, top_k, hidden = model.moe.num_experts, model.moe.top_k, model.hidden_size
+    counts = zipf_load(experts, exponent=1.2, top_k=top_k).tolist()
+    plain = ExpertPlacement.plain(experts, num_ranks=num_ranks)
+    plans = [plan_placement(counts, num_ranks=num_ranks, spare=spare) for spare in range(3)]
+    ratios = [f"{max_over_mean(rank_loads(each, counts)):.2f}" for each in (plain, *plans)]
+    document = (ROOT / "docs" / "balance.md").read_text(encoding="utf-8")
+    cells = [name, f"{experts}, {top_k}", str(num_ranks), *ratios]
+    assert f"| {' | '.join(cells)} |" in document
+    mebibytes = 3 * hidden * model.moe.intermediate_size / 2**20
+    assert f"| {name} | {2 * mebibytes:.1f} | {18 * mebibytes:.0f} |" in document
 
 
 def _whole(num_words: int) -> int:

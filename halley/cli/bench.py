@@ -16,14 +16,11 @@ from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table, model_table
 from halley.core.config import OptimizerConfig
 from halley.core.models import find_model
-from halley.core.routing import local_experts
-from halley.core.sharding import check_tp_size, shard_size
 from halley.core.skew import parse_load
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import check_strategy
 from halley.moe.world import pick_device
-from halley.ops.experts import check_alignment
-from halley.perf.bench import LayerCase, measure_layers
+from halley.perf.bench import LayerCase, check_experts, measure_layers
 from halley.perf.charts import draw_layer_bench
 from halley.perf.model_bench import measure_models
 from halley.perf.model_case import ModelCase, check_memory, cut_model
@@ -42,6 +39,9 @@ TokensOption = Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")]
 StrategiesOption = Annotated[str, typer.Option(help="Strategies.")]
 DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16, float32 or default.")]
 SamplesOption = Annotated[int, typer.Option(help="Counted samples of each variant.")]
+SpareOption = Annotated[
+    int | None, typer.Option(help="Place experts by the routing, with so many spare a rank.")
+]
 CommitOption = Annotated[str | None, typer.Option(help="Written into the lines.")]
 NprocOption = Annotated[int, typer.Option(help="Ranks; 0 is one a GPU, or 2.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -55,6 +55,7 @@ def layer(
     skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
     tp_size: Annotated[int, typer.Option(help="Ranks that share each expert.")] = 1,
     max_load: Annotated[float, typer.Option(help="Also CUDA graphs, with that room; 0 none.")] = 0,
+    spare: SpareOption = None,
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens, weights and routing.")] = 0,
@@ -75,13 +76,13 @@ def layer(
         skew=skew,
         dtype=read_dtype(dtype, on_gpu=on_gpu),
         seed=seed,
+        spare=spare,
     )
-    names = _split(strategies, option="strategies")
-    for name in names:
-        check_strategy(name)
+    names = _strategies(strategies)
     _check_samples(samples)
     _check_graphs(max_load, on_gpu=on_gpu)
-    _check_experts(cases, num_ranks=num_ranks, tp_size=tp_size)
+    for case in cases:
+        check_experts(case, ep_size=num_ranks, tp_size=tp_size)
     if output is not None:
         check_package("matplotlib", extra="plot", option=f"output ({output})")
         check_writable(output)
@@ -140,9 +141,7 @@ def model(
         dtype=read_dtype(dtype, on_gpu=on_gpu),
         seed=seed,
     )
-    names = _split(strategies, option="strategies")
-    for name in names:
-        check_strategy(name)
+    names = _strategies(strategies)
     _check_samples(samples)
     memory_bytes = _memory_bytes(num_ranks, device=device)
     for case in cases:
@@ -190,7 +189,13 @@ def default_tokens(*, on_gpu: bool) -> str:
 
 
 def layer_cases(
-    models: str, tokens: str, *, skew: str, dtype: torch.dtype, seed: int
+    models: str,
+    tokens: str,
+    *,
+    skew: str,
+    dtype: torch.dtype,
+    seed: int,
+    spare: int | None = None,
 ) -> list[LayerCase]:
     """Return the cases of all models, numbers of tokens and loads that the words name."""
     _check_seed(seed)
@@ -200,11 +205,20 @@ def layer_cases(
         for load in loads:
             parse_load(load, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
     return [
-        LayerCase(model=config, num_tokens=num_tokens, skew=load, dtype=dtype, seed=seed)
+        LayerCase(
+            model=config, num_tokens=num_tokens, skew=load, dtype=dtype, seed=seed, spare=spare
+        )
         for config in configs
         for num_tokens in _positive_integers(tokens, option="tokens")
         for load in loads
     ]
+
+
+def _strategies(words: str) -> list[str]:
+    names = _split(words, option="strategies")
+    for name in names:
+        check_strategy(name)
+    return names
 
 
 def _check_graphs(max_load: float, *, on_gpu: bool) -> None:
@@ -212,15 +226,6 @@ def _check_graphs(max_load: float, *, on_gpu: bool) -> None:
         raise ValueError(f"max_load ({max_load}) must be at least 1, or 0 for no CUDA graphs")
     if max_load and not on_gpu:
         raise ValueError(f"max_load ({max_load}) must be 0 without a GPU: graphs are CUDA's")
-
-
-def _check_experts(cases: list[LayerCase], *, num_ranks: int, tp_size: int) -> None:
-    check_tp_size(tp_size, num_ranks=num_ranks)
-    for case in cases:
-        moe = case.model.moe
-        local_experts(moe.num_experts, ep_size=num_ranks, tp_size=tp_size)
-        own_size = shard_size(moe.intermediate_size, tp_size=tp_size)
-        check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
 
 
 def _model_cases(

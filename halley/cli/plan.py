@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from halley.cli.balance import balance
 from halley.cli.train import ConfigOption, SetOption, read_config
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
@@ -17,12 +18,8 @@ if TYPE_CHECKING:
     from halley.compiler import OrderReport
 
 app = typer.Typer(help="Plan without ranks and without a GPU.", no_args_is_help=True)
+app.command("balance")(balance)
 _DIRECTIONS = ("forward", "backward")
-
-
-@app.callback()
-def _plan() -> None:
-    """Keep ``graph`` a command of its own while it is the only one."""
 
 
 @app.command()

@@ -21,6 +21,7 @@ _PARTS = {
     "backward": "backward",
     "combine.backward.wait": "wait: gradients to the experts",
     "dispatch.backward.wait": "wait: gradients back",
+    "replicas.wait": "wait: gradients of replicas",
     "gradients.wait": "wait: sum of gradients",
     "optimizer": "clipping and optimizer",
     OTHER: "other",
@@ -33,7 +34,8 @@ def layer_table(rows: list[Row]) -> Table:
     sharing = f", {tp_size} an expert" if tp_size != 1 else ""
     table = Table(
         title=f"MoE layer on {count} x {gpu}{sharing}: slowest rank, us",
-        caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits",
+        caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits; "
+        "routing +N: experts placed by it, N spare a rank",
     )
     for name in ("model", "tokens", "routing", "pass", "strategy"):
         table.add_column(name, no_wrap=True)
@@ -45,7 +47,7 @@ def layer_table(rows: list[Row]) -> Table:
         table.add_row(
             str(row["model"]),
             str(row["num_tokens"]),
-            str(row["skew"]),
+            str(row["skew"]) + ("" if row.get("spare") is None else f" +{row['spare']}"),
             "fwd" if row["direction"] == "forward" else "fwd+bwd",
             f"{row['strategy']}{setting}",
             _number(median) if median else "[red]wrong",

@@ -19,7 +19,7 @@ from halley.ops.experts import check_alignment
 from halley.train.checkpoint import check_writable
 from halley.train.compiled import check_passes
 from halley.train.loop import CHECKPOINTS_FOLDER, train
-from halley.train.step import check_vocabulary, open_corpus
+from halley.train.step import check_vocabulary, open_corpus, read_placements
 
 
 ConfigOption = Annotated[Path | None, typer.Option(help="A TOML file.")]
@@ -74,8 +74,8 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     """Check before ranks are started what can be checked without them.
 
     Raises:
-        ValueError: a value that no rank could use, text that is missing, or experts, chunks and
-            ranks that do not fit each other.
+        ValueError: a value that no rank could use, text that is missing, or experts, placement,
+            chunks and ranks that do not fit each other.
     """
     check_strategy(config.strategy)
     check_passes(config)
@@ -86,7 +86,11 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     tp_size = config.expert_tp_size
     if ep_size % tp_size != 0:
         raise ValueError(f"expert_tp_size ({tp_size}) must divide ep_size ({ep_size})")
-    num_local = local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
+    placements = read_placements(config, ep_size=ep_size)
+    if placements is None:
+        num_local = local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
+    else:
+        num_local = min(placement.num_local for placement in placements)
     if config.num_chunks:
         chunk_sizes(num_local, config.num_chunks)
     _check_model(config)

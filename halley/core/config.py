@@ -292,6 +292,8 @@ class RunConfig:
             that the host need not ask the device at each call; 0 for any load.
         ep_size: ranks over which the experts are spread; 0 for all ranks.
         expert_tp_size: how many neighbours of those share each expert, by its intermediate size.
+        placement: file that says which experts each of these ranks holds, as ``halley plan
+            balance`` writes it; "" for the plain placement.
         device: "auto" takes CUDA where there is a device.
     """
 
@@ -303,6 +305,7 @@ class RunConfig:
     max_load: float = 0.0
     ep_size: int = 0
     expert_tp_size: int = 1
+    placement: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

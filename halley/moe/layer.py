@@ -1,5 +1,6 @@
 """The MoE layer: router, routed experts run by a strategy, shared experts."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -7,11 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import MoEConfig
+from halley.core.placement import ExpertPlacement, choose_replicas, replica_choices
 from halley.core.sharding import shard_size
-from halley.core.types import Experts
-from halley.moe.parallel import GroupedExperts, ParallelGroups
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, Routing
+from halley.moe.experts import GroupedExperts
+from halley.moe.parallel import ParallelGroups
 from halley.moe.router import build_router
 from halley.ops.experts import check_alignment
+from halley.ops.replicas import share_gradients
 from halley.strategies.base import AbstractStrategy, under_autocast
 
 
@@ -64,12 +69,15 @@ class MoELayer(nn.Module):
         config: experts and router.
         hidden_size: D.
         strategy: runs the routed experts; made for ``groups.ep`` and ``groups.tp_size``.
-        groups: where the experts live.
+        groups: the ranks over which the experts live.
         dtype, device: of the parameters; fill them with ``model.init_weights`` or a checkpoint.
+        placement: which experts each of these ranks holds; None for the plain one. Replicas of an
+            expert must be filled alike.
+        recorder: marks the time spent waiting for the gradients of replicas.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, the sizes are not aligned, or the
-            strategy is made for other shards of experts than the groups.
+        ValueError: the experts do not divide over the ranks, the placement is for others, the sizes
+            are not aligned, or the strategy is made for other shards of experts than the groups.
     """
 
     def __init__(
@@ -81,6 +89,8 @@ class MoELayer(nn.Module):
         groups: ParallelGroups | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        placement: ExpertPlacement | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
         groups, device = groups or ParallelGroups(), torch.device(device)
@@ -104,7 +114,18 @@ class MoELayer(nn.Module):
             groups=groups,
             dtype=dtype,
             device=device,
+            placement=placement,
+            recorder=recorder,
         )
+        self.ep_rank = groups.ep_rank
+        choices_EC = num_choices_E = None
+        if placement is not None and not self.experts.is_plain:
+            tables = replica_choices(placement, rank=groups.ep_rank)
+            choices_EC, num_choices_E = (table.to(device) for table in tables)
+        self.register_buffer("choices_EC", choices_EC, persistent=False)
+        self.register_buffer("num_choices_E", num_choices_E, persistent=False)
+        self.choices_EC: torch.Tensor | None
+        self.num_choices_E: torch.Tensor | None
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if config.shared_intermediate_size:
@@ -132,7 +153,7 @@ class MoELayer(nn.Module):
         experts = under_autocast(self.local_experts())
         is_cast = torch.is_autocast_enabled(x.device.type)
         rows_TD = x_TD.to(experts.up_LGD.dtype) if is_cast else x_TD
-        y_TD = self.strategy.forward(rows_TD, routed.routing, experts)
+        y_TD = self.strategy.forward(rows_TD, self._to_replicas(routed.routing), experts)
         if self.shared_expert is not None:
             shared_TD = self.shared_expert(x_TD)
             if self.shared_expert_gate is not None:
@@ -142,10 +163,25 @@ class MoELayer(nn.Module):
 
     def local_experts(self) -> Experts:
         """Return this rank's experts as strategies take them; views of the parameters."""
-        return Experts(
-            up_LGD=self.experts.gate_up_proj,
-            down_LDF=self.experts.down_proj,
-            up_bias_LG=self.experts.gate_up_proj_bias,
-            down_bias_LD=self.experts.down_proj_bias,
+        parameters = self.experts
+        experts = Experts(
+            up_LGD=parameters.gate_up_proj,
+            down_LDF=parameters.down_proj,
+            up_bias_LG=parameters.gate_up_proj_bias,
+            down_bias_LD=parameters.down_proj_bias,
             activation=self.config.activation,
         )
+        return (
+            experts
+            if parameters.replicas is None
+            else share_gradients(experts, parameters.replicas)
+        )
+
+    def _to_replicas(self, routing: Routing) -> Routing:
+        """Return the routing with replicas in place of experts."""
+        if self.choices_EC is None or self.num_choices_E is None:
+            return routing
+        replicas_TK = choose_replicas(
+            routing.topk_idx_TK, self.choices_EC, self.num_choices_E, rank=self.ep_rank
+        )
+        return replace(routing, topk_idx_TK=replicas_TK)

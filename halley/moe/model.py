@@ -1,6 +1,7 @@
 """A decoder-only transformer with MoE layers; its parts have Hugging Face's names."""
 
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halley.core.config import ModelConfig
+from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.moe.experts import GroupedExperts
 from halley.moe.layer import FeedForward, MoELayer
-from halley.moe.parallel import GroupedExperts, ParallelGroups
+from halley.moe.parallel import ParallelGroups
 from halley.moe.router import SigmoidRouter
 from halley.strategies.base import AbstractStrategy
 
@@ -122,6 +125,7 @@ class Block(nn.Module):
         recorder: Recorder,
         dtype: torch.dtype,
         device: torch.device,
+        placement: ExpertPlacement | None,
     ) -> None:
         super().__init__()
         self.recorder = recorder
@@ -136,7 +140,13 @@ class Block(nn.Module):
         self.mlp: MoELayer | FeedForward
         if config.is_moe_layer(index):
             self.mlp = MoELayer(
-                config.moe, config.hidden_size, strategy=strategy, groups=groups, **place
+                config.moe,
+                config.hidden_size,
+                strategy=strategy,
+                groups=groups,
+                placement=placement,
+                recorder=recorder,
+                **place,
             )
         else:
             self.mlp = FeedForward(
@@ -165,9 +175,11 @@ class MoETransformer(nn.Module):
         strategy: runs the routed experts of all layers.
         groups: where the experts live.
         activation_checkpointing: compute each block again in backward.
+        placements: of the experts of each MoE layer, in order; None for the plain one.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, or sizes are not aligned.
+        ValueError: the experts do not divide over the ranks, placements are for others or for
+            another number of layers, or sizes are not aligned.
     """
 
     def __init__(
@@ -180,9 +192,16 @@ class MoETransformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         activation_checkpointing: bool = False,
+        placements: Sequence[ExpertPlacement] | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
+        moe_layers = [i for i in range(config.num_layers) if config.is_moe_layer(i)]
+        if placements is not None and len(placements) != len(moe_layers):
+            raise ValueError(
+                f"placements ({len(placements)}) must be as many as MoE layers ({len(moe_layers)})"
+            )
+        placement_of = dict(zip(moe_layers, placements or (), strict=placements is not None))
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.embed_tokens = nn.Embedding(
@@ -197,6 +216,7 @@ class MoETransformer(nn.Module):
                 recorder=recorder,
                 dtype=dtype,
                 device=device,
+                placement=placement_of.get(index),
             )
             for index in range(config.num_layers)
         )
@@ -244,11 +264,9 @@ class MoETransformer(nn.Module):
                 elif name.endswith("bias"):
                     parameter.zero_()
                 elif isinstance(module, GroupedExperts):
-                    for index, expert in enumerate(parameter):
-                        expert_name = f"{full_name}.{module.first_expert + index}"
-                        whole = _draw(
-                            module.whole_shape(name), expert_name, seed=seed, device=expert.device
-                        )
+                    for index, expert in zip(module.expert_ids, parameter, strict=True):
+                        shape, expert_name = module.whole_shape(name), f"{full_name}.{index}"
+                        whole = _draw(shape, expert_name, seed=seed, device=expert.device)
                         expert.copy_(module.own_part(name, whole))
                 else:
                     parameter.copy_(

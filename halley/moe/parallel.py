@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from halley.core.routing import local_experts
-from halley.core.sharding import ShardedDim, check_tp_size, shard_size, sharded_dims
+from halley.core.sharding import check_tp_size
 
 
 _BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to hold
@@ -107,77 +105,6 @@ def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> Paralle
     )
 
 
-class GroupedExperts(nn.Module):
-    """The weights of this rank's experts, stacked; names and layout are Hugging Face's.
-
-    Every parameter below such a module differs between the ranks of an expert-parallel group, and
-    is the same on the ranks of its "edp" group; ``expert_parameter_names`` tells them.
-
-    Where ranks share experts, each has a slice of the intermediate size; see ``core.sharding``.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        up_size: int,
-        bias: bool,
-        groups: ParallelGroups,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        self.tp_rank, self.tp_size = groups.tp_rank, groups.tp_size
-        num_local = local_experts(num_experts, ep_size=groups.ep_size, tp_size=self.tp_size)
-        self.first_expert = groups.ep_rank // self.tp_size * num_local
-        if bias and self.tp_size > 1:
-            raise ValueError("expert_bias (true) must be false where ranks share experts")
-        parts = up_size // intermediate_size
-        intermediate_size = shard_size(intermediate_size, tp_size=self.tp_size)
-        up_size = parts * intermediate_size
-        up, down = sharded_dims(parts=parts)
-        self.sharded_dims = {"gate_up_proj": up, "down_proj": down}
-
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device))
-
-        self.gate_up_proj = empty(up_size, hidden_size)
-        self.down_proj = empty(hidden_size, intermediate_size)
-        self.gate_up_proj_bias = empty(up_size) if bias else None
-        self.down_proj_bias = empty(hidden_size) if bias else None
-
-    def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that a parameter of one expert has on all ranks together."""
-        shape = list(self.get_parameter(name).shape[1:])
-        if name in self.sharded_dims:
-            shape[self.sharded_dims[name].dim] *= self.tp_size
-        return tuple(shape)
-
-    def own_part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of a parameter of one expert, or of some, given whole."""
-        if name not in self.sharded_dims:
-            return weight
-        dim = self.sharded_dims[name]
-        return dim.shard(weight, tp_rank=self.tp_rank, tp_size=self.tp_size)
-
-
-def expert_parameter_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that are sharded over the expert-parallel group."""
-    return set(expert_parameters(model))
-
-
-def expert_parameters(model: nn.Module) -> dict[str, ShardedDim | None]:
-    """Return where the parameters of experts, by name, have the intermediate size, if they do."""
-    return {
-        f"{prefix}.{name}" if prefix else name: module.sharded_dims.get(name)
-        for prefix, module in model.named_modules()
-        if isinstance(module, GroupedExperts)
-        for name, _ in module.named_parameters()
-    }
-
-
 def sync_gradients(
     dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
 ) -> None:
@@ -197,7 +124,12 @@ def sync_gradients(
 def global_norm(
     dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
 ) -> torch.Tensor:
-    """Return the norm of all gradients of the model, each counted once, as a float32 scalar."""
+    """Return the norm of all gradients of the model, each counted once, as a float32 scalar.
+
+    Args:
+        dense: gradients that are the same on all ranks.
+        expert: those of this rank's experts, with replicas what ``count_once`` leaves of them.
+    """
     dense_sum, expert_sum = (_sum_of_squares(dense), _sum_of_squares(expert))
     if groups.ep is not None and expert_sum is not None:
         dist.all_reduce(expert_sum, group=groups.ep)

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 
 from halley.core.routing import local_experts
+from halley.core.sharding import check_tp_size, shard_size
 from halley.core.timeline import Recorder, total_us
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.cost.balance import check_spare, max_over_mean
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
+from halley.ops.experts import check_alignment
 from halley.perf.floor import floor_gemms, measure_link, wire_us
 from halley.perf.graphs import captured
 from halley.perf.layer_case import (
@@ -68,7 +71,7 @@ def bench_layer(
     Raises:
         ValueError: sizes that do not fit the ranks.
     """
-    tensors = make_tensors(case, groups, device=device)
+    tensors = make_tensors(case, groups, device=device, recorder=recorder)
     errors = _check_values(candidates, tensors, groups)
     gemms = floor_gemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
@@ -92,6 +95,7 @@ def bench_layer(
             name = best.get(strategy, first)  # the first, where none is right
             row = _row(case, groups, direction=direction, strategy=strategy)
             row |= _floors(gemm_us, crossing_us, direction=direction)
+            row |= {"load_max_over_mean": _load_ratio(tensors, groups)}
             row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
             row |= {"setting": name.partition(" ")[2] or None}
             if name in timings:
@@ -100,6 +104,24 @@ def bench_layer(
                 row["symm_mib"] = _symm_mib(candidates[name])
             rows.append(row)
     return rows
+
+
+def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
+    """Return the experts that each rank holds, or shares, without spare ones.
+
+    Raises:
+        ValueError: they do not divide over the ranks and there is no placement, spare ones would be
+            more than there are, or their shards are not aligned.
+    """
+    num_experts, inner = case.model.moe.num_experts, case.model.moe.intermediate_size
+    check_tp_size(tp_size, num_ranks=ep_size)
+    own_size = shard_size(inner, tp_size=tp_size)
+    check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
+    if case.spare is None:
+        return local_experts(num_experts, ep_size=ep_size, tp_size=tp_size)
+    if tp_size > 1:
+        raise ValueError(f"spare ({case.spare}) must be left out where ranks share experts")
+    return check_spare(num_experts, num_ranks=ep_size, spare=case.spare)
 
 
 def build_candidates(
@@ -122,9 +144,7 @@ def build_candidates(
     Raises:
         ValueError: an unknown strategy, or experts that do not divide over the ranks.
     """
-    num_local = local_experts(
-        case.model.moe.num_experts, ep_size=groups.ep_size, tp_size=groups.tp_size
-    )
+    num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
     build = partial(
         build_strategy,
         group=groups.ep,
@@ -163,12 +183,18 @@ def _check_values(
     return results
 
 
+def _load_ratio(tensors: LayerTensors, groups: ParallelGroups) -> float:
+    """Return the rows of the most loaded rank over the mean of the ranks."""
+    loads_W = tensors.counts_WE.sum(0).view(groups.ep_size // groups.tp_size, -1).sum(1)
+    return round(max_over_mean(loads_W.tolist()), 4)
+
+
 def _runner(
     name: str, strategy: AbstractStrategy, tensors: LayerTensors, direction: str
 ) -> Callable[[], None]:
     def forward() -> None:
         with torch.no_grad():
-            strategy.forward(tensors.x_TD, tensors.routing, tensors.experts)
+            tensors.run(strategy)
 
     def forward_backward() -> None:
         outputs_of(strategy, tensors)
@@ -287,6 +313,7 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: s
         "ep_size": groups.ep_size,
         "tp_size": groups.tp_size,
         "skew": case.skew,
+        "spare": case.spare,
         "seed": case.seed,
         "dtype": str(case.dtype).removeprefix("torch."),
         "strategy": strategy,

@@ -115,7 +115,7 @@ def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: 
     """
     if groups.ep is None:
         return 0.0
-    set_TK = tensors.routing.topk_idx_TK // tensors.experts.num_local_experts
+    set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
     goes_TS = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
     goes_TS.scatter_(1, set_TK, 1.0)

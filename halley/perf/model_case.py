@@ -15,9 +15,10 @@ from halley.core.config import ModelConfig, RouterConfig
 from halley.core.models import find_model
 from halley.core.routing import local_experts
 from halley.core.timeline import Recorder
+from halley.moe.experts import expert_parameter_names
 from halley.moe.layer import MoELayer
 from halley.moe.model import MoETransformer, flops_per_token
-from halley.moe.parallel import ParallelGroups, expert_parameter_names, global_norm
+from halley.moe.parallel import ParallelGroups, global_norm
 from halley.moe.router import RouterOutput
 from halley.ops.exchange import gather_table
 from halley.perf.layer_case import LayerTensors

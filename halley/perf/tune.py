@@ -104,7 +104,9 @@ def tune_layer(
         times_us = _time({"": (), "best": best}, base, tensors, groups, num_samples=num_samples)
         default_us, best_us = times_us[""], times_us["best"]
         if best_us > default_us:
-            best, best_us = (), default_us
+            best = ()
+    if not best:
+        best_us = default_us
     return Tuned(
         shape=tuned_shape(case),
         settings=tuple(base.changed(best).settings(base)),

@@ -13,7 +13,8 @@ def check_passes(config: RunConfig) -> None:
     """Check that the passes of a run can have a graph of the whole model.
 
     Raises:
-        ValueError: its strategy breaks the graph, or activations are computed again in backward.
+        ValueError: its strategy breaks the graph, activations are computed again in backward, or
+            experts have a placement.
     """
     if config.passes == "none":
         return
@@ -25,6 +26,11 @@ def check_passes(config: RunConfig) -> None:
     if config.train.activation_checkpointing:
         raise ValueError(
             f"train.activation_checkpointing (true) must be false for passes {config.passes}"
+        )
+    if config.placement:
+        raise ValueError(
+            f"placement ({config.placement}) must be '' for passes {config.passes}: the sum of the "
+            "gradients of replicas is no part of a graph"
         )
 
 

@@ -14,8 +14,9 @@ from halley.core.config import ModelConfig, RunConfig
 from halley.core.load_config import build
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
+from halley.moe.experts import grouped_experts
 from halley.moe.model import MoETransformer
-from halley.moe.parallel import ParallelGroups, expert_parameters
+from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint
 from halley.train.loop import CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -80,7 +81,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
 
     model = _model_without_values(config.model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    experts = expert_parameters(model)
+    experts = grouped_experts(model)
     dtype = DTYPES[config.train.dtype]
     shards = _cut(shapes, max_bytes=max_shard_bytes, itemsize=dtype.itemsize)
     weight_map: dict[str, str] = {}

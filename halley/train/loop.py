@@ -24,6 +24,7 @@ from halley.train.step import TrainingRun, build_run, train_step
 
 
 CONFIG_FILE = "config.json"
+COUNTS_FILE = "counts.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 
@@ -31,8 +32,9 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
     """Train a model; a collective of all ranks.
 
     Args:
-        config: the run. Its ``output`` folder gets ``config.json``, ``metrics.jsonl`` and
-            ``checkpoints/``; all ranks see the same folder.
+        config: the run. Its ``output`` folder gets ``config.json``, ``metrics.jsonl``,
+            ``checkpoints/`` and, with each of these, ``counts.json``, the load of the experts since
+            the one before; all ranks see the same folder.
         world: the ranks.
         on_step: called with the number of each step before it, from 1.
 
@@ -84,6 +86,7 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
                 save_checkpoint(
                     checkpoints, run.state(), step=step + 1, keep=config.checkpoint.keep
                 )
+                run.counts.write(output / COUNTS_FILE, step=step + 1)
     return metrics
 
 
@@ -123,6 +126,7 @@ def _describe(run: TrainingRun, first_step: int) -> str:
         f"{groups.num_ranks} ranks on {run.world.device.type}, ep_size {groups.ep_size}, "
         f"strategy {config.strategy}, "
         + (f"passes {config.passes}, " if config.passes != "none" else "")
+        + (f"placement {config.placement}, " if config.placement else "")
         + config.train.dtype
         + (f", resumed after step {first_step}" if first_step else "")
     )

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from halley.core.config import OptimizerConfig
-from halley.core.sharding import ShardedDim
-from halley.moe.parallel import ParallelGroups, expert_parameters, global_norm, sync_gradients
+from halley.moe.experts import GroupedExperts, grouped_experts
+from halley.moe.parallel import ParallelGroups, global_norm, sync_gradients
+from halley.train.shards import ExpertShards
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
@@ -50,7 +51,7 @@ class ModelOptimizer:
             else nn.Parameter(parameter.detach().float())
             for name, parameter in self.parameters.items()
         }
-        self.experts = expert_parameters(model)
+        self.experts = grouped_experts(model)
         matrices: list[nn.Parameter] = []
         vectors: list[nn.Parameter] = []
         for name, master in self.masters.items():
@@ -89,7 +90,8 @@ class ModelOptimizer:
     def sync(self) -> None:
         """Sum gradients over the ranks that share them; a collective of all ranks."""
         dense, expert = self._gradients()
-        sync_gradients(dense, expert, groups=self.groups)
+        sync_gradients(dense, expert.values(), groups=self.groups)
+        self._align_replicas(expert)
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
@@ -99,10 +101,11 @@ class ModelOptimizer:
             The norm before clipping, a float32 scalar.
         """
         dense, expert = self._gradients()
-        norm = global_norm(dense, expert, groups=self.groups)
+        once = (self.experts[name].count_once(gradient) for name, gradient in expert.items())
+        norm = global_norm(dense, once, groups=self.groups)
         if self.config.clip_norm:
             scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in dense + expert:
+            for gradient in [*dense, *expert.values()]:
                 gradient.mul_(scale)
         return norm
 
@@ -142,14 +145,31 @@ class ModelOptimizer:
                 self._moments(name)["step"].fill_(step)
         self.publish()
 
-    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the gradients of dense parameters and those of experts."""
+    def _gradients(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the gradients of dense parameters, and those of experts by name."""
         dense: list[torch.Tensor] = []
-        expert: list[torch.Tensor] = []
+        expert: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             assert master.grad is not None, f"{name} has no gradient"
-            (expert if name in self.experts else dense).append(master.grad)
+            if name in self.experts:
+                expert[name] = master.grad
+            else:
+                dense.append(master.grad)
         return dense, expert
+
+    def _align_replicas(self, expert: Mapping[str, torch.Tensor]) -> None:
+        """Give replicas the same bits again, where sums over more than two copies may differ.
+
+        Such a sum goes round the ranks from one that depends on the place in the buffer.
+        """
+        if self.groups.num_ranks <= 2 * self.groups.ep_size:
+            return
+        for module in dict.fromkeys(self.experts.values()):
+            if module.replicas is None:
+                continue
+            own = [g for name, g in expert.items() if self.experts[name] is module]
+            for gradient, aligned in zip(own, module.replicas.take_first(own), strict=True):
+                gradient.copy_(aligned)
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return AdamW's state of a parameter, made before its first step if need be."""
@@ -161,31 +181,38 @@ class ModelOptimizer:
             moments["exp_avg_sq"] = torch.zeros_like(master)
         return moments
 
-    def _sharded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _sharded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
         views = kept_views(tensors, self.experts)
         mesh = self.groups.expert_mesh
+        sharded: dict[str, object] = {**views}
         if mesh is None:
-            return views
-        for name, sharded in self.experts.items():
-            placements: list[Placement] = [Replicate(), Shard(0)]
+            return sharded
+        for name, module in self.experts.items():
+            view = views[name]
+            if not module.is_plain:
+                ids, num_experts = module.expert_ids, module.placement.num_experts
+                sharded[name] = ExpertShards(view, ids, num_experts)
+                continue
+            layout: list[Placement] = [Replicate(), Shard(0)]
             if self.groups.tp_size > 1:
-                assert sharded is not None
-                placements.append(Shard(views[name].ndim + sharded.dim))
-            views[name] = DTensor.from_local(views[name], mesh, placements)
-        return views
+                inner = module.sharded_dims[name.rpartition(".")[2]]
+                layout.append(Shard(view.ndim + inner.dim))
+            sharded[name] = DTensor.from_local(view, mesh, layout)
+        return sharded
 
 
 def kept_views(
-    tensors: Mapping[str, torch.Tensor], experts: Mapping[str, ShardedDim | None]
+    tensors: Mapping[str, torch.Tensor], experts: Mapping[str, GroupedExperts]
 ) -> dict[str, torch.Tensor]:
     """Return views of parameters, or of what belongs to them, as checkpoints keep them.
 
     Args:
         tensors: by the names of parameters.
-        experts: as ``expert_parameters`` returns them.
+        experts: as ``grouped_experts`` returns them.
     """
-    views: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        sharded = experts.get(name)
-        views[name] = tensor.detach() if sharded is None else sharded.apart(tensor.detach())
-    return views
+    return {
+        name: experts[name].kept_view(name.rpartition(".")[2], tensor.detach())
+        if name in experts
+        else tensor.detach()
+        for name, tensor in tensors.items()
+    }

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from halley.core.config import RunConfig
+from halley.core.placement import ExpertPlacement, load_placements
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
 from halley.moe.model import ModelOutput, MoETransformer
@@ -17,6 +18,7 @@ from halley.moe.router import SigmoidRouter
 from halley.moe.strategy import build_strategy, check_strategy
 from halley.moe.world import World
 from halley.train.compiled import check_passes, compile_model
+from halley.train.counts import ExpertCounts
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
 from halley.train.optim import ModelOptimizer, learning_rate
 
@@ -27,6 +29,7 @@ class TrainingRun:
 
     Attributes:
         forward: runs the model, compiled if there are passes.
+        counts: of the tokens that experts got.
     """
 
     config: RunConfig
@@ -37,6 +40,7 @@ class TrainingRun:
     forward: Callable[[torch.Tensor], ModelOutput]
     optimizer: ModelOptimizer
     loader: BatchLoader
+    counts: ExpertCounts
 
     @property
     def tokens_per_step(self) -> int:
@@ -93,6 +97,31 @@ def check_vocabulary(config: RunConfig) -> None:
         )
 
 
+def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement] | None:
+    """Return the placement of each MoE layer of a run, or None for the plain one.
+
+    Args:
+        ep_size: ranks over which the experts are spread.
+
+    Raises:
+        ValueError: the file is missing or damaged, or for other experts, ranks or layers.
+    """
+    if not config.placement:
+        return None
+    if config.expert_tp_size > 1:
+        raise ValueError(
+            f"placement ({config.placement}) must be empty with expert_tp_size "
+            f"({config.expert_tp_size}): ranks that share experts have the plain one"
+        )
+    model = config.model
+    return load_placements(
+        Path(config.placement),
+        num_experts=model.moe.num_experts,
+        num_ranks=ep_size,
+        num_layers=sum(model.is_moe_layer(index) for index in range(model.num_layers)),
+    )
+
+
 def build_run(config: RunConfig, world: World) -> TrainingRun:
     """Make the model, its optimizer and its data; a collective of all ranks.
 
@@ -124,6 +153,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         dtype=DTYPES[config.train.dtype],
         device=world.device,
         activation_checkpointing=config.train.activation_checkpointing,
+        placements=read_placements(config, ep_size=groups.ep_size),
     )
     model.init_weights(seed=config.train.seed)
     loader = BatchLoader(
@@ -144,6 +174,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         forward=model if config.passes == "none" else compile_model(model, config, world.device),
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
         loader=loader,
+        counts=ExpertCounts(),
     )
 
 
@@ -166,6 +197,8 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
         losses += torch.stack([loss.detach(), output.router_loss.detach()]) / num_microbatches
         counts_ME = output.counts_ME if counts_ME is None else counts_ME + output.counts_ME
 
+    assert counts_ME is not None
+    run.counts.add(counts_ME)
     with recorder.span("gradients.wait", stream="exposed"):
         run.optimizer.sync()
         if dist.is_initialized():
@@ -179,9 +212,9 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
     return StepResult(loss=mean, router_loss=router_mean, grad_norm=float(norm), learning_rate=rate)
 
 
-def _update_router_bias(run: TrainingRun, counts_ME: torch.Tensor | None) -> None:
+def _update_router_bias(run: TrainingRun, counts_ME: torch.Tensor) -> None:
     routers = run.routers()
-    if not routers or counts_ME is None:
+    if not routers:
         return
     if dist.is_initialized():
         dist.all_reduce(counts_ME)

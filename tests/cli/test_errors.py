@@ -66,6 +66,10 @@ WRONG_CONFIGS: dict[str, tuple[str, str]] = {
         "train.dtype ('float64') must be one of 'float32', 'bfloat16'",
     ),
     "unknown device": ("train --set device=tpu", "device ('tpu') must be one of 'auto', 'cpu'"),
+    "missing placement": (
+        "train --set placement={folder}/none.json",
+        "placement ({folder}/none.json) must be a readable file: No such file",
+    ),
     "no checkpoint kept": ("train --set checkpoint.keep=0", "checkpoint.keep (0) must be"),
 }
 WRONG_MODELS: dict[str, tuple[str, str]] = {
@@ -198,6 +202,11 @@ WRONG_BENCHES: dict[str, tuple[str, str]] = {
     "no tokens": ("--tokens 0", "tokens (0) must be positive integers"),
     "no samples": ("--samples 0", "samples (0) must be at least 1"),
     "negative seed": ("--seed -1", "seed (-1) must be at least 0"),
+    "negative spare": ("--spare -1", "spare (-1) must be at least 0"),
+    "too many spare": (
+        "--spare 5 --models tiny --nproc 2",
+        "spare (5) must leave a rank at most all experts (8), and it has 4 without",
+    ),
     "unknown dtype": ("--dtype int8", "dtype (int8) must be one of float32, float16, bfloat16"),
     "unknown device": ("--device tpu", "device (tpu) must be one of auto, cpu, cuda"),
     "unknown model": ("--models tiny,tinny", "model (tinny) must be one of"),

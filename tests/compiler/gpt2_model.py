@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import MoEConfig, RouterConfig
+from halley.moe.experts import GroupedExperts
 from halley.moe.layer import MoELayer
 from halley.moe.model import ModelOutput
-from halley.moe.parallel import GroupedExperts, ParallelGroups
+from halley.moe.parallel import ParallelGroups
 from halley.strategies.functional import FunctionalStrategy
 
 

@@ -8,8 +8,9 @@ import torch
 from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.moe.experts import GroupedExperts
 from halley.moe.layer import MoELayer
-from halley.moe.parallel import GroupedExperts, ParallelGroups, build_groups
+from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.strategy import build_strategy
 from tests.moe.model_case import CPU, MODELS, destroy
 from tests.rank_pool import RunRanks
@@ -43,9 +44,7 @@ def _build(kind: str, groups: ParallelGroups, strategy: str) -> MoELayer:
 
 def _own_part(experts: GroupedExperts, name: str, values: torch.Tensor) -> torch.Tensor:
     """Return what a rank holds of values of all experts."""
-    num_local = experts.gate_up_proj.shape[0]
-    own = slice(experts.first_expert, experts.first_expert + num_local)
-    return experts.own_part(name, values[own])
+    return experts.own_part(name, values[list(experts.expert_ids)])
 
 
 def _tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

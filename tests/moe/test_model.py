@@ -13,9 +13,10 @@ from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts, Routing
+from halley.moe.experts import expert_parameter_names
 from halley.moe.layer import MoELayer
 from halley.moe.model import Block, MoETransformer, flops_per_token
-from halley.moe.parallel import ParallelGroups, build_groups, expert_parameter_names
+from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.strategy import build_strategy
 from tests.core.test_models import count_parameters
 from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens

@@ -9,14 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from halley.moe import parallel
-from halley.moe.parallel import (
-    GroupedExperts,
-    ParallelGroups,
-    build_groups,
-    expert_parameter_names,
-    global_norm,
-    sync_gradients,
-)
+from halley.moe.experts import GroupedExperts, expert_parameter_names
+from halley.moe.parallel import ParallelGroups, build_groups, global_norm, sync_gradients
 from tests.moe.model_case import MODELS, build_model, destroy
 
 
@@ -138,7 +132,7 @@ def test_grouped_experts_hold_their_share() -> None:
     place = {"dtype": torch.float32, "device": torch.device("cpu")}
     groups = ParallelGroups(rank=5, num_ranks=8, ep_rank=1, ep_size=4)
     experts = GroupedExperts(num_experts=12, groups=groups, **size, **place)
-    assert experts.first_expert == 3
+    assert experts.expert_ids == (3, 4, 5)
     shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
     assert shapes == {
         "gate_up_proj": (3, 16, 4),

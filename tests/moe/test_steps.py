@@ -7,14 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.moe.experts import expert_parameter_names
 from halley.moe.model import MoETransformer
-from halley.moe.parallel import (
-    ParallelGroups,
-    build_groups,
-    expert_parameter_names,
-    global_norm,
-    sync_gradients,
-)
+from halley.moe.parallel import ParallelGroups, build_groups, global_norm, sync_gradients
 from halley.moe.router import SigmoidRouter
 from tests.moe.model_case import MODELS, build_model, destroy, make_tokens
 

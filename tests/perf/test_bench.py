@@ -15,7 +15,7 @@ from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.moe.parallel import ParallelGroups, build_groups
-from halley.perf.bench import bench_layer, build_candidates, measure_layers
+from halley.perf.bench import bench_layer, build_candidates, check_experts, measure_layers
 from halley.perf.floor import wire_us
 from halley.perf.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
 from halley.perf.results import Row, results_path, write_rows
@@ -124,9 +124,12 @@ def test_a_token_crosses_to_all_ranks_that_share_its_experts(run_ranks: RunRanks
     assert run_ranks(_wire, 4, 2) == pytest.approx([4 * 64 / 3e6 * 1e6] * 4)
 
 
-def _compare_with_one_rank(rank: int, num_ranks: int, tp_size: int = 1) -> None:
+def _compare_with_one_rank(
+    rank: int, num_ranks: int, case: LayerCase, tp_size: int = 1
+) -> list[float]:
+    """Compare values; return the load of each rank, or of each set that shares experts."""
     groups = build_groups(0, device_type="cpu", tp_size=tp_size)
-    tensors = make_tensors(CASE, groups, device=CPU)
+    tensors = make_tensors(case, groups, device=CPU)
     recorder = Recorder(CPU, enabled=False)
     strategy = SequentialStrategy(groups.ep, recorder=recorder, tp_size=tp_size)
     got, want = outputs_of(strategy, tensors), reference_outputs(tensors, groups)
@@ -134,18 +137,40 @@ def _compare_with_one_rank(rank: int, num_ranks: int, tp_size: int = 1) -> None:
     assert len(got) == len(want) == len(tensors.names)
     for name, value, wanted in zip(tensors.names, got, want, strict=True):
         torch.testing.assert_close(value, wanted.to(value.dtype), msg=name, rtol=1e-4, atol=1e-5)
+    return tensors.counts_WE.sum(0).view(num_ranks // tp_size, -1).sum(1).tolist()
 
 
 @pytest.mark.parametrize(("num_ranks", "tp_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_reference_over_ranks_is_the_layer(
     run_ranks: RunRanks, num_ranks: int, tp_size: int
 ) -> None:
-    run_ranks(_compare_with_one_rank, num_ranks, tp_size)
+    run_ranks(_compare_with_one_rank, num_ranks, CASE, tp_size)
+
+
+def test_placements_are_planned_from_the_routing(run_ranks: RunRanks) -> None:
+    """Of 4 x 32 tokens with 2 experts each, about half go to expert 0: replicas share them."""
+    most: list[float] = []
+    for spare in (None, 0, 1):
+        case = dataclasses.replace(CASE, skew="zipf:1.2", spare=spare)
+        loads, *others = run_ranks(_compare_with_one_rank, 4, case)
+        assert all(other == loads for other in others)
+        assert sum(loads) == 4 * 32 * 2
+        most.append(max(loads) / 64)
+    assert most[0] > most[1] > 1.7
+    assert most[2] < 1.2
+
+
+def test_experts_that_do_not_divide_want_a_placement() -> None:
+    odd = dataclasses.replace(CASE.model, moe=dataclasses.replace(CASE.model.moe, num_experts=6))
+    case = dataclasses.replace(CASE, model=odd)
+    with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by ep_size \(4\)"):
+        check_experts(case, ep_size=4)
+    assert check_experts(dataclasses.replace(case, spare=0), ep_size=4) == 2
 
 
 def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
     rows = measure_layers(
-        [CASE, dataclasses.replace(CASE, skew="zipf:1.0")],
+        [CASE, dataclasses.replace(CASE, skew="zipf:1.0", spare=0)],
         ["sequential"],
         groups=ParallelGroups(),
         device=CPU,
@@ -153,6 +178,8 @@ def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
         commit="abc",
     )
     assert [row["skew"] for row in rows] == ["balanced"] * 2 + ["zipf:1.0"] * 2
+    assert [row["spare"] for row in rows] == [None] * 2 + [0] * 2
+    assert [row["load_max_over_mean"] for row in rows] == [1.0] * 4  # one rank
     required = {"median_us", "floor_us", "gpu", "num_gpus", "torch", "commit", "date", "dtype"}
     assert all(required <= set(row) for row in rows)
     assert rows[0]["commit"] == "abc"

@@ -18,8 +18,9 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
+from halley.moe.experts import expert_parameter_names
 from halley.moe.model import MoETransformer
-from halley.moe.parallel import ParallelGroups, build_groups, expert_parameter_names
+from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.strategy import build_strategy
 from halley.ops.workspaces import Workspaces
 from halley.perf import model_bench

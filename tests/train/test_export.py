@@ -18,8 +18,9 @@ from halley.core.config import (
     TrainConfig,
 )
 from halley.core.models import NAMED_MODELS
+from halley.moe.experts import grouped_experts
 from halley.moe.model import MoETransformer
-from halley.moe.parallel import build_groups, expert_parameters
+from halley.moe.parallel import build_groups
 from halley.train.checkpoint import save_checkpoint
 from halley.train.export import (
     ARCHITECTURES,
@@ -91,7 +92,7 @@ def _write_run(folder: Path, family: str, *, dtype: str = "float32") -> MoETrans
             if "norm" in name:
                 parameter += torch.linspace(-0.5, 0.5, parameter.numel())
     _write_config(folder, config)
-    parameters = kept_views(dict(model.named_parameters()), expert_parameters(model))
+    parameters = kept_views(dict(model.named_parameters()), grouped_experts(model))
     save_checkpoint(folder / "checkpoints", {"parameters": parameters}, step=7, keep=1)
     return model
 

@@ -58,6 +58,7 @@ def test_a_run_writes_its_config_metrics_and_checkpoints(tmp_path: Path):
     assert sorted(path.name for path in output.iterdir()) == [
         "checkpoints",
         "config.json",
+        "counts.json",
         "metrics.jsonl",
     ]
     folders = sorted(path.name for path in (output / "checkpoints").iterdir())

@@ -1,0 +1,221 @@
+"""Where experts live: which of them each rank holds, and which replica a token goes to.
+
+A replica is one copy of an expert on one rank. Strategies take replicas for experts: numbered rank
+by rank, the same number of them on each rank.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from halley.core.routing import local_experts
+from halley.core.types import DROPPED
+
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlacement:
+    """Which experts each rank of an expert-parallel group holds.
+
+    Attributes:
+        num_experts: of the layer, E.
+        experts_WL: ids of the experts of each rank, ascending; replica ``w * L + l`` is of expert
+            ``experts_WL[w][l]``.
+
+    Raises:
+        ValueError: ranks hold different numbers of experts or none, a rank holds an expert twice or
+            one that there is not, or an expert is on no rank.
+    """
+
+    num_experts: int
+    experts_WL: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.experts_WL or not self.experts_WL[0]:
+            raise ValueError("placement (empty) must have at least one rank and one expert on it")
+        num_local = len(self.experts_WL[0])
+        for rank, experts in enumerate(self.experts_WL):
+            what = f"placement of rank {rank} ({list(experts)})"
+            if len(experts) != num_local:
+                raise ValueError(f"{what} must have {num_local} experts, as that of rank 0")
+            if list(experts) != sorted(set(experts)):
+                raise ValueError(f"{what} must be ascending, no expert twice")
+            if experts[0] < 0 or experts[-1] >= self.num_experts:
+                raise ValueError(f"{what} must have experts below num_experts ({self.num_experts})")
+        held = {expert for experts in self.experts_WL for expert in experts}
+        if missing := set(range(self.num_experts)) - held:
+            raise ValueError(f"placement must hold every expert: {min(missing)} is on no rank")
+
+    @staticmethod
+    def plain(num_experts: int, *, num_ranks: int) -> "ExpertPlacement":
+        """Return the placement without replicas in which rank w holds the w-th range of experts.
+
+        Raises:
+            ValueError: the experts do not divide evenly over the ranks.
+        """
+        num_local = local_experts(num_experts, ep_size=num_ranks)
+        starts = range(0, num_experts, num_local)
+        experts_WL = tuple(tuple(range(start, start + num_local)) for start in starts)
+        return ExpertPlacement(num_experts=num_experts, experts_WL=experts_WL)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.experts_WL)
+
+    @property
+    def num_local(self) -> int:
+        """Experts of each rank, L."""
+        return len(self.experts_WL[0])
+
+    def ranks_of(self, expert: int) -> list[int]:
+        """Return the ranks that hold an expert, ascending: one a replica."""
+        return [rank for rank, experts in enumerate(self.experts_WL) if expert in experts]
+
+    @property
+    def replicated(self) -> list[int]:
+        """Return the experts that more than one rank holds, ascending."""
+        return [e for e in range(self.num_experts) if len(self.ranks_of(e)) > 1]
+
+    def replica_on(self, rank: int, expert: int) -> int:
+        """Return the number of the replica of an expert on a rank that holds it."""
+        return rank * self.num_local + self.experts_WL[rank].index(expert)
+
+
+def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the replicas between which the tokens of a rank take turns, for each expert.
+
+    A rank that holds an expert takes its own replica alone: nothing crosses the link.
+
+    Returns:
+        ``choices_EC``, replicas of each expert, with a last row for ``DROPPED``, ``(E + 1, C)``,
+        and how many of a row's columns count, ``(E + 1,)``; int64.
+
+    Example: ranks that hold (0, 1), (0, 2), (0, 3): on rank 0, expert 0 has choice 0 alone. If rank
+    2 held (3, 4) it would have choices 0 and 2.
+    """
+    choices: list[list[int]] = []
+    for expert in range(placement.num_experts):
+        ranks = placement.ranks_of(expert)
+        if rank in ranks:
+            ranks = [rank]
+        choices.append([placement.replica_on(each, expert) for each in ranks])
+    choices.append([DROPPED])
+    width = max(map(len, choices))
+    padded = [[*row, *row[:1] * (width - len(row))] for row in choices]
+    return torch.tensor(padded), torch.tensor([len(row) for row in choices])
+
+
+def choose_replicas(
+    topk_idx_TK: torch.Tensor,
+    choices_EC: torch.Tensor,
+    num_choices_E: torch.Tensor,
+    *,
+    rank: int,
+) -> torch.Tensor:
+    """Return the replica that each slot goes to, ``(T, K)`` int64; reads nothing on the host.
+
+    Tokens take turns by their index, each rank beginning with another replica. Ranks that send an
+    expert equally many tokens so load its replicas equally.
+
+    Args:
+        topk_idx_TK: expert ids, or ``DROPPED``, which stays.
+        choices_EC, num_choices_E: as from ``replica_choices`` for this rank.
+        rank: of the expert-parallel group.
+    """
+    turns_T1 = torch.arange(rank, rank + topk_idx_TK.shape[0], device=topk_idx_TK.device)[:, None]
+    # DROPPED, -1, is the last row.
+    return choices_EC[topk_idx_TK, turns_T1 % num_choices_E[topk_idx_TK]]
+
+
+def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
+    """Write the placements of a model's MoE layers, in order of layer, as JSON.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    table = {
+        "version": _VERSION,
+        "num_experts": placements[0].num_experts,
+        "layers": [placement.experts_WL for placement in placements],
+    }
+    try:
+        path.write_text(json.dumps(table) + "\n", encoding="ascii")
+    except OSError as error:
+        raise ValueError(f"placement ({path}) must be a file to write: {error.strerror}") from error
+
+
+def load_placements(
+    path: Path, *, num_experts: int, num_ranks: int, num_layers: int
+) -> list[ExpertPlacement]:
+    """Read what ``save_placements`` wrote, for a model and its ranks; one placement a MoE layer.
+
+    Args:
+        num_experts: of each MoE layer.
+        num_ranks: over which they are spread.
+        num_layers: MoE layers of the model. A file of one layer is for all of them.
+
+    Raises:
+        ValueError: the file is missing, damaged, of another version, or fits other sizes.
+    """
+    layers = _read_layers(path, num_experts=num_experts)
+    if len(layers) not in (1, num_layers):
+        raise ValueError(
+            f"placement ({path}) must have {num_layers} layers, the model's MoE layers, or one for "
+            f"all of them, and has {len(layers)}"
+        )
+    placements: list[ExpertPlacement] = []
+    for index, experts_WL in enumerate(layers):
+        try:
+            placement = ExpertPlacement(num_experts=num_experts, experts_WL=experts_WL)
+        except ValueError as error:
+            raise ValueError(
+                f"placement ({path}) must be right in layer {index}: {error}"
+            ) from None
+        if placement.num_ranks != num_ranks:
+            raise ValueError(
+                f"placement ({path}) must be for ep_size {num_ranks} and is for "
+                f"{placement.num_ranks} ranks"
+            )
+        placements.append(placement)
+    return placements * num_layers if len(placements) == 1 else placements
+
+
+def _read_layers(path: Path, *, num_experts: int) -> list[tuple[tuple[int, ...], ...]]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"placement ({path}) must be a readable file: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"placement ({path}) must be JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"placement ({path}) must be a table as halley plan balance writes it")
+    table = cast(dict[str, object], table)
+    if table.get("version") != _VERSION:
+        raise ValueError(
+            f"placement ({path}) must be of version {_VERSION} and is of {table.get('version')}"
+        )
+    if table.get("num_experts") != num_experts:
+        raise ValueError(
+            f"placement ({path}) must be for num_experts {num_experts} and is for "
+            f"{table.get('num_experts')}"
+        )
+    layers = table.get("layers")
+    if not _is_nested(layers, depth=3):
+        raise ValueError(f"placement ({path}) must have layers: a list of expert ids a rank each")
+    layers = cast(list[list[list[int]]], layers)
+    return [tuple(tuple(experts) for experts in layer) for layer in layers]
+
+
+def _is_nested(value: object, *, depth: int) -> bool:
+    """Return whether a value is lists of integers, so deep."""
+    if depth == 0:
+        return type(value) is int
+    return isinstance(value, list) and all(
+        _is_nested(each, depth=depth - 1) for each in cast(list[object], value)
+    )

@@ -1,0 +1,139 @@
+"""The experts that a rank holds, or its shards of them, as a module."""
+
+import torch
+from torch import nn
+
+from halley.core.placement import ExpertPlacement
+from halley.core.routing import local_experts
+from halley.core.sharding import shard_size, sharded_dims
+from halley.core.timeline import Recorder
+from halley.moe.parallel import ParallelGroups
+from halley.ops.replicas import Replicas
+
+
+class GroupedExperts(nn.Module):
+    """The weights of this rank's experts, stacked; names and layout are Hugging Face's.
+
+    Every parameter below such a module differs between the ranks of an expert-parallel group, and
+    is the same on the ranks of its "edp" group; ``expert_parameter_names`` tells them.
+
+    Where ranks share experts, each has a slice of the intermediate size; see ``core.sharding``.
+
+    Attributes:
+        expert_ids: the experts that the rows of each parameter belong to.
+        placement: of all ranks; where ranks share experts, of the sets that do.
+        replicas: the experts that other ranks of the group hold too; None where there are none on
+            any rank.
+        sharded_dims: where parameters, by name, have the intermediate size.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        up_size: int,
+        bias: bool,
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        device: torch.device,
+        placement: ExpertPlacement | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp_rank, self.tp_size = groups.tp_rank, groups.tp_size
+        if self.tp_size > 1 and (bias or placement is not None):
+            name = "expert_bias (true) must be false" if bias else "placement must be None"
+            raise ValueError(f"{name} where ranks share experts")
+        num_sets = groups.ep_size // self.tp_size
+        if placement is None:
+            local_experts(num_experts, ep_size=groups.ep_size, tp_size=self.tp_size)
+            placement = ExpertPlacement.plain(num_experts, num_ranks=num_sets)
+        _check_placement(placement, num_experts=num_experts, ep_size=num_sets)
+        self.placement = placement
+        self.expert_ids = placement.experts_WL[groups.ep_rank // self.tp_size]
+        self.replicas: Replicas | None = None
+        if groups.ep is not None and placement.replicated:
+            self.replicas = Replicas(
+                placement,
+                rank=groups.ep_rank,
+                group=groups.ep,
+                device=device,
+                recorder=recorder or Recorder(device, enabled=False),
+            )
+        up, down = sharded_dims(parts=up_size // intermediate_size)
+        self.sharded_dims = {"gate_up_proj": up, "down_proj": down}
+        intermediate_size = shard_size(intermediate_size, tp_size=self.tp_size)
+        up_size = up.parts * intermediate_size
+
+        def empty(*shape: int) -> nn.Parameter:
+            num_local = placement.num_local
+            return nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device))
+
+        self.gate_up_proj = empty(up_size, hidden_size)
+        self.down_proj = empty(hidden_size, intermediate_size)
+        self.gate_up_proj_bias = empty(up_size) if bias else None
+        self.down_proj_bias = empty(hidden_size) if bias else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each rank holds a range of experts, in order of rank."""
+        experts = [expert for held in self.placement.experts_WL for expert in held]
+        return experts == list(range(self.placement.num_experts))
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a parameter of one expert has on all ranks together."""
+        shape = list(self.get_parameter(name).shape[1:])
+        if name in self.sharded_dims:
+            shape[self.sharded_dims[name].dim] *= self.tp_size
+        return tuple(shape)
+
+    def own_part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of a parameter of one expert, or of some, given whole."""
+        if name not in self.sharded_dims:
+            return weight
+        dim = self.sharded_dims[name]
+        return dim.shard(weight, tp_rank=self.tp_rank, tp_size=self.tp_size)
+
+    def kept_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a parameter, or of what belongs to it, as checkpoints keep it.
+
+        In it the shards of ranks that share experts are ranges.
+        """
+        dim = self.sharded_dims.get(name)
+        return tensor if dim is None else dim.apart(tensor)
+
+    def count_once(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the rows of experts that no lower rank holds: over all ranks, each expert once.
+
+        Args:
+            gradient: of one of the parameters.
+        """
+        if self.replicas is None:
+            return gradient
+        return gradient[self.replicas.first]
+
+
+def _check_placement(placement: ExpertPlacement, *, num_experts: int, ep_size: int) -> None:
+    if placement.num_experts != num_experts:
+        raise ValueError(
+            f"placement ({placement.num_experts} experts) must be for num_experts {num_experts}"
+        )
+    if placement.num_ranks != ep_size:
+        raise ValueError(f"placement ({placement.num_ranks} ranks) must be for ep_size {ep_size}")
+
+
+def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
+    """Return the module of each parameter that is sharded over the expert-parallel group."""
+    return {
+        f"{prefix}.{name}" if prefix else name: module
+        for prefix, module in model.named_modules()
+        if isinstance(module, GroupedExperts)
+        for name, _ in module.named_parameters()
+    }
+
+
+def expert_parameter_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are sharded over the expert-parallel group."""
+    return set(grouped_experts(model))

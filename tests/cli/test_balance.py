@@ -1,0 +1,85 @@
+"""``halley plan balance``: from the counts of a run to a placement that the run goes on with."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from halley.cli.main import main
+from halley.core.placement import load_placements
+from tests.rank_pool import RunRanks
+from tests.train.run_case import make_config, train_on_ranks, write_text
+
+
+def test_loads_and_price_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Expert 0 has half of all. On both ranks it leaves each as much to do as the other."""
+    counts, output = tmp_path / "counts.json", tmp_path / "placement.json"
+    counts.write_text("[[12, 0, 0, 0, 6, 6, 0, 0], [3, 3, 3, 3, 3, 3, 3, 3]]")
+    options = f"--ranks 4 --spare 1 --model mixtral-8x7b --output {output}"
+    assert main(["plan", "balance", str(counts), *options.split()]) == 0
+    out, table = capsys.readouterr()
+    assert json.loads(out) == {
+        "max_over_mean_before": (12 + 6) / 12,  # rank 0 and 2 have 12 each, then all of them 6
+        "max_over_mean_after": 1.0,
+        "spare_experts_per_rank": 1,
+        "spare_bytes_per_rank": 3 * 4096 * 14336 * 2,
+        "layers": [
+            {
+                "max_over_mean_before": 2.0,
+                "max_over_mean_after": 1.0,
+                "spare_experts_per_rank": 1,
+            },
+            {
+                "max_over_mean_before": 1.0,
+                "max_over_mean_after": 1.0,
+                "spare_experts_per_rank": 0,
+            },
+        ],
+        "output": str(output),
+    }
+    assert "200 0 200 0" in table
+    assert "100 100 100 100" in table
+    assert "1 spare experts a rank in 2 layers: 336 MiB of weights in bfloat16" in table
+    first, second = load_placements(output, num_experts=8, num_ranks=4, num_layers=2)
+    assert (first.num_local, second.num_local) == (3, 2)
+
+
+def test_a_run_goes_on_with_the_placement_of_its_counts(
+    run_ranks: RunRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(write_text(tmp_path), num_steps=3)
+    run_ranks(train_on_ranks, 2, config)
+    output, placement = Path(config.output), tmp_path / "placement.json"
+    options = f"--ranks 2 --spare 1 --output {placement}"
+    assert main(["plan", "balance", str(output / "counts.json"), *options.split()]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["max_over_mean_after"] < told["max_over_mean_before"]
+    longer = dataclasses.replace(config.train, num_steps=5)
+    config = dataclasses.replace(config, train=longer, placement=str(placement))
+    assert run_ranks(train_on_ranks, 2, config) == [[4, 5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("{folder}/none.json --ranks 2", "none.json) must be a readable file: No such file"),
+        ("{folder}/damaged.json --ranks 2", "damaged.json) must be JSON: "),
+        ("{folder}/counts.json --ranks 0", "ranks (0) must be at least 1"),
+        ("{folder}/counts.json --ranks 2 --spare 3", "spare (3) must leave a rank at most all ex"),
+        ("{folder}/counts.json --ranks 2 --model tiny", "model (tiny) must have the experts of"),
+        ("{folder}/counts.json --ranks 2 --model tinny", "model (tinny) must be one of"),
+        ("{folder}/counts.json", "--ranks"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    (tmp_path / "counts.json").write_text("[4, 1, 1, 1]")
+    (tmp_path / "damaged.json").write_text("[4, 1")
+    words = arguments.format(folder=tmp_path).split()
+    assert main(["plan", "balance", *words, "--output", str(tmp_path / "placement.json")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+    assert not (tmp_path / "placement.json").exists()

@@ -1,0 +1,217 @@
+"""Layers that run a placement with replicas, against the reference and the plain placement."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from halley.core.placement import ExpertPlacement
+from halley.core.reference import moe_reference
+from halley.core.skew import zipf_load
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.moe.layer import MoELayer
+from halley.moe.parallel import ParallelGroups, build_groups, global_norm
+from halley.moe.strategy import build_strategy
+from tests.moe.model_case import CPU, MODELS, destroy
+from tests.rank_pool import RunRanks
+
+
+HIDDEN, NUM_EXPERTS = 16, 8
+NUM_TOKENS = (11, 0, 7, 20)  # of each rank
+PLACEMENTS = {
+    2: ((0, 1, 3, 5, 6), (0, 2, 3, 4, 7)),
+    4: ((0, 1, 2), (0, 1, 3), (0, 1, 4), (5, 6, 7)),  # no replica on the last
+}
+LOADS = {
+    "zipf": zipf_load(NUM_EXPERTS, exponent=1.2, top_k=2),
+    "one takes all": torch.tensor([1.0] + [1e-9] * 7),
+    "one is empty": torch.tensor([0.0] + [1 / 7] * 7),
+}
+
+
+def _placement(num_ranks: int) -> ExpertPlacement:
+    return ExpertPlacement(num_experts=NUM_EXPERTS, experts_WL=PLACEMENTS[num_ranks])
+
+
+def _build(
+    kind: str,
+    groups: ParallelGroups,
+    strategy: str,
+    *,
+    load: str,
+    dtype: torch.dtype = torch.float32,
+    placed: bool = True,
+) -> MoELayer:
+    """Return a layer whose router gives experts about that load; weights are by expert."""
+    layer = MoELayer(
+        MODELS[kind].moe,
+        HIDDEN,
+        strategy=build_strategy(
+            strategy, groups.ep, recorder=Recorder(CPU), device=CPU, num_chunks=2
+        ),
+        groups=groups,
+        placement=_placement(groups.ep_size) if placed else None,
+        dtype=dtype,
+    )
+    with torch.no_grad():
+        for seed, (name, parameter) in enumerate(layer.named_parameters()):
+            generator = torch.Generator().manual_seed(seed)
+            if name.startswith("experts."):
+                shape = (NUM_EXPERTS, *parameter.shape[1:])
+                values = 0.4 * torch.randn(shape, generator=generator)
+                parameter.copy_(values[list(layer.experts.expert_ids)])
+            else:
+                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+        layer.router.weight[:, 0] = LOADS[load].clamp_min(1e-9).log().float()
+    return layer
+
+
+def _tokens(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = (NUM_TOKENS[rank], HIDDEN)
+    x_TD = torch.randn(shape, generator=generator)
+    x_TD[:, 0] = 1.0  # the router's first column is what all tokens like of an expert
+    return x_TD.to(dtype).requires_grad_(), torch.randn(shape, generator=generator).to(dtype)
+
+
+def _run(layer: MoELayer, rank: int) -> dict[str, torch.Tensor]:
+    """Return output, counts and gradients of a rank's tokens."""
+    x_TD, grad_TD = _tokens(rank, layer.router.weight.dtype)
+    out = layer(x_TD)
+    ((out.y * grad_TD).sum() + out.router_loss).backward()
+    assert x_TD.grad is not None
+    values = {"y": out.y.detach(), "x": x_TD.grad, "counts": out.counts_E}
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    assert grads.keys() == dict(layer.named_parameters()).keys()
+    return values | grads
+
+
+def _expected(
+    kind: str, load: str, dtype: torch.dtype, *, num_ranks: int, rank: int
+) -> dict[str, torch.Tensor]:
+    layer = _build(kind, ParallelGroups(), "sequential", load=load, dtype=dtype, placed=False)
+    results: dict[str, torch.Tensor] = {}
+    for source in range(num_ranks):
+        x_TD, grad_TD = _tokens(source, dtype)
+        routed = layer.router(x_TD)
+        y_TD = moe_reference(x_TD, routed.routing, layer.local_experts())
+        layer.router.weight.grad = None  # of this rank's tokens alone
+        ((y_TD * grad_TD).sum() + routed.loss).backward()
+        if source == rank:
+            assert x_TD.grad is not None
+            assert layer.router.weight.grad is not None
+            results |= {"y": y_TD.detach(), "x": x_TD.grad, "counts": routed.counts_E}
+            results["router.weight"] = layer.router.weight.grad
+    place = list(PLACEMENTS[num_ranks][rank])
+    for name, parameter in layer.experts.named_parameters():
+        assert parameter.grad is not None
+        results[f"experts.{name}"] = parameter.grad[place]
+    return results
+
+
+def _check(
+    rank: int,
+    num_ranks: int,
+    kind: str,
+    strategies: list[str],
+    loads: list[str],
+    dtype: torch.dtype,
+) -> list[dict[str, torch.Tensor]]:
+    """Compare each strategy with the reference; return the experts' gradients of each run."""
+    groups = build_groups(0, device_type="cpu")
+    found: list[dict[str, torch.Tensor]] = []
+    for load in loads:
+        want = _expected(kind, load, dtype, num_ranks=num_ranks, rank=rank)
+        for strategy in strategies:
+            got = _run(_build(kind, groups, strategy, load=load, dtype=dtype), rank)
+            counts_E = got.pop("counts")
+            assert torch.equal(counts_E, want["counts"])
+            if load != "zipf":
+                assert counts_E[0] == (NUM_TOKENS[rank] if load == "one takes all" else 0)
+            for name, value in got.items():
+                error = relative_error(value, want[name])
+                assert error <= RELATIVE_TOLERANCE[dtype], f"{strategy} {load} {name}"
+            found.append({n: g for n, g in got.items() if n.startswith("experts.")})
+    destroy(groups)
+    return found
+
+
+def _check_equal_replicas(by_rank: list[list[dict[str, torch.Tensor]]]) -> None:
+    """Check that an expert's gradients have the same bits on all ranks that hold it."""
+    placement = _placement(len(by_rank))
+    for expert in placement.replicated:
+        first, *others = placement.ranks_of(expert)
+        for other in others:
+            for mine, theirs in zip(by_rank[first], by_rank[other], strict=True):
+                for name, gradient in mine.items():
+                    place, there = (placement.experts_WL[r].index(expert) for r in (first, other))
+                    assert torch.equal(gradient[place], theirs[name][there]), name
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "strategies", "loads", "dtype"),
+    [
+        (2, "softmax", ["sequential", "chunked", "functional"], list(LOADS), torch.float32),
+        (4, "softmax", ["sequential", "chunked", "functional"], list(LOADS), torch.float32),
+        (2, "softmax", ["fused"], ["one takes all", "one is empty"], torch.float32),
+        (2, "softmax", ["unfused"], ["zipf"], torch.float32),
+        (4, "softmax", ["fused"], ["zipf"], torch.float32),
+        (2, "softmax", ["sequential", "fused"], ["zipf"], torch.bfloat16),
+        (4, "switch", ["sequential"], ["zipf"], torch.float32),  # drops slots
+        (2, "biases", ["sequential", "chunked"], ["zipf"], torch.float32),
+    ],
+    ids=["2", "4", "2, fused", "2, unfused", "4, fused", "bfloat16", "dropped slots", "biases"],
+)
+def test_placed_layers_are_the_reference(
+    run_ranks: RunRanks,
+    num_ranks: int,
+    kind: str,
+    strategies: list[str],
+    loads: list[str],
+    dtype: torch.dtype,
+) -> None:
+    _check_equal_replicas(run_ranks(_check, num_ranks, kind, strategies, loads, dtype))
+
+
+def _norms(rank: int, num_ranks: int) -> tuple[float, float]:
+    """Return the norm of the experts' gradients with replicas and without."""
+    groups = build_groups(0, device_type="cpu")
+    norms = []
+    for placed in (True, False):
+        layer = _build("softmax", groups, "sequential", load="zipf", placed=placed)
+        _run(layer, rank)
+        gradients = [p.grad for p in layer.experts.parameters() if p.grad is not None]
+        once = [layer.experts.count_once(gradient) for gradient in gradients]
+        norms.append(float(global_norm((), once, groups=groups)))
+    destroy(groups)
+    return norms[0], norms[1]
+
+
+def test_the_norm_counts_replicas_once(run_ranks: RunRanks) -> None:
+    for with_replicas, without in run_ranks(_norms, 4):
+        assert with_replicas == pytest.approx(without, rel=1e-6)
+
+
+def _refuse_main_grad(rank: int, num_ranks: int) -> None:
+    groups = build_groups(0, device_type="cpu")
+    layer = _build("softmax", groups, "fused", load="zipf")
+    weight = layer.experts.down_proj
+    vars(weight)["main_grad"] = torch.zeros_like(weight)
+    with pytest.raises(ValueError, match=r"main_grad \(a buffer\) must be None on experts of"):
+        layer(_tokens(rank, torch.float32)[0])
+    destroy(groups)
+
+
+def test_main_grad_is_refused(run_ranks: RunRanks) -> None:
+    run_ranks(_refuse_main_grad, 2)
+
+
+def test_placements_of_other_layers_are_named() -> None:
+    moe = MODELS["softmax"].moe
+    strategy = build_strategy("sequential", None, recorder=Recorder(CPU), device=CPU)
+    with pytest.raises(ValueError, match=r"placement \(2 ranks\) must be for ep_size 1"):
+        MoELayer(moe, HIDDEN, placement=_placement(2), strategy=strategy)
+    more = dataclasses.replace(moe, num_experts=9)
+    with pytest.raises(ValueError, match=r"placement \(8 experts\) must be for num_experts 9"):
+        MoELayer(more, HIDDEN, placement=ExpertPlacement.plain(8, num_ranks=1), strategy=strategy)

@@ -1,0 +1,112 @@
+"""Gradients of replicas on four ranks, by hand: whose are summed, in which order, and who sends."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.placement import ExpertPlacement
+from halley.core.timeline import Recorder
+from halley.core.types import Experts
+from halley.ops.replicas import Replicas, share_gradients
+from tests.rank_pool import RunRanks
+
+
+CPU = torch.device("cpu")
+# Expert 0 on three ranks, expert 1 on two, and rank 3 has none that another has.
+PLACEMENT = ExpertPlacement(num_experts=5, experts_WL=((0, 1), (0, 2), (0, 1), (3, 4)))
+
+
+def _replicas(rank: int, recorder: Recorder | None = None) -> Replicas:
+    group = dist.group.WORLD
+    assert group is not None
+    recorder = recorder or Recorder(CPU, enabled=False)
+    return Replicas(PLACEMENT, rank=rank, group=group, device=CPU, recorder=recorder)
+
+
+def _experts(rank: int) -> Experts:
+    """Return experts whose weights are all different."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.rand(2, *shape, generator=generator).requires_grad_()
+
+    return Experts(up_LGD=leaf(2, 3), down_LDF=leaf(3, 1), up_bias_LG=leaf(2))
+
+
+def _backward(rank: int, num_ranks: int) -> tuple[list[list[float]], int]:
+    """Give weight w of expert e on rank r the gradient ``10^r * (e + 1) * w``; return all."""
+    recorder = Recorder(CPU)
+    experts = _experts(rank)
+    shared = share_gradients(experts, _replicas(rank, recorder))
+    assert shared.down_bias_LD is None
+    loss = torch.zeros(())
+    weights = (experts.up_LGD, experts.down_LDF, experts.up_bias_LG)
+    for number, weight in enumerate((shared.up_LGD, shared.down_LDF, shared.up_bias_LG), start=1):
+        assert weight is not None
+        assert torch.equal(weight, weights[number - 1])  # type: ignore[arg-type]
+        for place, expert in enumerate(PLACEMENT.experts_WL[rank]):
+            loss = loss + 10.0**rank * (expert + 1) * number * weight[place].sum()
+    loss.backward()
+    grads = [weight.grad for weight in weights if weight is not None and weight.grad is not None]
+    for grad in grads:
+        assert all(len(each.unique()) == 1 for each in grad)
+    waits = [span for span in recorder.collect() if span.name == "replicas.wait"]
+    return [[each.flatten()[0].item() for each in grad] for grad in grads], len(waits)
+
+
+def test_gradients_are_summed_over_the_ranks_that_hold_an_expert(run_ranks: RunRanks) -> None:
+    first = [[111.0, 2 * 101.0], [111.0, 30.0], [111.0, 2 * 101.0], [4000.0, 5000.0]]
+    for (grads, num_waits), want in zip(run_ranks(_backward, 4), first, strict=True):
+        assert grads == [[number * value for value in want] for number in (1, 2, 3)]
+        assert num_waits == 1  # one collective for all weights
+
+
+def _round(rank: int, num_ranks: int) -> tuple[list[float], list[float]]:
+    """Sum what bfloat16 would lose if it were rounded on the way; take the first rank's."""
+    values = [256.0, 1.0, 1.0, 0.0]
+    gradient = torch.full((2, 1), values[rank], dtype=torch.bfloat16)
+    replicas = _replicas(rank)
+    (total,), (first,) = replicas.sum([gradient]), replicas.take_first([gradient])
+    assert total.dtype == first.dtype == torch.bfloat16
+    assert gradient.unique().tolist() == [values[rank]]  # as it was
+    return total.flatten().tolist(), first.flatten().tolist()
+
+
+def test_sums_are_rounded_once(run_ranks: RunRanks) -> None:
+    """256 + 1 is 256 in bfloat16, 256 + 2 is 258."""
+    assert run_ranks(_round, 4) == [
+        ([258.0, 256.0], [256.0, 256.0]),  # expert 1: 256 + 1, a tie, goes to the even 256
+        ([258.0, 1.0], [256.0, 1.0]),
+        ([258.0, 256.0], [256.0, 256.0]),
+        ([0.0, 0.0], [0.0, 0.0]),
+    ]
+
+
+def _firsts(rank: int, num_ranks: int) -> list[int]:
+    return _replicas(rank).first.tolist()
+
+
+def test_each_expert_is_first_on_one_rank(run_ranks: RunRanks) -> None:
+    assert run_ranks(_firsts, 4) == [[0, 1], [1], [], [0, 1]]
+
+
+def _sent(rank: int, num_ranks: int) -> int:
+    """Return the elements that this rank sends."""
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def count(received: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(rows.numel())
+        return exchange(received, rows, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", count)
+        _replicas(rank).sum([torch.ones(2, 5)])
+    return sum(sent)
+
+
+def test_only_gradients_of_replicas_travel(run_ranks: RunRanks) -> None:
+    """Expert 0 goes to two ranks from each of three, expert 1 to one."""
+    assert run_ranks(_sent, 4) == [15, 10, 15, 0]
