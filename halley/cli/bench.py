@@ -83,9 +83,7 @@ def layer(
     _check_graphs(max_load, on_gpu=on_gpu)
     for case in cases:
         check_experts(case, ep_size=num_ranks, tp_size=tp_size)
-    if output is not None:
-        check_package("matplotlib", extra="plot", option=f"output ({output})")
-        check_writable(output)
+    _check_output(output)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
@@ -219,6 +217,12 @@ def _strategies(words: str) -> list[str]:
     for name in names:
         check_strategy(name)
     return names
+
+
+def _check_output(output: Path | None) -> None:
+    if output is not None:
+        check_package("matplotlib", extra="plot", option=f"output ({output})")
+        check_writable(output)
 
 
 def _check_graphs(max_load: float, *, on_gpu: bool) -> None:

@@ -1,0 +1,137 @@
+"""The fused strategy in CUDA graphs: replays have the bits of eager calls, and say what overflowed.
+
+TRITON_INTERPRET=0 pytest tests/strategies/test_fused_graphs_cuda.py
+"""
+
+import dataclasses
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, Routing, Save
+from halley.kernels.switch import INTERPRETED
+from halley.ops.workspaces import Workspaces
+from halley.perf.graphs import captured
+from halley.strategies.fused import FusedStrategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens
+
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() and not INTERPRETED else 0
+TOKENS = (200, 120, 0, 77)
+SKEWS = ("balanced", "zipf:1.2", "empty-expert")
+
+pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs and TRITON_INTERPRET=0")
+
+each_size = pytest.mark.parametrize("num_ranks", [n for n in (2, 4) if n <= NUM_GPUS] or [2])
+
+
+class Layer:
+    """One rank's part of a layer in tensors that stay where they are, for graphs to run on."""
+
+    def __init__(self, case: LayerCase, rank: int, workspaces: Workspaces, save: Save) -> None:
+        device = workspaces.device
+        recorder = Recorder(device, enabled=False)
+        self.case, self.rank = case, rank
+        self.strategy = FusedStrategy(workspaces, recorder=recorder, save=save)
+        x_TD, routing, grad_TD = make_tokens(case, rank)
+        self.x_TD, self.grad_TD = (part.detach().to(device) for part in (x_TD, grad_TD))
+        self.idx_TK = routing.topk_idx_TK.to(device)
+        self.weights_TK = routing.topk_weights_TK.detach().to(device)
+        experts = local_experts_of(case, rank)
+        up, down = (w.detach().to(device) for w in (experts.up_LGD, experts.down_LDF))
+        self.experts: Experts = dataclasses.replace(experts, up_LGD=up, down_LDF=down)
+        self.leaves = (self.x_TD, self.weights_TK, up, down)
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+        self.out: list[torch.Tensor] = []
+
+    def load(self, skew: str, seed: int) -> None:
+        """Take other tokens, routing and gradients."""
+        case = dataclasses.replace(self.case, skew=skew, seed=seed)
+        x_TD, routing, grad_TD = make_tokens(case, self.rank)
+        with torch.no_grad():
+            self.x_TD.copy_(x_TD)
+            self.weights_TK.copy_(routing.topk_weights_TK)
+        self.idx_TK.copy_(routing.topk_idx_TK)
+        self.grad_TD.copy_(grad_TD)
+
+    def run(self) -> None:
+        """Run forward and backward into ``out``."""
+        routing = Routing(topk_idx_TK=self.idx_TK, topk_weights_TK=self.weights_TK)
+        y_TD = self.strategy.forward(self.x_TD, routing, self.experts)
+        self.out = [y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.grad_TD)]
+
+
+def _device(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _case(num_ranks: int) -> LayerCase:
+    return LayerCase(num_tokens_W=TOKENS[:num_ranks], num_experts=12, top_k=3, dtype=torch.bfloat16)
+
+
+def _replay(rank: int, num_ranks: int, save: Save) -> None:
+    workspaces = Workspaces(dist.group.WORLD, _device(rank), max_load=3.0)
+    layer = Layer(_case(num_ranks), rank, workspaces, save)
+    replay = captured(layer.run, device=workspaces.device)
+    results = layer.out
+    for seed, skew in enumerate(SKEWS * 2):
+        layer.load(skew, seed)
+        replay()
+        torch.cuda.synchronize()
+        workspaces.check()
+        got = [part.clone() for part in results]
+        layer.run()  # between replays, in the same buffers
+        torch.cuda.synchronize()
+        for index, (value, want) in enumerate(zip(got, layer.out, strict=True)):
+            assert torch.equal(value, want), f"output {index}, {skew}, {save}"
+    workspaces.close()
+
+
+@each_size
+def test_replays_have_the_bits_of_eager_calls(run_ranks: RunRanks, num_ranks: int) -> None:
+    for save in get_args(Save):
+        run_ranks(_replay, num_ranks, save, timeout_s=180)
+
+
+def _overflow(rank: int, num_ranks: int) -> str:
+    workspaces = Workspaces(dist.group.WORLD, _device(rank), max_load=1.0, timeout_s=5.0)
+    layer = Layer(_case(num_ranks), rank, workspaces, "all")
+    replay = captured(layer.run, device=workspaces.device)
+    replay()
+    torch.cuda.synchronize()
+    workspaces.check()
+    layer.idx_TK.copy_(torch.arange(3).expand_as(layer.idx_TK))  # all of them on rank 0
+    replay()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError) as caught:
+        workspaces.check()
+    return str(caught.value)
+
+
+@each_size
+def test_a_replay_that_overflows_is_an_error_on_all_ranks(
+    run_ranks: RunRanks, num_ranks: int
+) -> None:
+    for rank, said in enumerate(run_ranks(_overflow, num_ranks, timeout_s=180)):
+        assert said.startswith(f"rank {rank}: the experts of rank 0 got "), said
+        assert "more than max_load makes room for" in said
+
+
+def _capture_exact(rank: int, num_ranks: int) -> str:
+    workspaces = Workspaces(dist.group.WORLD, _device(rank))
+    layer = Layer(_case(num_ranks), rank, workspaces, "all")
+    with pytest.raises(RuntimeError) as caught:
+        captured(layer.run, device=workspaces.device)
+    return str(caught.value)
+
+
+def test_a_graph_needs_max_load(run_ranks: RunRanks) -> None:
+    for said in run_ranks(_capture_exact, 2, timeout_s=180):
+        assert "a CUDA graph of strategy fused needs max_load" in said
