@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS
+from halley.kernels.link import hold_link
 from halley.kernels.peer import peer_ptr, signal
 
 
@@ -33,9 +34,9 @@ def _load_sends(first, plan, LAYOUT: tl.constexpr, WEIGHTED: tl.constexpr, ROWS:
 
 @triton.jit
 def combine_task(
-    task, chunk, z_RD, plan, home_ptrs_W, rank,
+    task, chunk, z_RD, plan, home_ptrs_W, rank, status,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
+    STAGES: tl.constexpr, WEIGHTED: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows of some sends over one chunk of columns and store the sums at their home.
 
@@ -47,7 +48,7 @@ def combine_task(
     inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
     weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
     first = task * _TASK_ROWS
-    _, row_RK, _ = _load_sends(first, plan, LAYOUT, False, _TASK_ROWS)
+    origin_S, row_RK, _ = _load_sends(first, plan, LAYOUT, False, _TASK_ROWS)
     most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
     acc = tl.zeros((ROWS, CHUNK), tl.float32)
     # One loop over sends and slots, so that rows of the next sends are on their way meanwhile.
@@ -73,6 +74,11 @@ def combine_task(
             to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
             tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=there[:, None] & inside)
             acc = tl.zeros((ROWS, CHUNK), tl.float32)
+    if LINK > 0:  # before the caller tells the peers that the sums stand
+        away = (origin_S >= 0) & (origin_S // LAYOUT.max_tokens != rank)
+        columns = tl.minimum(HIDDEN_SIZE - chunk * CHUNK, CHUNK)
+        row_bytes = columns * (z_RD.dtype.element_ty.primitive_bitwidth // 8)
+        hold_link(status + 2, tl.sum(away.to(tl.int32), axis=0) * row_bytes, LINK)
 
 
 @triton.jit

@@ -167,7 +167,7 @@ def dispatch_gemm_kernel(
     num_fetchers, capacity, fetch_part, multiply_part, status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, FORM: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Fetch and multiply by tickets. A ``_part`` is 1, or 0 to leave that out.
@@ -214,8 +214,8 @@ def dispatch_gemm_kernel(
                     clear_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, CLEAR, ROWS, COLUMNS)
             elif task < num_tasks:
                 fetch_task(
-                    task - num_clear, stage_ptrs_W, first_token, sends_SD, x_RD, plan,
-                    LAYOUT, FORM.sends, HIDDEN_SIZE, ROWS, COLUMNS,
+                    task - num_clear, stage_ptrs_W, first_token, sends_SD, x_RD, plan, status,
+                    LAYOUT, FORM.sends, HIDDEN_SIZE, ROWS, COLUMNS, LINK,
                 )  # fmt: skip
             more = task + 1 < num_tasks
             fetching = task + 1 < num_first
@@ -374,7 +374,8 @@ def _constants(
 ) -> tuple[object, ...]:
     return (
         layout, form, hidden_size, inner_size, form.tile_columns(tile),
-        *knobs.fetch_block(hidden_size), tile.block_n, tile.block_k, tile.group, tile.run,
+        *knobs.fetch_block(hidden_size), knobs.link_bytes_per_us,
+        tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip
 
 

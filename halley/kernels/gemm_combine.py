@@ -141,6 +141,7 @@ def gemm_combine_kernel(
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, HOME_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    LINK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Multiply, combine and sum by tickets. A ``_part`` is 1, or 0 to leave that out.
@@ -197,8 +198,8 @@ def gemm_combine_kernel(
         if combine:
             within = task - chunk * tasks_a_chunk
             combine_task(
-                within, chunk, z_RD, plan, home_ptrs_W, rank,
-                LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD,
+                within, chunk, z_RD, plan, home_ptrs_W, rank, status,
+                LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD, LINK,
             )  # fmt: skip
             if BACKWARD:
                 if chunk == 0:
@@ -391,6 +392,6 @@ def _constants(
 ) -> tuple[object, ...]:
     return (
         layout, num_parts, product.shape[1], rows.shape[1], knobs.combine_rows,
-        knobs.combine_stages, knobs.home_rows, knobs.chunk_columns,
+        knobs.combine_stages, knobs.home_rows, knobs.chunk_columns, knobs.link_bytes_per_us,
         tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip

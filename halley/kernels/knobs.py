@@ -48,6 +48,7 @@ class Knobs:
         chunk_columns: columns of the down projection that are combined at once; a power of two,
             and a multiple of the columns of a tile.
         home_rows: tokens of one task of the sum at home.
+        link_bytes_per_us: rate of an emulated link, each way; 0 is the link there is.
     """
 
     num_programs: int = 0
@@ -64,6 +65,7 @@ class Knobs:
     combine_stages: int = 4
     chunk_columns: int = 1024
     home_rows: int = 16
+    link_bytes_per_us: int = 0
 
     def fetch_block(self, hidden_size: int) -> tuple[int, int]:
         """Return rows and columns of the piece that a fetching program keeps in flight."""

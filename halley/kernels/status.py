@@ -1,13 +1,16 @@
 """What the device tells the host without being asked: a failed wait, the size of a plan.
 
-``status`` is one int64 word in device memory, zero as long as all is well. ``host_words`` are
-four int64 words that the host reads without a copy (pinned memory): the same failure, how many
+``status`` are int64 words in device memory: the first is zero as long as all is well, the others
+say until when an emulated link into and out of this rank is busy (``kernels.link``). ``host_words``
+are four int64 words that the host reads without a copy (pinned memory): the same failure, how many
 rows the last plan has, 0 or the most tokens of a rank that has more than the layout holds, and how
 many sends the plan has, in whole tasks.
 """
 
 import torch
 
+
+STATUS_WORDS = 3
 
 PLAN, DISPATCH, COMBINE, HOME, STAGE, ORDER, EPOCHS, ROWS, TOKENS = range(1, 10)
 

@@ -8,7 +8,7 @@ import torch
 from halley.kernels.knobs import Knobs
 from halley.kernels.layout import TASK_ROWS, Layout
 from halley.kernels.plan_words import EPOCH, NUM_MARKS
-from halley.kernels.status import check
+from halley.kernels.status import STATUS_WORDS, check
 from halley.symm.heap import AbstractSymmHeap, SymmTensor
 
 
@@ -89,7 +89,7 @@ class Workspace:
         timeout_s: how long a kernel waits for a peer.
 
     Attributes:
-        status: int64, zero as long as no wait has failed.
+        status: see ``kernels.status``.
         marks: how far the making of a plan has come, and how many passes there were.
         max_rows: rows of any call, if the host does not ask for its own; else 0.
         host_words: what the kernels tell the host, see ``kernels.status``.
@@ -112,7 +112,7 @@ class Workspace:
         if self.num_programs == 0:
             self.num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         with torch.inference_mode(mode=False):
-            self.status = torch.zeros(1, dtype=torch.int64, device=device)
+            self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
             self.marks = torch.zeros(NUM_MARKS, dtype=torch.int32, device=device)
             on_gpu = device.type == "cuda"
             self.host_words = torch.zeros(4, dtype=torch.int64, pin_memory=on_gpu)

@@ -19,7 +19,7 @@ from halley.kernels.layout import Layout
 from halley.kernels.plan import make_plan
 from halley.kernels.plan_words import EPOCH, NUM_MARKS
 from halley.kernels.stage import stage_again
-from halley.kernels.status import check
+from halley.kernels.status import STATUS_WORDS, check
 from halley.kernels.weight_gemm import weight_gemm
 from halley.symm.heap import AbstractSymmHeap, SymmTensor
 from halley.symm.threads import ThreadWorld
@@ -217,7 +217,7 @@ class KernelRank:
         self.weights_home = heap.zeros(slots, torch.float32)
         self.experts = share_of(make_experts(case), self.rank, num_ranks=case.num_ranks)
         self.marks = torch.zeros(NUM_MARKS, dtype=torch.int32)
-        self.status = torch.zeros(1, dtype=torch.int64)
+        self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64)
         self.host_words = torch.zeros(4, dtype=torch.int64)
         self.plan = torch.empty(0, dtype=torch.int32)
 
