@@ -22,7 +22,8 @@ from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.moe.parallel import build_groups
 from halley.moe.world import join_world
-from halley.perf.bench import bench_layer, build_candidates
+from halley.perf.bench import bench_layer
+from halley.perf.candidates import build_candidates
 from halley.perf.floor import measure_link
 from halley.perf.layer_case import LayerCase
 from halley.perf.results import Row, machine_keys, write_rows

@@ -20,7 +20,8 @@ from halley.core.skew import parse_load
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import check_strategy
 from halley.moe.world import pick_device
-from halley.perf.bench import LayerCase, check_experts, measure_layers
+from halley.perf.bench import LayerCase, measure_layers
+from halley.perf.candidates import check_experts
 from halley.perf.charts import draw_layer_bench
 from halley.perf.model_bench import measure_models
 from halley.perf.model_case import ModelCase, check_memory, cut_model
@@ -55,6 +56,7 @@ def layer(
     skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
     tp_size: Annotated[int, typer.Option(help="Ranks that share each expert.")] = 1,
     max_load: Annotated[float, typer.Option(help="Also CUDA graphs, with that room; 0 none.")] = 0,
+    link: Annotated[float, typer.Option(help="GB/s of a link to emulate; 0 is the link.")] = 0,
     spare: SpareOption = None,
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
@@ -81,6 +83,7 @@ def layer(
     names = _strategies(strategies)
     _check_samples(samples)
     _check_graphs(max_load, on_gpu=on_gpu)
+    _check_link(link, names)
     for case in cases:
         check_experts(case, ep_size=num_ranks, tp_size=tp_size)
     _check_output(output)
@@ -99,14 +102,19 @@ def layer(
                 num_samples=samples,
                 commit=commit,
                 max_load=max_load,
+                link_gb_per_s=link,
                 on_progress=on_progress,
             )
         if world.is_first:
-            if output is not None:
-                write_rows(rows, output)
-                draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
-            _print(layer_table(rows), rows)
+            _report(rows, output)
     return 0
+
+
+def _report(rows: list[Row], output: Path | None) -> None:
+    if output is not None:
+        write_rows(rows, output)
+        draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
+    _print(layer_table(rows), rows)
 
 
 @app.command("model")
@@ -223,6 +231,19 @@ def _check_output(output: Path | None) -> None:
     if output is not None:
         check_package("matplotlib", extra="plot", option=f"output ({output})")
         check_writable(output)
+
+
+def _check_link(gb_per_s: float, strategies: list[str]) -> None:
+    if gb_per_s < 0 or 0 < gb_per_s < 0.001:
+        raise ValueError(
+            f"link ({gb_per_s}) must be at least 0.001 GB/s, or 0 for the link there is"
+        )
+    others = [name for name in strategies if name.partition(":")[0] not in ("fused", "unfused")]
+    if gb_per_s and others:
+        raise ValueError(
+            f"strategies ({', '.join(others)}) must be fused or unfused with link ({gb_per_s}): "
+            "only their kernels emulate one"
+        )
 
 
 def _check_graphs(max_load: float, *, on_gpu: bool) -> None:

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from halley.core.routing import local_experts
-from halley.core.sharding import check_tp_size, shard_size
 from halley.core.timeline import Recorder, total_us
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.cost.balance import check_spare, max_over_mean
+from halley.cost.balance import max_over_mean
 from halley.moe.parallel import ParallelGroups
-from halley.moe.strategy import build_strategy
-from halley.ops.experts import check_alignment
+from halley.perf.candidates import GRAPH, build_candidates
 from halley.perf.floor import floor_gemms, measure_link, wire_us
 from halley.perf.graphs import captured
 from halley.perf.layer_case import (
@@ -33,17 +30,15 @@ from halley.strategies.base import AbstractStrategy
 
 
 if TYPE_CHECKING:
-    from halley.ops.workspaces import Workspaces
+    pass
 
 
 DIRECTIONS = ("forward", "forward_backward")
 Progress = Callable[[str, int, int], None]  # what, done, of
 
-_CHUNK_CANDIDATES = (2, 3, 4, 8)
 _SEARCH_SAMPLES = 5
 _EXPOSED_SAMPLES = 3
 _HOST_SAMPLES = 10
-_GRAPH = "graph"  # the setting of strategies that are replayed
 
 
 def bench_layer(
@@ -106,63 +101,6 @@ def bench_layer(
     return rows
 
 
-def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return the experts that each rank holds, or shares, without spare ones.
-
-    Raises:
-        ValueError: they do not divide over the ranks and there is no placement, spare ones would be
-            more than there are, or their shards are not aligned.
-    """
-    num_experts, inner = case.model.moe.num_experts, case.model.moe.intermediate_size
-    check_tp_size(tp_size, num_ranks=ep_size)
-    own_size = shard_size(inner, tp_size=tp_size)
-    check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
-    if case.spare is None:
-        return local_experts(num_experts, ep_size=ep_size, tp_size=tp_size)
-    if tp_size > 1:
-        raise ValueError(f"spare ({case.spare}) must be left out where ranks share experts")
-    return check_spare(num_experts, num_ranks=ep_size, spare=case.spare)
-
-
-def build_candidates(
-    case: LayerCase,
-    strategies: list[str],
-    *,
-    groups: ParallelGroups,
-    recorder: Recorder,
-    device: torch.device,
-    workspaces: "Workspaces | None" = None,
-    bounded: "Workspaces | None" = None,
-) -> dict[str, AbstractStrategy]:
-    """Return every strategy at each of its settings, named "chunked n=4" or "fused graph".
-
-    Args:
-        workspaces: buffers that the strategies with kernels of their own share.
-        bounded: such buffers with ``max_load``; if given, these strategies are measured as CUDA
-            graphs, too.
-
-    Raises:
-        ValueError: an unknown strategy, or experts that do not divide over the ranks.
-    """
-    num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
-    build = partial(
-        build_strategy,
-        group=groups.ep,
-        recorder=recorder,
-        device=device,
-        tp_size=groups.tp_size,
-    )
-    found: dict[str, AbstractStrategy] = {}
-    for strategy in strategies:
-        counts = [n for n in _CHUNK_CANDIDATES if n <= num_local] or [1]
-        for n in counts if strategy == "chunked" else [0]:
-            name = f"{strategy} n={n}" if n else strategy
-            found[name] = build(strategy, num_chunks=n, workspaces=workspaces)
-        if bounded is not None and strategy.partition(":")[0] in ("fused", "unfused"):
-            found[f"{strategy} {_GRAPH}"] = build(strategy, workspaces=bounded)
-    return found
-
-
 def _check_values(
     candidates: dict[str, AbstractStrategy], tensors: LayerTensors, groups: ParallelGroups
 ) -> dict[str, tuple[float, bool]]:
@@ -200,7 +138,7 @@ def _runner(
         outputs_of(strategy, tensors)
 
     run = forward if direction == "forward" else forward_backward
-    is_graph = name.partition(" ")[2] == _GRAPH
+    is_graph = name.partition(" ")[2] == GRAPH
     return captured(run, device=tensors.x_TD.device) if is_graph else run
 
 
@@ -340,24 +278,28 @@ def measure_layers(
     num_samples: int,
     commit: str | None,
     max_load: float = 0.0,
+    link_gb_per_s: float = 0.0,
     on_progress: Progress | None = None,
 ) -> list[Row]:
     """Measure the cases one after another; return all result lines, complete.
 
     Args:
         max_load: if not 0, fused layers are measured as CUDA graphs, too, with that much room.
+        link_gb_per_s: if not 0, the rate of a link that the fused kernels emulate.
     """
     # Only here: commands that need no kernels run where there is no Triton.
-    from halley.ops.workspaces import Workspaces
+    from halley.ops.workspaces import Workspaces, default_knobs
 
-    link = measure_link(groups, device=device)
+    link, knobs = measure_link(groups, device=device), None
+    if link_gb_per_s:
+        link = min(link, 1e9 * link_gb_per_s)
+        rate = f"link_bytes_per_us={round(1e3 * link_gb_per_s)}"
+        knobs = default_knobs(device).changed([rate])
     machine = machine_keys(groups, device=device, commit=commit)
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
-    workspaces = Workspaces(groups.ep, device, tp_size=groups.tp_size)
-    bounded = None
-    if max_load:
-        bounded = Workspaces(groups.ep, device, tp_size=groups.tp_size, max_load=max_load)
+    make = partial(Workspaces, groups.ep, device, tp_size=groups.tp_size, knobs=knobs)
+    workspaces, bounded = make(), make(max_load=max_load) if max_load else None
     for case in cases:
         candidates = build_candidates(
             case,
@@ -378,7 +320,7 @@ def measure_layers(
             num_samples=num_samples,
             on_progress=on_progress,
         )
-        rows += [row | machine for row in found]
+        rows += [row | machine | {"link_gb_per_s": link_gb_per_s or None} for row in found]
         workspaces.close()
         if bounded is not None:
             bounded.check()

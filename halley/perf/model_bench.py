@@ -13,7 +13,8 @@ from halley.core.timeline import Recorder, total_us
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.model import MoETransformer, flops_per_token
 from halley.moe.parallel import ParallelGroups
-from halley.perf.bench import Progress, build_candidates
+from halley.perf.bench import Progress
+from halley.perf.candidates import build_candidates
 from halley.perf.floor import floor_gemms, measure_link, wire_us
 from halley.perf.layer_case import LayerCase
 from halley.perf.model_case import (

@@ -120,6 +120,38 @@ WRONG_MODELS: dict[str, tuple[str, str]] = {
     ),
 }
 WRONG_RUNS: dict[str, tuple[str, str]] = {
+    "experts shared by too many ranks": (
+        "train --nproc 4 --set expert_tp_size=3",
+        "expert_tp_size (3) must divide ep_size (4)",
+    ),
+    "shards that are not aligned": (
+        "train --nproc 4 --set expert_tp_size=4 --set model.moe.intermediate_size=24",
+        "model.moe.intermediate_size (6) must be a multiple of 4",
+    ),
+    "shared experts with biases": (
+        "train --nproc 2 --set expert_tp_size=2 --set model.moe.expert_bias=true",
+        "model.moe.expert_bias (true) must be false with expert_tp_size (2)",
+    ),
+    "shared experts with a placement": (
+        "train --nproc 2 --set expert_tp_size=2 --set placement=none.json",
+        "placement (none.json) must be empty with expert_tp_size (2)",
+    ),
+    "room for less than a balanced load": (
+        "train --set max_load=0.5",
+        "max_load (0.5) must be 0 or at least 1",
+    ),
+    "layers shared by too many ranks": (
+        "bench layer --nproc 4 --tp-size 3",
+        "tp_size (3) must be at least 1 and divide the ranks of the group (4)",
+    ),
+    "graphs without a GPU": (
+        "bench layer --max-load 1.5 --device cpu",
+        "max_load (1.5) must be 0 without a GPU: graphs are CUDA's",
+    ),
+    "a link that only some emulate": (
+        "bench layer --link 25 --strategies sequential,fused --device cpu",
+        "strategies (sequential) must be fused or unfused with link (25.0)",
+    ),
     "experts over ranks": (
         "train --nproc 3",
         "num_experts (8) must be divisible by ep_size (3)",

@@ -15,7 +15,8 @@ from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.moe.parallel import ParallelGroups, build_groups
-from halley.perf.bench import bench_layer, build_candidates, check_experts, measure_layers
+from halley.perf.bench import bench_layer, measure_layers
+from halley.perf.candidates import build_candidates, check_experts
 from halley.perf.floor import wire_us
 from halley.perf.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
 from halley.perf.results import Row, results_path, write_rows

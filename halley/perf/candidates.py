@@ -1,0 +1,81 @@
+"""The strategies to measure a layer by, each at all its settings."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from halley.core.routing import local_experts
+from halley.core.sharding import check_tp_size, shard_size
+from halley.core.timeline import Recorder
+from halley.cost.balance import check_spare
+from halley.moe.parallel import ParallelGroups
+from halley.moe.strategy import build_strategy
+from halley.ops.experts import check_alignment
+from halley.perf.layer_case import LayerCase
+from halley.strategies.base import AbstractStrategy
+
+
+if TYPE_CHECKING:
+    from halley.ops.workspaces import Workspaces
+
+
+GRAPH = "graph"  # the setting of strategies that are replayed
+_CHUNK_CANDIDATES = (2, 3, 4, 8)
+
+
+def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
+    """Return the experts that each rank holds, or shares, without spare ones.
+
+    Raises:
+        ValueError: they do not divide over the ranks and there is no placement, spare ones would be
+            more than there are, or their shards are not aligned.
+    """
+    num_experts, inner = case.model.moe.num_experts, case.model.moe.intermediate_size
+    check_tp_size(tp_size, num_ranks=ep_size)
+    own_size = shard_size(inner, tp_size=tp_size)
+    check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
+    if case.spare is None:
+        return local_experts(num_experts, ep_size=ep_size, tp_size=tp_size)
+    if tp_size > 1:
+        raise ValueError(f"spare ({case.spare}) must be left out where ranks share experts")
+    return check_spare(num_experts, num_ranks=ep_size, spare=case.spare)
+
+
+def build_candidates(
+    case: LayerCase,
+    strategies: list[str],
+    *,
+    groups: ParallelGroups,
+    recorder: Recorder,
+    device: torch.device,
+    workspaces: "Workspaces | None" = None,
+    bounded: "Workspaces | None" = None,
+) -> dict[str, AbstractStrategy]:
+    """Return every strategy at each of its settings, named "chunked n=4" or "fused graph".
+
+    Args:
+        workspaces: buffers that the strategies with kernels of their own share.
+        bounded: such buffers with ``max_load``; if given, these strategies are measured as CUDA
+            graphs, too.
+
+    Raises:
+        ValueError: an unknown strategy, or experts that do not divide over the ranks.
+    """
+    num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
+    build = partial(
+        build_strategy,
+        group=groups.ep,
+        recorder=recorder,
+        device=device,
+        tp_size=groups.tp_size,
+    )
+    found: dict[str, AbstractStrategy] = {}
+    for strategy in strategies:
+        counts = [n for n in _CHUNK_CANDIDATES if n <= num_local] or [1]
+        for n in counts if strategy == "chunked" else [0]:
+            name = f"{strategy} n={n}" if n else strategy
+            found[name] = build(strategy, num_chunks=n, workspaces=workspaces)
+        if bounded is not None and strategy.partition(":")[0] in ("fused", "unfused"):
+            found[f"{strategy} {GRAPH}"] = build(strategy, workspaces=bounded)
+    return found
