@@ -17,12 +17,12 @@ from torch._dynamo.backends.registry import (
     register_backend,
 )
 from torch._dynamo.utils import counters
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
 
 from halley.compiler.options import Options, parse_options
 from halley.compiler.passes import find_batch_inputs, run_passes
 from halley.compiler.plan import OrderReport
+from halley.compiler.step_peak import StepPeak
 
 
 NAME = "halley"
@@ -103,9 +103,13 @@ class Backend:
         options: Options,
         inputs: Sequence[int],
     ) -> Compiled:
+        step_peak = StepPeak(options.unknown_size)
+
         def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             names = find_batch_inputs(part.graph, inputs)
-            if report := run_passes(part.graph, options, batch_inputs=names):
+            if report := run_passes(
+                part.graph, options, batch_inputs=names, step_peak=step_peak.num_bytes
+            ):
                 self.reports.append(report)
                 part.recompile()
             return _boxed(part)
@@ -113,7 +117,7 @@ class Backend:
         compiler = aot_autograd(
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=step_peak,
         )
         return compiler(gm, example_inputs)
 

@@ -1,11 +1,11 @@
 """How many bytes a graph holds at its worst moment, in a given order."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import cast, final
 
 from torch import fx
 
-from halley.compiler.graph import GraphFacts, NodeKind
+from halley.compiler.graph import GraphFacts, NodeKind, fills
 from halley.compiler.sizes import Sizes
 
 
@@ -44,6 +44,9 @@ class LiveBytes:
                 held.append({index} | read)
             elif kind is NodeKind.VIEW:
                 held.append(read)
+            elif fills(node):
+                held.append(held[position[cast(fx.Node, node.args[0])]])
+                continue
             else:
                 held.append({index})
             if kind not in (NodeKind.WAIT, NodeKind.VIEW, NodeKind.OUTPUT) and not _is_owned(node):

@@ -9,7 +9,7 @@ from torch import fx
 
 from halley.compiler.agree import Council
 from halley.compiler.collectives import ALL_TO_ALL, find_operator, group_of, operator_name
-from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
 from halley.cost.predict import Predictor
@@ -107,6 +107,10 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     """Predict a node by a roofline: arithmetic of a matrix product, or the bytes that it moves."""
     values = [_value(source) for source in node.all_input_nodes]
+    if fills(node):  # reads a part and writes as much
+        return predictor.memory_us(2 * sizes.num_bytes(values[1]))
+    if is_empty(node):
+        return predictor.hardware.launch_us
     moved = sum(map(sizes.num_bytes, values)) + sizes.num_bytes(_value(node))
     memory_us = predictor.memory_us(moved)
     if not is_product(node):

@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +34,7 @@ _T = TypeVar("_T")
 
 
 def run_passes(
-    graph: fx.Graph, options: Options, *, batch_inputs: Sequence[str] = ()
+    graph: fx.Graph, options: Options, *, batch_inputs: Sequence[str] = (), step_peak: int = 0
 ) -> OrderReport | None:
     """Run the passes that the options name, in place; a collective of the graph's groups.
 
@@ -45,6 +46,8 @@ def run_passes(
         options: which passes, and how.
         batch_inputs: names of the inputs that have the batch as their first dimension, in a graph
             of forward; without any, none of it runs in parts.
+        step_peak: bytes at the worst moment of the step that the graph is half of, where that is
+            known; ``memory_margin`` is then above this.
 
     Returns:
         What changed, or None where the graph stays as it is.
@@ -64,19 +67,23 @@ def run_passes(
     largest = max(councils, key=lambda council: council.num_ranks, default=None)
     cost = _build_cost(graph, largest, options, sizes=sizes)
     before = report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
+    max_bytes = (1.0 + options.memory_margin) * max(before.peak_before, step_peak)
     plan = PartitionPlan()
     if divides:
         plan = _partition(
-            graph, councils, options, batch_inputs=batch_inputs, cost=cost, sizes=sizes
+            graph,
+            councils,
+            options,
+            batch_inputs=batch_inputs,
+            cost=cost,
+            sizes=sizes,
+            max_bytes=max_bytes,
         )
         facts = GraphFacts(graph)
-
-    def make_order() -> list[int]:
-        return plan_wgrad(facts, cost=cost, sizes=sizes, memory_margin=options.memory_margin)
-
     order = list(range(len(facts.nodes)))
     if options.moves_gradients:
-        order = _share(councils, "order", make_order)
+        make = partial(plan_wgrad, facts, cost=cost, sizes=sizes, max_bytes=max_bytes)
+        order = _share(councils, "order", make)
     after = report_order(facts, order, cost=cost, sizes=sizes)
     reorder(graph, facts, order)
     return replace(
@@ -127,8 +134,11 @@ def _partition(
     batch_inputs: Sequence[str],
     cost: ProfiledCost,
     sizes: Sizes,
+    max_bytes: float,
 ) -> PartitionPlan:
     """Run ranges of forward in parts by rank 0's plan, and return that."""
+    # Inductor writes what it joins into one buffer itself, and knows no operators that write.
+    in_place = options.inner == "eager"
 
     def make_plan() -> dict[str, object]:
         plan = plan_partition(
@@ -145,12 +155,20 @@ def _partition(
             batch_inputs=batch_inputs,
             rules=options.rules,
             sizes=sizes,
-            memory_margin=options.memory_margin,
+            max_bytes=max_bytes,
+            in_place=in_place,
         )
         return asdict(plan)
 
     plan = read_plan(_share(councils, "partition", make_plan))
-    partition(graph, plan.ranges, batch_inputs=batch_inputs, rules=options.rules, sizes=sizes)
+    partition(
+        graph,
+        plan.ranges,
+        batch_inputs=batch_inputs,
+        rules=options.rules,
+        sizes=sizes,
+        in_place=in_place,
+    )
     return plan
 
 

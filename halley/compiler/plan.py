@@ -38,19 +38,17 @@ class OrderReport:
     skipped: tuple[str, ...] = ()
 
 
-def plan_wgrad(
-    facts: GraphFacts, *, cost: NodeCost, sizes: Sizes, memory_margin: float
-) -> list[int]:
+def plan_wgrad(facts: GraphFacts, *, cost: NodeCost, sizes: Sizes, max_bytes: float) -> list[int]:
     """Return the order of the weight-gradient pass.
 
     Args:
         facts: of the graph.
         cost: microseconds of a node.
         sizes: of what nodes return.
-        memory_margin: by what share the peak of live bytes may rise.
+        max_bytes: that may be alive.
 
     Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
-    operators keep their order. Peak of live bytes at most ``1 + memory_margin`` of before.
+    operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
     """
     all_to_alls = facts.find_collectives("all_to_all")
     identity = list(range(len(facts.nodes)))
@@ -60,16 +58,16 @@ def plan_wgrad(
     units = find_units(facts, label(facts, all_to_alls), cost=cost)
     times_us = [works[index].duration_us for index in all_to_alls]
     live = LiveBytes(facts, sizes)
-    limit = allowed = (1.0 + memory_margin) * live.peak(identity)[0]
+    allowed = max_bytes
     for _ in range(_MAX_TRIES):
         room = Headroom(facts, live, units=units, all_to_alls=all_to_alls, limit=allowed)
         assignment = assign(units, times_us, fits=room.take)
         windows = dict(zip(all_to_alls, assignment.windows, strict=True))
         order = place_reductions(facts, works, build_order(facts, units, windows))
         peak = live.peak(order)[0]
-        if peak <= limit:
+        if peak <= max_bytes:
             return order
-        allowed -= peak - limit
+        allowed -= peak - max_bytes
     return identity
 
 

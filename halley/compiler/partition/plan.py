@@ -82,6 +82,7 @@ def partition(
     batch_inputs: Sequence[str],
     rules: Mapping[str, Rule],
     sizes: Sizes,
+    in_place: bool = False,
 ) -> None:
     """Run ranges of a graph in parts.
 
@@ -91,6 +92,7 @@ def partition(
         batch_inputs: names of inputs that have the batch.
         rules: a user's own.
         sizes: learns which sizes are of parts.
+        in_place: whether parts are written into what is whole, as in ``divide``.
 
     Raises:
         RuntimeError: a range cannot run in parts.
@@ -105,7 +107,7 @@ def partition(
         if isinstance(region, str):
             raise RuntimeError(f"a planned range cannot run in parts: {region}")
         regions.append((region, num_parts))
-    divide(graph, flow, regions, sizes=sizes)
+    divide(graph, flow, regions, sizes=sizes, in_place=in_place)
 
 
 def plan_partition(
