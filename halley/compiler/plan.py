@@ -1,7 +1,7 @@
 """The weight-gradient pass's decisions for one graph, within its memory, and what they change."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.headroom import Headroom
@@ -11,7 +11,9 @@ from halley.compiler.order import build_order, place_reductions
 from halley.compiler.partition.plan import RangeReport
 from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad import assign, find_units, label
-from halley.cost.graph_cost import GraphTime, graph_time
+from halley.core.timeline import Span
+from halley.cost.graph_cost import GraphTime, graph_spans, time_of
+from halley.cost.simulate import NO_CONTENTION, Contention
 
 
 _MAX_TRIES = 8  # each allows as much less as the last was too high
@@ -25,6 +27,7 @@ class OrderReport:
         windows: names of the matrix products behind each all-to-all, by name of that.
         time_before, time_after: of the graph.
         peak_before, peak_after: bytes alive at the worst moment.
+        spans_before, spans_after: when each node runs.
         ranges: that run in parts.
         skipped: why others do not.
     """
@@ -34,11 +37,20 @@ class OrderReport:
     time_after: GraphTime
     peak_before: int
     peak_after: int
+    spans_before: tuple[Span, ...] = field(default=(), repr=False)
+    spans_after: tuple[Span, ...] = field(default=(), repr=False)
     ranges: tuple[RangeReport, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
-def plan_wgrad(facts: GraphFacts, *, cost: NodeCost, sizes: Sizes, max_bytes: float) -> list[int]:
+def plan_wgrad(
+    facts: GraphFacts,
+    *,
+    cost: NodeCost,
+    sizes: Sizes,
+    max_bytes: float,
+    contention: Contention = NO_CONTENTION,
+) -> list[int]:
     """Return the order of the weight-gradient pass.
 
     Args:
@@ -46,6 +58,7 @@ def plan_wgrad(facts: GraphFacts, *, cost: NodeCost, sizes: Sizes, max_bytes: fl
         cost: microseconds of a node.
         sizes: of what nodes return.
         max_bytes: that may be alive.
+        contention: of computation and communication.
 
     Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
     operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
@@ -56,7 +69,9 @@ def plan_wgrad(facts: GraphFacts, *, cost: NodeCost, sizes: Sizes, max_bytes: fl
         return identity
     works = operations(facts, cost)
     units = find_units(facts, label(facts, all_to_alls), cost=cost)
-    times_us = [works[index].duration_us for index in all_to_alls]
+    # In microseconds of computation as it is alone: so much runs behind an all-to-all.
+    stretch = contention.comm / contention.compute
+    times_us = [works[index].duration_us * stretch for index in all_to_alls]
     live = LiveBytes(facts, sizes)
     allowed = max_bytes
     for _ in range(_MAX_TRIES):
@@ -72,7 +87,12 @@ def plan_wgrad(facts: GraphFacts, *, cost: NodeCost, sizes: Sizes, max_bytes: fl
 
 
 def report_order(
-    facts: GraphFacts, order: Sequence[int], *, cost: NodeCost, sizes: Sizes
+    facts: GraphFacts,
+    order: Sequence[int],
+    *,
+    cost: NodeCost,
+    sizes: Sizes,
+    contention: Contention = NO_CONTENTION,
 ) -> OrderReport:
     """Return what an order does to a graph.
 
@@ -81,15 +101,19 @@ def report_order(
         order: of all of its nodes.
         cost: microseconds of a node.
         sizes: of what nodes return.
+        contention: of computation and communication.
     """
     works, live = operations(facts, cost), LiveBytes(facts, sizes)
     identity = range(len(facts.nodes))
+    before, after = (graph_spans(works, each, contention) for each in (identity, order))
     return OrderReport(
         windows=hidden_products(facts, order),
-        time_before=graph_time(works, identity),
-        time_after=graph_time(works, order),
+        time_before=time_of(before),
+        time_after=time_of(after),
         peak_before=live.peak(identity)[0],
         peak_after=live.peak(order)[0],
+        spans_before=tuple(before),
+        spans_after=tuple(after),
     )
 
 

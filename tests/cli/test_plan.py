@@ -34,6 +34,14 @@ def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
     assert "2 parts, " in table
 
 
+def test_timeline_is_drawn(capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.png"
+    assert main(["plan", "graph", *MODEL, "--passes=wgrad", f"--timeline={path}"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "spans_after" not in json.loads(capsys.readouterr().out)["backward"]
+
+
 def test_explain_says_why_layers_stay_whole(capsys) -> None:
     router = ["model.moe.top_k=1", "model.moe.router.kind=switch"]
     router += ["model.moe.router.capacity_factor=1.0", "model.moe.router.priority=weight"]
@@ -48,6 +56,7 @@ def test_explain_says_why_layers_stay_whole(capsys) -> None:
     ("arguments", "message"),
     [
         ("--passes none", "passes (none) must be one of wgrad, partition, both"),
+        ("--measure -1", "measure (-1) must be a number of steps, or 0"),
         ("--ranks 1", "ranks (1) must be at least 2: one rank has no all-to-alls"),
         ("--ranks 3", "num_experts (8) must be divisible by ep_size (3)"),
         ("--ranks 4 --set ep_size=3", "ep_size (3) must divide the number of ranks (4)"),

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import torch
 
+from halley.compiler.fake import without_values
 from halley.compiler.graph import GraphFacts
 from halley.compiler.node_cost import ProfiledCost, node_key, operations
 from halley.compiler.sizes import Sizes
 from halley.cost.hardware import Hardware
 from halley.cost.predict import Predictor
-from halley.cost.profiles import Curve, Environment, ProfileTable
+from halley.cost.profiles import Curve, Environment, ProfileTable, measure_us
+from halley.cost.simulate import Contention
 from tests.compiler.graph_case import GraphBuilder, aten, find, two_layers
 
 
@@ -91,3 +93,27 @@ def test_operators_are_measured_once_and_collectives_never() -> None:
     assert cost.predicted == set()
     _, layers = two_layers()
     assert abs(cost(layers.nodes[find(layers, "a2a_0")]) - 45.6) < 1e-9  # 20, and 256 bytes
+
+
+def test_operators_are_measured_with_values_where_a_compiler_traces_without() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 1024, 1024)
+    facts = b.done(b.mm(x, x, name="mm"))
+    table = ProfileTable(None, HERE)
+    cost = ProfiledCost(ROUND, sizes=SIZES, table=table, device=torch.device("cpu"))
+    with without_values():
+        measured_us = cost(facts.nodes[find(facts, "mm")])
+    assert measured_us > 2 * 1024**3 / 4e6  # no CPU here makes 4 TFLOP/s
+    product = torch.ones(1024, 1024)
+    alone_us = measure_us(lambda: product @ product, device=torch.device("cpu"))
+    assert alone_us / 5 < measured_us < alone_us * 5
+
+
+def test_contention_is_read_from_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    assert ProfiledCost(ROUND, sizes=SIZES).contention == Contention()
+    ProfileTable(path, HERE).add_contention(Contention(compute=1.25, comm=1.5))
+    other = Environment(device="cpu", versions="torch 2")
+    ProfileTable(path, other).add_contention(Contention(compute=9.0))
+    cost = ProfiledCost(ROUND, sizes=SIZES, table=ProfileTable(path, HERE, offline=True))
+    assert cost.contention == Contention(compute=1.25, comm=1.5)
