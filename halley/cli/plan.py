@@ -65,10 +65,14 @@ def graph(
     if not measure:
         # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
         from halley.perf.graph_plan import plan_graphs
+        from halley.perf.layer_times import layer_times
 
         hardware = _hardware(device, link)
         reports = plan_graphs(run_config, num_ranks=ranks, hardware=hardware, **options)
-        _show(reports, explain=explain, timeline=timeline)
+        times_us = layer_times(
+            run_config, reports, passes=passes, num_ranks=ranks, hardware=hardware
+        )
+        _show(reports, explain=explain, timeline=timeline, layer_us=times_us)
         return 0
     code = hand_to_ranks(ranks, device=run_config.device)
     if code is not None:
@@ -105,6 +109,7 @@ def _show(
     *,
     explain: bool,
     timeline: Path | None,
+    layer_us: dict[str, float] | None = None,
     measured: "GraphMeasure | None" = None,
 ) -> None:
     """Print tables and the JSON line, and draw the picture."""
@@ -127,6 +132,16 @@ def _show(
             "predicted_us": measured.predicted_us,
             "predicted_over_measured": measured.predicted_over_measured,
         }
+    if layer_us:
+        found["layer_us"] = layer_us
+        if explain:
+            times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in layer_us.items())
+            console.print(
+                f"- a layer of experts, forward and backward: {times}: {next(iter(layer_us))} is "
+                "predicted to be fastest (fused wants ranks that address each other's memory)",
+                highlight=False,
+                soft_wrap=True,
+            )
     if timeline is not None:
         _draw(reports, timeline, measured)
     typer.echo(json.dumps(found))

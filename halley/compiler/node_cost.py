@@ -7,7 +7,7 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.collectives import find_operator, group_of, operator_name
+from halley.compiler.collectives import collective_kind, find_operator, group_of, operator_name
 from halley.compiler.fake import with_values
 from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
 from halley.compiler.sizes import Sizes
@@ -112,6 +112,8 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     """Predict a node by a roofline: arithmetic of a matrix product, or the bytes that it moves."""
     values = [_value(source) for source in node.all_input_nodes]
+    if collective_kind(node) == "fused":
+        return _fused_us(node, predictor, sizes)
     if fills(node):  # reads a part and writes as much
         return predictor.memory_us(2 * sizes.num_bytes(values[1]))
     if is_empty(node):
@@ -141,6 +143,41 @@ def example_arguments(
     return (
         cast(tuple[Any, ...], fx.map_arg(node.args, example)),
         cast(dict[str, Any], fx.map_arg(node.kwargs, example)),
+    )
+
+
+def _fused_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
+    """Predict an operator that communicates inside: of each half, what takes longer is the time.
+
+    A half is a grouped product with the experts' matrices; beside it a row travels for each token
+    and expert. Of rows as many are taken as this rank's tokens choose experts.
+    """
+    operator = find_operator(node)
+    assert operator is not None
+    arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
+    shapes = {
+        name: sizes.shape(value)
+        for name, argument in given.items()
+        if isinstance(argument, fx.Node) and isinstance(value := _value(argument), torch.Tensor)
+    }
+    num_rows = next(iter(shapes.values()))[0]
+    if "topk_idx" in shapes:
+        num_rows = math.prod(shapes["topk_idx"])
+    elif isinstance(top_k := given.get("top_k"), int):
+        num_rows *= top_k
+    halves = [shape for shape in shapes.values() if len(shape) == 3]
+    matrices = [_value(source) for source in node.all_input_nodes]
+    itemsize = next(x.element_size() for x in matrices if isinstance(x, torch.Tensor))
+    # The first dimension of a matrix is the expert; up is (G, D), down (D, F).
+    widths = [shapes[name][at] for name, at in (("up", 2), ("down", 1)) if name in shapes]
+    rate = predictor.hardware.gemm_flops_per_s
+    return predictor.hardware.launch_us + sum(
+        max(
+            2e6 * num_rows * shape[1] * shape[2] / rate,
+            predictor.all_to_all_us(num_rows * width * itemsize),
+        )
+        for shape, width in zip(halves, widths, strict=True)
     )
 
 

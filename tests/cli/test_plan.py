@@ -48,7 +48,8 @@ def test_explain_says_why_layers_stay_whole(capsys) -> None:
     sets = [f"--set={each}" for each in router]
     assert main(["plan", "graph", *MODEL, *sets, "--passes=partition", "--explain"]) == 0
     out, text = capsys.readouterr()
-    assert list(json.loads(out)) == ["forward"]
+    assert list(json.loads(out)) == ["forward", "layer_us"]
+    assert "- a layer of experts, forward and backward: fused 0." in text
     assert text.count("stays whole: no range around it is predicted to be faster in parts") == 2
 
 

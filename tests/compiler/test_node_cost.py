@@ -1,8 +1,12 @@
 """Times of nodes: predicted by hand, read from a table, measured once."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import fx
 
 from halley.compiler.fake import without_values
 from halley.compiler.graph import GraphFacts
@@ -117,3 +121,28 @@ def test_contention_is_read_from_the_table(tmp_path: Path) -> None:
     ProfileTable(path, other).add_contention(Contention(compute=9.0))
     cost = ProfiledCost(ROUND, sizes=SIZES, table=ProfileTable(path, HERE, offline=True))
     assert cost.contention == Contention(compute=1.25, comm=1.5)
+
+
+def test_fused_operators_take_what_is_longer_of_product_and_wire() -> None:
+    importlib.import_module("halley.ops.fused_experts")  # defines the operators
+    halley = torch.ops.halley
+    b = GraphBuilder()
+    x, up, down = b.input("x", 10, 40), b.input("up", 4, 60, 40), b.input("down", 4, 40, 1000)
+    idx, plan = b.input("idx", 10, 3), b.input("plan", 16)
+    h, dy = b.input("h", 30, 1000), b.input("dy", 10, 40)
+
+    def call(target: Any, name: str, *args: Any) -> fx.Node:
+        node = b.graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = torch.empty(10, 40, device="meta")
+        return node
+
+    both = call(halley.fused_experts.default, "both", x, idx, up, down, idx, True, True, "", 0)
+    first = call(halley.dispatch_gemm.default, "first", x, idx, idx, up, True, True, "", 0)
+    second = call(halley.gemm_combine.default, "second", h, plan, down, 10, True, 0)
+    back = call(halley.dispatch_dgrad.default, "back", dy, plan, h, down, 3, True, True, 0)
+    facts, cost = b.done(both, first, second, back), ProfiledCost(ROUND, sizes=SIZES)
+    times_us = {name: cost(facts.nodes[find(facts, name)]) for name in ("both", "first", "back")}
+    # 30 rows of 40 float32 travel in 20 + 480 us. Products: 30 x 40 x 60 in 144 us, x 1000 in
+    # 2400. A launch is 5.
+    assert times_us == pytest.approx({"both": 2905.0, "first": 505.0, "back": 2405.0})
+    assert cost(facts.nodes[find(facts, "second")]) == pytest.approx(2405.0)
