@@ -8,9 +8,13 @@ from halley.core.types import DTYPES, LayerShape
 from halley.cost.hardware import Hardware
 from halley.cost.predict import Predictor
 from halley.cost.simulate import makespan_us
-from halley.kernels.knobs import Knobs
 from halley.strategies.chunked import choose_num_chunks
 from halley.strategies.sketch import fused_tasks, pipeline_tasks
+
+
+# As knobs have it by default. Not from there: kernels must be imported ahead of Triton, and plans
+# come with torch's compiler, which imports it.
+_CHUNK_COLUMNS = 1024
 
 
 def layer_times(
@@ -46,11 +50,10 @@ def layer_times(
     )
     predictor = Predictor(hardware)
     num_chunks = choose_num_chunks(shape, predictor)
-    columns = Knobs().chunk_columns
     tasks = {
         "sequential": pipeline_tasks(shape, predictor, num_chunks=1),
         f"chunked:{num_chunks}": pipeline_tasks(shape, predictor, num_chunks=num_chunks),
-        "fused": fused_tasks(shape, predictor, chunk_columns=columns, fused=True),
+        "fused": fused_tasks(shape, predictor, chunk_columns=_CHUNK_COLUMNS, fused=True),
     }
     found = {name: makespan_us(each) for name, each in tasks.items()}
     gain_us = sum(each.time_before.makespan_us - each.time_after.makespan_us for each in reports)

@@ -1,6 +1,8 @@
 """Ways to run a layer of experts, compared by predictions whose sums are known."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -39,3 +41,15 @@ def test_layers_share_what_passes_take_off() -> None:
 def test_fastest_follows_the_gain() -> None:
     assert next(iter(_times(278e9, gain_us=0.0))) == "fused"
     assert next(iter(_times(20e9, gain_us=60e3))) == "functional, both"
+
+
+def test_chunks_of_columns_are_those_of_the_kernels() -> None:
+    from halley.kernels.knobs import Knobs
+    from halley.perf import layer_times as module
+
+    assert Knobs().chunk_columns == module._CHUNK_COLUMNS
+
+
+def test_import_leaves_kernels_alone() -> None:
+    code = "import sys, halley.perf.layer_times; sys.exit('halley.kernels.knobs' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
