@@ -2,20 +2,27 @@
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from halley.cli.balance import balance
+from halley.cli.checks import check_package
+from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.train import ConfigOption, SetOption, read_config
+from halley.core.config import RunConfig
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
+from halley.train.checkpoint import check_writable
 
 
 if TYPE_CHECKING:
     from halley.compiler import OrderReport
+    from halley.perf.graph_measure import GraphMeasure
 
 app = typer.Typer(help="Plan without ranks and without a GPU.", no_args_is_help=True)
 app.command("balance")(balance)
@@ -33,40 +40,127 @@ def graph(
     num_parts: Annotated[int, typer.Option(help="Parts of the batch; 0 chooses.")] = 0,
     memory_margin: Annotated[float, typer.Option(help="How much memory may rise.")] = 0.02,
     explain: Annotated[bool, typer.Option(help="Say why ranges stay whole.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Draw the step into this PNG.")] = None,
+    measure: Annotated[
+        int, typer.Option(help="Run so many steps on that many ranks of this host, too.")
+    ] = 0,
 ) -> int:
     """Show what the compiler's passes do to a model's graphs, and the times they predict.
 
     Prints what runs behind each all-to-all and which ranges run in parts, then one JSON line.
     """
-    # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
-    from halley.perf.graph_plan import plan_graphs
-
     run_config = read_config(config, overrides)
+    _check(run_config, passes=passes, ranks=ranks, measure=measure)
+    if timeline is not None:
+        check_package("matplotlib", extra="plot", option=f"timeline ({timeline})")
+        check_writable(timeline.parent)
+    options: dict[str, Any] = {
+        "passes": passes,
+        "num_parts": num_parts,
+        "memory_margin": memory_margin,
+    }
+    if not measure:
+        # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
+        from halley.perf.graph_plan import plan_graphs
+        from halley.perf.layer_times import layer_times
+
+        hardware = _hardware(device, link)
+        reports = plan_graphs(run_config, num_ranks=ranks, hardware=hardware, **options)
+        times_us = layer_times(
+            run_config, reports, passes=passes, num_ranks=ranks, hardware=hardware
+        )
+        _show(reports, explain=explain, timeline=timeline, layer_us=times_us)
+        return 0
+    code = hand_to_ranks(ranks, device=run_config.device)
+    if code is not None:
+        return code
+    from halley.perf.graph_measure import measure_graphs
+
+    with joined(run_config.device) as (world, _):
+        found = measure_graphs(run_config, options=options, device=world.device, num_steps=measure)
+        if world.is_first:
+            _show(found.reports, explain=explain, timeline=timeline, measured=found)
+    return 0
+
+
+def _check(config: RunConfig, *, passes: str, ranks: int, measure: int) -> None:
+    """Check what no trace is needed for.
+
+    Raises:
+        ValueError: an argument is not allowed.
+    """
     if passes not in ("wgrad", "partition", "both"):
         raise ValueError(f"passes ({passes}) must be one of wgrad, partition, both")
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
-    ep_size = run_config.ep_size or ranks
+    if measure < 0:
+        raise ValueError(f"measure ({measure}) must be a number of steps, or 0")
+    ep_size = config.ep_size or ranks
     if ep_size < 2 or ranks % ep_size:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({ranks}), above 1")
-    local_experts(run_config.model.moe.num_experts, ep_size=ep_size)
-    reports = plan_graphs(
-        run_config,
-        passes=passes,
-        num_ranks=ranks,
-        hardware=_hardware(device, link),
-        num_parts=num_parts,
-        memory_margin=memory_margin,
-    )
+    local_experts(config.model.moe.num_experts, ep_size=ep_size)
+
+
+def _show(
+    reports: "Sequence[OrderReport]",
+    *,
+    explain: bool,
+    timeline: Path | None,
+    layer_us: dict[str, float] | None = None,
+    measured: "GraphMeasure | None" = None,
+) -> None:
+    """Print tables and the JSON line, and draw the picture."""
     console = Console(stderr=True)
+    found: dict[str, object] = {}
     for direction, report in zip(_DIRECTIONS, reports, strict=False):
         console.print(_table(direction, report))
         if explain:
             for reason in report.skipped:
                 console.print(f"- {reason}", highlight=False, soft_wrap=True)
-    found = zip(_DIRECTIONS, map(dataclasses.asdict, reports), strict=False)
-    typer.echo(json.dumps(dict(found)))
-    return 0
+        found[direction] = _as_dict(report)
+    if measured is not None:
+        console.print(
+            f"a step: {measured.measured_us / 1e3:.2f} ms measured, "
+            f"{measured.predicted_us / 1e3:.2f} ms predicted, "
+            f"predicted / measured {measured.predicted_over_measured:.3f}"
+        )
+        found["step"] = {
+            "measured_us": measured.measured_us,
+            "predicted_us": measured.predicted_us,
+            "predicted_over_measured": measured.predicted_over_measured,
+        }
+    if layer_us:
+        found["layer_us"] = layer_us
+        if explain:
+            times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in layer_us.items())
+            console.print(
+                f"- a layer of experts, forward and backward: {times}: {next(iter(layer_us))} is "
+                "predicted to be fastest (fused wants ranks that address each other's memory)",
+                highlight=False,
+                soft_wrap=True,
+            )
+    if timeline is not None:
+        _draw(reports, timeline, measured)
+    typer.echo(json.dumps(found))
+
+
+def _as_dict(report: "OrderReport") -> dict[str, object]:
+    """Return a report's fields, without when each node runs."""
+    fields = dataclasses.asdict(dataclasses.replace(report, spans_before=(), spans_after=()))
+    return {name: value for name, value in fields.items() if not name.startswith("spans")}
+
+
+def _draw(reports: "Sequence[OrderReport]", path: Path, measured: "GraphMeasure | None") -> None:
+    from halley.perf.charts import draw_timelines
+    from halley.perf.graph_measure import simulated_step
+
+    timelines = {
+        "simulated, without passes": simulated_step(reports, passed=False),
+        "simulated, with passes": simulated_step(reports, passed=True),
+    }
+    if measured is not None:
+        timelines["measured, with passes"] = list(measured.measured)
+    draw_timelines(timelines, path)
 
 
 def _hardware(device: str, link: float) -> Hardware:

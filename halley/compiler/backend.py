@@ -17,12 +17,14 @@ from torch._dynamo.backends.registry import (
     register_backend,
 )
 from torch._dynamo.utils import counters
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
+from torch.profiler import record_function
 
+from halley.compiler.graph import NodeKind, node_kind
 from halley.compiler.options import Options, parse_options
 from halley.compiler.passes import find_batch_inputs, run_passes
 from halley.compiler.plan import OrderReport
+from halley.compiler.step_peak import StepPeak
 
 
 NAME = "halley"
@@ -103,9 +105,13 @@ class Backend:
         options: Options,
         inputs: Sequence[int],
     ) -> Compiled:
+        step_peak = StepPeak(options.unknown_size)
+
         def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             names = find_batch_inputs(part.graph, inputs)
-            if report := run_passes(part.graph, options, batch_inputs=names):
+            if report := run_passes(
+                part.graph, options, batch_inputs=names, step_peak=step_peak.num_bytes
+            ):
                 self.reports.append(report)
                 part.recompile()
             return _boxed(part)
@@ -113,7 +119,7 @@ class Backend:
         compiler = aot_autograd(
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=step_peak,
         )
         return compiler(gm, example_inputs)
 
@@ -167,6 +173,30 @@ def _num_undone() -> int:
     return counters["frames"]["total"] - counters["frames"]["ok"]
 
 
+@final
+class _Runner(fx.Interpreter):
+    """Runs a graph node by node; shows the profiler what computes, as a recorder shows its parts.
+
+    Collectives are called past autograd, which has nothing to record here, and whose way leads
+    through Python.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        # Torch tells by no public name whether a profiler runs.
+        self._is_traced = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+    def run_node(self, n: fx.Node) -> Any:
+        kind = node_kind(n)
+        if kind in (NodeKind.START, NodeKind.WAIT):
+            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+                return super().run_node(n)
+        if self._is_traced and kind in (NodeKind.COMPUTE, NodeKind.FUSED):
+            with record_function(f"halley::{n.name}"):
+                return super().run_node(n)
+        return super().run_node(n)
+
+
 def _boxed(gm: fx.GraphModule) -> Compiled:
     """Return a function that takes its arguments in a list, empties it, and frees after last use.
 
@@ -175,7 +205,7 @@ def _boxed(gm: fx.GraphModule) -> Compiled:
     """
 
     def call(args: list[Any]) -> Any:
-        return fx.Interpreter(gm).boxed_run(args)
+        return _Runner(gm).boxed_run(args)
 
     call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return call

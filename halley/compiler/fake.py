@@ -1,12 +1,13 @@
 """Tensors without values: what nodes return that a pass adds to a graph, whole models to plan."""
 
 import contextlib
+from collections.abc import Generator
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, compute_unbacked_bindings
 
 
@@ -16,6 +17,13 @@ _BINDINGS = "unbacked_bindings"  # where Inductor looks for the sizes that a nod
 def without_values() -> FakeTensorMode:
     """Return a mode in which new tensors have no values, and sizes may depend on such values."""
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+@contextlib.contextmanager
+def with_values() -> Generator[None, None, None]:
+    """Let operators run, and new tensors have values, where a compiler traces without."""
+    with unset_fake_temporarily(), torch.no_grad():
+        yield
 
 
 def trace_result(node: fx.Node) -> None:

@@ -46,6 +46,12 @@ _PRODUCT_NAMES = frozenset(
     {"halley::weight_gemm", "halley::expert_gemm", "halley::expert_weight_gemm"}
 )
 
+_EMPTY_NAMES = frozenset(
+    {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty")}
+    | {"aten::new_empty_strided"}
+)
+_FILL_NAMES = frozenset({"halley::fill_range", "halley::fill_rows"})
+
 
 def is_product(node: fx.Node) -> bool:
     """Return whether a node is a matrix product, dense or grouped."""
@@ -196,10 +202,22 @@ def _some(index: int | None) -> set[int]:
     return set() if index is None else {index}
 
 
+def fills(node: fx.Node) -> bool:
+    """Return whether a node writes a part into a buffer that is read through its result alone."""
+    return operator_name(node) in _FILL_NAMES
+
+
+def is_empty(node: fx.Node) -> bool:
+    """Return whether a node makes memory and neither reads nor writes any."""
+    return operator_name(node) in _EMPTY_NAMES
+
+
 def writes(node: fx.Node) -> bool:
-    """Return whether a node writes to its arguments."""
+    """Return whether a node writes to arguments that others read: data does not order it."""
     operator = find_operator(node)
-    return operator is not None and operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    if operator is None or fills(node):
+        return False
+    return operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 
 
 def is_random(node: fx.Node) -> bool:

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
@@ -14,6 +15,7 @@ from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.options import Options
 from halley.compiler.passes import find_batch_inputs, run_passes
 from halley.compiler.plan import OrderReport
+from halley.compiler.step_peak import Halves, StepPeak
 
 
 def compile_by_inductor(
@@ -40,7 +42,14 @@ def compile_by_inductor(
         raise RuntimeError(
             "torch._inductor.config.post_grad_custom_post_pass is set, and halley wants that place"
         )
-    patches = {"post_grad_custom_post_pass": InductorPass(options, inputs=inputs, keep=keep)}
+    divide = config.custom_partitioner_fn or min_cut_rematerialization_partition
+    step_peak = StepPeak(options.unknown_size, divide)
+    patches = {
+        "post_grad_custom_post_pass": InductorPass(
+            options, inputs=inputs, step_peak=step_peak, keep=keep
+        ),
+        "custom_partitioner_fn": _Partitioner(step_peak),
+    }
     return compile_fx(gm, example_inputs, config_patches=patches)  # pyright: ignore[reportReturnType]
 
 
@@ -51,20 +60,28 @@ class InductorPass(CustomGraphPass):
     Args:
         options: of the passes.
         inputs: positions of the inputs of forward that may have the batch.
+        step_peak: called with the joint graph before.
         keep: called with the report of each graph that they change.
     """
 
     def __init__(
-        self, options: Options, *, inputs: Sequence[int], keep: Callable[[OrderReport], None]
+        self,
+        options: Options,
+        *,
+        inputs: Sequence[int],
+        step_peak: StepPeak,
+        keep: Callable[[OrderReport], None],
     ) -> None:
         self._options = options
         self._inputs = inputs
+        self._step_peak = step_peak
         self._keep = keep
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change one graph, forward or backward."""
         names = find_batch_inputs(graph, self._inputs)
-        if report := run_passes(graph, self._options, batch_inputs=names):
+        step_peak = self._step_peak.num_bytes
+        if report := run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak):
             pin_order(graph)
             self._keep(report)
 
@@ -73,6 +90,22 @@ class InductorPass(CustomGraphPass):
 
         A rank that found one there would not come to the council, where the others wait for it.
         """
+        return None
+
+
+@final
+class _Partitioner(CustomPartitionerFn):
+    """Inductor's form of a function that divides a joint graph."""
+
+    def __init__(self, divide: StepPeak) -> None:
+        self._divide = divide
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
+        """Return forward and backward."""
+        return self._divide(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> object | None:
+        """Return None, as the pass does."""
         return None
 
 

@@ -1,11 +1,11 @@
 """How many bytes a graph holds at its worst moment, in a given order."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import cast, final
 
 from torch import fx
 
-from halley.compiler.graph import GraphFacts, NodeKind
+from halley.compiler.graph import GraphFacts, NodeKind, fills
 from halley.compiler.sizes import Sizes
 
 
@@ -21,18 +21,22 @@ class LiveBytes:
     Args:
         facts: of the graph.
         sizes: of what its nodes return.
+
+    Attributes:
+        readers: indices of the nodes that keep the buffer of each node alive, ascending.
+        num_bytes: of each node's buffer, 0 where it has none.
     """
 
     def __init__(self, facts: GraphFacts, sizes: Sizes) -> None:
         self._facts = facts
-        self._readers: list[list[int]] = [[] for _ in facts.nodes]
-        self._bytes = [0] * len(facts.nodes)
+        self.readers: list[list[int]] = [[] for _ in facts.nodes]
+        self.num_bytes = [0] * len(facts.nodes)
         position = {node: index for index, node in enumerate(facts.nodes)}
         held: list[set[int]] = []  # buffers that live as long as a node's result is read
         for index, node in enumerate(facts.nodes):
             read = {buffer for source in node.all_input_nodes for buffer in held[position[source]]}
             for buffer in read:
-                self._readers[buffer].append(index)
+                self.readers[buffer].append(index)
             kind = facts.kinds[index]
             if kind is NodeKind.WAIT:  # what was sent may go
                 held.append({buffer for buffer in read if facts.kinds[buffer] is NodeKind.START})
@@ -40,10 +44,13 @@ class LiveBytes:
                 held.append({index} | read)
             elif kind is NodeKind.VIEW:
                 held.append(read)
+            elif fills(node):
+                held.append(held[position[cast(fx.Node, node.args[0])]])
+                continue
             else:
                 held.append({index})
             if kind not in (NodeKind.WAIT, NodeKind.VIEW, NodeKind.OUTPUT) and not _is_owned(node):
-                self._bytes[index] = sizes.num_bytes(node.meta.get("val"))
+                self.num_bytes[index] = sizes.num_bytes(node.meta.get("val"))
 
     def peak(self, order: Sequence[int]) -> tuple[int, int]:
         """Return the bytes alive at the worst moment and the position in ``order`` where it is."""
@@ -54,27 +61,18 @@ class LiveBytes:
     def alive(self, order: Sequence[int]) -> list[int]:
         """Return the bytes alive while each node of ``order`` runs."""
         place = {index: at for at, index in enumerate(order)}
-        last = [max((place[r] for r in readers), default=-1) for readers in self._readers]
+        last = [max((place[r] for r in readers), default=-1) for readers in self.readers]
         freed_after = [0] * len(order)
         for index, at in place.items():
-            freed_after[max(at, last[index])] += self._bytes[index]
-        live = sum(self._bytes[index] for index in self._facts.find(NodeKind.INPUT))
+            freed_after[max(at, last[index])] += self.num_bytes[index]
+        live = sum(self.num_bytes[index] for index in self._facts.find(NodeKind.INPUT))
         found: list[int] = []
         for at, index in enumerate(order):
             if self._facts.kinds[index] is not NodeKind.INPUT:
-                live += self._bytes[index]
+                live += self.num_bytes[index]
             found.append(live)
             live -= freed_after[at]
         return found
-
-    def input_bytes(self, nodes: Sequence[int]) -> int:
-        """Return the bytes of the buffers that nodes read and do not make."""
-        made = set(nodes)
-        return sum(
-            self._bytes[buffer]
-            for buffer, readers in enumerate(self._readers)
-            if buffer not in made and not made.isdisjoint(readers)
-        )
 
 
 def _is_owned(node: fx.Node) -> bool:

@@ -7,17 +7,17 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.agree import Council
-from halley.compiler.collectives import ALL_TO_ALL, find_operator, group_of, operator_name
-from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.collectives import collective_kind, find_operator, group_of, operator_name
+from halley.compiler.fake import with_values
+from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
 from halley.cost.predict import Predictor
-from halley.cost.profiles import Curve, ProfileTable, measure_curve, operation_key
+from halley.cost.profiles import ProfileTable, operation_key
+from halley.cost.simulate import NO_CONTENTION
 
 
 NodeCost = Callable[[fx.Node], float]
-_SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is latency
 ROLES: dict[NodeKind, Role] = {
     NodeKind.INPUT: "free",
     NodeKind.OUTPUT: "free",
@@ -41,6 +41,7 @@ class ProfiledCost:
 
     Attributes:
         predicted: keys of the operations that no measurement stands behind.
+        contention: of the table; none where it has no such figures.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ProfiledCost:
         device: torch.device | None = None,
     ) -> None:
         self.predicted: set[str] = set()
+        self.contention = (table and table.contention) or NO_CONTENTION
         self._predictor = predictor
         self._sizes = sizes
         self._table = table
@@ -77,10 +79,13 @@ class ProfiledCost:
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
     ) -> float | None:
         operator = find_operator(node)
-        if operator is None or operator.namespace != "aten":  # others may wait for other ranks
+        # Operators of others may wait for other ranks. One without a result checks values, which
+        # examples are not, and on a GPU a failed check ends the process.
+        if operator is None or operator.namespace != "aten" or _value(node) is None:
             return None
-        args, kwargs = example_arguments(node, device, self._sizes)
-        return table.measure(key, lambda: operator(*args, **kwargs), device=device)
+        with with_values():
+            args, kwargs = example_arguments(node, device, self._sizes)
+            return table.measure(key, lambda: operator(*args, **kwargs), device=device)
 
 
 def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:
@@ -107,6 +112,12 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     """Predict a node by a roofline: arithmetic of a matrix product, or the bytes that it moves."""
     values = [_value(source) for source in node.all_input_nodes]
+    if collective_kind(node) == "fused":
+        return _fused_us(node, predictor, sizes)
+    if fills(node):  # reads a part and writes as much
+        return predictor.memory_us(2 * sizes.num_bytes(values[1]))
+    if is_empty(node):
+        return predictor.hardware.launch_us
     moved = sum(map(sizes.num_bytes, values)) + sizes.num_bytes(_value(node))
     memory_us = predictor.memory_us(moved)
     if not is_product(node):
@@ -135,35 +146,39 @@ def example_arguments(
     )
 
 
-def measure_all_to_all(
-    graph: fx.Graph, council: Council, *, sizes: Sizes, device: torch.device
-) -> Curve:
-    """Return the curve of equal all-to-alls, to beyond the graph's largest; a collective.
+def _fused_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
+    """Predict an operator that communicates inside: of each half, what takes longer is the time.
 
-    Args:
-        graph: whose all-to-alls there is to know about.
-        council: of the group.
-        sizes: of what nodes return.
-        device: of the tensors.
+    A half is a grouped product with the experts' matrices; beside it a row travels for each token
+    and expert. Of rows as many are taken as this rank's tokens choose experts.
     """
-    sent = [
-        sizes.num_bytes(_value(node.all_input_nodes[0]))
-        for node in graph.nodes
-        if operator_name(node) == ALL_TO_ALL
-    ]
-    points = [_SMALLEST_BYTES]
-    while points[-1] < max(sent, default=0):
-        points.append(points[-1] * 4)
-
-    def run(size: int) -> None:
-        rows = -(-size // council.num_ranks)
-        splits = [rows] * council.num_ranks
-        x = torch.zeros(rows * council.num_ranks, dtype=torch.int8, device=device)
-        functional = torch.ops._c10d_functional
-        started = functional.all_to_all_single(x, splits, splits, council.group_name)
-        functional.wait_tensor(started)
-
-    return measure_curve(run, points, device=device)
+    operator = find_operator(node)
+    assert operator is not None
+    arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
+    shapes = {
+        name: sizes.shape(value)
+        for name, argument in given.items()
+        if isinstance(argument, fx.Node) and isinstance(value := _value(argument), torch.Tensor)
+    }
+    num_rows = next(iter(shapes.values()))[0]
+    if "topk_idx" in shapes:
+        num_rows = math.prod(shapes["topk_idx"])
+    elif isinstance(top_k := given.get("top_k"), int):
+        num_rows *= top_k
+    halves = [shape for shape in shapes.values() if len(shape) == 3]
+    matrices = [_value(source) for source in node.all_input_nodes]
+    itemsize = next(x.element_size() for x in matrices if isinstance(x, torch.Tensor))
+    # The first dimension of a matrix is the expert; up is (G, D), down (D, F).
+    widths = [shapes[name][at] for name, at in (("up", 2), ("down", 1)) if name in shapes]
+    rate = predictor.hardware.gemm_flops_per_s
+    return predictor.hardware.launch_us + sum(
+        max(
+            2e6 * num_rows * shape[1] * shape[2] / rate,
+            predictor.all_to_all_us(num_rows * width * itemsize),
+        )
+        for shape, width in zip(halves, widths, strict=True)
+    )
 
 
 def _product_flops(node: fx.Node, sizes: Sizes) -> float:

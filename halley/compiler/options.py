@@ -22,7 +22,7 @@ class Options:
         passes: "wgrad" moves weight gradients behind all-to-alls, "partition" runs forward around
             them in parts of the batch, "both" does both, "none" leaves graphs alone.
         inner: what compiles the graphs then: "inductor", or "eager", which runs their operators.
-        memory_margin: by what share of the unpassed graph's peak the passes may raise it.
+        memory_margin: by what share of the unpassed step's peak the passes may raise it.
         profiles: file of measured times; "" predicts all of them.
         measure: whether rank 0 measures what the file lacks, and all ranks their collectives.
         num_parts: of the batch, for all ranges that can run in parts; 0 chooses ranges and numbers

@@ -4,6 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,13 +13,13 @@ from torch import fx
 
 from halley.compiler.agree import Council, open_council
 from halley.compiler.collectives import (
-    ALL_TO_ALL,
     graph_groups,
     signature,
     unknown_collectives,
 )
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
-from halley.compiler.node_cost import ProfiledCost, measure_all_to_all
+from halley.compiler.group_cost import measure_group
+from halley.compiler.node_cost import ProfiledCost
 from halley.compiler.options import Options
 from halley.compiler.partition.fit import fit_memory
 from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition, read_plan
@@ -33,7 +34,7 @@ _T = TypeVar("_T")
 
 
 def run_passes(
-    graph: fx.Graph, options: Options, *, batch_inputs: Sequence[str] = ()
+    graph: fx.Graph, options: Options, *, batch_inputs: Sequence[str] = (), step_peak: int = 0
 ) -> OrderReport | None:
     """Run the passes that the options name, in place; a collective of the graph's groups.
 
@@ -45,6 +46,8 @@ def run_passes(
         options: which passes, and how.
         batch_inputs: names of the inputs that have the batch as their first dimension, in a graph
             of forward; without any, none of it runs in parts.
+        step_peak: bytes at the worst moment of the step that the graph is half of, where that is
+            known; ``memory_margin`` is then above this.
 
     Returns:
         What changed, or None where the graph stays as it is.
@@ -61,31 +64,30 @@ def run_passes(
     if councils is None or not facts.find_collectives("all_to_all"):
         return None
     sizes = Sizes(options.unknown_size)
-    largest = max(councils, key=lambda council: council.num_ranks, default=None)
-    cost = _build_cost(graph, largest, options, sizes=sizes)
-    before = report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
+    cost = _build_cost(graph, _largest(councils), options, sizes=sizes)
+    report = partial(report_order, cost=cost, sizes=sizes, contention=cost.contention)
+    before = report(facts, range(len(facts.nodes)))
+    max_bytes = (1.0 + options.memory_margin) * max(before.peak_before, step_peak)
     plan = PartitionPlan()
     if divides:
         plan = _partition(
-            graph, councils, options, batch_inputs=batch_inputs, cost=cost, sizes=sizes
+            graph,
+            councils,
+            options,
+            batch_inputs=batch_inputs,
+            cost=cost,
+            sizes=sizes,
+            max_bytes=max_bytes,
         )
         facts = GraphFacts(graph)
-
-    def make_order() -> list[int]:
-        return plan_wgrad(facts, cost=cost, sizes=sizes, memory_margin=options.memory_margin)
-
     order = list(range(len(facts.nodes)))
     if options.moves_gradients:
-        order = _share(councils, "order", make_order)
-    after = report_order(facts, order, cost=cost, sizes=sizes)
+        plans = partial(plan_wgrad, cost=cost, sizes=sizes, contention=cost.contention)
+        order = _share(councils, "order", partial(plans, facts, max_bytes=max_bytes))
+    after = report(facts, order)
     reorder(graph, facts, order)
-    return replace(
-        after,
-        time_before=before.time_before,
-        peak_before=before.peak_before,
-        ranges=plan.reports,
-        skipped=plan.skipped,
-    )
+    was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
+    return replace(after, ranges=plan.reports, skipped=plan.skipped, **was)
 
 
 def _convene(
@@ -127,8 +129,11 @@ def _partition(
     batch_inputs: Sequence[str],
     cost: ProfiledCost,
     sizes: Sizes,
+    max_bytes: float,
 ) -> PartitionPlan:
     """Run ranges of forward in parts by rank 0's plan, and return that."""
+    # Inductor writes what it joins into one buffer itself, and knows no operators that write.
+    in_place = options.inner == "eager"
 
     def make_plan() -> dict[str, object]:
         plan = plan_partition(
@@ -138,6 +143,7 @@ def _partition(
             cost=cost,
             sizes=sizes,
             num_parts=options.num_parts,
+            contention=cost.contention,
         )
         plan = fit_memory(
             graph,
@@ -145,12 +151,20 @@ def _partition(
             batch_inputs=batch_inputs,
             rules=options.rules,
             sizes=sizes,
-            memory_margin=options.memory_margin,
+            max_bytes=max_bytes,
+            in_place=in_place,
         )
         return asdict(plan)
 
     plan = read_plan(_share(councils, "partition", make_plan))
-    partition(graph, plan.ranges, batch_inputs=batch_inputs, rules=options.rules, sizes=sizes)
+    partition(
+        graph,
+        plan.ranges,
+        batch_inputs=batch_inputs,
+        rules=options.rules,
+        sizes=sizes,
+        in_place=in_place,
+    )
     return plan
 
 
@@ -160,7 +174,7 @@ def _share(councils: Sequence[Council], what: str, make: Callable[[], _T]) -> _T
     Raises:
         RuntimeError: the ranks of a smaller group got different plans, as not all are in one group.
     """
-    largest = max(councils, key=lambda council: council.num_ranks, default=None)
+    largest = _largest(councils)
     if largest is None:
         return make()
     made = largest.share(what, make)
@@ -203,6 +217,10 @@ def _differing(councils: Sequence[Council], graph: fx.Graph, batch_inputs: Seque
     return any(others)
 
 
+def _largest(councils: Sequence[Council]) -> Council | None:
+    return max(councils, key=lambda council: council.num_ranks, default=None)
+
+
 def _build_cost(
     graph: fx.Graph, council: Council | None, options: Options, *, sizes: Sizes
 ) -> ProfiledCost:
@@ -219,11 +237,7 @@ def _build_cost(
         offline=plans and not options.measure,
     )
     if council is not None and options.measure:
-        # What rank 0 lacks all ranks measure: one that knows the curve must not stay away.
-        is_missing = council.share("curve", lambda: table.curve(ALL_TO_ALL) is None)
-        if is_missing:
-            curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
-            table.add_curve(ALL_TO_ALL, curve)
+        measure_group(graph, council, table, sizes=sizes, device=device)
     return ProfiledCost(
         predictor, sizes=sizes, table=table, device=device if options.measure and plans else None
     )

@@ -1,17 +1,22 @@
 """The weight-gradient pass's decisions for one graph, within its memory, and what they change."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
 
 from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.headroom import Headroom
 from halley.compiler.memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
 from halley.compiler.order import build_order, place_reductions
 from halley.compiler.partition.plan import RangeReport
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad import Unit, assign, find_units, label
-from halley.cost.graph_cost import GraphTime, Operation, graph_time
+from halley.compiler.wgrad import assign, find_units, label
+from halley.core.timeline import Span
+from halley.cost.graph_cost import GraphTime, graph_spans, time_of
+from halley.cost.simulate import NO_CONTENTION, Contention
+
+
+_MAX_TRIES = 8  # each allows as much less as the last was too high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,7 @@ class OrderReport:
         windows: names of the matrix products behind each all-to-all, by name of that.
         time_before, time_after: of the graph.
         peak_before, peak_after: bytes alive at the worst moment.
+        spans_before, spans_after: when each node runs.
         ranges: that run in parts.
         skipped: why others do not.
     """
@@ -31,12 +37,19 @@ class OrderReport:
     time_after: GraphTime
     peak_before: int
     peak_after: int
+    spans_before: tuple[Span, ...] = field(default=(), repr=False)
+    spans_after: tuple[Span, ...] = field(default=(), repr=False)
     ranges: tuple[RangeReport, ...] = ()
     skipped: tuple[str, ...] = ()
 
 
 def plan_wgrad(
-    facts: GraphFacts, *, cost: NodeCost, sizes: Sizes, memory_margin: float
+    facts: GraphFacts,
+    *,
+    cost: NodeCost,
+    sizes: Sizes,
+    max_bytes: float,
+    contention: Contention = NO_CONTENTION,
 ) -> list[int]:
     """Return the order of the weight-gradient pass.
 
@@ -44,10 +57,11 @@ def plan_wgrad(
         facts: of the graph.
         cost: microseconds of a node.
         sizes: of what nodes return.
-        memory_margin: by what share the peak of live bytes may rise.
+        max_bytes: that may be alive.
+        contention: of computation and communication.
 
     Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
-    operators keep their order. Peak of live bytes at most ``1 + memory_margin`` of before.
+    operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
     """
     all_to_alls = facts.find_collectives("all_to_all")
     identity = list(range(len(facts.nodes)))
@@ -55,22 +69,30 @@ def plan_wgrad(
         return identity
     works = operations(facts, cost)
     units = find_units(facts, label(facts, all_to_alls), cost=cost)
-    assignment = assign(units, [works[index].duration_us for index in all_to_alls])
-    windows = [list(window) for window in assignment.windows]
+    # In microseconds of computation as it is alone: so much runs behind an all-to-all.
+    stretch = contention.comm / contention.compute
+    times_us = [works[index].duration_us * stretch for index in all_to_alls]
     live = LiveBytes(facts, sizes)
-    guard = _MemoryGuard(live, units, all_to_alls, windows)
-    limit = (1.0 + memory_margin) * live.peak(identity)[0]
-    while True:
-        order = _order(facts, works, units, dict(zip(all_to_alls, windows, strict=True)))
-        peak, where = live.peak(order)
-        if peak <= limit:
+    allowed = max_bytes
+    for _ in range(_MAX_TRIES):
+        room = Headroom(facts, live, units=units, all_to_alls=all_to_alls, limit=allowed)
+        assignment = assign(units, times_us, fits=room.take)
+        windows = dict(zip(all_to_alls, assignment.windows, strict=True))
+        order = place_reductions(facts, works, build_order(facts, units, windows))
+        peak = live.peak(order)[0]
+        if peak <= max_bytes:
             return order
-        if not guard.demote(order, where):
-            return identity
+        allowed -= peak - max_bytes
+    return identity
 
 
 def report_order(
-    facts: GraphFacts, order: Sequence[int], *, cost: NodeCost, sizes: Sizes
+    facts: GraphFacts,
+    order: Sequence[int],
+    *,
+    cost: NodeCost,
+    sizes: Sizes,
+    contention: Contention = NO_CONTENTION,
 ) -> OrderReport:
     """Return what an order does to a graph.
 
@@ -79,15 +101,19 @@ def report_order(
         order: of all of its nodes.
         cost: microseconds of a node.
         sizes: of what nodes return.
+        contention: of computation and communication.
     """
     works, live = operations(facts, cost), LiveBytes(facts, sizes)
     identity = range(len(facts.nodes))
+    before, after = (graph_spans(works, each, contention) for each in (identity, order))
     return OrderReport(
         windows=hidden_products(facts, order),
-        time_before=graph_time(works, identity),
-        time_after=graph_time(works, order),
+        time_before=time_of(before),
+        time_after=time_of(after),
         peak_before=live.peak(identity)[0],
         peak_after=live.peak(order)[0],
+        spans_before=tuple(before),
+        spans_after=tuple(after),
     )
 
 
@@ -102,73 +128,3 @@ def hidden_products(facts: GraphFacts, order: Sequence[int]) -> dict[str, tuple[
         nodes = [facts.nodes[index] for index in between]
         found[facts.nodes[start].name] = tuple(node.name for node in nodes if is_product(node))
     return found
-
-
-def _order(
-    facts: GraphFacts,
-    works: Sequence[Operation],
-    units: Sequence[Unit],
-    windows: dict[int, list[int]],
-) -> list[int]:
-    return place_reductions(facts, works, build_order(facts, units, windows))
-
-
-@final
-class _MemoryGuard:
-    """Brings gradients forward, one after another, until memory suffices.
-
-    Args:
-        live: counts the bytes of the graph.
-        units: of the graph.
-        all_to_alls: indices of nodes.
-        windows: units behind each, changed by ``demote``.
-    """
-
-    def __init__(
-        self,
-        live: LiveBytes,
-        units: Sequence[Unit],
-        all_to_alls: Sequence[int],
-        windows: list[list[int]],
-    ) -> None:
-        self._units = units
-        self._all_to_alls = all_to_alls
-        self._windows = windows
-        self._held_bytes = [live.input_bytes(unit.nodes) for unit in units]
-
-    def demote(self, order: Sequence[int], where: int) -> bool:
-        """Bring forward the gradient that holds most at a position of the order.
-
-        It goes to the first all-to-all that starts behind its own place in the graph, which emits
-        it right after what is needed at once; if it stands there, back to its own place.
-
-        Returns:
-            Whether there was one.
-        """
-        place = {index: at for at, index in enumerate(order)}
-        held: list[tuple[bool, int, int, int]] = []
-        for window, units in enumerate(self._windows):
-            for at in units:
-                nodes = self._units[at].nodes
-                holds = place[nodes[0]] > where and nodes[-1] < order[where]
-                held.append((holds, self._held_bytes[at], at, window))
-        if not held:
-            return False
-        _, _, at, window = max(held)
-        self._windows[window].remove(at)
-        first = self._first_window(at)
-        if first is not None and first < window:
-            self._windows[first].append(at)
-            self._windows[first].sort()  # units come after those that they need
-        return True
-
-    def _first_window(self, at: int) -> int | None:
-        unit = self._units[at]
-        return next(
-            (
-                window
-                for window, start in enumerate(self._all_to_alls)
-                if unit.hides >> window & 1 and start > unit.nodes[0]
-            ),
-            None,
-        )

@@ -8,7 +8,7 @@ Source: Lancet (arXiv:2404.19429), section 4 and algorithm 1; the deadline rule 
 what is too long stand in its code alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -16,6 +16,8 @@ from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.node_cost import NodeCost
 
 
+# Whether units may run behind the all-to-all at a position among all; if so they will.
+Fits = Callable[[Sequence[int], int], bool]
 _TOO_LONG = 2.0  # times what is left to hide: a second gradient longer than that stays out
 
 
@@ -137,8 +139,9 @@ def _absorb(
 class _Windows:
     """What has been given to which all-to-all so far."""
 
-    def __init__(self, units: Sequence[Unit], num_windows: int) -> None:
+    def __init__(self, units: Sequence[Unit], num_windows: int, fits: Fits) -> None:
         self.units = units
+        self._fits = fits
         self.windows: list[list[int]] = [[] for _ in range(num_windows)]
         self.placed: set[int] = set()
 
@@ -149,59 +152,81 @@ class _Windows:
             for need in self.units[at].needs - self.placed
         )
 
-    def place(self, at: int, window: int) -> float:
-        """Place a unit, before it those that it needs; return the time of all of them."""
-        needs = sorted(self.units[at].needs - self.placed)
-        duration_us = sum(self.place(need, window) for need in needs if need not in self.placed)
-        self.windows[window].append(at)
-        self.placed.add(at)
-        return duration_us + self.units[at].duration_us
+    def place(self, at: int, window: int) -> float | None:
+        """Place a unit, before it those that it needs.
+
+        Returns:
+            The time of all of them; None if they do not fit and stay where they are.
+        """
+        units = [*self._unplaced_needs(at), at]
+        if not self._fits(units, window):
+            return None
+        self.windows[window] += units
+        self.placed.update(units)
+        return sum(self.units[each].duration_us for each in units)
+
+    def _unplaced_needs(self, at: int) -> list[int]:
+        found: list[int] = []
+        for need in sorted(self.units[at].needs - self.placed):
+            found += [each for each in (*self._unplaced_needs(need), need) if each not in found]
+        return found
 
 
-def assign(units: Sequence[Unit], times_us: Sequence[float]) -> Assignment:
+def _always_fits(units: Sequence[int], window: int) -> bool:
+    return True
+
+
+def assign(
+    units: Sequence[Unit], times_us: Sequence[float], *, fits: Fits = _always_fits
+) -> Assignment:
     """Give units to all-to-alls so that as much as possible of their time is hidden.
 
     Walks the all-to-alls in their order. Each takes, again and again, the unit whose time is
     nearest to what is left to hide, products before others, until nothing is left, or the best is
     more than twice as long as what is left and there is one already. A product for which this is
     the last all-to-all that it may run behind is then placed here whatever its time (the deadline).
-    A unit comes after those that it needs.
+    A unit comes after those that it needs. One that does not fit is passed over, here alone.
 
     Args:
         units: of the graph.
         times_us: of the all-to-alls.
+        fits: asked for a unit with those that it needs and that are not placed, in order.
 
     Source: Lancet (arXiv:2404.19429), section 4.2; best fit for a generalised assignment problem,
     which is NP-hard.
     """
-    state = _Windows(units, len(times_us))
+    state = _Windows(units, len(times_us), fits)
     left_us: list[float] = []
     for window, time_us in enumerate(times_us):
         left = time_us
+        refused: set[int] = set()
         while left > 0.0:
-            candidates = _candidates(state, window)
+            candidates = _candidates(state, window, refused)
             if not candidates:
                 break
             misfit_us = {at: abs(left - units[at].duration_us) for at in candidates}
             best = min(candidates, key=misfit_us.__getitem__)
             if state.windows[window] and units[best].duration_us > _TOO_LONG * left:
                 break
-            left -= state.place(best, window)
+            placed_us = state.place(best, window)
+            left -= placed_us or 0.0
+            if placed_us is None:
+                refused.add(best)
         for at, unit in enumerate(units):
             is_last = unit.hides >> window == 1
-            if is_last and unit.is_product and at not in state.placed:
-                left -= state.place(at, window)
+            if is_last and unit.is_product and at not in state.placed and at not in refused:
+                left -= state.place(at, window) or 0.0
         left_us.append(max(0.0, left))
     return Assignment(windows=tuple(map(tuple, state.windows)), left_us=tuple(left_us))
 
 
-def _candidates(state: _Windows, window: int) -> list[int]:
+def _candidates(state: _Windows, window: int, refused: set[int]) -> list[int]:
     """Return the units that this all-to-all may take now: products, or else what there is."""
     found = [
         at
         for at, unit in enumerate(state.units)
-        if at not in state.placed and unit.hides >> window & 1 and unit.duration_us > 0.0
-        if state.is_available(at)
+        if at not in state.placed and at not in refused
+        if unit.hides >> window & 1 and unit.duration_us > 0.0 and state.is_available(at)
     ]
     return [at for at in found if state.units[at].is_product] or found
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halley.core.timeline import Span, exposed_us, total_us
-from halley.cost.simulate import Task, simulate
+from halley.cost.simulate import NO_CONTENTION, Contention, Task, simulate
 
 
 Role = Literal["compute", "start", "wait", "free"]
@@ -81,14 +81,27 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
     return tasks
 
 
-def graph_spans(operations: Sequence[Operation], order: Sequence[int]) -> list[Span]:
+def graph_spans(
+    operations: Sequence[Operation],
+    order: Sequence[int],
+    contention: Contention = NO_CONTENTION,
+) -> list[Span]:
     """Return when each operation runs; operations that take no time leave no span."""
-    return [span for span in simulate(graph_tasks(operations, order)) if span.duration_us > 0.0]
+    tasks = graph_tasks(operations, order)
+    return [span for span in simulate(tasks, contention) if span.duration_us > 0.0]
 
 
-def graph_time(operations: Sequence[Operation], order: Sequence[int]) -> GraphTime:
+def graph_time(
+    operations: Sequence[Operation],
+    order: Sequence[int],
+    contention: Contention = NO_CONTENTION,
+) -> GraphTime:
     """Return the predicted time of the graph in that order."""
-    spans = graph_spans(operations, order)
+    return time_of(graph_spans(operations, order, contention))
+
+
+def time_of(spans: Sequence[Span]) -> GraphTime:
+    """Return the time of a graph from when its operations run on one rank."""
     comm = [span for span in spans if span.stream == "comm"]
     compute = [span for span in spans if span.stream == "compute"]
     return GraphTime(

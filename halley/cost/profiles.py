@@ -19,6 +19,8 @@ from typing import cast, final
 import torch
 from torch.cuda import nccl
 
+from halley.cost.simulate import Contention
+
 
 _WARMUP = 10
 _COUNT = 10
@@ -133,6 +135,9 @@ class ProfileTable:
         environment: whose lines count.
         offline: never measure: what the file lacks is unknown.
 
+    Attributes:
+        contention: of computation and communication, or None if it is unknown.
+
     Raises:
         ValueError: a line of the file is not what this class writes, or offline without a file.
     """
@@ -147,6 +152,7 @@ class ProfileTable:
         self._path = path
         self._times_us: dict[str, float] = {}
         self._curves: dict[str, Curve] = {}
+        self.contention: Contention | None = None
         if path is not None and path.exists():
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
                 self._read(line, where=f"{path}:{number}")
@@ -181,6 +187,11 @@ class ProfileTable:
         self._curves[key] = curve
         self._write({"collective": key, "points": curve.points})
 
+    def add_contention(self, contention: Contention) -> None:
+        """Keep how much computation and communication slow each other down."""
+        self.contention = contention
+        self._write({"contention": asdict(contention)})
+
     def _write(self, entry: dict[str, object]) -> None:
         if self._path is None:
             return
@@ -197,6 +208,8 @@ class ProfileTable:
                 return
             if "op" in entry:
                 self._times_us[str(entry["op"])] = float(cast(float, entry["us"]))
+            elif "contention" in entry:
+                self.contention = Contention(**cast(dict[str, float], entry["contention"]))
             else:
                 points = cast(list[tuple[int, float]], entry["points"])
                 curve = Curve(tuple((int(size), float(us)) for size, us in points))

@@ -1,9 +1,15 @@
 """Discrete-event simulator: tasks run in order on their stream, once what they need has ended."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 from halley.core.timeline import Span
+
+
+_COMM = "comm"
+_ROUNDING_US = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +30,50 @@ class Task:
     rank: int = 0
 
 
-def simulate(tasks: list[Task]) -> list[Span]:
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """How many times as long work takes while the other kind runs beside it, at least 1.
+
+    Both kinds share what they run on: communication takes multiprocessors (or cores) and bandwidth
+    of the memory.
+
+    Attributes:
+        compute: of computation while communication runs.
+        comm: of communication while computation runs.
+
+    Raises:
+        ValueError: one is below 1.
+    """
+
+    compute: float = 1.0
+    comm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "comm"):
+            if (value := getattr(self, name)) < 1.0:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+
+
+NO_CONTENTION = Contention()
+
+
+def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[Span]:
     """Return when each task runs.
 
     Args:
         tasks: in the order in which each stream would issue them.
+        contention: of the streams of a rank; "comm" is communication, all others computation.
 
     Raises:
         ValueError: a name is used twice, or a task needs one that is not listed before it.
     """
+    if contention != NO_CONTENTION:
+        _check(tasks)
+        return _Contended(tasks, contention).run()
     free_us: dict[tuple[int, str], float] = defaultdict(float)
     spans: dict[str, Span] = {}
+    _check(tasks)
     for task in tasks:
-        if task.name in spans:
-            raise ValueError(f"task name ({task.name}) must be unique")
-        if missing := [name for name in task.needs if name not in spans]:
-            raise ValueError(f"{task.name} needs {missing}, not listed before it")
         lane = (task.rank, task.stream)
         start_us = max([free_us[lane], *(spans[name].end_us for name in task.needs)])
         span = Span(
@@ -52,6 +86,75 @@ def simulate(tasks: list[Task]) -> list[Span]:
         free_us[lane] = span.end_us
         spans[task.name] = span
     return list(spans.values())
+
+
+def _check(tasks: Sequence[Task]) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        if task.name in seen:
+            raise ValueError(f"task name ({task.name}) must be unique")
+        if missing := [name for name in task.needs if name not in seen]:
+            raise ValueError(f"{task.name} needs {missing}, not listed before it")
+        seen.add(task.name)
+
+
+@final
+class _Contended:
+    """Runs tasks at rates that change whenever one begins or ends."""
+
+    def __init__(self, tasks: Sequence[Task], contention: Contention) -> None:
+        self._tasks = tasks
+        self._rates = {True: 1.0 / contention.comm, False: 1.0 / contention.compute}
+        self._lanes: dict[tuple[int, str], deque[Task]] = defaultdict(deque)
+        for task in tasks:
+            self._lanes[task.rank, task.stream].append(task)
+        self._left_us: dict[tuple[int, str], float] = {}  # of what runs on each lane
+        self._starts_us: dict[str, float] = {}
+        self._ends_us: dict[str, float] = {}
+
+    def run(self) -> list[Span]:
+        now_us = 0.0
+        while len(self._ends_us) < len(self._tasks):
+            if self._begin(now_us):
+                continue
+            rates = {lane: self._rate(lane) for lane in self._left_us}
+            step_us = min(left / rates[lane] for lane, left in self._left_us.items())
+            now_us += step_us
+            for lane, rate in rates.items():
+                self._left_us[lane] -= step_us * rate
+            self._end(now_us)
+        return [
+            Span(
+                name=task.name,
+                rank=task.rank,
+                stream=task.stream,
+                start_us=self._starts_us[task.name],
+                duration_us=self._ends_us[task.name] - self._starts_us[task.name],
+            )
+            for task in self._tasks
+        ]
+
+    def _begin(self, now_us: float) -> bool:
+        """Begin what may run now; return whether something that takes no time has ended by that."""
+        for lane, waiting in self._lanes.items():
+            if waiting and lane not in self._left_us:
+                task = waiting[0]
+                if all(name in self._ends_us for name in task.needs):
+                    self._starts_us[task.name] = now_us
+                    self._left_us[lane] = task.duration_us
+        return self._end(now_us)
+
+    def _end(self, now_us: float) -> bool:
+        done = [lane for lane, left in self._left_us.items() if left <= _ROUNDING_US]
+        for lane in done:
+            del self._left_us[lane]
+            self._ends_us[self._lanes[lane].popleft().name] = now_us
+        return bool(done)
+
+    def _rate(self, lane: tuple[int, str]) -> float:
+        rank, is_comm = lane[0], lane[1] == _COMM
+        beside = any(r == rank and (stream == _COMM) != is_comm for r, stream in self._left_us)
+        return self._rates[is_comm] if beside else 1.0
 
 
 def makespan_us(tasks: list[Task]) -> float:

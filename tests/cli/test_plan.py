@@ -34,13 +34,22 @@ def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
     assert "2 parts, " in table
 
 
+def test_timeline_is_drawn(capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.png"
+    assert main(["plan", "graph", *MODEL, "--passes=wgrad", f"--timeline={path}"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "spans_after" not in json.loads(capsys.readouterr().out)["backward"]
+
+
 def test_explain_says_why_layers_stay_whole(capsys) -> None:
     router = ["model.moe.top_k=1", "model.moe.router.kind=switch"]
     router += ["model.moe.router.capacity_factor=1.0", "model.moe.router.priority=weight"]
     sets = [f"--set={each}" for each in router]
     assert main(["plan", "graph", *MODEL, *sets, "--passes=partition", "--explain"]) == 0
     out, text = capsys.readouterr()
-    assert list(json.loads(out)) == ["forward"]
+    assert list(json.loads(out)) == ["forward", "layer_us"]
+    assert "- a layer of experts, forward and backward: fused 0." in text
     assert text.count("stays whole: no range around it is predicted to be faster in parts") == 2
 
 
@@ -48,6 +57,7 @@ def test_explain_says_why_layers_stay_whole(capsys) -> None:
     ("arguments", "message"),
     [
         ("--passes none", "passes (none) must be one of wgrad, partition, both"),
+        ("--measure -1", "measure (-1) must be a number of steps, or 0"),
         ("--ranks 1", "ranks (1) must be at least 2: one rank has no all-to-alls"),
         ("--ranks 3", "num_experts (8) must be divisible by ep_size (3)"),
         ("--ranks 4 --set ep_size=3", "ep_size (3) must divide the number of ranks (4)"),

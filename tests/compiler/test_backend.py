@@ -186,4 +186,5 @@ def test_rank_0_measures_into_a_file(run_ranks, tmp_path) -> None:
     lines = path.read_text().splitlines()
     assert sum('"collective": "_c10d_functional::all_to_all_single"' in line for line in lines) == 1
     assert sum('"op": "aten.mm.default' in line for line in lines) >= 4
+    assert sum('"contention": {"compute": ' in line for line in lines) == 1
     assert len(lines) == len(set(lines))

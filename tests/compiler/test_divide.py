@@ -1,6 +1,5 @@
 """A forward graph in parts, on one rank: same bits, order of the pipeline, reasons, memory."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,64 +9,18 @@ from torch import fx
 
 from halley.compiler import run
 from halley.compiler.collectives import collective_kind, is_wait
-from halley.compiler.partition.axes import BatchFlow, find_axes
+from halley.compiler.partition.axes import find_axes
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.fit import fit_memory
 from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes
-from halley.moe.parallel import ParallelGroups
-from tests.compiler.gpt2_model import SEQ_LEN, GPT2MoE
-from tests.compiler.model_case import whole_graphs
-from tests.moe.model_case import make_tokens
+from tests.compiler.captured_case import Captured, compute_nodes
 
 
 BATCH_SIZE = 12
 SIZES = Sizes(64)
-
-
-class Captured:
-    """Forward of a model of one layer of experts, with real inputs to run it on."""
-
-    def __init__(self, gate: Any) -> None:
-        from torch._dynamo.backends.common import aot_autograd
-
-        model = GPT2MoE(gate, ParallelGroups(ep=torch.distributed.group.WORLD), num_layers=2)
-        found: list[Any] = []
-
-        def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            def call(args: list[Any]) -> Any:
-                found.append((gm, list(args)))
-                return fx.Interpreter(gm).run(*args)
-
-            call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-            return call
-
-        with whole_graphs(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(
-                make_tokens(0, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
-            )
-        self.module, self.args = found[0]
-        inputs = self.module.graph.find_nodes(op="placeholder")
-        self.batch_inputs = [n.name for n in inputs if n.meta["val"].dtype == torch.int64]
-
-    def graph(self) -> fx.Graph:
-        """Return a copy of the graph."""
-        copy = fx.Graph(owning_module=self.module)
-        copy.output(copy.graph_copy(self.module.graph, {}))
-        return copy
-
-    def flow(self, graph: fx.Graph) -> BatchFlow:
-        return find_axes(graph, self.batch_inputs, all_rules({}))
-
-    def run(self, graph: fx.Graph) -> list[Any]:
-        return fx.Interpreter(fx.GraphModule(self.module, graph)).run(*self.args)
-
-
-def _compute(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
 
 
 def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
@@ -82,12 +35,12 @@ def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
 def _divided(rank: int, num_ranks: int, gate: str) -> None:
     case = Captured(gate)
     want = case.run(case.graph())
-    for num_parts in (2, 3, 4, 6):
+    for num_parts, in_place in ((2, True), (3, False), (4, True), (4, False), (6, True)):
         graph = case.graph()
         flow = case.flow(graph)
-        region = find_region(flow, _compute(graph))
+        region = find_region(flow, compute_nodes(graph))
         assert isinstance(region, Region), region
-        divide(graph, flow, [(region, num_parts)], sizes=SIZES)
+        divide(graph, flow, [(region, num_parts)], sizes=SIZES, in_place=in_place)
         assert _same(case.run(graph), want), num_parts
         _check_pipeline(graph, num_parts)
         names = [str(node.target) for node in graph.nodes]
@@ -137,7 +90,7 @@ def test_graph_that_something_else_made(run_ranks) -> None:
 def _refused(rank: int, num_ranks: int) -> None:
     case = Captured("switch")
     graph = case.graph()
-    flow, nodes = case.flow(graph), _compute(graph)
+    flow, nodes = case.flow(graph), compute_nodes(graph)
     names = [node.name for node in nodes]
 
     def reason(first: int, end: int) -> str:
@@ -182,8 +135,8 @@ def _in_memory(rank: int, num_ranks: int) -> tuple[PartitionPlan, PartitionPlan,
     wants = {"batch_inputs": case.batch_inputs, "rules": {}, "sizes": SIZES}
     plan = plan_partition(graph, cost=lambda node: 1.0, num_parts=4, **wants)
     names = [node.name for node in graph.nodes]
-    roomy = fit_memory(graph, plan, memory_margin=10.0, **wants)
-    tight = fit_memory(graph, plan, memory_margin=-0.5, **wants)
+    roomy = fit_memory(graph, plan, max_bytes=2**30, **wants)
+    tight = fit_memory(graph, plan, max_bytes=2**10, **wants)
     assert [node.name for node in graph.nodes] == names  # copies were divided
     return plan, roomy, tight
 

@@ -4,12 +4,10 @@ import warnings
 
 import pytest
 import torch
-import torch._dynamo
 
 from halley.compiler import Backend
 from halley.moe.parallel import build_groups
 from tests.compiler.model_case import build_model, run_steps, whole_graphs
-from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 from tests.moe.model_case import destroy
 
 
@@ -50,53 +48,3 @@ def test_transformer_is_equal_bit_for_bit(run_ranks, kind: str, num_layers: int)
         assert len(backward) == 2 * num_layers // 2
         assert all(backward.values()), backward
         assert not any(forward.values())
-
-
-def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[dict[str, tuple[str, ...]]]]:
-    """Return whether all is equal, the code of the passed backward, and the windows."""
-    from torch._inductor.utils import run_fw_bw_and_get_code
-
-    found, backend = {}, Backend()
-    model = PaddedModel()
-    x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
-    x.requires_grad_()
-    for passes in ("none", "wgrad"):
-        torch._dynamo.reset()
-        x.grad = None
-        model.zero_grad()
-        options = {"passes": passes, "inner": "inductor", "memory_margin": 1.0}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            call = torch.compile(model, backend=backend, fullgraph=True, options=options)
-            y, codes = run_fw_bw_and_get_code(lambda: call(x))  # noqa: B023
-        found[passes] = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-    torch._dynamo.reset()
-    same = all(map(torch.equal, found["none"], found["wgrad"]))
-    return same, codes[-1], [report.windows for report in backend.reports]
-
-
-def _calls(code: str) -> list[str]:
-    """Return the products, starts and waits of Inductor's code, in the order in which they run."""
-    marks = {"extern_kernels.": "product", "all_to_all_single.default(": "start"}
-    marks["wait_tensor.default("] = "wait"
-    lines = code[code.index("def call(") :].splitlines()
-    lines = [line for line in lines if not line.strip().startswith("#")]
-    return [kind for line in lines for mark, kind in marks.items() if mark in line]
-
-
-def test_order_survives_inductor(run_ranks) -> None:
-    for same, code, (forward, backward) in run_ranks(_run_inductor, 2, timeout_s=300.0):
-        assert same
-        assert len(forward) == len(backward) == 4
-        assert all(backward.values())
-        want = [len(products) for products in backward.values()]
-        calls, num_behind = _calls(code), []
-        for call in calls:
-            if call == "start":
-                num_behind.append(0)
-                is_open = True
-            elif call == "wait":
-                is_open = False
-            elif num_behind and is_open:
-                num_behind[-1] += 1
-        assert num_behind == want

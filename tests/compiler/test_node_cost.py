@@ -1,15 +1,21 @@
 """Times of nodes: predicted by hand, read from a table, measured once."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import fx
 
+from halley.compiler.fake import without_values
 from halley.compiler.graph import GraphFacts
 from halley.compiler.node_cost import ProfiledCost, node_key, operations
 from halley.compiler.sizes import Sizes
 from halley.cost.hardware import Hardware
 from halley.cost.predict import Predictor
-from halley.cost.profiles import Curve, Environment, ProfileTable
+from halley.cost.profiles import Curve, Environment, ProfileTable, measure_us
+from halley.cost.simulate import Contention
 from tests.compiler.graph_case import GraphBuilder, aten, find, two_layers
 
 
@@ -91,3 +97,52 @@ def test_operators_are_measured_once_and_collectives_never() -> None:
     assert cost.predicted == set()
     _, layers = two_layers()
     assert abs(cost(layers.nodes[find(layers, "a2a_0")]) - 45.6) < 1e-9  # 20, and 256 bytes
+
+
+def test_operators_are_measured_with_values_where_a_compiler_traces_without() -> None:
+    b = GraphBuilder()
+    x = b.input("x", 1024, 1024)
+    facts = b.done(b.mm(x, x, name="mm"))
+    table = ProfileTable(None, HERE)
+    cost = ProfiledCost(ROUND, sizes=SIZES, table=table, device=torch.device("cpu"))
+    with without_values():
+        measured_us = cost(facts.nodes[find(facts, "mm")])
+    assert measured_us > 2 * 1024**3 / 4e6  # no CPU here makes 4 TFLOP/s
+    product = torch.ones(1024, 1024)
+    alone_us = measure_us(lambda: product @ product, device=torch.device("cpu"))
+    assert alone_us / 5 < measured_us < alone_us * 5
+
+
+def test_contention_is_read_from_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    assert ProfiledCost(ROUND, sizes=SIZES).contention == Contention()
+    ProfileTable(path, HERE).add_contention(Contention(compute=1.25, comm=1.5))
+    other = Environment(device="cpu", versions="torch 2")
+    ProfileTable(path, other).add_contention(Contention(compute=9.0))
+    cost = ProfiledCost(ROUND, sizes=SIZES, table=ProfileTable(path, HERE, offline=True))
+    assert cost.contention == Contention(compute=1.25, comm=1.5)
+
+
+def test_fused_operators_take_what_is_longer_of_product_and_wire() -> None:
+    importlib.import_module("halley.ops.fused_experts")  # defines the operators
+    halley = torch.ops.halley
+    b = GraphBuilder()
+    x, up, down = b.input("x", 10, 40), b.input("up", 4, 60, 40), b.input("down", 4, 40, 1000)
+    idx, plan = b.input("idx", 10, 3), b.input("plan", 16)
+    h, dy = b.input("h", 30, 1000), b.input("dy", 10, 40)
+
+    def call(target: Any, name: str, *args: Any) -> fx.Node:
+        node = b.graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = torch.empty(10, 40, device="meta")
+        return node
+
+    both = call(halley.fused_experts.default, "both", x, idx, up, down, idx, True, True, "", 0)
+    first = call(halley.dispatch_gemm.default, "first", x, idx, idx, up, True, True, "", 0)
+    second = call(halley.gemm_combine.default, "second", h, plan, down, 10, True, 0)
+    back = call(halley.dispatch_dgrad.default, "back", dy, plan, h, down, 3, True, True, 0)
+    facts, cost = b.done(both, first, second, back), ProfiledCost(ROUND, sizes=SIZES)
+    times_us = {name: cost(facts.nodes[find(facts, name)]) for name in ("both", "first", "back")}
+    # 30 rows of 40 float32 travel in 20 + 480 us. Products: 30 x 40 x 60 in 144 us, x 1000 in
+    # 2400. A launch is 5.
+    assert times_us == pytest.approx({"both": 2905.0, "first": 505.0, "back": 2405.0})
+    assert cost(facts.nodes[find(facts, "second")]) == pytest.approx(2405.0)

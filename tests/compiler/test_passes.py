@@ -11,6 +11,7 @@ from halley.compiler import run
 from halley.compiler.options import Options, parse_options
 from halley.compiler.passes import reorder, run_passes
 from halley.cost.profiles import ProfileTable, find_environment
+from tests.compiler.forward_case import ForwardCase, build_forward
 from tests.compiler.graph_case import GraphBuilder, find, two_layers
 
 
@@ -109,3 +110,22 @@ def test_plan_from_a_table_without_measuring(tmp_path: Path) -> None:
 def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_options(options)
+
+
+def test_unknown_operator_keeps_its_layer_whole_and_is_named() -> None:
+    b, batch = build_forward(ForwardCase())
+    tokens = b.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)[0]
+    users = list(tokens.users)
+    with b.graph.inserting_after(tokens):
+        turned = b.graph.call_function(torch.ops.aten.flip.default, (tokens, [0]))
+    turned.meta["val"] = tokens.meta["val"]
+    for user in users:
+        user.replace_input_with(tokens, turned)
+    before = list(b.graph.nodes)
+    options = Options(passes="partition", agree=False, num_parts=2, memory_margin=4.0)
+    report = run_passes(b.graph, options, batch_inputs=[batch])
+    assert report is not None
+    assert report.ranges == ()
+    reason = "stays whole: flip_default (aten::flip) has no rule"
+    assert [text.partition(" ")[2] for text in report.skipped] == [reason] * 3  # all-to-alls
+    assert list(b.graph.nodes) == before

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halley.cost.simulate import Task, makespan_us, simulate
+from halley.cost.simulate import Contention, Task, makespan_us, simulate
 
 
 def _chunks() -> list[Task]:
@@ -68,3 +68,31 @@ def test_name_used_twice_is_an_error() -> None:
     twice = [Task(name="a", stream=stream, duration_us=1.0) for stream in ("compute", "comm")]
     with pytest.raises(ValueError, match=r"task name \(a\) must be unique"):
         simulate(twice)
+
+
+def test_streams_slow_each_other_down_while_both_run() -> None:
+    tasks = [
+        Task(name="send", stream="comm", duration_us=10.0),
+        Task(name="gemm", stream="compute", duration_us=30.0),
+        Task(name="reply", stream="comm", duration_us=6.0, needs=("gemm",)),
+        Task(name="other", stream="compute", duration_us=8.0, rank=1),
+    ]
+    spans = {span.name: span for span in simulate(tasks, Contention(compute=1.5, comm=1.2))}
+    # Beside the GEMM the all-to-all takes 12 us, in which 8 of the GEMM's 30 us are done.
+    assert spans["send"].end_us == pytest.approx(12.0)
+    assert spans["gemm"].end_us == pytest.approx(12.0 + 22.0)
+    assert spans["reply"].duration_us == pytest.approx(6.0)  # alone
+    assert spans["other"].duration_us == pytest.approx(8.0)  # of another rank
+
+
+def test_contended_simulator_is_the_other_where_there_is_next_to_none() -> None:
+    for tasks in (_chunks(), [*_chunks(), Task(name="nothing", stream="comm", duration_us=0.0)]):
+        plain = {span.name: span for span in simulate(tasks)}
+        for span in simulate(tasks, Contention(compute=1.0 + 1e-9)):
+            assert span.start_us == pytest.approx(plain[span.name].start_us, abs=1e-5)
+            assert span.end_us == pytest.approx(plain[span.name].end_us, abs=1e-5)
+
+
+def test_contention_never_speeds_up() -> None:
+    with pytest.raises(ValueError, match=r"comm \(0.9\) must be at least 1"):
+        Contention(comm=0.9)

@@ -5,41 +5,34 @@ What is outside of the regions, the backward graph with it, reads the same value
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
 from torch import fx
 
+from halley.compiler.collectives import collective_kind
 from halley.compiler.fake import trace_result
-from halley.compiler.partition.axes import Batch, BatchFlow, Counts, Division, Last, Layout, Rows
+from halley.compiler.partition.axes import Batch, BatchFlow, Division
+from halley.compiler.partition.merge import MERGES, Merger, is_symbolic
 from halley.compiler.partition.region import Region
 from halley.compiler.sizes import Sizes
-from halley.ops.routed_rows import order_of_parts
 
 
 _ATEN = torch.ops.aten
 # What a node's meta says of its own arguments and results.
 _OWN = ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings")
 # What splits the batch for parts and puts their results together.
-_MOVES = frozenset(
-    {
-        _ATEN.split.Tensor,
-        _ATEN.cat.default,
-        _ATEN.permute.default,
-        _ATEN.index.Tensor,
-        _ATEN.add.Tensor,
-        _ATEN.sym_size.int,
-        order_of_parts,
-        operator.getitem,
-        operator.add,
-    }
-)
+_MOVES = MERGES | {_ATEN.split.Tensor, operator.getitem}
 
 
 def divide(
-    graph: fx.Graph, flow: BatchFlow, regions: Sequence[tuple[Region, int]], *, sizes: Sizes
+    graph: fx.Graph,
+    flow: BatchFlow,
+    regions: Sequence[tuple[Region, int]],
+    *,
+    sizes: Sizes,
+    in_place: bool = False,
 ) -> None:
     """Run regions of a graph in parts.
 
@@ -48,6 +41,7 @@ def divide(
         flow: of the graph.
         regions: of it, that do not overlap, in order, each with its number of parts.
         sizes: learns which sizes are of parts.
+        in_place: whether parts of what others want whole are written into one buffer.
 
     Contract: an operator of a region runs once for each part in the order of the pipeline, and
     again where its whole is wanted and cannot be put together. All others run as often as before,
@@ -65,7 +59,7 @@ def divide(
             )
     before = Counter(str(node.target) for node in graph.nodes)
     outputs = _describe(graph)
-    divider = _Divider(graph, flow, sizes)
+    divider = _Divider(graph, flow, sizes, in_place=in_place)
     for region, num_parts in regions:
         divider.run(region, num_parts)
     graph.lint()
@@ -77,7 +71,7 @@ def divide(
 class _Divider:
     """Writes regions in parts behind their nodes, and removes the nodes that run in parts alone."""
 
-    def __init__(self, graph: fx.Graph, flow: BatchFlow, sizes: Sizes) -> None:
+    def __init__(self, graph: fx.Graph, flow: BatchFlow, sizes: Sizes, *, in_place: bool) -> None:
         self._graph = graph
         self._sizes = sizes
         self._calls = flow.calls
@@ -87,23 +81,33 @@ class _Divider:
         self._num_parts = 1
         self._parts: list[dict[fx.Node, fx.Node]] = []
         self._splits: dict[tuple[fx.Node, Batch], list[fx.Node]] = {}
-        self._orders: dict[Layout, fx.Node] = {}
+        self._in_place = in_place
 
     def run(self, region: Region, num_parts: int) -> None:
         """Divide one region, behind those that were divided before."""
         self._num_parts = num_parts
         self._parts = [{} for _ in range(num_parts)]
-        self._splits, self._orders = {}, {}
+        self._splits = {}
         divided = [node for stage in region.stages for node in stage]
+        merger = Merger(
+            region,
+            self._parts,
+            axes=self._axes,
+            add=self._call,
+            need=lambda node: self._bring_forward(node, set(divided)),
+            in_place=self._in_place,
+        )
         end = max((*region.before, *divided, *(node for _, node in region.after))).next
         with self._graph.inserting_before(end):
             for node, part in region.steps(num_parts):
-                self._parts[part][node] = self._run_part(node, part)
+                if node not in self._parts[part]:
+                    self._parts[part][node] = self._run_part(node, part)
+                merger.note(node, part)
         gone = set(divided) - {node for ending, node in region.after if ending == "again"}
         for ending, node in region.after:
             if ending == "merge":
                 with self._graph.inserting_before(end):
-                    whole = self._merge(node)
+                    whole = merger.merge(node)
                 self._wholes[node], self._axes[whole] = whole, self._axes[node]
                 node.replace_all_uses_with(whole, lambda user: user not in gone)
             else:
@@ -156,6 +160,20 @@ class _Divider:
             self._sizes.note_part(size, id(self._parts[part]), num_parts=self._num_parts)
         return result
 
+    def _bring_forward(self, node: fx.Node, divided: Collection[fx.Node]) -> bool:
+        """Run a node and what it needs in all parts now, if no all-to-all is among it.
+
+        Returns:
+            Whether it stands in all parts.
+        """
+        missing = [_missing(node, results, divided) for results in self._parts]
+        if any(collective_kind(each) for nodes in missing for each in nodes):
+            return False
+        for part, nodes in enumerate(missing):
+            for each in nodes:
+                self._parts[part][each] = self._run_part(each, part)
+        return True
+
     def _range(self, source: fx.Node, axis: Batch) -> list[fx.Node]:
         """Return the ranges of a whole that belong to the parts."""
         if (source, axis) not in self._splits:
@@ -167,58 +185,18 @@ class _Divider:
             ]
         return self._splits[source, axis]
 
-    def _merge(self, node: fx.Node) -> fx.Node:
-        """Put together the results of the parts."""
-        parts = [results[node] for results in self._parts]
-        axis = self._axes[node]
-        if isinstance(axis, Last):
-            return parts[-1]
-        if isinstance(axis, Counts):
-            is_size = not isinstance(node.meta["val"], torch.Tensor)
-            add = operator.add if is_size else _ATEN.add.Tensor
-            return reduce(lambda left, right: self._call(add, (left, right), like=node), parts)
-        assert isinstance(axis, Batch | Rows)
-        whole = self._cat(parts, axis.dim, like=node)
-        if isinstance(axis, Rows):
-            order = self._order_of(axis, whole)
-            places = [None] * axis.dim + [order]
-            whole = self._call(_ATEN.index.Tensor, (whole, places), like=node)
-        return whole
 
-    def _cat(self, parts: list[fx.Node], dim: int, *, like: fx.Node) -> fx.Node:
-        """Join along a dimension, in the order in which the dimensions of the whole are stored."""
-        value = like.meta["val"]
-        order = list(range(value.ndim))
-        if not any(map(is_symbolic, (*value.shape, *value.stride()))):
-            order.sort(key=lambda at: -value.stride(at))
-        if order == sorted(order):
-            return self._call(_ATEN.cat.default, (parts, dim), like=like)
-        stored = [self._call(_ATEN.permute.default, (part, order), like=like) for part in parts]
-        whole = self._call(_ATEN.cat.default, (stored, order.index(dim)), like=like)
-        back = [order.index(at) for at in range(value.ndim)]
-        return self._call(_ATEN.permute.default, (whole, back), like=like)
-
-    def _order_of(self, axis: Rows, whole: fx.Node) -> fx.Node:
-        """Return the order of the whole's rows, of rows that come part by part."""
-        layout = axis.layout
-        if layout not in self._orders:
-            counts = [results[layout.node] for results in self._parts]
-            if layout.output is not None:
-                counts = [
-                    self._call(operator.getitem, (each, layout.output), like=each)
-                    for each in counts
-                ]
-            num_rows = self._call(_ATEN.sym_size.int, (whole, axis.dim), like=whole)
-            joined = self._call(_ATEN.cat.default, (counts,), like=whole)
-            self._orders[layout] = self._call(
-                order_of_parts, (joined, len(counts), num_rows), like=whole
-            )
-        return self._orders[layout]
-
-
-def is_symbolic(size: object) -> bool:
-    """Return whether a size is known at run time only."""
-    return not isinstance(size, int)
+def _missing(
+    node: fx.Node, results: Mapping[fx.Node, fx.Node], divided: Collection[fx.Node]
+) -> list[fx.Node]:
+    """Return the nodes that must run for a node, itself with them, in order."""
+    found, pending = {node} - results.keys(), [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in divided and source not in results and source not in found:
+                found.add(source)
+                pending.append(source)
+    return sorted(found)
 
 
 def _describe(graph: fx.Graph) -> list[object]:

@@ -19,7 +19,8 @@ def fit_memory(
     batch_inputs: Sequence[str],
     rules: Mapping[str, Rule],
     sizes: Sizes,
-    memory_margin: float,
+    max_bytes: float,
+    in_place: bool = False,
 ) -> PartitionPlan:
     """Return a plan without the ranges at which a graph's live bytes would rise too high.
 
@@ -29,19 +30,25 @@ def fit_memory(
     Args:
         graph: of forward; a copy of it is divided.
         plan: of the graph.
-        batch_inputs, rules, sizes: as of ``partition``.
-        memory_margin: by what share the peak of live bytes may rise.
+        batch_inputs, rules, sizes, in_place: as of ``partition``.
+        max_bytes: that may be alive.
     """
-    limit = (1.0 + memory_margin) * max(_alive(graph, sizes))
     while plan.ranges:
         copy = fx.Graph(owning_module=graph.owning_module)
         copy.output(copy.graph_copy(graph, {}))
-        partition(copy, plan.ranges, batch_inputs=batch_inputs, rules=rules, sizes=sizes)
+        partition(
+            copy,
+            plan.ranges,
+            batch_inputs=batch_inputs,
+            rules=rules,
+            sizes=sizes,
+            in_place=in_place,
+        )
         too_high: set[int] = set()
         latest = 0
         for node, num_bytes in zip(copy.nodes, _alive(copy, sizes), strict=True):
             latest = node.meta.get(RANGE, latest)
-            if num_bytes > limit:
+            if num_bytes > max_bytes:
                 too_high.add(latest)
         if not too_high:
             break

@@ -22,6 +22,7 @@ from halley.compiler.partition.axes import (
 from halley.compiler.partition.region import Region
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, graph_time
+from halley.cost.simulate import NO_CONTENTION, Contention
 
 
 _Key: TypeAlias = tuple[fx.Node, int | None]  # a node, and the part; None is the whole
@@ -38,12 +39,21 @@ class PipelineCost:
         flow: of the graph.
         cost: microseconds of a node.
         sizes: of what nodes return.
+        contention: of computation and communication.
     """
 
-    def __init__(self, flow: BatchFlow, *, cost: NodeCost, sizes: Sizes) -> None:
+    def __init__(
+        self,
+        flow: BatchFlow,
+        *,
+        cost: NodeCost,
+        sizes: Sizes,
+        contention: Contention = NO_CONTENTION,
+    ) -> None:
         self._flow = flow
         self._cost = cost
         self.sizes = sizes
+        self._contention = contention
         self._known: dict[_Key, float] = {}
 
     def as_is(self, nodes: Sequence[fx.Node]) -> float:
@@ -91,7 +101,7 @@ class PipelineCost:
                     needs=tuple(sorted(at for at in needs if at < len(operations))),
                 )
             )
-        return graph_time(operations, range(len(operations))).makespan_us
+        return graph_time(operations, range(len(operations)), self._contention).makespan_us
 
     def _whole(self, node: fx.Node) -> float:
         if (node, None) not in self._known:

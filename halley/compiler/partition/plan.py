@@ -25,6 +25,7 @@ from halley.compiler.partition.ranges import Choice, ChosenRange, choose_parts, 
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes
+from halley.cost.simulate import NO_CONTENTION, Contention
 
 
 RANGE = "halley_range"  # in a node's meta: the range of a plan that it comes from
@@ -82,6 +83,7 @@ def partition(
     batch_inputs: Sequence[str],
     rules: Mapping[str, Rule],
     sizes: Sizes,
+    in_place: bool = False,
 ) -> None:
     """Run ranges of a graph in parts.
 
@@ -91,6 +93,7 @@ def partition(
         batch_inputs: names of inputs that have the batch.
         rules: a user's own.
         sizes: learns which sizes are of parts.
+        in_place: whether parts are written into what is whole, as in ``divide``.
 
     Raises:
         RuntimeError: a range cannot run in parts.
@@ -105,7 +108,7 @@ def partition(
         if isinstance(region, str):
             raise RuntimeError(f"a planned range cannot run in parts: {region}")
         regions.append((region, num_parts))
-    divide(graph, flow, regions, sizes=sizes)
+    divide(graph, flow, regions, sizes=sizes, in_place=in_place)
 
 
 def plan_partition(
@@ -116,6 +119,7 @@ def plan_partition(
     cost: NodeCost,
     sizes: Sizes,
     num_parts: int = 0,
+    contention: Contention = NO_CONTENTION,
 ) -> PartitionPlan:
     """Return the ranges that are predicted to be fastest in parts.
 
@@ -126,9 +130,10 @@ def plan_partition(
         cost: microseconds of a node.
         sizes: of what nodes return.
         num_parts: runs all that can be in as many parts, fast or not; 0 chooses.
+        contention: of computation and communication.
     """
     flow = find_axes(graph, batch_inputs, all_rules(rules))
-    price = PipelineCost(flow, cost=cost, sizes=sizes)
+    price = PipelineCost(flow, cost=cost, sizes=sizes, contention=contention)
     return _Planner(graph, flow, price, num_parts).plan()
 
 

@@ -1,0 +1,116 @@
+"""What the ranks of a group measure together: all-to-alls, alone and beside computation."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast, final
+
+import torch
+from torch import fx
+from torch._C._distributed_c10d import (
+    AllToAllOptions,
+    _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
+)
+
+from halley.compiler.agree import Council
+from halley.compiler.collectives import ALL_TO_ALL, operator_name
+from halley.compiler.sizes import Sizes
+from halley.cost.contention import Work, measure_contention
+from halley.cost.profiles import Curve, ProfileTable, measure_curve
+from halley.cost.simulate import Contention
+
+
+_SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is latency
+# A product of these sides, in bfloat16 on a GPU, beside an all-to-all of as many bytes: tenths of a
+# millisecond beside some milliseconds.
+_CPU_SIDE, _CPU_BYTES = 128, 4 * 2**20
+_GPU_SIDE, _GPU_BYTES = 2048, 256 * 2**20
+
+
+def measure_group(
+    graph: fx.Graph, council: Council, table: ProfileTable, *, sizes: Sizes, device: torch.device
+) -> None:
+    """Add what rank 0's table lacks of a group's figures; a collective.
+
+    Args:
+        graph: whose all-to-alls there is to know about.
+        council: of the group.
+        table: of this rank; that of rank 0 has a file.
+        sizes: of what nodes return.
+        device: of the tensors.
+    """
+    # On a thread of its own, which traces nothing. Gloo's threads take over what this one's state
+    # holds of Python, and need Python's lock to let go of it; who starts a collective keeps that
+    # lock, so that both would wait for each other for ever.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_measure_missing, graph, council, table, sizes=sizes, device=device).result()
+
+
+def _measure_missing(
+    graph: fx.Graph, council: Council, table: ProfileTable, *, sizes: Sizes, device: torch.device
+) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own
+    # What rank 0 lacks all ranks measure: one that knows it must not stay away.
+    if council.share("curve", lambda: table.curve(ALL_TO_ALL) is None):
+        curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
+        table.add_curve(ALL_TO_ALL, curve)
+    if council.share("contention", lambda: table.contention is None):
+        table.add_contention(_measure_contention(council, device))
+
+
+def _measure_contention(council: Council, device: torch.device) -> Contention:
+    on_gpu = device.type == "cuda"
+    side, num_bytes = (_GPU_SIDE, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_BYTES)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    square = torch.ones(side, side, dtype=dtype, device=device)
+    exchange = _Exchange(council, num_bytes, device).start
+    return measure_contention(lambda: square @ square, exchange, device=device)
+
+
+def measure_all_to_all(
+    graph: fx.Graph, council: Council, *, sizes: Sizes, device: torch.device
+) -> Curve:
+    """Return the curve of equal all-to-alls, to beyond the graph's largest; a collective.
+
+    Args:
+        graph: whose all-to-alls there is to know about.
+        council: of the group.
+        sizes: of what nodes return.
+        device: of the tensors.
+    """
+    sent = [
+        sizes.num_bytes(node.all_input_nodes[0].meta.get("val"))
+        for node in graph.nodes
+        if operator_name(node) == ALL_TO_ALL
+    ]
+    points = [_SMALLEST_BYTES]
+    while points[-1] < max(sent, default=0):
+        points.append(points[-1] * 4)
+    exchanges = {size: _Exchange(council, size, device) for size in points}
+    return measure_curve(lambda size: exchanges[size].start().wait(), points, device=device)
+
+
+@final
+class _Exchange:
+    """An equal all-to-all of a group, always of the same tensors; one at a time."""
+
+    def __init__(self, council: Council, num_bytes: int, device: torch.device) -> None:
+        num_bytes = max(1, num_bytes // council.num_ranks) * council.num_ranks
+        self._sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+        self._received = torch.empty_like(self._sent)
+        self._group = _resolve_process_group(council.group_name)  # pyright: ignore[reportArgumentType]
+        self._work: Work | None = None
+
+    def start(self) -> "_Exchange":
+        """Start it; return what to wait for."""
+        options = AllToAllOptions()
+        work = self._group.alltoall_base(self._received, self._sent, [], [], options)
+        self._work = cast(Work, work)
+        return self
+
+    def is_completed(self) -> bool:
+        assert self._work is not None
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()

@@ -1,0 +1,86 @@
+"""How much computation and communication of one device slow each other down, measured."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Protocol
+
+import torch
+
+from halley.cost.profiles import measure_us
+from halley.cost.simulate import Contention
+
+
+_TRIALS = 7
+_PRODUCTS_BESIDE = 4  # times as long as the collective alone: enough to run beside all of it
+
+
+class Work(Protocol):
+    """The part of a started collective that is used here."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+def measure_contention(
+    product: Callable[[], object], exchange: Callable[[], Work], *, device: torch.device
+) -> Contention:
+    """Return the factors of one product and one collective; itself a collective of the same ranks.
+
+    Products run one after another while a collective is on its way. By the time that it is done
+    they would have been more alone, and it would have been done sooner alone.
+
+    Args:
+        product: a matrix product, much shorter than the collective.
+        exchange: starts the collective and returns it.
+        device: where both run.
+    """
+    product_us = measure_us(product, device=device)
+    alone_us = measure_us(lambda: exchange().wait(), device=device)
+    beside = _beside_on_gpu if device.type == "cuda" else _beside_on_cpu
+    trials = [
+        beside(product, exchange, _PRODUCTS_BESIDE * alone_us / product_us) for _ in range(_TRIALS)
+    ]
+    return Contention(
+        compute=max(1.0, median(us / max(1.0, count) for us, count in trials) / product_us),
+        comm=max(1.0, median(us for us, _ in trials) / alone_us),
+    )
+
+
+def _beside_on_cpu(
+    product: Callable[[], object], exchange: Callable[[], Work], most: float
+) -> tuple[float, float]:
+    """Return how long a collective took, and how many products were done in that time."""
+    begin = time.perf_counter_ns()
+    work, count = exchange(), 0
+    while not work.is_completed():
+        product()
+        count += 1
+    took_us = (time.perf_counter_ns() - begin) / 1e3
+    work.wait()
+    return took_us, count
+
+
+def _beside_on_gpu(
+    product: Callable[[], object], exchange: Callable[[], Work], most: float
+) -> tuple[float, float]:
+    side = torch.cuda.Stream()
+    begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(max(2, round(most)))]
+    torch.cuda.synchronize()
+    begin.record()
+    side.wait_event(begin)
+    with torch.cuda.stream(side):
+        exchange().wait()
+        done.record()
+    for end in ends:
+        product()
+        end.record()
+    torch.cuda.synchronize()
+    took_us = begin.elapsed_time(done) * 1e3
+    ends_us = [begin.elapsed_time(end) * 1e3 for end in ends]
+    count = sum(end_us <= took_us for end_us in ends_us)
+    if count == len(ends_us):  # the collective outlasted them all
+        return took_us, took_us * count / ends_us[-1]
+    before_us = ends_us[count - 1] if count else 0.0
+    return took_us, count + (took_us - before_us) / (ends_us[count] - before_us)

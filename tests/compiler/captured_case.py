@@ -1,0 +1,62 @@
+"""Forward of a small GPT-2 with experts, caught on its way to be compiled, to run it changed."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from halley.compiler.partition.axes import BatchFlow, find_axes
+from halley.compiler.partition.rules import all_rules
+from halley.moe.parallel import ParallelGroups
+from tests.compiler.gpt2_model import SEQ_LEN, GPT2MoE
+from tests.compiler.model_case import whole_graphs
+from tests.moe.model_case import make_tokens
+
+
+BATCH_SIZE = 12
+
+
+class Captured:
+    """Forward of a model of one layer of experts, with real inputs to run it on."""
+
+    def __init__(self, gate: Any) -> None:
+        from torch._dynamo.backends.common import aot_autograd
+
+        model = GPT2MoE(gate, ParallelGroups(ep=torch.distributed.group.WORLD), num_layers=2)
+        found: list[Any] = []
+
+        def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            def call(args: list[Any]) -> Any:
+                found.append((gm, list(args)))
+                return fx.Interpreter(gm).run(*args)
+
+            call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+            return call
+
+        with whole_graphs(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(
+                make_tokens(0, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+            )
+        self.module, self.args = found[0]
+        inputs = self.module.graph.find_nodes(op="placeholder")
+        self.batch_inputs = [n.name for n in inputs if n.meta["val"].dtype == torch.int64]
+
+    def graph(self) -> fx.Graph:
+        """Return a copy of the graph."""
+        copy = fx.Graph(owning_module=self.module)
+        copy.output(copy.graph_copy(self.module.graph, {}))
+        return copy
+
+    def flow(self, graph: fx.Graph) -> BatchFlow:
+        return find_axes(graph, self.batch_inputs, all_rules({}))
+
+    def run(self, graph: fx.Graph) -> list[Any]:
+        return fx.Interpreter(fx.GraphModule(self.module, graph)).run(*self.args)
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of a graph but its inputs and its output."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]

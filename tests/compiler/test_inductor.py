@@ -1,0 +1,133 @@
+"""Inductor as the inner compiler: the same bits, the order in its code, and that of our backend."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from halley.compiler import Backend, OrderReport
+from halley.core.config import MoEConfig
+from halley.moe.layer import MoELayer
+from halley.moe.parallel import ParallelGroups
+from halley.strategies.functional import FunctionalStrategy
+from tests.compiler.gpt2_model import ROUTERS
+from tests.compiler.model_case import whole_graphs
+from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
+
+
+Windows = dict[str, tuple[str, ...]]
+NUM_PARTS = 3
+
+
+def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[Windows]]:
+    """Return whether all is equal, the code of the passed backward, and the windows.
+
+    Those of Inductor's two graphs come first, then those of our own backend's.
+    """
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    found, codes, backend = {}, {}, Backend()
+    model = PaddedModel()
+    x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
+    x.requires_grad_()
+    for passes, inner in (("none", "inductor"), ("wgrad", "inductor"), ("wgrad", "eager")):
+        torch._dynamo.reset()
+        x.grad = None
+        model.zero_grad()
+        options = {"passes": passes, "inner": inner, "memory_margin": 1.0}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call = torch.compile(model, backend=backend, fullgraph=True, options=options)
+            y, codes[passes, inner] = run_fw_bw_and_get_code(lambda: call(x))  # noqa: B023
+        found[passes, inner] = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    torch._dynamo.reset()
+    same = all(map(torch.equal, found["none", "inductor"], found["wgrad", "inductor"]))
+    return same, codes["wgrad", "inductor"][-1], [report.windows for report in backend.reports]
+
+
+def _calls(code: str) -> list[str]:
+    """Return the products, starts and waits of Inductor's code, in the order in which they run."""
+    marks = {"extern_kernels.": "product", "all_to_all_single.default(": "start"}
+    marks["wait_tensor.default("] = "wait"
+    lines = code[code.index("def call(") :].splitlines()
+    lines = [line for line in lines if not line.strip().startswith("#")]
+    return [kind for line in lines for mark, kind in marks.items() if mark in line]
+
+
+def test_order_survives_inductor(run_ranks) -> None:
+    for same, code, windows in run_ranks(_run_inductor, 2, timeout_s=300.0):
+        forward, backward, _, backward_of_eager = windows
+        assert same
+        assert len(forward) == len(backward) == 4
+        assert all(backward.values())
+        want = [len(products) for products in backward.values()]
+        calls, num_behind = _calls(code), []
+        for call in calls:
+            if call == "start":
+                num_behind.append(0)
+                is_open = True
+            elif call == "wait":
+                is_open = False
+            elif num_behind and is_open:
+                num_behind[-1] += 1
+        assert num_behind == want
+        # Inductor's graph has other light operators, so data gradients may wait for another.
+        assert backward.keys() == backward_of_eager.keys()
+        for start, products in backward.items():
+            assert products == backward_of_eager[start][: len(products)]
+
+
+class _Layer(nn.Module):
+    """Experts of bounded capacity, added to their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        groups = ParallelGroups(ep=dist.group.WORLD)
+        config = MoEConfig(
+            num_experts=2,
+            top_k=1,
+            intermediate_size=2 * HIDDEN_SIZE,
+            activation="gelu",
+            router=ROUTERS["switch"],
+        )
+        strategy = FunctionalStrategy(groups.ep)
+        self.moe = MoELayer(config, HIDDEN_SIZE, strategy=strategy, groups=groups)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = self.moe(x_BSD)
+        return x_BSD + out.y, out.router_loss
+
+
+def _run_parts(rank: int, num_ranks: int) -> tuple[list[bool], list[OrderReport]]:
+    """Return which of outputs and gradients are equal with both passes, and what those did."""
+    runs, backend, layer = [], Backend(), _Layer()
+    for passes in ("none", "both"):
+        layer.zero_grad()
+        generator = torch.Generator().manual_seed(rank)
+        x_BSD = torch.randn(2 * NUM_PARTS, 8, HIDDEN_SIZE, generator=generator).requires_grad_()
+        options: dict[str, Any] = {"passes": passes, "memory_margin": 4.0, "unknown_size": 48}
+        with whole_graphs(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options |= {"inner": "inductor", "num_parts": NUM_PARTS}
+            call = torch.compile(layer, backend=backend, fullgraph=True, options=options)
+            y_BSD, loss = call(x_BSD)
+            assert loss is not None
+            (y_BSD.square().sum() + loss).backward()
+        gradients = [parameter.grad for parameter in layer.parameters()]
+        runs.append([y_BSD.detach(), loss.detach(), x_BSD.grad, *gradients])
+    return list(map(torch.equal, *runs)), backend.reports
+
+
+def test_parts_by_inductor_are_equal_bit_for_bit(run_ranks) -> None:
+    ((same, (forward, backward)),) = run_ranks(_run_parts, 1, timeout_s=300.0)
+    assert len(same) == 6
+    assert all(same)
+    assert [each.num_parts for each in forward.ranges] == [NUM_PARTS]
+    assert len(forward.windows) == 3 * NUM_PARTS
+    assert any(backward.windows.values())

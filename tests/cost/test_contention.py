@@ -1,0 +1,39 @@
+"""Contention from work whose times are known: a collective that sleeps, products that wait."""
+
+import threading
+import time
+from typing import final
+
+import pytest
+import torch
+
+from halley.cost.contention import measure_contention
+
+
+@final
+class _Sleep:
+    """A collective that takes some time, on a thread of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self._thread = threading.Thread(target=time.sleep, args=(seconds,))
+        self._thread.start()
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+def test_factors_of_what_slows_down_are_found() -> None:
+    beside = threading.Event()
+
+    def product() -> None:  # twice as long while a collective runs
+        time.sleep(0.004 if beside.is_set() else 0.002)
+
+    def exchange() -> _Sleep:
+        return _Sleep(0.03)
+
+    found = measure_contention(product, exchange, device=torch.device("cpu"))
+    assert found.compute == pytest.approx(1.0, abs=0.3)
+    assert found.comm == pytest.approx(1.0, abs=0.3)
