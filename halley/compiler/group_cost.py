@@ -37,9 +37,8 @@ def measure_group(
         sizes: of what nodes return.
         device: of the tensors.
     """
-    # On a thread of its own, which traces nothing. Gloo's threads take over what this one's state
-    # holds of Python, and need Python's lock to let go of it; who starts a collective keeps that
-    # lock, so that both would wait for each other for ever.
+    # On a thread of its own, which traces nothing: started from a compiling thread, one of four
+    # runs stood still in a collective of gloo.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(_measure_missing, graph, council, table, sizes=sizes, device=device).result()
 
