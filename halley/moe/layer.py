@@ -11,6 +11,7 @@ from halley.core.sharding import shard_size
 from halley.core.types import Experts
 from halley.moe.parallel import GroupedExperts, ParallelGroups
 from halley.moe.router import build_router
+from halley.moe.side_stream import SideStream
 from halley.ops.experts import check_alignment
 from halley.strategies.base import AbstractStrategy, under_autocast
 
@@ -66,6 +67,9 @@ class MoELayer(nn.Module):
         strategy: runs the routed experts; made for ``groups.ep`` and ``groups.tp_size``.
         groups: where the experts live.
         dtype, device: of the parameters; fill them with ``model.init_weights`` or a checkpoint.
+        overlap_shared_expert: on a GPU, run the shared experts, forward and backward, on a stream
+            of their own, beside the routed ones. They may hide communication, and compete with the
+            routed experts' products. Outputs and gradients of weights stay the same.
 
     Raises:
         ValueError: the experts do not divide over the ranks, the sizes are not aligned, or the
@@ -81,6 +85,7 @@ class MoELayer(nn.Module):
         groups: ParallelGroups | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        overlap_shared_expert: bool = False,
     ) -> None:
         super().__init__()
         groups, device = groups or ParallelGroups(), torch.device(device)
@@ -93,6 +98,7 @@ class MoELayer(nn.Module):
             )
         self.config = config
         self.strategy = strategy
+        self.overlap_shared_expert = overlap_shared_expert
         self.router = build_router(config, hidden_size=hidden_size, dtype=dtype, device=device)
         gated = config.activation == "swiglu"
         self.experts = GroupedExperts(
@@ -132,13 +138,21 @@ class MoELayer(nn.Module):
         experts = under_autocast(self.local_experts())
         is_cast = torch.is_autocast_enabled(x.device.type)
         rows_TD = x_TD.to(experts.up_LGD.dtype) if is_cast else x_TD
+        beside = None
+        if self.overlap_shared_expert and self.shared_expert is not None:
+            # Before the strategy, whose host may wait for counts while it dispatches.
+            beside = SideStream(self._apply_shared, x_TD)
         y_TD = self.strategy.forward(rows_TD, routed.routing, experts)
         if self.shared_expert is not None:
-            shared_TD = self.shared_expert(x_TD)
-            if self.shared_expert_gate is not None:
-                shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
-            y_TD = y_TD + shared_TD
+            y_TD = y_TD + (beside.wait() if beside is not None else self._apply_shared(x_TD))
         return MoEOutput(y_TD.view_as(x), routed.loss, routed.counts_E)
+
+    def _apply_shared(self, x_TD: torch.Tensor) -> torch.Tensor:
+        assert self.shared_expert is not None
+        shared_TD = self.shared_expert(x_TD)
+        if self.shared_expert_gate is not None:
+            shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
+        return shared_TD
 
     def local_experts(self) -> Experts:
         """Return this rank's experts as strategies take them; views of the parameters."""
