@@ -109,6 +109,20 @@ def test_default_runs_models_that_name_nothing(tmp_path: Path, run_ranks: RunRan
         assert " is fastest of " in path
 
 
+def test_compiled_model_of_one_rank_is_one_graph() -> None:
+    halley_hf.register("sequential", strict=True)
+    model, own = make_model("qwen2_moe", experts_implementation="halley"), make_model("qwen2_moe")
+    tokens = make_tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch cannot trace in transformers
+        model.compile(backend="aot_eager", fullgraph=True)
+        assert abs(run_step(model, tokens) - run_step(own, tokens)) < 1e-5
+    torch.compiler.reset()
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    halley_hf.unregister()
+
+
 def test_experts_implementation_runs_on_one_rank() -> None:
     halley_hf.register("sequential")
     model, own = make_model("mixtral", experts_implementation="halley"), make_model("mixtral")
