@@ -283,3 +283,17 @@ def test_experts_that_do_not_divide_are_one_sentence(run_ranks: RunRanks) -> Non
         "model (LlamaForCausalLM) must have experts to spread",
         "ep_group (1 ranks) must be all 2 ranks: copies of experts need transformers 5.19 or newer",
     ]
+
+
+def _load_unevenly(rank: int, num_ranks: int, folder: Path) -> str:
+    with unregistered(), pytest.raises(ValueError, match="3") as caught:
+        load_spread(folder, MESH, strategy="sequential")
+    return str(caught.value)
+
+
+def test_mesh_that_does_not_divide_is_one_sentence(tmp_path: Path, run_ranks: RunRanks) -> None:
+    """By transformers itself, where it divides the experts."""
+    write_case("mixtral", tmp_path, num_local_experts=3, num_hidden_layers=1)
+    for said in run_ranks(_load_unevenly, 2, tmp_path):
+        assert "3 experts" in said or "num_experts (3)" in said
+        assert "\n" not in said
