@@ -100,6 +100,7 @@ def run(python: Path, tests: list[Path], source: Path, *, strategy: str, report:
         command += ["--halley", strategy]
     paths = ":".join(map(str, (source, ROOT / "benchmarks", ROOT)))
     environment = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    environment["OMP_NUM_THREADS"] = "1"  # models are tiny
     done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     called = [line for line in lines if line.startswith(_CALLED)]
