@@ -66,7 +66,7 @@ FRAMEWORKS = {
         plugin="torchtitan", tests=("test_torchtitan.py",), versions=("0.3.0",)
     ),
     "megatron-core": Framework(
-        plugin="megatron", tests=("test_megatron.py",), versions=("0.16.1",)
+        plugin="megatron", tests=("test_megatron*.py",), versions=("0.16.1",)
     ),
     "deepspeed": Framework(
         plugin="deepspeed",

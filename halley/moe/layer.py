@@ -15,6 +15,7 @@ from halley.core.types import Experts, Routing
 from halley.moe.experts import GroupedExperts
 from halley.moe.parallel import ParallelGroups
 from halley.moe.router import build_router
+from halley.moe.side_stream import SideStream
 from halley.ops.experts import check_alignment
 from halley.ops.replicas import share_gradients
 from halley.strategies.base import AbstractStrategy, under_autocast
@@ -74,6 +75,9 @@ class MoELayer(nn.Module):
         placement: which experts each of these ranks holds; None for the plain one. Replicas of an
             expert must be filled alike.
         recorder: marks the time spent waiting for the gradients of replicas.
+        overlap_shared_expert: on a GPU, run the shared experts, forward and backward, on a stream
+            of their own, beside the routed ones. They may hide communication, and compete with the
+            routed experts' products. Outputs and gradients of weights stay the same.
 
     Raises:
         ValueError: the experts do not divide over the ranks, the placement is for others, the sizes
@@ -91,6 +95,7 @@ class MoELayer(nn.Module):
         device: torch.device | str = "cpu",
         placement: ExpertPlacement | None = None,
         recorder: Recorder | None = None,
+        overlap_shared_expert: bool = False,
     ) -> None:
         super().__init__()
         groups, device = groups or ParallelGroups(), torch.device(device)
@@ -103,6 +108,7 @@ class MoELayer(nn.Module):
             )
         self.config = config
         self.strategy = strategy
+        self.overlap_shared_expert = overlap_shared_expert
         self.router = build_router(config, hidden_size=hidden_size, dtype=dtype, device=device)
         gated = config.activation == "swiglu"
         self.experts = GroupedExperts(
@@ -118,14 +124,7 @@ class MoELayer(nn.Module):
             recorder=recorder,
         )
         self.ep_rank = groups.ep_rank
-        choices_EC = num_choices_E = None
-        if placement is not None and not self.experts.is_plain:
-            tables = replica_choices(placement, rank=groups.ep_rank)
-            choices_EC, num_choices_E = (table.to(device) for table in tables)
-        self.register_buffer("choices_EC", choices_EC, persistent=False)
-        self.register_buffer("num_choices_E", num_choices_E, persistent=False)
-        self.choices_EC: torch.Tensor | None
-        self.num_choices_E: torch.Tensor | None
+        self._register_choices(device)
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if config.shared_intermediate_size:
@@ -141,6 +140,17 @@ class MoELayer(nn.Module):
                     hidden_size, 1, bias=False, dtype=dtype, device=device
                 )
 
+    def _register_choices(self, device: torch.device) -> None:
+        """Keep which replicas tokens may choose, beside the parameters but in no checkpoint."""
+        choices_EC = num_choices_E = None
+        if not self.experts.is_plain:
+            tables = replica_choices(self.experts.placement, rank=self.ep_rank)
+            choices_EC, num_choices_E = (table.to(device) for table in tables)
+        self.register_buffer("choices_EC", choices_EC, persistent=False)
+        self.register_buffer("num_choices_E", num_choices_E, persistent=False)
+        self.choices_EC: torch.Tensor | None
+        self.num_choices_E: torch.Tensor | None
+
     def forward(self, x: torch.Tensor) -> MoEOutput:
         """Apply the layer; a collective of the expert-parallel group.
 
@@ -153,13 +163,21 @@ class MoELayer(nn.Module):
         experts = under_autocast(self.local_experts())
         is_cast = torch.is_autocast_enabled(x.device.type)
         rows_TD = x_TD.to(experts.up_LGD.dtype) if is_cast else x_TD
+        beside = None
+        if self.overlap_shared_expert and self.shared_expert is not None:
+            # Before the strategy, whose host may wait for counts while it dispatches.
+            beside = SideStream(self._apply_shared, x_TD)
         y_TD = self.strategy.forward(rows_TD, self._to_replicas(routed.routing), experts)
         if self.shared_expert is not None:
-            shared_TD = self.shared_expert(x_TD)
-            if self.shared_expert_gate is not None:
-                shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
-            y_TD = y_TD + shared_TD
+            y_TD = y_TD + (beside.wait() if beside is not None else self._apply_shared(x_TD))
         return MoEOutput(y_TD.view_as(x), routed.loss, routed.counts_E)
+
+    def _apply_shared(self, x_TD: torch.Tensor) -> torch.Tensor:
+        assert self.shared_expert is not None
+        shared_TD = self.shared_expert(x_TD)
+        if self.shared_expert_gate is not None:
+            shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
+        return shared_TD
 
     def local_experts(self) -> Experts:
         """Return this rank's experts as strategies take them; views of the parameters."""

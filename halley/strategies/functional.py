@@ -1,7 +1,8 @@
 """The sequential strategy in operators that torch.compile traces into one graph, for its passes.
 
 The other strategies read splits with numpy, which breaks a graph in two at each layer. Here counts
-travel by a collective of the graph, and splits are sizes that the graph reads from them.
+travel by a collective of the graph, and splits are sizes that the graph reads from them. A rank
+on its own has no splits to read (``run_alone``).
 """
 
 from typing import final
@@ -17,8 +18,9 @@ from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.ops.expert_gemm import expert_gemm
+from halley.ops.experts import check_alignment
 from halley.ops.routed_rows import combine_rows, gather_rows, group_rows, permute_rows, sort_slots
-from halley.strategies.base import AbstractStrategy, check_inputs
+from halley.strategies.base import AbstractStrategy, check_inputs, under_autocast
 from halley.strategies.sketch import pipeline_tasks
 
 
@@ -92,3 +94,47 @@ def _apply_experts(x_RD: torch.Tensor, experts: Experts, ends_L: torch.Tensor) -
     h_RG = expert_gemm(x_RD, experts.up_LGD.transpose(1, 2), ends_L)
     h_RF = activate(h_RG, experts.activation)
     return expert_gemm(h_RF, experts.down_LDF.transpose(1, 2), ends_L)
+
+
+def find_problem_alone(experts: Experts) -> str:
+    """Return why ``run_alone`` cannot run experts, or ""."""
+    if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
+        return "experts have biases"
+    _, hidden_size, intermediate_size = experts.down_LDF.shape
+    try:
+        for name, size in (("hidden", hidden_size), ("intermediate", intermediate_size)):
+            check_alignment(size, name=f"{name}_size", dtype=experts.down_LDF.dtype)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run_alone(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+    """Return the weighted sums over the experts of one rank, ``(T, D)``, with nothing read.
+
+    No size depends on data, so a compiler traces it into one graph. Slots that are dropped are rows
+    too, the last, which no expert multiplies. Differentiable as ``AbstractStrategy.forward``.
+
+    Args:
+        x_TD: tokens, of any floating dtype.
+        routing: their experts and weights.
+        experts: all of them, without a ``find_problem_alone``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    experts = under_autocast(experts)
+    num_experts, dtype = experts.num_local_experts, x_TD.dtype
+    x_TD = x_TD.to(experts.up_LGD.dtype)
+    check_inputs(x_TD, experts)
+    check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
+    idx_TK = routing.topk_idx_TK
+    slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
+    ends_E = counts_E.cumsum(0)
+    num_slots = idx_TK.numel()
+    dropped_N1 = (torch.arange(num_slots, device=idx_TK.device) >= ends_E[-1])[:, None]
+    rows_ND = gather_rows(x_TD, slots_N, num_rows=num_slots, top_k=idx_TK.shape[1])
+    # The products leave rows of no expert undefined: forward those of y, backward those of x.
+    rows_ND = rows_ND.masked_fill(dropped_N1, 0.0)
+    y_ND = _apply_experts(rows_ND, experts, ends_E.int()).masked_fill(dropped_N1, 0.0)
+    return combine_rows(y_ND, slots_N, routing.topk_weights_TK).to(dtype)

@@ -109,6 +109,20 @@ def test_default_runs_models_that_name_nothing(tmp_path: Path, run_ranks: RunRan
         assert " is fastest of " in path
 
 
+def test_compiled_model_of_one_rank_is_one_graph() -> None:
+    halley_hf.register("sequential", strict=True)
+    model, own = make_model("qwen2_moe", experts_implementation="halley"), make_model("qwen2_moe")
+    tokens = make_tokens()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch cannot trace in transformers
+        model.compile(backend="aot_eager", fullgraph=True)
+        assert abs(run_step(model, tokens) - run_step(own, tokens)) < 1e-5
+    torch.compiler.reset()
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    halley_hf.unregister()
+
+
 def test_experts_implementation_runs_on_one_rank() -> None:
     halley_hf.register("sequential")
     model, own = make_model("mixtral", experts_implementation="halley"), make_model("mixtral")
@@ -269,3 +283,17 @@ def test_experts_that_do_not_divide_are_one_sentence(run_ranks: RunRanks) -> Non
         "model (LlamaForCausalLM) must have experts to spread",
         "ep_group (1 ranks) must be all 2 ranks: copies of experts need transformers 5.19 or newer",
     ]
+
+
+def _load_unevenly(rank: int, num_ranks: int, folder: Path) -> str:
+    with unregistered(), pytest.raises(ValueError, match="3") as caught:
+        load_spread(folder, MESH, strategy="sequential")
+    return str(caught.value)
+
+
+def test_mesh_that_does_not_divide_is_one_sentence(tmp_path: Path, run_ranks: RunRanks) -> None:
+    """By transformers itself, where it divides the experts."""
+    write_case("mixtral", tmp_path, num_local_experts=3, num_hidden_layers=1)
+    for said in run_ranks(_load_unevenly, 2, tmp_path):
+        assert "3 experts" in said or "num_experts (3)" in said
+        assert "\n" not in said

@@ -1,10 +1,14 @@
 """The strategy on functional collectives against the reference; compiled, in tests/compiler."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 
-from halley.strategies.functional import FunctionalStrategy
-from tests.strategies.layer_case import LayerCase, make_experts, make_tokens
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.strategies.functional import FunctionalStrategy, find_problem_alone, run_alone
+from tests.strategies.layer_case import LayerCase, expected, gradients, make_experts, make_tokens
 from tests.strategies.test_values import check_layer
 
 
@@ -38,3 +42,48 @@ def test_biases_are_refused() -> None:
     x_TD, routing, _ = make_tokens(case, 0)
     with pytest.raises(ValueError, match=r"expert_bias \(true\) must be false for the functional"):
         strategy.forward(x_TD, routing, experts)
+
+
+@pytest.fixture
+def undefined_is_nan() -> Iterator[None]:
+    """Have torch fill memory that nobody has written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _run_alone(case: LayerCase, *, compiled: bool) -> dict[str, torch.Tensor]:
+    (x_TD, routing, grad_TD), experts = make_tokens(case, 0), make_experts(case)
+    run = torch.compile(run_alone, fullgraph=True, backend="aot_eager") if compiled else run_alone
+    y_TD = run(x_TD, routing, experts)
+    y_TD.backward(grad_TD)
+    values = {"y": y_TD, "x": x_TD.grad, "weights": routing.topk_weights_TK.grad}
+    values |= gradients(experts)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@pytest.mark.usefixtures("undefined_is_nan")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_values_of_all_experts_alone(case: LayerCase) -> None:
+    case = replace(case, num_tokens_W=case.num_tokens_W[:1])
+    got = _run_alone(case, compiled=False)
+    for name, want in expected(case, 0).items():
+        error = relative_error(got[name.removesuffix(".grad")], want)
+        assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}"
+
+
+def test_alone_is_one_graph_of_the_same_bits() -> None:
+    case = replace(CASES["dropped slots"], num_tokens_W=(11,))
+    eager, compiled = (_run_alone(case, compiled=compiled) for compiled in (False, True))
+    assert len(eager) == 5
+    assert all(torch.equal(compiled[name], eager[name]) for name in eager)
+    torch.compiler.reset()
+
+
+def test_problems_alone() -> None:
+    case = LayerCase(num_tokens_W=(4,))
+    experts = make_experts(case)
+    assert find_problem_alone(experts) == ""
+    assert find_problem_alone(make_experts(replace(case, bias=True))) == "experts have biases"
+    odd = replace(experts, down_LDF=experts.down_LDF[:, :, :6])
+    assert find_problem_alone(odd).startswith("intermediate_size (6) must be a multiple of 4 for")

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from halley.core.types import DROPPED, Routing
 from halley.integrations.contract import ExpertParallelism, mark
 from halley.integrations.huggingface.layout import find_custom, local_experts, own_forward
+from halley.strategies.functional import find_problem_alone, run_alone
 
 
 @final
@@ -110,6 +111,9 @@ def run_local_experts(
         return otherwise(experts, hidden_states, top_k_index, top_k_weights)
     idx_TK = top_k_index.masked_fill(top_k_index >= found.num_local, DROPPED)
     routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=top_k_weights)
+    if torch.compiler.is_compiling() and not find_problem_alone(found.stacked):
+        # Without communication no strategy is needed, and the model stays one graph.
+        return run_alone(hidden_states, routing, found.stacked)
     return parallelism.run(hidden_states, routing, found, group=None)
 
 
