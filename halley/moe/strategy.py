@@ -14,6 +14,7 @@ from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.chunked import ChunkedStrategy
 from halley.strategies.functional import FunctionalStrategy
+from halley.strategies.gathered import GatheredStrategy
 from halley.strategies.sequential import SequentialStrategy
 
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from halley.ops.workspaces import Workspaces
 
 
-STRATEGIES = ("sequential", "chunked", "functional", "unfused", "fused", "auto")
+STRATEGIES = ("sequential", "chunked", "gathered", "functional", "unfused", "fused", "auto")
 _SAVING = ("unfused", "fused")  # those that may say what they keep, as in "fused:inputs"
 
 
@@ -52,7 +53,8 @@ def build_strategy(
         ValueError: there is no such strategy, or ``tp_size`` does not divide the ranks.
     """
     check_strategy(name)
-    check_tp_size(tp_size, num_ranks=1 if group is None else dist.get_world_size(group))
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    check_tp_size(tp_size, num_ranks=num_ranks)
     if name == "sequential":
         return SequentialStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "chunked":
@@ -60,6 +62,8 @@ def build_strategy(
         return ChunkedStrategy(
             group, recorder=recorder, predictor=predictor, tp_size=tp_size, num_chunks=num_chunks
         )
+    if name == "gathered":
+        return GatheredStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "functional":
         return FunctionalStrategy(group, tp_size=tp_size)
     if name == "auto":
@@ -68,7 +72,7 @@ def build_strategy(
             each: build_strategy(
                 each, group, recorder=recorder, device=device, workspaces=workspaces, **options
             )
-            for each in ("sequential", "chunked", "fused")
+            for each in _measured(tp_size=tp_size, num_ranks=num_ranks)
         }
         return AutoStrategy(candidates, group=group, device=device, recorder=recorder)
     # Only where they are wanted: Triton is not there on every platform, and slow to import.
@@ -80,6 +84,14 @@ def build_strategy(
     return FusedStrategy(
         workspaces, recorder=recorder, fused=kind == "fused", save=cast(Save, save or "all")
     )
+
+
+def _measured(*, tp_size: int, num_ranks: int) -> list[str]:
+    """Return the strategies of which auto takes the fastest."""
+    names = ["sequential", "chunked", "fused"]
+    if 1 < tp_size == num_ranks:  # elsewhere it makes room for slots of other ranks' experts
+        names.append("gathered")
+    return names
 
 
 def check_strategy(name: str) -> None:

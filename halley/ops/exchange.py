@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
+from halley.ops.gather import all_gather_single
 
 
 @final
@@ -165,7 +166,5 @@ def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> 
     if group is None:
         return values_V[None]
     table_WV = values_V.new_empty(dist.get_world_size(group) * values_V.numel())
-    # torch 2.13 renamed the call and warns about the old name, which 2.11 alone knows.
-    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    all_gather(table_WV, values_V, group=group)
+    all_gather_single(table_WV, values_V, group=group)
     return table_WV.view(-1, values_V.numel())

@@ -59,6 +59,34 @@ def pipeline_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) 
     return tasks
 
 
+def gathered_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
+    """Return forward and backward of one rank under balanced routing, in order of issue.
+
+    Every token travels to every rank, and a sum of each back, whatever the routing.
+
+    Args:
+        shape: the layer.
+        predictor: gives each part its time.
+    """
+    rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
+    crossings = shape.num_tokens * (shape.ep_size - 1)
+    link_us = predictor.all_to_all_us(crossings * hidden_bytes)
+    route_us = predictor.memory_us(16.0 * rows * shape.ep_size, num_ops=12)
+    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
+    experts_us = _experts_us(shape, predictor, num_rows=rows, num_groups=num_local)
+    # Each rank sums the slots of all tokens, most of which are empty.
+    sum_us = predictor.memory_us(2.0 * rows * shape.ep_size * hidden_bytes, num_ops=2)
+    return [
+        _comm("dispatch", link_us, needs=""),
+        _compute("route", route_us, needs=("dispatch",)),
+        _compute("experts", experts_us + sum_us, needs=("route",)),
+        _comm("combine", link_us, needs="experts"),
+        _comm("combine.backward", link_us, needs="combine"),
+        _compute("experts.backward", 2 * experts_us + sum_us, needs=("combine.backward",)),
+        _comm("dispatch.backward", link_us, needs="experts.backward"),
+    ]
+
+
 def fused_tasks(
     shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
 ) -> list[Task]:
@@ -182,4 +210,4 @@ def _compute(name: str, duration_us: float, *, needs: tuple[str, ...]) -> Task:
 
 
 def _comm(name: str, duration_us: float, *, needs: str) -> Task:
-    return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,))
+    return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,) if needs else ())

@@ -182,7 +182,7 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
     ),
     "strategy that keeps nothing of the kind": (
         "train --strategy fused:half",
-        "strategy (fused:half) must be one of sequential, chunked, functional, unfused, fused",
+        "strategy (fused:half) must be one of sequential, chunked, gathered, functional",
     ),
     "too many chunks": (
         "train --strategy chunked --set num_chunks=5 --nproc 2",

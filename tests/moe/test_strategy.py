@@ -17,6 +17,7 @@ from halley.strategies.auto import AutoStrategy
 from halley.strategies.chunked import ChunkedStrategy
 from halley.strategies.functional import FunctionalStrategy
 from halley.strategies.fused import FusedStrategy
+from halley.strategies.gathered import GatheredStrategy
 from halley.strategies.sequential import SequentialStrategy
 from tests.moe.model_case import CPU
 
@@ -27,13 +28,14 @@ def test_each_name_builds_its_strategy() -> None:
     assert [type(strategy) for strategy in built] == [
         SequentialStrategy,
         ChunkedStrategy,
+        GatheredStrategy,
         FunctionalStrategy,
         FusedStrategy,
         FusedStrategy,
         AutoStrategy,
     ]
     assert [s.fused for s in built if isinstance(s, FusedStrategy)] == [False, True]
-    assert [s.gemm for s in built[:-1]] == ["torch", "torch", "torch", "halley", "halley"]
+    assert [s.gemm for s in built[:-1]] == [*["torch"] * 4, "halley", "halley"]
     chunked = build_strategy("chunked", None, recorder=recorder, device=CPU, num_chunks=3)
     assert isinstance(chunked, ChunkedStrategy)
     assert (chunked.num_chunks, chunked.predictor.hardware) == (3, CPU_FIGURES)

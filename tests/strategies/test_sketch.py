@@ -9,7 +9,7 @@ from halley.cost.hardware import H200, Hardware
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task, makespan_us, simulate
 from halley.strategies.chunked import choose_num_chunks
-from halley.strategies.sketch import fused_tasks, pipeline_tasks
+from halley.strategies.sketch import fused_tasks, gathered_tasks, pipeline_tasks
 
 
 SHAPE = LayerShape(
@@ -200,3 +200,14 @@ def test_fused_rank_on_its_own() -> None:
     alone = dataclasses.replace(SHAPE, ep_size=1)
     names = [task.name for task in _fused(fused=True, shape=alone)]
     assert names[:3] == ["publish", "plan", "up.0"]
+
+
+def test_gathered_sends_each_token_to_every_rank() -> None:
+    predictor = Predictor(H200)
+    tasks = {task.name: task for task in gathered_tasks(SHAPE, predictor)}
+    crossing = SHAPE.num_tokens * (SHAPE.ep_size - 1) * SHAPE.hidden_size * SHAPE.itemsize
+    for name in ("dispatch", "combine", "combine.backward", "dispatch.backward"):
+        assert tasks[name].duration_us == predictor.all_to_all_us(crossing)
+    assert makespan_us(list(tasks.values())) == pytest.approx(
+        sum(task.duration_us for task in tasks.values())
+    )

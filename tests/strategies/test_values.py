@@ -15,7 +15,7 @@ from tests.strategies.layer_case import LayerCase, expected, run_forward
 
 
 CPU = torch.device("cpu")
-STRATEGIES = ("sequential", "chunked")  # the fused ones have files of their own
+STRATEGIES = ("sequential", "chunked", "gathered")  # the fused ones have files of their own
 
 
 def run_layer(
