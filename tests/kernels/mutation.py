@@ -19,12 +19,14 @@ class Mutation:
         edits: old text, which stands there once, and new text.
         case: that shows it; None is the case of most.
         timeout_s: of waits.
+        first_seed: where to begin to look for a schedule that shows it; saves time, no more.
     """
 
     function: object
     edits: tuple[tuple[str, str], ...]
     case: KernelCase | None = None
     timeout_s: float = 30.0
+    first_seed: int = 0
 
 
 def apply(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:

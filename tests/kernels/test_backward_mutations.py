@@ -147,6 +147,7 @@ MUTATIONS = {
     "combine: gradients of weights after the flags": Mutation(
         function=gemm_combine.gemm_combine_kernel,
         edits=((_SEND_WEIGHT_GRADIENTS, ""), (_COUNT_SENT, _COUNT_SENT + _SEND_WEIGHT_GRADIENTS)),
+        first_seed=27,
     ),
     "combine: gradients of weights with the last chunk": Mutation(
         function=gemm_combine.gemm_combine_kernel,
@@ -257,10 +258,11 @@ def _seed_that_shows(
     *,
     case: KernelCase,
     timeout_s: float,
+    first_seed: int = 0,
 ) -> int | None:
     """Return the first seed with which gradients are wrong or none come."""
     _right_passes(case)  # before the mutation
-    for seed in range(MOST_SEEDS):
+    for seed in range(first_seed, first_seed + MOST_SEEDS):
         with monkeypatch.context() as patch:
             try:
                 right = _is_right(
@@ -286,6 +288,7 @@ def test_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         case=mutation.case or CASE,
         timeout_s=mutation.timeout_s,
+        first_seed=mutation.first_seed,
     )
     assert seed is not None, f"{name} shows with none of {MOST_SEEDS} seeds"
 

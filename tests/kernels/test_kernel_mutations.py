@@ -71,6 +71,7 @@ MUTATIONS = {
         function=plan.plan_kernel,
         edits=(("before == num_tasks - 1", "before >= 0"),),
         case=replace(CASE, block_slots=8),
+        timeout_s=SHORT_S,
     ),
     "publish: flags of the next epoch": Mutation(
         function=publish.raise_flags, edits=(("rank, epoch)\n", "rank, epoch + 1)\n"),)

@@ -138,7 +138,7 @@ def _grow(rank: int, num_ranks: int) -> None:
     (workspace,) = workspaces.all()
     # 14 asked for 64, 90 for 128, 130 for 192.
     assert workspace.layout.max_tokens == roomy_tokens(130) == 192
-    assert workspace.stage.local.shape == (192, SIZES["hidden_size"])
+    assert workspace.stage.local.shape == (2, 192, SIZES["hidden_size"])
     heap_bytes = workspace.heap.num_bytes
     assert heap_bytes == workspace.symmetric_bytes  # what was outgrown was given back
     workspaces.close()
