@@ -237,7 +237,7 @@ class KernelRank:
         self.home.local.fill_(torch.nan)
         self.weights_home.local.fill_(torch.nan)
 
-    def make_plan(self, x_TD: torch.Tensor, routing: Routing) -> int:
+    def make_plan(self, x_TD: torch.Tensor, routing: Routing, *, max_rows: int = 0) -> int:
         """Begin the next call; return the rows of its plan."""
         self.begin()
         self.plan = torch.full((self.layout.plan_words,), GARBAGE, dtype=torch.int32)
@@ -256,6 +256,7 @@ class KernelRank:
             status=self.status,
             host_words=self.host_words,
             timeout_ns=int(self.timeout_s * 1e9),
+            max_rows=max_rows,
         )
         return int(self.host_words[1])
 
