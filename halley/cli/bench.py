@@ -93,6 +93,11 @@ def layer(
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
+
+        def keep(rows: list[Row]) -> None:  # what is measured stays, whatever happens later
+            if world.is_first and output is not None:
+                write_rows(rows, output)
+
         with step_progress(world) as on_progress:
             rows = measure_layers(
                 cases,
@@ -104,6 +109,7 @@ def layer(
                 max_load=max_load,
                 link_gb_per_s=link,
                 on_progress=on_progress,
+                on_rows=keep,
             )
         if world.is_first:
             _report(rows, output)
@@ -112,7 +118,6 @@ def layer(
 
 def _report(rows: list[Row], output: Path | None) -> None:
     if output is not None:
-        write_rows(rows, output)
         draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
     _print(layer_table(rows), rows)
 

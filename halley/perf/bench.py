@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,6 @@ from halley.perf.results import Row, machine_keys
 from halley.perf.timer import Timing, time_interleaved
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
-
-
-if TYPE_CHECKING:
-    pass
 
 
 DIRECTIONS = ("forward", "forward_backward")
@@ -280,10 +275,12 @@ def measure_layers(
     max_load: float = 0.0,
     link_gb_per_s: float = 0.0,
     on_progress: Progress | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
     """Measure the cases one after another; return all result lines, complete.
 
     Args:
+        on_rows: called on every rank after each case, with the lines so far.
         max_load: if not 0, fused layers are measured as CUDA graphs, too, with that much room.
         link_gb_per_s: if not 0, the rate of a link that the fused kernels emulate.
     """
@@ -327,6 +324,8 @@ def measure_layers(
             bounded.close()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        if on_rows is not None:
+            on_rows(rows)
     return rows
 
 
