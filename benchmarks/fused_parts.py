@@ -32,11 +32,9 @@ from halley.perf.timer import time_interleaved
 from halley.strategies.fused import FusedStrategy
 
 
-PARTS = ("plan", "fetch", "up", "down", "combine", "home")
-BACKWARD_PARTS = ("stage", "fetch", "down", "up", "combine", "home", "down.grad", "up.grad")
-LAUNCHES = ("plan", "dispatch_gemm", "gemm_combine")
-BACKWARD_LAUNCHES = ("stage", "dispatch_gemm", "gemm_combine", "weight_gemm", "weight_gemm")
-KERNELS = (*LAUNCHES, "stage", "weight_gemm")
+PARTS = ("plan", "fetch", "up", "down", "combine")
+BACKWARD_PARTS = ("stage", "fetch", "down", "up", "combine", "down.grad", "up.grad")
+KERNELS = ("plan", "dispatch_gemm", "gemm_combine", "stage", "weight_gemm")
 NUM_CALLS = 7
 
 
@@ -79,14 +77,25 @@ def measure(
                 raise RuntimeError(f"{name} with {settings}: off by {error:.1e}")
     line: dict[str, object] = {"knobs": " ".join(settings)}
     line["parts_us"] = kernel_times(runs["unfused"], PARTS)
-    line["fused_us"] = kernel_times(runs["fused"], LAUNCHES)
-    parts, launches = (*PARTS, *BACKWARD_PARTS), (*LAUNCHES, *BACKWARD_LAUNCHES)
+    knobs = workspaces.knobs
+    launches = launches_of(knobs.up.beside, knobs.down.beside, first="plan")
+    line["fused_us"] = kernel_times(runs["fused"], launches)
+    launches += launches_of(knobs.down_grad.beside, knobs.up_grad.beside, first="stage")
+    launches += ("down.grad", "up.grad")
+    parts = (*PARTS, *BACKWARD_PARTS)
     line["training_parts_us"] = kernel_times(runs["unfused_training"], parts)
     line["training_fused_us"] = kernel_times(runs["fused_training"], launches)
     whole = time_interleaved(runs, device=device, group=groups.ep)
     line |= {f"{name}_whole_us": round(timing.median_us) for name, timing in whole.items()}
     workspaces.close()
     return line
+
+
+def launches_of(fetch_beside: int, combine_beside: int, *, first: str) -> tuple[str, ...]:
+    """Return the launches of a fused pass."""
+    fetch = ("fetch", "multiply") if fetch_beside else ("dispatch_gemm",)
+    combine = ("multiply", "combine") if combine_beside else ("gemm_combine",)
+    return (first, *fetch, *combine)
 
 
 def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tuple[str, int]]:

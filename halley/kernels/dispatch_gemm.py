@@ -33,7 +33,8 @@ from halley.kernels.fetch import (
 )
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher
-from halley.kernels.layout import Layout
+from halley.kernels.layout import STARTED, Layout
+from halley.kernels.parts import LaunchShape, launch_parts
 from halley.kernels.peer import failure, fence_async, poll, wait
 from halley.kernels.plan_words import EPOCH, NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import DISPATCH
@@ -52,6 +53,8 @@ _DISPATCH = tl.constexpr(DISPATCH)
 _FETCH_TICKET = tl.constexpr(0)
 _TILE_TICKET = tl.constexpr(1)
 _EXITED = tl.constexpr(5)
+_STARTED = tl.constexpr(STARTED)
+_FETCH_REGISTERS = 72
 
 
 @triton.jit
@@ -62,6 +65,7 @@ def _reset(plan, num_tiles, LAYOUT: tl.constexpr):
     tl.store(tickets + _FETCH_TICKET, 0)
     tl.store(tickets + _TILE_TICKET, 0)
     tl.store(tickets + _EXITED, 0)
+    tl.store(tickets + _STARTED, 0)
     for start in range(0, num_tiles, STEP):
         tile = start + tl.arange(0, STEP)
         tl.store(plan + LAYOUT.tile_arrived + tile, 0, mask=tile < num_tiles)
@@ -151,26 +155,39 @@ def _multiply_run(
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
+@triton.jit
+def _alternate(task, num_own, num_tasks):
+    """Return the task in a turn that alternates between this rank's own rows and those of others.
+
+    Both come as far as their number goes: the link has work from the start, and so have experts
+    whose first rows are this rank's own.
+    """
+    num_pairs = tl.minimum(num_own, num_tasks - num_own)
+    paired = tl.where(task % 2 == 0, task // 2, num_own + task // 2)
+    rest = tl.where(num_own > num_pairs, task - num_pairs, task)
+    return tl.where(task < 2 * num_pairs, paired, rest)
+
+
 @triton.jit(
     do_not_specialize=[
         "stage_tokens",
         "num_fetchers",
         "capacity",
-        "fetch_part",
-        "multiply_part",
+        "num_leaving",
         "timeout_ns",
     ]
 )
 def dispatch_gemm_kernel(
     stage_ptrs_W, stage_tokens, marks, sends_SD, x_RD, plan, a_desc, b_desc, h, pre, dpre,
     weight_R, dweight_RC,
-    num_fetchers, capacity, fetch_part, multiply_part, status, host_words, timeout_ns: tl.int64,
+    num_fetchers, capacity, num_leaving, status, host_words, timeout_ns: tl.int64,
+    FETCH: tl.constexpr, MULTIPLY: tl.constexpr,
     LAYOUT: tl.constexpr, FORM: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Fetch and multiply by tickets. A ``_part`` is 1, or 0 to leave that out.
+    """Fetch and multiply by tickets, or one of the two.
 
     ``h``, ``pre`` and ``dpre`` are descriptors forward and pointers backward: a store by tensor
     memory is waited for, and backward has three for each of four parts of a tile.
@@ -182,44 +199,53 @@ def dispatch_gemm_kernel(
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES)
     usable = tl.load(plan + LAYOUT.summary + USABLE) * (num_tiles * BLOCK_M <= capacity)
     num_tiles *= usable
-    total = num_tiles * num_runs * multiply_part
-    num_tasks = tl.load(plan + LAYOUT.summary + NUM_SENDS) // ROWS * usable * fetch_part
-    num_first = tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS) // ROWS * usable * fetch_part
-    if (tl.program_id(0) < num_fetchers) | (multiply_part == 0):
+    total = num_tiles * num_runs * MULTIPLY
+    num_tasks = tl.load(plan + LAYOUT.summary + NUM_SENDS) // ROWS * usable * FETCH
+    num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS) // ROWS * usable * FETCH
+    num_first = num_own
+    if (tl.program_id(0) < num_fetchers) | (MULTIPLY == 0):
         num_first = num_tasks
     # What clears what pads the experts' rows comes first among the tasks.
-    num_clear = (LAYOUT.num_local if CLEAR > 0 else 0) * usable * fetch_part
+    num_clear = (LAYOUT.num_local if CLEAR > 0 else 0) * usable * FETCH
     num_tasks += num_clear
     num_first += num_clear
     first_token = (tl.load(marks + EPOCH) % 2).to(tl.int64) * stage_tokens
     tickets = plan + LAYOUT.tickets
-    ticket = tl.atomic_add(tickets + _TILE_TICKET, multiply_part, sem="relaxed", scope="gpu")
+    tl.atomic_add(tickets + _STARTED, 1, sem="relaxed", scope="gpu")
+    ticket = total
+    if MULTIPLY:
+        ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
     more = num_tasks > 0
     fetching = num_first > 0
     while (ticket < total) | fetching:
-        tile, run = tile_of(ticket % tl.maximum(total, 1), num_tiles, num_runs, GROUP)
-        expert = tl.load(plan + LAYOUT.tile_expert + tile)
-        num_rows = tl.load(plan + LAYOUT.tile_rows + tile)
-        need = num_rows
-        if CLEAR > 0:
-            need += rows_to_clear(num_rows, CLEAR)
-        arrived = plan + LAYOUT.tile_arrived + tile
         ready = False
-        if not fetching:
-            ready = poll(arrived, "gpu") >= need
+        if MULTIPLY:
+            tile, run = tile_of(ticket % tl.maximum(total, 1), num_tiles, num_runs, GROUP)
+            expert = tl.load(plan + LAYOUT.tile_expert + tile)
+            num_rows = tl.load(plan + LAYOUT.tile_rows + tile)
+            need = num_rows
+            if CLEAR > 0:
+                need += rows_to_clear(num_rows, CLEAR)
+            arrived = plan + LAYOUT.tile_arrived + tile
+            if not fetching:
+                ready = poll(arrived, "gpu") >= need
         if fetching | (more & (not ready)):
             task = tl.atomic_add(tickets + _FETCH_TICKET, 1, sem="relaxed", scope="gpu")
-            if task < num_clear:
-                if CLEAR > 0:
-                    clear_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, CLEAR, ROWS, COLUMNS)
-            elif task < num_tasks:
-                fetch_task(
-                    task - num_clear, stage_ptrs_W, first_token, sends_SD, x_RD, plan, status,
-                    LAYOUT, FORM.sends, HIDDEN_SIZE, ROWS, COLUMNS, LINK,
-                )  # fmt: skip
+            if FETCH:
+                if task < num_clear:
+                    if CLEAR > 0:
+                        clear_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, CLEAR, ROWS, COLUMNS)
+                elif task < num_tasks:
+                    which = task - num_clear
+                    if not MULTIPLY:
+                        which = _alternate(which, num_own, num_tasks - num_clear)
+                    fetch_task(
+                        which, stage_ptrs_W, first_token, sends_SD, x_RD, plan, status,
+                        LAYOUT, FORM.sends, HIDDEN_SIZE, ROWS, COLUMNS, LINK,
+                    )  # fmt: skip
             more = task + 1 < num_tasks
             fetching = task + 1 < num_first
-        else:
+        elif MULTIPLY:
             if not ready:
                 code = failure(_DISPATCH, 0, tile)
                 ready = wait(arrived, need, timeout_ns, status, host_words, code, "gpu")
@@ -234,10 +260,9 @@ def dispatch_gemm_kernel(
                 ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
             else:
                 ticket = total
-    if multiply_part != 0:  # the last part there is
-        before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
-        if before == tl.num_programs(0) - 1:
-            _reset(plan, num_tiles, LAYOUT)
+    before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
+    if before == num_leaving - 1:
+        _reset(plan, num_tiles, LAYOUT)
 
 
 _launch = Launcher(dispatch_gemm_kernel)
@@ -297,15 +322,23 @@ def dispatch_gemm(
         pre_desc = _describe_parts(pre_RG, form, form.tile_columns(tile), layout)
     x_desc = describe_rows(x_RD, block_rows=layout.block_m, block_columns=tile.block_k)
     up_desc = describe_weights(up_LGD, parts=form.num_parts, tile=tile)
-    for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
+
+    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
         _launch(
-            num_programs * tile.per_sm,
+            shape.num_programs,
             (stage_ptrs_W, stage_tokens, marks, x_RD if sends_SD is None else sends_SD, x_RD, plan,
              x_desc, up_desc, h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers,
-             x_RD.shape[0], fetch, multiply, status, host_words, timeout_ns),
-            _constants(form, layout, knobs, tile, x_RD.shape[1], intermediate_size),
-            dtypes=(x_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
+             x_RD.shape[0], shape.num_leaving, status, host_words, timeout_ns),
+            (move, multiply,
+             *_constants(form, layout, knobs, tile, shape, x_RD.shape[1], intermediate_size)),
+            dtypes=(x_RD.dtype,), **shape.options,
         )  # fmt: skip
+
+    launch_parts(
+        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
+        moves_first=True, move_registers=_FETCH_REGISTERS,
+        tickets=plan[layout.tickets :], status=status,
+    )  # fmt: skip
 
 
 def dispatch_dgrad(
@@ -353,15 +386,23 @@ def dispatch_dgrad(
     tile, intermediate_size = knobs.down_grad, weighted_RF.shape[1]
     dy_desc = describe_rows(dy_RD, block_rows=layout.block_m, block_columns=tile.block_k)
     down_desc = describe_weights(down_LDF, parts=1, tile=tile, turned=True)
-    for fetch, multiply in ((1, 1),) if fused else ((1, 0), (0, 1)):
+
+    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
         _launch(
-            num_programs * tile.per_sm,
+            shape.num_programs,
             (stage_ptrs_W, stage_tokens, marks, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_RF,
-             pre_RG, dpre_RG, weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0], fetch,
-             multiply, status, host_words, timeout_ns),
-            _constants(form, layout, knobs, tile, dy_RD.shape[1], intermediate_size),
-            dtypes=(dy_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
+             pre_RG, dpre_RG, weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0],
+             shape.num_leaving, status, host_words, timeout_ns),
+            (move, multiply,
+             *_constants(form, layout, knobs, tile, shape, dy_RD.shape[1], intermediate_size)),
+            dtypes=(dy_RD.dtype,), **shape.options,
         )  # fmt: skip
+
+    launch_parts(
+        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
+        moves_first=True, move_registers=_FETCH_REGISTERS,
+        tickets=plan[layout.tickets :], status=status,
+    )  # fmt: skip
 
 
 def dgrad_columns(intermediate_size: int, knobs: Knobs) -> int:
@@ -370,11 +411,17 @@ def dgrad_columns(intermediate_size: int, knobs: Knobs) -> int:
 
 
 def _constants(
-    form: Form, layout: Layout, knobs: Knobs, tile: GemmTile, hidden_size: int, inner_size: int
+    form: Form,
+    layout: Layout,
+    knobs: Knobs,
+    tile: GemmTile,
+    shape: LaunchShape,
+    hidden_size: int,
+    inner_size: int,
 ) -> tuple[object, ...]:
     return (
         layout, form, hidden_size, inner_size, form.tile_columns(tile),
-        *knobs.fetch_block(hidden_size), knobs.link_bytes_per_us,
+        *knobs.fetch_block(hidden_size, num_warps=shape.num_warps), knobs.link_bytes_per_us,
         tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip
 

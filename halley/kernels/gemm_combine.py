@@ -25,7 +25,8 @@ from halley.kernels.combine import combine_task, count_sent, send_weight_gradien
 from halley.kernels.home import chunk_came, look_for_overflow, take_home, wait_for_chunk
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
-from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
+from halley.kernels.layout import MAX_CHUNKS, STARTED, TASK_ROWS, Layout
+from halley.kernels.parts import LaunchShape, launch_parts
 from halley.kernels.peer import failure, poll, wait, wait_bulk_stores
 from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE
@@ -47,6 +48,8 @@ _TILE_TICKET = tl.constexpr(2)
 _TASK_TICKET = tl.constexpr(3)
 _HOME_TICKET = tl.constexpr(4)
 _EXITED = tl.constexpr(6)
+_STARTED = tl.constexpr(STARTED)
+_COMBINE_REGISTERS = 128
 
 
 @triton.jit
@@ -57,17 +60,18 @@ def _reset(plan, LAYOUT: tl.constexpr):
     tl.store(tickets + _TASK_TICKET, 0)
     tl.store(tickets + _HOME_TICKET, 0)
     tl.store(tickets + _EXITED, 0)
+    tl.store(tickets + _STARTED, 0)
     chunk = tl.arange(0, _MAX_CHUNKS)
     tl.store(plan + LAYOUT.chunk_done + chunk, 0)
     tl.store(plan + LAYOUT.chunk_sent + chunk, 0)
 
 
 @triton.jit
-def _leave(plan, words, status, host_words, LAYOUT: tl.constexpr):
-    """Count a program that ends; the last one leaves all as it was found."""
+def _leave(num_leaving, plan, words, status, host_words, LAYOUT: tl.constexpr):
+    """Count a program that ends; the last one of all launches leaves all as it was found."""
     tickets = plan + LAYOUT.tickets
     before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
+    if before == num_leaving - 1:
         _reset(plan, LAYOUT)
         look_for_overflow(words, status, host_words, LAYOUT)
 
@@ -130,21 +134,21 @@ def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "num_tokens", "rank", "num_combiners", "multiply_part", "combine_part", "home_part",
-    "timeout_ns",
+    "num_tokens", "rank", "num_combiners", "num_leaving", "timeout_ns",
 ])  # fmt: skip
 def gemm_combine_kernel(
     y_TD, z_RD, plan, a_desc, b_desc, z_desc, home_WTD, home_ptrs_W, words, words_ptrs_W,
     dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-    num_tokens, marks, rank, num_combiners, multiply_part, combine_part, home_part,
+    num_tokens, marks, rank, num_combiners, num_leaving,
     status, host_words, timeout_ns: tl.int64,
+    MULTIPLY: tl.constexpr, COMBINE: tl.constexpr,
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, HOME_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     LINK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, combine and sum by tickets. A ``_part`` is 1, or 0 to leave that out.
+    """Multiply, combine and sum at home by tickets, or one of the two.
 
     ``NUM_PARTS`` are those of the gradient of a routing weight, in backward; 0 is forward.
     """
@@ -159,20 +163,21 @@ def gemm_combine_kernel(
     last_columns: tl.constexpr = num_columns - (num_chunks - 1) * per_chunk
     runs_a_chunk: tl.constexpr = (per_chunk + RUN - 1) // RUN
     num_runs: tl.constexpr = (num_chunks - 1) * runs_a_chunk + (last_columns + RUN - 1) // RUN
-    total = num_tiles * num_runs * multiply_part
-    num_tasks = tasks_a_chunk * num_chunks * combine_part
+    total = num_tiles * num_runs * MULTIPLY
+    num_tasks = tasks_a_chunk * num_chunks * COMBINE
     tickets = plan + LAYOUT.tickets
+    tl.atomic_add(tickets + _STARTED, 1, sem="relaxed", scope="gpu")
     tickets_a_chunk = num_tiles * runs_a_chunk
     ticket = 0
     multiplying = total > 0
     task = num_tasks
     homes_a_chunk = tl.cdiv(num_tokens, HOME_ROWS)
-    num_homes = homes_a_chunk * num_chunks * usable * home_part
+    num_homes = homes_a_chunk * num_chunks * usable * COMBINE
     home = num_homes
     if (tl.program_id(0) < num_combiners) | (total == 0):
-        task = tl.atomic_add(tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu")
+        task = tl.atomic_add(tickets + _TASK_TICKET, COMBINE, sem="relaxed", scope="gpu")
     if (tl.program_id(0) * 4 < num_combiners) | (total == 0):
-        home = tl.atomic_add(tickets + _HOME_TICKET, home_part, sem="relaxed", scope="gpu")
+        home = tl.atomic_add(tickets + _HOME_TICKET, COMBINE, sem="relaxed", scope="gpu")
     arrived = -1  # the last chunk that all ranks have sent, as far as this program knows
     pending = 0  # chunk and number of the tiles made last, until they are counted
     ready = -1  # the last chunk that this program has seen to be whole
@@ -186,80 +191,82 @@ def gemm_combine_kernel(
             taken = ticket + tl.num_programs(0) - (chunk + 1) * tickets_a_chunk
             combine &= taken * tasks_a_chunk >= (task - chunk * tasks_a_chunk) * tickets_a_chunk
         if combine & (chunk != ready):
-            if multiplying:
-                combine = poll(done, "gpu") >= need
-            else:
-                code = failure(_COMBINE, 0, chunk)
-                combine = wait(done, need, timeout_ns, status, host_words, code, "gpu")
-                if not combine:
-                    task = num_tasks
+            combine = poll(done, "gpu") >= need
             if combine:
                 ready = chunk
+        going_home = False
+        if not combine:
+            going_home = chunk_came(
+                home, num_homes, homes_a_chunk, arrived, plan, words, epoch, LAYOUT
+            )
         if combine:
-            within = task - chunk * tasks_a_chunk
-            combine_task(
-                within, chunk, z_RD, plan, home_ptrs_W, rank, status,
-                LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD, LINK,
-            )  # fmt: skip
-            if BACKWARD:
-                if chunk == 0:
-                    send_weight_gradients(
-                        within, dweight_RC, plan, weights_home_ptrs_W, rank,
-                        LAYOUT, NUM_PARTS, ROWS,
-                    )  # fmt: skip
-            count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
-            task = tl.atomic_add(tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu")
-        elif chunk_came(home, num_homes, homes_a_chunk, arrived, plan, words, epoch, LAYOUT):
-            arrived = home // homes_a_chunk
-            take_home(
-                home % homes_a_chunk, arrived, y_TD, home_WTD, plan, num_tokens,
-                idx_TK, dweights_TK, weights_home_WTK,
-                LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
-            )  # fmt: skip
-            home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
-        else:
-            # Taken only now: a tile that waits in the hand of a program holds up its chunk.
-            ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
-            multiplying = ticket < total
-            if multiplying:
-                pending = _multiply(
-                    ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
-                    LAYOUT, HIDDEN_SIZE, DEPTH, BACKWARD, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
+            if COMBINE:
+                within = task - chunk * tasks_a_chunk
+                combine_task(
+                    within, chunk, z_RD, plan, home_ptrs_W, rank, status,
+                    LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD, LINK,
                 )  # fmt: skip
-            # Tiles are counted when the next are begun: by then their stores are done.
-            if (not multiplying) | (task < num_tasks):
-                _count_tiles(pending, plan, LAYOUT)
-                pending = 0
-            if (not multiplying) & (task >= num_tasks):
-                task = tl.atomic_add(
-                    tickets + _TASK_TICKET, combine_part, sem="relaxed", scope="gpu"
-                )
-    if home >= num_homes:
-        home = tl.atomic_add(tickets + _HOME_TICKET, home_part, sem="relaxed", scope="gpu")
-    while home < num_homes:
-        chunk = home // homes_a_chunk
-        if chunk != arrived:
-            arrived = chunk
-            if not wait_for_chunk(
-                chunk, plan, words, epoch, status, host_words, timeout_ns, LAYOUT
-            ):
-                num_homes = 0
-        if num_homes > 0:
-            take_home(
-                home % homes_a_chunk, chunk, y_TD, home_WTD, plan, num_tokens,
-                idx_TK, dweights_TK, weights_home_WTK,
-                LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
-            )  # fmt: skip
-        home = tl.atomic_add(tickets + _HOME_TICKET, home_part, sem="relaxed", scope="gpu")
-    if home_part != 0:  # the last part there is
-        _leave(plan, words, status, host_words, LAYOUT)
+                if BACKWARD:
+                    if chunk == 0:
+                        send_weight_gradients(
+                            within, dweight_RC, plan, weights_home_ptrs_W, rank,
+                            LAYOUT, NUM_PARTS, ROWS,
+                        )  # fmt: skip
+                count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
+                task = tl.atomic_add(tickets + _TASK_TICKET, 1, sem="relaxed", scope="gpu")
+        elif going_home:
+            if COMBINE:
+                arrived = home // homes_a_chunk
+                take_home(
+                    home % homes_a_chunk, arrived, y_TD, home_WTD, plan, num_tokens,
+                    idx_TK, dweights_TK, weights_home_WTK,
+                    LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
+                )  # fmt: skip
+                home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
+        elif multiplying:
+            if MULTIPLY:
+                # Taken only now: a tile that waits in the hand of a program holds up its chunk.
+                ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
+                multiplying = ticket < total
+                if multiplying:
+                    pending = _multiply(
+                        ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
+                        LAYOUT, HIDDEN_SIZE, DEPTH, BACKWARD, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
+                    )  # fmt: skip
+                # Tiles are counted when the next are begun: by then their stores are done.
+                if (not multiplying) | (task < num_tasks):
+                    _count_tiles(pending, plan, LAYOUT)
+                    pending = 0
+                if (not multiplying) & (task >= num_tasks):
+                    task = tl.atomic_add(
+                        tickets + _TASK_TICKET, COMBINE, sem="relaxed", scope="gpu"
+                    )
+        else:
+            code = failure(_COMBINE, 0, chunk)
+            if not wait(done, need, timeout_ns, status, host_words, code, "gpu"):
+                task = num_tasks
+    if COMBINE:
+        if home >= num_homes:
+            home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
+        while home < num_homes:
+            chunk = home // homes_a_chunk
+            if chunk != arrived:
+                arrived = chunk
+                if not wait_for_chunk(
+                    chunk, plan, words, epoch, status, host_words, timeout_ns, LAYOUT
+                ):
+                    num_homes = 0
+            if num_homes > 0:
+                take_home(
+                    home % homes_a_chunk, chunk, y_TD, home_WTD, plan, num_tokens,
+                    idx_TK, dweights_TK, weights_home_WTK,
+                    LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
+                )  # fmt: skip
+            home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
+    _leave(num_leaving, plan, words, status, host_words, LAYOUT)
 
 
 _launch = Launcher(gemm_combine_kernel)
-
-# Multiply, combine, sum at home: all in one launch, or a launch each.
-_FUSED = ((1, 1, 1),)
-_ONE_BY_ONE = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 
 
 def gemm_combine(
@@ -297,17 +304,24 @@ def gemm_combine(
         marks: as for ``make_plan``.
         fused: False runs the three parts one after another.
     """
-    tile, num_combiners = knobs.down, knobs.num_combiners
+    tile = knobs.down
     descs = _describe(h_RF, down_LDF, z_RD, tile, layout, turned=False)
-    for parts in _FUSED if fused else _ONE_BY_ONE:
+
+    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
         _launch(
-            num_programs * tile.per_sm,
+            shape.num_programs,
             (y_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
-             status, status, status, status, status, y_TD.shape[0], marks, rank, num_combiners,
-             *parts, status, host_words, timeout_ns),
-            _constants(z_RD, h_RF, 0, tile, layout, knobs),
-            dtypes=(z_RD.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
+             status, status, status, status, status, y_TD.shape[0], marks, rank,
+             knobs.num_combiners, shape.num_leaving, status, host_words, timeout_ns),
+            (multiply, move, *_constants(z_RD, h_RF, 0, tile, layout, knobs)),
+            dtypes=(z_RD.dtype,), **shape.options,
         )  # fmt: skip
+
+    launch_parts(
+        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
+        moves_first=False, move_registers=_COMBINE_REGISTERS,
+        tickets=plan[layout.tickets :], status=status,
+    )  # fmt: skip
 
 
 def dgrad_combine(
@@ -351,19 +365,27 @@ def dgrad_combine(
         marks: as for ``make_plan``.
         fused: False runs the three parts one after another.
     """
-    tile, num_combiners = knobs.up_grad, knobs.num_combiners
+    tile = knobs.up_grad
     descs = _describe(dpre_RG, up_LGD, z_RD, tile, layout, turned=True)
     idx_TK = aligned(topk_idx_TK)
-    for parts in _FUSED if fused else _ONE_BY_ONE:
+
+    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
         _launch(
-            num_programs * tile.per_sm,
+            shape.num_programs,
             (dx_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-             dx_TD.shape[0], marks, rank, num_combiners, *parts, status, host_words, timeout_ns),
-            _constants(z_RD, dpre_RG, dweight_RC.shape[1], tile, layout, knobs),
-            dtypes=(z_RD.dtype, idx_TK.dtype),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+             dx_TD.shape[0], marks, rank, knobs.num_combiners, shape.num_leaving,
+             status, host_words, timeout_ns),
+            (multiply, move,
+             *_constants(z_RD, dpre_RG, dweight_RC.shape[1], tile, layout, knobs)),
+            dtypes=(z_RD.dtype, idx_TK.dtype), **shape.options,
         )  # fmt: skip
+
+    launch_parts(
+        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
+        moves_first=False, move_registers=_COMBINE_REGISTERS,
+        tickets=plan[layout.tickets :], status=status,
+    )  # fmt: skip
 
 
 def _describe(

@@ -26,6 +26,7 @@ class GemmTile:
     num_warps: int = 8
     per_sm: int = 1
     num_stages: int = 4
+    beside: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +59,22 @@ class Knobs:
     down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     up_grad: GemmTile = field(default_factory=GemmTile)
     weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
+    side_programs: int = 2
+    side_warps: int = 4
     num_fetchers: int = 8
-    fetch_elements: int = 32768
+    fetch_elements: int = 2048
     num_combiners: int = 48
-    combine_rows: int = 16
-    combine_stages: int = 4
+    combine_rows: int = 4
+    combine_stages: int = 3
     chunk_columns: int = 1024
-    home_rows: int = 16
+    home_rows: int = 4
     link_bytes_per_us: int = 0
 
-    def fetch_block(self, hidden_size: int) -> tuple[int, int]:
+    def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
         """Return rows and columns of the piece that a fetching program keeps in flight."""
-        columns = min(4096, 1 << (hidden_size - 1).bit_length(), self.fetch_elements)
-        return min(64, self.fetch_elements // columns), columns
+        elements = self.fetch_elements * num_warps
+        columns = min(4096, 1 << (hidden_size - 1).bit_length(), elements)
+        return min(64, elements // columns), columns
 
     def changed(self, settings: Sequence[str]) -> "Knobs":
         """Return these knobs but for some settings, such as "num_fetchers=16" and "up.run=2".

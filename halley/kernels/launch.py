@@ -1,11 +1,25 @@
 """Launch a kernel with little work on the host."""
 
+import ctypes
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, TypedDict, Unpack, final
 
 import torch
 
 from halley.kernels.switch import INTERPRETED
+
+
+class LaunchOptions(TypedDict, total=False):
+    """How a kernel is compiled and launched.
+
+    ``max_registers`` are those of a thread, None is as many as the compiler likes. ``shares`` is
+    whether programs of other launches run on the same multiprocessors.
+    """
+
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    shares: bool
 
 
 @final
@@ -31,28 +45,49 @@ class Launcher:
         constants: tuple[object, ...],
         *,
         dtypes: tuple[torch.dtype, ...] = (),
-        num_warps: int = 4,
-        num_stages: int = 3,
+        **options: Unpack[LaunchOptions],
     ) -> None:
         """Launch that many programs; the kernel takes ``args``, then ``constants``.
 
         Args:
             dtypes: of those tensors among ``args`` that may have one or another.
+            options: see ``LaunchOptions``.
         """
         grid = (num_programs, 1, 1)
         if INTERPRETED:
-            self.kernel[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages)
+            self.kernel[grid](*args, *constants)
             return
         device = torch.cuda.current_device()
-        key = (device, num_programs, num_warps, num_stages, dtypes, constants)
+        key = (device, num_programs, *options.values(), dtypes, constants)
         run = self._runners.get(key)
-        if run is None:
-            binary = self.kernel[grid](
-                *args, *constants, num_warps=num_warps, num_stages=num_stages
-            )
-            self._runners[key] = binary[grid]
-        else:
-            run(*args, *constants)
+        if run is not None:
+            # Addresses, since Triton asks the driver about every tensor it gets.
+            run(*[a.data_ptr() if type(a) is torch.Tensor else a for a in args], *constants)
+            return
+        limit = options.get("max_registers")
+        binary = self.kernel[grid](
+            *args,
+            *constants,
+            num_warps=options.get("num_warps", 4),
+            num_stages=options.get("num_stages", 3),
+            **({} if limit is None else {"maxnreg": limit}),
+        )
+        self._runners[key] = binary[grid]
+        if options.get("shares"):
+            _prefer_shared_memory(binary.function)
+
+
+def _prefer_shared_memory(function: int) -> None:
+    """Let a multiprocessor keep as much shared memory as it can while it runs a function.
+
+    It has one division of its memory into cache and shared memory at a time, so that programs which
+    want another wait until it is empty.
+    """
+    carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+    driver = ctypes.CDLL("libcuda.so.1")
+    code = driver.cuFuncSetAttribute(ctypes.c_void_p(function), carveout, 100)
+    if code:
+        raise RuntimeError(f"cuFuncSetAttribute failed with code {code}")
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

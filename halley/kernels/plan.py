@@ -32,6 +32,7 @@ from halley.kernels.status import PLAN
 
 
 _STAGE_ROWS = 16
+_PROGRAMS = 2  # on a multiprocessor: tasks are short and mostly wait for memory
 _PLAN = tl.constexpr(PLAN)
 _NEVER = tl.constexpr(2**62)  # ns
 
@@ -150,11 +151,11 @@ def make_plan(
     tokens_a_task = min(_STAGE_ROWS, layout.block_tokens)
     num_tasks = max(1, -(-num_tokens // tokens_a_task))
     _launch(
-        num_programs,
+        _PROGRAMS * num_programs,
         (x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, rank, num_tasks, stage_HTD,
          stage_HTD.shape[1], words, words_ptrs_W, plan, max_rows, marks, status, host_words,
          timeout_ns),
         (layout, triton.next_power_of_2(layout.num_local), hidden_size, _STAGE_ROWS,
          min(1024, triton.next_power_of_2(hidden_size))),
-        dtypes=(x_TD.dtype, idx_TK.dtype, weights_TK.dtype), num_warps=8,
+        dtypes=(x_TD.dtype, idx_TK.dtype, weights_TK.dtype), num_warps=8, max_registers=128,
     )  # fmt: skip
