@@ -33,8 +33,8 @@ from halley.kernels.fetch import (
 )
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher
-from halley.kernels.layout import STARTED, Layout
-from halley.kernels.parts import LaunchShape, launch_parts
+from halley.kernels.layout import Layout
+from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
 from halley.kernels.peer import failure, fence_async, poll, wait
 from halley.kernels.plan_words import EPOCH, NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import DISPATCH
@@ -53,7 +53,6 @@ _DISPATCH = tl.constexpr(DISPATCH)
 _FETCH_TICKET = tl.constexpr(0)
 _TILE_TICKET = tl.constexpr(1)
 _EXITED = tl.constexpr(5)
-_STARTED = tl.constexpr(STARTED)
 _FETCH_REGISTERS = 72
 
 
@@ -65,7 +64,6 @@ def _reset(plan, num_tiles, LAYOUT: tl.constexpr):
     tl.store(tickets + _FETCH_TICKET, 0)
     tl.store(tickets + _TILE_TICKET, 0)
     tl.store(tickets + _EXITED, 0)
-    tl.store(tickets + _STARTED, 0)
     for start in range(0, num_tiles, STEP):
         tile = start + tl.arange(0, STEP)
         tl.store(plan + LAYOUT.tile_arrived + tile, 0, mask=tile < num_tiles)
@@ -192,6 +190,8 @@ def dispatch_gemm_kernel(
     ``h``, ``pre`` and ``dpre`` are descriptors forward and pointers backward: a store by tensor
     memory is waited for, and backward has three for each of four parts of a tile.
     """
+    if not MULTIPLY:
+        let_second_begin()
     BLOCK_M: tl.constexpr = LAYOUT.block_m
     CLEAR: tl.constexpr = FORM.clear
     num_columns: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_F - 1) // BLOCK_F
@@ -211,7 +211,6 @@ def dispatch_gemm_kernel(
     num_first += num_clear
     first_token = (tl.load(marks + EPOCH) % 2).to(tl.int64) * stage_tokens
     tickets = plan + LAYOUT.tickets
-    tl.atomic_add(tickets + _STARTED, 1, sem="relaxed", scope="gpu")
     ticket = total
     if MULTIPLY:
         ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
@@ -263,6 +262,8 @@ def dispatch_gemm_kernel(
     before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
     if before == num_leaving - 1:
         _reset(plan, num_tiles, LAYOUT)
+    if not FETCH:
+        end_with_first()
 
 
 _launch = Launcher(dispatch_gemm_kernel)
@@ -337,7 +338,6 @@ def dispatch_gemm(
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
         moves_first=True, move_registers=_FETCH_REGISTERS,
-        tickets=plan[layout.tickets :], status=status,
     )  # fmt: skip
 
 
@@ -401,7 +401,6 @@ def dispatch_dgrad(
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
         moves_first=True, move_registers=_FETCH_REGISTERS,
-        tickets=plan[layout.tickets :], status=status,
     )  # fmt: skip
 
 
@@ -421,7 +420,7 @@ def _constants(
 ) -> tuple[object, ...]:
     return (
         layout, form, hidden_size, inner_size, form.tile_columns(tile),
-        *knobs.fetch_block(hidden_size, num_warps=shape.num_warps), knobs.link_bytes_per_us,
+        *knobs.fetch_block(hidden_size, num_warps=shape.options["num_warps"]), knobs.link_bytes_per_us,
         tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip
 

@@ -25,8 +25,8 @@ from halley.kernels.combine import combine_task, count_sent, send_weight_gradien
 from halley.kernels.home import chunk_came, look_for_overflow, take_home, wait_for_chunk
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
-from halley.kernels.layout import MAX_CHUNKS, STARTED, TASK_ROWS, Layout
-from halley.kernels.parts import LaunchShape, launch_parts
+from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
+from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
 from halley.kernels.peer import failure, poll, wait, wait_bulk_stores
 from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE
@@ -48,7 +48,6 @@ _TILE_TICKET = tl.constexpr(2)
 _TASK_TICKET = tl.constexpr(3)
 _HOME_TICKET = tl.constexpr(4)
 _EXITED = tl.constexpr(6)
-_STARTED = tl.constexpr(STARTED)
 _COMBINE_REGISTERS = 128
 
 
@@ -60,7 +59,6 @@ def _reset(plan, LAYOUT: tl.constexpr):
     tl.store(tickets + _TASK_TICKET, 0)
     tl.store(tickets + _HOME_TICKET, 0)
     tl.store(tickets + _EXITED, 0)
-    tl.store(tickets + _STARTED, 0)
     chunk = tl.arange(0, _MAX_CHUNKS)
     tl.store(plan + LAYOUT.chunk_done + chunk, 0)
     tl.store(plan + LAYOUT.chunk_sent + chunk, 0)
@@ -152,6 +150,8 @@ def gemm_combine_kernel(
 
     ``NUM_PARTS`` are those of the gradient of a routing weight, in backward; 0 is forward.
     """
+    if not COMBINE:
+        let_second_begin()
     BACKWARD: tl.constexpr = NUM_PARTS > 0
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
@@ -166,7 +166,6 @@ def gemm_combine_kernel(
     total = num_tiles * num_runs * MULTIPLY
     num_tasks = tasks_a_chunk * num_chunks * COMBINE
     tickets = plan + LAYOUT.tickets
-    tl.atomic_add(tickets + _STARTED, 1, sem="relaxed", scope="gpu")
     tickets_a_chunk = num_tiles * runs_a_chunk
     ticket = 0
     multiplying = total > 0
@@ -264,6 +263,8 @@ def gemm_combine_kernel(
                 )  # fmt: skip
             home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
     _leave(num_leaving, plan, words, status, host_words, LAYOUT)
+    if not MULTIPLY:
+        end_with_first()
 
 
 _launch = Launcher(gemm_combine_kernel)
@@ -320,7 +321,6 @@ def gemm_combine(
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
         moves_first=False, move_registers=_COMBINE_REGISTERS,
-        tickets=plan[layout.tickets :], status=status,
     )  # fmt: skip
 
 
@@ -384,7 +384,6 @@ def dgrad_combine(
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
         moves_first=False, move_registers=_COMBINE_REGISTERS,
-        tickets=plan[layout.tickets :], status=status,
     )  # fmt: skip
 
 

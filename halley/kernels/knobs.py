@@ -59,13 +59,13 @@ class Knobs:
     down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     up_grad: GemmTile = field(default_factory=GemmTile)
     weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
-    side_programs: int = 2
-    side_warps: int = 4
+    movers_alone: int = 2
+    mover_warps: int = 4
     num_fetchers: int = 8
     fetch_elements: int = 2048
     num_combiners: int = 48
     combine_rows: int = 4
-    combine_stages: int = 3
+    combine_stages: int = 5
     chunk_columns: int = 1024
     home_rows: int = 4
     link_bytes_per_us: int = 0

@@ -13,13 +13,15 @@ class LaunchOptions(TypedDict, total=False):
     """How a kernel is compiled and launched.
 
     ``max_registers`` are those of a thread, None is as many as the compiler likes. ``shares`` is
-    whether programs of other launches run on the same multiprocessors.
+    whether programs of other launches run on the same multiprocessors. ``overlaps`` is whether the
+    launch begins as soon as the one before it lets it, before that has ended.
     """
 
     num_warps: int
     num_stages: int
     max_registers: int | None
     shares: bool
+    overlaps: bool
 
 
 @final
@@ -70,6 +72,7 @@ class Launcher:
             *constants,
             num_warps=options.get("num_warps", 4),
             num_stages=options.get("num_stages", 3),
+            launch_pdl=options.get("overlaps", False),
             **({} if limit is None else {"maxnreg": limit}),
         )
         self._runners[key] = binary[grid]

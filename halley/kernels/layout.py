@@ -45,7 +45,6 @@ HEADER_WORDS = 16
 MAX_CHUNKS = 64  # column chunks of one combine
 TASK_ROWS = 64
 NUM_TICKETS = 8
-STARTED = 7  # the ticket by which programs of a launch count themselves when they start
 ORDER_BITS = 16  # packed slot: expert << 16 | how many slots of its block come before it
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from halley.core.types import Save
-from halley.kernels.side import joined_later
 from halley.ops.library import define
 from halley.ops.overlap import dispatch_gemm, fake_dispatch_gemm, gemm_combine
 from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
@@ -131,6 +130,9 @@ def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor |
         kept = ctx.save == "inputs"
         rows, pre_RG = dispatch_again(rows, plan, pre_RG, up, kept=kept, **begin)
     made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **begin)
+    dx_TD, dweights_TK = dgrad_combine(made.dpre_RG, plan, made.dweight_RC, up, idx, **ctx.common)
+    if ctx.turn is not None:
+        end_pass(ctx.turn, dx_TD)
     up_wanted, down_wanted = ctx.needs_input_grad[2:4]
     dup = ddown = None
     place = {
@@ -138,18 +140,11 @@ def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor |
         "top_k": idx.shape[1],
         "workspaces": ctx.common["workspaces"],
     }
-    # The sums of dX are on their way home while the weights' gradients are made.
-    with joined_later(on_gpu=dy_TD.is_cuda):
-        dx_TD, dweights_TK = dgrad_combine(
-            made.dpre_RG, plan, made.dweight_RC, up, idx, **ctx.common
-        )
-        if down_wanted:
-            sides = made.dy_RD, made.weighted_RF
-            ddown = _weight_gradient(ctx.buffered_down, *sides, plan, **place)
-        if up_wanted:
-            dup = _weight_gradient(ctx.buffered_up, made.dpre_RG, rows, plan, **place)
-    if ctx.turn is not None:
-        end_pass(ctx.turn, dx_TD)
+    if down_wanted:
+        sides = made.dy_RD, made.weighted_RF
+        ddown = _weight_gradient(ctx.buffered_down, *sides, plan, **place)
+    if up_wanted:
+        dup = _weight_gradient(ctx.buffered_up, made.dpre_RG, rows, plan, **place)
     return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 6
 
 
