@@ -44,6 +44,7 @@ def combine_task(
     sum ``0.6 z[3] + 0.4 z[130]`` becomes row 9 of rank 0's part of rank 1's home buffer.
     """
     TOP_K: tl.constexpr = LAYOUT.top_k
+    NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
     weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
@@ -69,7 +70,11 @@ def combine_task(
         if slot == most - 1:
             token = (origin % LAYOUT.max_tokens).to(tl.int64)
             there = origin >= 0
-            home = tl.load(home_ptrs_W + origin // LAYOUT.max_tokens, mask=there, other=0)
+            # Chosen among addresses that are here already: a load of it would be a wait.
+            home = tl.zeros((ROWS,), tl.int64)
+            for peer in tl.static_range(NUM_RANKS):
+                address = tl.load(home_ptrs_W + peer)
+                home = tl.where(origin // LAYOUT.max_tokens == peer, address, home)
             home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
             to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
             tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=there[:, None] & inside)

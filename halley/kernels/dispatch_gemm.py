@@ -53,7 +53,8 @@ _DISPATCH = tl.constexpr(DISPATCH)
 _FETCH_TICKET = tl.constexpr(0)
 _TILE_TICKET = tl.constexpr(1)
 _EXITED = tl.constexpr(5)
-_FETCH_REGISTERS = 72
+# What the programs that fetch take of a multiprocessor; what multiplies backward has not much left.
+_FETCHERS, _FETCH_REGISTERS = 1, 72
 
 
 @triton.jit
@@ -329,7 +330,7 @@ def dispatch_gemm(
             shape.num_programs,
             (stage_ptrs_W, stage_tokens, marks, x_RD if sends_SD is None else sends_SD, x_RD, plan,
              x_desc, up_desc, h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers,
-             x_RD.shape[0], shape.num_leaving, status, host_words, timeout_ns),
+             min(len(x_RD), len(h_RF)), shape.num_leaving, status, host_words, timeout_ns),
             (move, multiply,
              *_constants(form, layout, knobs, tile, shape, x_RD.shape[1], intermediate_size)),
             dtypes=(x_RD.dtype,), **shape.options,
@@ -337,7 +338,7 @@ def dispatch_gemm(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=True, move_registers=_FETCH_REGISTERS,
+        moves_first=True, movers=_FETCHERS, move_registers=_FETCH_REGISTERS,
     )  # fmt: skip
 
 
@@ -400,7 +401,7 @@ def dispatch_dgrad(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=True, move_registers=_FETCH_REGISTERS,
+        moves_first=True, movers=_FETCHERS, move_registers=_FETCH_REGISTERS,
     )  # fmt: skip
 
 
@@ -420,7 +421,7 @@ def _constants(
 ) -> tuple[object, ...]:
     return (
         layout, form, hidden_size, inner_size, form.tile_columns(tile),
-        *knobs.fetch_block(hidden_size, num_warps=shape.options["num_warps"]), knobs.link_bytes_per_us,
+        *knobs.fetch_block(hidden_size, num_warps=shape.num_warps), knobs.link_bytes_per_us,
         tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip
 

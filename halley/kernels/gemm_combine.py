@@ -48,7 +48,8 @@ _TILE_TICKET = tl.constexpr(2)
 _TASK_TICKET = tl.constexpr(3)
 _HOME_TICKET = tl.constexpr(4)
 _EXITED = tl.constexpr(6)
-_COMBINE_REGISTERS = 128
+# What the programs that combine take of a multiprocessor: two, as each waits for memory mostly.
+_COMBINERS, _COMBINE_REGISTERS = 2, 80
 
 
 @triton.jit
@@ -320,7 +321,7 @@ def gemm_combine(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=False, move_registers=_COMBINE_REGISTERS,
+        moves_first=False, movers=_COMBINERS, move_registers=_COMBINE_REGISTERS,
     )  # fmt: skip
 
 
@@ -383,7 +384,7 @@ def dgrad_combine(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=False, move_registers=_COMBINE_REGISTERS,
+        moves_first=False, movers=_COMBINERS, move_registers=_COMBINE_REGISTERS,
     )  # fmt: skip
 
 

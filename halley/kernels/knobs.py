@@ -66,8 +66,8 @@ class Knobs:
     num_combiners: int = 48
     combine_rows: int = 4
     combine_stages: int = 5
-    chunk_columns: int = 1024
-    home_rows: int = 4
+    chunk_columns: int = 512
+    home_rows: int = 8
     link_bytes_per_us: int = 0
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:

@@ -52,11 +52,13 @@ class LaunchShape:
     Attributes:
         num_programs: of the launch.
         num_leaving: of all launches of the kernel; the last of these leaves all as it was found.
+        num_warps: of a program.
         options: how it is compiled and launched.
     """
 
     num_programs: int
     num_leaving: int
+    num_warps: int
     options: LaunchOptions
 
 
@@ -74,6 +76,7 @@ def launch_parts(
     num_programs: int,
     fused: bool,
     moves_first: bool,
+    movers: int,
     move_registers: int,
 ) -> None:
     """Launch a kernel of which one part multiplies and the other moves rows.
@@ -84,19 +87,20 @@ def launch_parts(
         num_programs: multiprocessors.
         fused: False runs one part after the other.
         moves_first: whether what multiplies waits for what moves, or the other way round.
-        move_registers: the most registers of a thread of the part that moves.
+        movers: programs of the part that moves on each multiprocessor, beside tiles.
+        move_registers: the most registers of a thread of that part.
     """
     num_multiplying = num_programs * tile.per_sm
-    # Beside tiles there is room for one on each multiprocessor, without them for more.
-    num_moving = num_programs * (1 if fused else knobs.movers_alone)
+    num_moving = num_programs * (movers if fused else max(movers, knobs.movers_alone))
     both = fused and not tile.beside
     num_leaving = num_multiplying + (0 if both else num_moving)
-    left = _REGISTERS - move_registers * knobs.mover_warps * _LANES
+    left = _REGISTERS - movers * move_registers * knobs.mover_warps * _LANES
     left //= tile.per_sm * tile.num_warps * _LANES
 
     def shape(*, moves: bool) -> LaunchShape:
+        num_warps = knobs.mover_warps if moves else tile.num_warps
         options: LaunchOptions = {
-            "num_warps": knobs.mover_warps if moves else tile.num_warps,
+            "num_warps": num_warps,
             "num_stages": 1 if moves else tile.num_stages,
             "max_registers": move_registers if moves else left // 8 * 8 if tile.beside else None,
             "shares": not both,
@@ -105,6 +109,7 @@ def launch_parts(
         return LaunchShape(
             num_programs=num_moving if moves else num_multiplying,
             num_leaving=num_leaving,
+            num_warps=num_warps,
             options=options,
         )
 

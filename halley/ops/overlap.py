@@ -139,9 +139,11 @@ def _dispatch_gemm(
     results: tuple[torch.Tensor | None, ...] = ()
     while True:
         plan = _make_plan(workspace, x, topk_idx, topk_weights)
-        if save == "none":
-            # Before the host knows whether all rows fit, so that it reads meanwhile.
-            results = launch(workspace.capacity)
+        # Before the host knows whether all rows fit, so that it reads meanwhile.
+        room = workspace.capacity if save == "none" else workspace.expected_rows
+        room = min(room, workspace.capacity)
+        if room and save != "inputs":  # for which sends have no such check
+            results = launch(room)
         size = workspace.read_plan()
         if not size.wanted_tokens:
             break
@@ -149,12 +151,16 @@ def _dispatch_gemm(
     num_rows = max(size.num_rows, workspace.knobs.block_m)
     if num_rows > workspace.capacity:
         workspace.reserve(num_rows)
+    if num_rows > room:
         results = ()
-    # What is kept for backward has no row too many: launched when the size is known.
     results = results or launch(num_rows, size.num_sends)
     owner.dispatched(workspace, plan)
     h_RF, rows, pre_RG = results
     assert h_RF is not None
+    if rows is not None and save == "all":
+        rows = rows[:num_rows]
+    if pre_RG is not None:
+        pre_RG = pre_RG[:num_rows]
     kept = (h_RF.new_empty(num_rows, 0) if part is None else part for part in (rows, pre_RG))
     return h_RF[:num_rows], plan, *kept
 

@@ -14,6 +14,7 @@ from halley.symm.heap import AbstractSymmHeap, SymmTensor
 
 _CPU_BLOCK_SLOTS = 64
 _FAILURE, _ROWS, _WANTED_TOKENS, _SENDS = range(4)  # words of host_words, see kernels.status
+_EXPECTED_MARGIN = 64  # the part of a plan by which the next may have more rows
 _ROOM = 1.25  # how much more than was asked for a buffer gets when it grows
 _TOKEN_MULTIPLE = 64
 
@@ -120,6 +121,7 @@ class Workspace:
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_made = torch.cuda.Event() if on_gpu else None
         self._layouts: dict[int, Layout] = {}
+        self._last_rows = 0
         self._buffers = self._allocate(max_tokens)
         balanced = max_tokens * shape.top_k * shape.tp_size
         room = int((max_load or _ROOM) * balanced) + knobs.block_m * self.layout.num_local
@@ -239,11 +241,24 @@ class Workspace:
                 )
             self._plan_made.synchronize()
         self.check()
+        self._last_rows = int(self._told[_ROWS])
         return PlanSize(
-            num_rows=int(self._told[_ROWS]),
+            num_rows=self._last_rows,
             num_sends=int(self._told[_SENDS]),
             wanted_tokens=int(self._told[_WANTED_TOKENS]),
         )
+
+    @property
+    def expected_rows(self) -> int:
+        """Rows that are likely to be enough for the next plan, or 0: a little more than the last.
+
+        Who makes tensors of that many need not wait for ``read_plan``, only look whether they were
+        enough.
+        """
+        if self.max_rows or not self._last_rows:
+            return self.max_rows
+        block = self.knobs.block_m
+        return -(-(self._last_rows + self._last_rows // _EXPECTED_MARGIN) // block) * block
 
     def layout_of(self, plan: torch.Tensor) -> Layout:
         """Return the layout that a plan was made with, by its length."""
