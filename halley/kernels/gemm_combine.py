@@ -49,7 +49,7 @@ _TASK_TICKET = tl.constexpr(3)
 _HOME_TICKET = tl.constexpr(4)
 _EXITED = tl.constexpr(6)
 # What the programs that combine take of a multiprocessor: two, as each waits for memory mostly.
-_COMBINERS, _COMBINE_REGISTERS = 2, 80
+_COMBINERS, _COMBINE_REGISTERS = 1, 128
 
 
 @triton.jit
