@@ -11,6 +11,7 @@ begins when all programs of the first have, and so cannot take the room that the
 launches only run one by one, no one waits in vain.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,6 +116,16 @@ def launch_parts(
 
     if both:
         launch(shape(moves=False), multiply=True, move=True)
-    else:
+        return
+    with _side_by_side() if fused else nullcontext():
         for moves in (moves_first, not moves_first):
             launch(shape(moves=moves), multiply=not moves, move=moves)
+
+
+def _side_by_side() -> AbstractContextManager[None]:
+    """Let the second of two launches begin as on a GPU, which needs no help with that."""
+    if not INTERPRETED:
+        return nullcontext()
+    from halley.kernels.interpreter.launch import together
+
+    return together()

@@ -40,7 +40,7 @@ SMALL_KNOBS = Knobs(
     up_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
     weight=GemmTile(block_n=32, block_k=16, group=2, num_warps=4, num_stages=1),
     num_fetchers=2,
-    fetch_elements=2048,
+    fetch_elements=512,
     num_combiners=2,
     combine_rows=64,
     combine_stages=2,

@@ -76,15 +76,15 @@ _COUNT_CLEARED = """\
 """
 _CLEAR_LOOP = "    for first in range(begin, end, ROWS):\n"
 _SEND_WEIGHT_GRADIENTS = """\
-            if BACKWARD:
-                if chunk == 0:
-                    send_weight_gradients(
-                        within, dweight_RC, plan, weights_home_ptrs_W, rank,
-                        LAYOUT, NUM_PARTS, ROWS,
-                    )  # fmt: skip
+                if BACKWARD:
+                    if chunk == 0:
+                        send_weight_gradients(
+                            within, dweight_RC, plan, weights_home_ptrs_W, rank,
+                            LAYOUT, NUM_PARTS, ROWS,
+                        )  # fmt: skip
 """
 _COUNT_SENT = """\
-            count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
+                count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
 """
 
 MUTATIONS = {
@@ -151,9 +151,7 @@ MUTATIONS = {
     ),
     "combine: gradients of weights with the last chunk": Mutation(
         function=gemm_combine.gemm_combine_kernel,
-        edits=(
-            ("                if chunk == 0:\n", "                if chunk == num_chunks - 1:\n"),
-        ),
+        edits=(("if chunk == 0:\n", "if chunk == num_chunks - 1:\n"),),
     ),
     "home: gradients of weights in the wrong order": Mutation(
         function=home._take_weight_gradients, edits=(("k > other", "k < other"),)

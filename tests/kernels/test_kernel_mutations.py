@@ -41,7 +41,7 @@ SHORT_S = 0.3  # where a mistake means that something never comes
 # Programs begin one after another and fetch few rows at once. Rank 0 has no tokens at first.
 CASE = KernelCase(
     num_tokens_CW=((0, 13), (18, 20)),
-    knobs=replace(SMALL_KNOBS, num_programs=6, fetch_elements=512),
+    knobs=replace(SMALL_KNOBS, num_programs=6, fetch_elements=128),
 )
 # All go to rank 0: rank 1 without tokens waits for nobody and runs ahead into the next call.
 AHEAD = replace(CASE, num_tokens_CW=((13, 0), (20, 18), (9, 0), (3, 7)), load="one-hot", top_k=1)

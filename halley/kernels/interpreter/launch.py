@@ -10,7 +10,8 @@ import contextvars
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +26,11 @@ from halley.kernels.interpreter.scheduler import current_scheduler, switch_point
 
 
 _Index = tuple[int, ...]
+_Launch = tuple[Callable[[_Index], None], list[_Index]]
 
 _GRID: contextvars.ContextVar[_Index] = contextvars.ContextVar("grid")
 _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
+_HELD: contextvars.ContextVar[list[_Launch] | None] = contextvars.ContextVar("held", default=None)
 
 
 def install() -> None:
@@ -92,10 +95,34 @@ def _launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
 
     # GPUs start programs in this order too: the first axis is the quickest.
     programs = [index[::-1] for index in itertools.product(*map(range, grid[::-1]))]
+    held = _HELD.get()
+    if held is None:
+        _run([(run_program, programs)])
+    else:
+        held.append((run_program, programs))
+
+
+def _run(launches: list[_Launch]) -> None:
     scheduler = current_scheduler()
     if scheduler is not None:
-        scheduler.run_programs(run_program, programs)
+        scheduler.run_launches(launches)
         return
-    context = contextvars.copy_context()  # a launch leaves nothing in the caller's context
-    for program in programs:
-        context.run(run_program, program)
+    for run_program, programs in launches:
+        context = contextvars.copy_context()  # a launch leaves nothing in the caller's context
+        for program in programs:
+            context.run(run_program, program)
+
+
+@contextmanager
+def together() -> Generator[None]:
+    """Run what is launched meanwhile at its end: each launch when all before it have begun.
+
+    Without a scheduler they run in turn.
+    """
+    held: list[_Launch] = []
+    token = _HELD.set(held)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+    _run(held)

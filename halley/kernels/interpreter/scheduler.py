@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from random import Random
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 
 T = TypeVar("T")
@@ -152,14 +152,35 @@ class Scheduler:
 
         Returns when all of them are done: on one rank, launches follow each other.
         """
-        launcher = self._current()
-        todo = iter(programs)
-        num_workers = min(self.resident, len(programs))
+        self.run_launches([(run_program, programs)])
 
-        def work() -> None:
-            for program in todo:
-                run_program(program)
-                self.step()
+    def run_launches(self, launches: Sequence[tuple[Callable[[Any], None], Sequence[Any]]]) -> None:
+        """Run the programs of launches of which each begins when the one before has begun.
+
+        That is when all programs of the one before are under way or done. There are ``resident``
+        programs of each at once. Returns when all are done.
+        """
+        launcher = self._current()
+        waiting = [(run_program, list(programs)) for run_program, programs in launches if programs]
+        num_workers = 0
+
+        def begin_next() -> None:
+            nonlocal num_workers
+            if not waiting:
+                return
+            run_program, programs = waiting.pop(0)
+            todo = iter(enumerate(programs, start=1))
+
+            def work() -> None:
+                for number, program in todo:
+                    if number == len(programs):
+                        begin_next()
+                    run_program(program)
+                    self.step()
+
+            for index in range(min(self.resident, len(programs))):
+                num_workers += 1
+                self._start(f"{launcher.name}, worker {index}", work, on_end=end_worker)
 
         def end_worker() -> None:
             nonlocal num_workers
@@ -168,10 +189,9 @@ class Scheduler:
                 self._runnable.append(launcher)
 
         self._raise_if_failed()
-        if not programs:
+        if not waiting:
             return
-        for index in range(num_workers):
-            self._start(f"{launcher.name}, worker {index}", work, on_end=end_worker)
+        begin_next()
         self._runnable.remove(launcher)
         self._hand_on(launcher)
 
