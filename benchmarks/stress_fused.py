@@ -28,6 +28,7 @@ from halley.strategies.base import AbstractStrategy
 
 
 LAYERS = ((8, 1, 256, 160), (8, 2, 1024, 512), (64, 8, 2048, 768), (32, 10, 520, 288))  # E, K, D, F
+LAYERS_OF_TP_SIZE = {1: (0, 1, 2, 3), 2: (1,), 4: (2,)}  # kernels are compiled for each
 LOADS = ("balanced", "std:0.005", "zipf:1.2", "one-hot")
 FUSED = ("unfused", "fused", "fused:inputs", "fused:recompute")
 MAX_TOKENS = 700
@@ -38,8 +39,11 @@ def main() -> None:
     num_calls = int(sys.argv[1])
     with join_world("cuda") as world:
         device, groups = world.device, build_groups(0, device_type="cuda")
-        tp_sizes = [n for n in (1, 2, 4) if groups.ep_size % n == 0]
-        setups = [Setup(groups.ep, tp_size, device=device) for tp_size in tp_sizes]
+        setups = [
+            Setup(groups.ep, tp_size, device=device)
+            for tp_size in LAYERS_OF_TP_SIZE
+            if groups.ep_size % tp_size == 0
+        ]
         begin, worst = time.perf_counter(), 0.0
         for call in range(num_calls):
             worst = max(worst, check_call(call, setups, device=device))
@@ -70,7 +74,10 @@ class Setup:
             )
             for name in ("sequential", *FUSED)
         }
-        self.experts = [draw_experts(layer, tp_size, device=device) for layer in LAYERS]
+        self.experts = {
+            which: draw_experts(LAYERS[which], tp_size, device=device)
+            for which in LAYERS_OF_TP_SIZE[tp_size]
+        }
 
 
 def draw_experts(
@@ -101,7 +108,7 @@ def check_call(
     """
     alike = random.Random(call)  # the same on all ranks
     own = random.Random(call * 64 + dist.get_rank())
-    which, setup = alike.randrange(len(LAYERS)), alike.choice(setups)
+    setup, which = alike.choice([(s, which) for s in setups for which in s.experts])
     num_experts, top_k, hidden, _ = LAYERS[which]
     load_E = parse_load(alike.choice(LOADS), num_experts=num_experts, top_k=top_k)
     num_tokens = own.choice((0, 1, own.randrange(MAX_TOKENS + 1), MAX_TOKENS))

@@ -53,8 +53,7 @@ _DISPATCH = tl.constexpr(DISPATCH)
 _FETCH_TICKET = tl.constexpr(0)
 _TILE_TICKET = tl.constexpr(1)
 _EXITED = tl.constexpr(5)
-# What the programs that fetch take of a multiprocessor; what multiplies backward has not much left.
-_FETCHERS, _FETCH_REGISTERS = 1, 72
+_FETCH_REGISTERS = 72  # of a thread that fetches; backward, tiles leave no more over
 
 
 @triton.jit
@@ -338,7 +337,7 @@ def dispatch_gemm(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=True, movers=_FETCHERS, move_registers=_FETCH_REGISTERS,
+        moves_first=True, movers=1, move_registers=_FETCH_REGISTERS,
     )  # fmt: skip
 
 
@@ -401,7 +400,7 @@ def dispatch_dgrad(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=True, movers=_FETCHERS, move_registers=_FETCH_REGISTERS,
+        moves_first=True, movers=1, move_registers=_FETCH_REGISTERS,
     )  # fmt: skip
 
 

@@ -48,8 +48,7 @@ _TILE_TICKET = tl.constexpr(2)
 _TASK_TICKET = tl.constexpr(3)
 _HOME_TICKET = tl.constexpr(4)
 _EXITED = tl.constexpr(6)
-# What the programs that combine take of a multiprocessor: two, as each waits for memory mostly.
-_COMBINERS, _COMBINE_REGISTERS = 1, 128
+_COMBINE_REGISTERS = 160  # of a thread, of all programs that combine on a multiprocessor together
 
 
 @triton.jit
@@ -321,7 +320,8 @@ def gemm_combine(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=False, movers=_COMBINERS, move_registers=_COMBINE_REGISTERS,
+        moves_first=False, movers=knobs.combiners_beside,
+        move_registers=_COMBINE_REGISTERS // knobs.combiners_beside,
     )  # fmt: skip
 
 
@@ -384,7 +384,8 @@ def dgrad_combine(
 
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=False, movers=_COMBINERS, move_registers=_COMBINE_REGISTERS,
+        moves_first=False, movers=knobs.combiners_beside,
+        move_registers=_COMBINE_REGISTERS // knobs.combiners_beside,
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ class GemmTile:
         num_warps: warps of a program.
         per_sm: programs on one multiprocessor: one multiplies while the other stores or combines.
         num_stages: steps in flight.
+        beside: 1 if what moves rows is a launch of its own beside that of the tiles, on the same
+            multiprocessors; 0 if programs of one launch do both by turns.
     """
 
     block_n: int = 256
@@ -39,10 +41,15 @@ class Knobs:
         up, down: forward.
         down_grad, up_grad: backward, of the GEMMs with the same weights turned.
         weight: of the gradients of weights; ``block_k`` divides ``block_m``.
-        num_fetchers: programs of dispatch_gemm that fetch until nothing is left to fetch; the
-            others fetch their own rank's rows, and more while their next tile is not ready.
-        fetch_elements: what a fetching program keeps in flight: some whole rows, or a part of them.
-        num_combiners: programs of gemm_combine that combine while others multiply, as far as they
+        movers_alone: programs of a launch that moves rows on each multiprocessor, at least, where
+            no tiles are made meanwhile.
+        combiners_beside: programs that combine on each multiprocessor beside tiles.
+        mover_warps: warps of a program that moves rows.
+        num_fetchers: in one launch, programs that fetch until nothing is left to fetch; the others
+            fetch their own rank's rows, and more while their next tile is not ready.
+        fetch_elements: what a warp that fetches keeps in flight; those of a program together keep
+            some whole rows, or a part of one.
+        num_combiners: in one launch, programs that combine while others multiply, as far as they
             must to keep pace; a quarter of them adds up at home meanwhile.
         combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
         combine_stages: steps of that loop in flight, each a row of ``combine_rows`` sends.
@@ -60,6 +67,7 @@ class Knobs:
     up_grad: GemmTile = field(default_factory=GemmTile)
     weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     movers_alone: int = 2
+    combiners_beside: int = 1
     mover_warps: int = 4
     num_fetchers: int = 8
     fetch_elements: int = 2048

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, final
 
 import torch
+from triton.runtime import driver
 
 from halley.kernels.switch import INTERPRETED
 
@@ -38,7 +39,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._runners: dict[tuple[object, ...], Callable[..., object]] = {}
+        self._runners: dict[tuple[object, ...], Callable[..., None]] = {}
 
     def __call__(
         self,
@@ -63,8 +64,7 @@ class Launcher:
         key = (device, num_programs, *options.values(), dtypes, constants)
         run = self._runners.get(key)
         if run is not None:
-            # Addresses, since Triton asks the driver about every tensor it gets.
-            run(*[a.data_ptr() if type(a) is torch.Tensor else a for a in args], *constants)
+            run(args, constants)
             return
         limit = options.get("max_registers")
         binary = self.kernel[grid](
@@ -75,9 +75,26 @@ class Launcher:
             launch_pdl=options.get("overlaps", False),
             **({} if limit is None else {"maxnreg": limit}),
         )
-        self._runners[key] = binary[grid]
+        self._runners[key] = _runner(binary, grid, device)
         if options.get("shares"):
             _prefer_shared_memory(binary.function)
+
+
+def _runner(
+    binary: Any, grid: tuple[int, int, int], device: int
+) -> Callable[[tuple[object, ...], tuple[object, ...]], None]:
+    """Return what launches a compiled kernel as Triton does, but for hooks and look-ups."""
+    launch, function, metadata = binary.run, binary.function, binary.packed_metadata
+    active: Any = driver.active
+    stream_of = active.get_current_stream
+
+    def run(args: tuple[object, ...], constants: tuple[object, ...]) -> None:
+        # Addresses, since Triton asks the driver about every tensor it gets.
+        plain = (arg.data_ptr() if type(arg) is torch.Tensor else arg for arg in args)
+        stream = stream_of(device)
+        launch(*grid, stream, function, metadata, None, None, None, *plain, *constants)
+
+    return run
 
 
 def _prefer_shared_memory(function: int) -> None:
@@ -87,8 +104,8 @@ def _prefer_shared_memory(function: int) -> None:
     want another wait until it is empty.
     """
     carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-    driver = ctypes.CDLL("libcuda.so.1")
-    code = driver.cuFuncSetAttribute(ctypes.c_void_p(function), carveout, 100)
+    library = ctypes.CDLL("libcuda.so.1")
+    code = library.cuFuncSetAttribute(ctypes.c_void_p(function), carveout, 100)
     if code:
         raise RuntimeError(f"cuFuncSetAttribute failed with code {code}")
 

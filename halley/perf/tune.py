@@ -35,6 +35,11 @@ Progress = Callable[[str, int, int], None]
 Space = dict[str, tuple[str, ...]]
 
 
+def _one_launch(*tiles: str) -> str:
+    """Return the settings for one launch that multiplies and moves by turns."""
+    return " ".join(f"{tile}.beside=0" for tile in tiles)
+
+
 def _paired(tile: str) -> str:
     """Return the settings for two programs on a multiprocessor, of half a tile each."""
     fields = ("block_n=128", "num_warps=4", "num_stages=3", "per_sm=2")
@@ -43,18 +48,24 @@ def _paired(tile: str) -> str:
 
 # Values of a knob are settings, several where they only make sense together.
 SPACE: Space = {
-    "num_combiners": tuple(f"num_combiners={n}" for n in (8, 16, 24, 32, 64)),
-    "num_fetchers": tuple(f"num_fetchers={n}" for n in (4, 16, 32)),
-    "fetch_elements": tuple(f"fetch_elements={n}" for n in (16384, 65536)),
-    "chunk_columns": ("chunk_columns=512 combine_rows=32 home_rows=32", "chunk_columns=2048"),
-    "combine_rows": ("combine_rows=8 combine_stages=6", "combine_rows=8 combine_stages=4"),
+    "dispatch": (_one_launch("up", "down_grad"), _one_launch("up"), _one_launch("down_grad")),
+    "combine": tuple(
+        f"{_one_launch('down', 'up_grad')} {sums}"
+        for sums in ("", "chunk_columns=1024 combine_rows=16 combine_stages=4 home_rows=16")
+    ),
+    "num_combiners": tuple(f"num_combiners={n}" for n in (16, 24)),
+    "fetch_elements": tuple(f"fetch_elements={n}" for n in (1024, 4096)),
+    "chunk_columns": ("chunk_columns=256 combine_rows=16", "chunk_columns=1024 combine_rows=4"),
+    "combine_rows": ("combine_rows=4", "combine_rows=16 combine_stages=3"),
+    "combiners_beside": ("combiners_beside=2 combine_rows=4 home_rows=8",),
     "down": ("down.run=2", "down.group=16", _paired("down")),
     "up": ("up.run=2", "up.group=16"),
     "down_grad": ("down_grad.run=2", "down_grad.group=16", _paired("down_grad")),
     "up_grad": ("up_grad.run=2", "up_grad.group=16", _paired("up_grad")),
 }
 _MIN_GAIN = 0.01  # what a change must gain, which is more than two runs of the same differ by
-_SHARED_BYTES = 232448  # of a multiprocessor of compute capability 9.0, for programs
+_SHARED_BYTES = 233472  # of a multiprocessor of compute capability 9.0
+_RESERVED_BYTES = 1024  # of these, for each program; and a little that it uses itself
 _REGISTERS = 65536
 
 
@@ -131,10 +142,19 @@ def tuned_shape(case: LayerCase) -> TunedShape:
 def fits(knobs: Knobs, tensors: LayerTensors) -> bool:
     """Return whether a GPU has room for these knobs, by what their tiles keep there."""
     itemsize = tensors.x_TD.itemsize
-    combine_bytes = knobs.combine_stages * knobs.combine_rows * knobs.chunk_columns * itemsize
-    for tile in (knobs.up, knobs.down, knobs.down_grad, knobs.up_grad):
+    sums = knobs.combine_rows * knobs.chunk_columns * itemsize  # of a step
+    for tile, combines in (
+        (knobs.up, False), (knobs.down_grad, False), (knobs.down, True), (knobs.up_grad, True)
+    ):  # fmt: skip
         steps = tile.num_stages * (knobs.block_m + tile.block_n) * tile.block_k * itemsize
-        if tile.per_sm * max(steps, combine_bytes) > _SHARED_BYTES:
+        if not tile.beside:
+            programs = [max(steps, combines * knobs.combine_stages * sums)] * tile.per_sm
+        else:
+            programs = [steps] * tile.per_sm
+            programs += [(knobs.combine_stages - 1) * sums] * knobs.combiners_beside * combines
+        if max(programs) > _SHARED_BYTES - _RESERVED_BYTES:
+            return False
+        if sum(size + _RESERVED_BYTES for size in programs) > _SHARED_BYTES:
             return False
         if tile.per_sm * knobs.block_m * tile.block_n > _REGISTERS * 3 // 4:
             return False

@@ -49,6 +49,15 @@ SMALL_KNOBS = Knobs(
 )
 
 
+def in_one_launch(knobs: Knobs) -> Knobs:
+    """Return knobs with which programs multiply and move rows by turns."""
+    tiles = {
+        name: replace(getattr(knobs, name), beside=0)
+        for name in ("up", "down", "down_grad", "up_grad")
+    }
+    return replace(knobs, **tiles)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
     """Sizes of one layer and of the calls of it.

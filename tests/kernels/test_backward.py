@@ -14,6 +14,7 @@ from tests.kernels.kernel_case import (
     assert_close,
     borrow,
     expected_gradients,
+    in_one_launch,
     make_dy,
     make_tokens,
     run_world,
@@ -104,10 +105,20 @@ def test_values_and_bits_in_every_schedule(name: str) -> None:
         _assert_same(fused, unfused, f"seed {seed}")
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_one_launch_that_does_both_by_turns(seed: int) -> None:
+    case = replace(TWO, num_tokens_CW=((18, 5),))
+    wanted = _train(case, fused=False)
+    turns = replace(case, knobs=in_one_launch(case.knobs))
+    _assert_same(_train(turns, fused=True, seed=seed, starve=0.02 * (seed % 2)), wanted, "turns")
+
+
+@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("resident", [1, 2, 8])
-def test_any_number_of_resident_programs(resident: int) -> None:
+def test_any_number_of_resident_programs(resident: int, one_launch: bool) -> None:
     """However few run at a time, none of them waits for one that has not begun."""
     knobs = replace(TWO.knobs, num_programs=6, num_fetchers=3, num_combiners=3)
+    knobs = in_one_launch(knobs) if one_launch else knobs
     case = replace(TWO, num_tokens_CW=((18, 5),), knobs=knobs)
     _assert_values(_train(case, fused=True, seed=resident, resident=resident), case)
 

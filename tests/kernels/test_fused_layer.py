@@ -13,6 +13,7 @@ from tests.kernels.kernel_case import (
     KernelRank,
     assert_close,
     expected_outputs,
+    in_one_launch,
     make_experts,
     make_tokens,
     run_forward,
@@ -73,10 +74,20 @@ def test_tiles_made_in_runs(up: int, down: int, chunk_columns: int) -> None:
             assert torch.equal(outputs[0], others[0])
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_one_launch_that_does_both_by_turns(seed: int) -> None:
+    case = replace(TWO, knobs=in_one_launch(TWO.knobs))
+    got = run_forward(case, seed=seed, resident=2 + 2 * (seed % 2), starve=0.02 * (seed % 2))
+    for outputs, others in zip(got, run_forward(TWO, fused=False), strict=True):
+        assert torch.equal(outputs[0], others[0])
+
+
+@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("resident", [1, 2, 8])
-def test_any_number_of_resident_programs(resident: int) -> None:
+def test_any_number_of_resident_programs(resident: int, one_launch: bool) -> None:
     """However few run at a time, none of them waits for one that has not begun."""
     knobs = replace(TWO.knobs, num_programs=6, num_fetchers=3, num_combiners=3)
+    knobs = in_one_launch(knobs) if one_launch else knobs
     case = replace(TWO, knobs=knobs)
     outputs = run_forward(case, seed=resident, resident=resident)
     for y, wanted in zip(outputs, expected_outputs(case), strict=True):

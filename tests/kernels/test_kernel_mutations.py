@@ -144,6 +144,16 @@ MUTATIONS = {
     "combine: the first task of a chunk raises the flags": Mutation(
         function=combine.count_sent, edits=((" == num_tasks - 1:", " >= 0:"),)
     ),
+    "dispatch: the last of one launch leaves": Mutation(
+        function=dispatch_gemm.dispatch_gemm_kernel,
+        edits=(("before == num_leaving - 1", "before == tl.num_programs(0) - 1"),),
+        timeout_s=SHORT_S,
+    ),
+    "combine: the last of one launch leaves": Mutation(
+        function=gemm_combine._leave,
+        edits=(("before == num_leaving - 1", "before == tl.num_programs(0) - 1"),),
+        timeout_s=SHORT_S,
+    ),
     "combine: flags of the next epoch": Mutation(
         function=combine.count_sent, edits=(("+ chunk, epoch)", "+ chunk, epoch + 1)"),)
     ),

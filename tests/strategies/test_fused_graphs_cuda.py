@@ -72,8 +72,9 @@ def _device(rank: int) -> torch.device:
     return device
 
 
-def _case(num_ranks: int) -> LayerCase:
-    return LayerCase(num_tokens_W=TOKENS[:num_ranks], num_experts=12, top_k=3, dtype=torch.bfloat16)
+def _case(num_ranks: int, *, times: int = 1) -> LayerCase:
+    num_tokens_W = tuple(times * num_tokens for num_tokens in TOKENS[:num_ranks])
+    return LayerCase(num_tokens_W=num_tokens_W, num_experts=12, top_k=3, dtype=torch.bfloat16)
 
 
 def _replay(rank: int, num_ranks: int, save: Save) -> None:
@@ -102,7 +103,8 @@ def test_replays_have_the_bits_of_eager_calls(run_ranks: RunRanks, num_ranks: in
 
 def _overflow(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(dist.group.WORLD, _device(rank), max_load=1.0, timeout_s=5.0)
-    layer = Layer(_case(num_ranks), rank, workspaces, "all")
+    # More rows than the room for a balanced load and for the padding of each expert's last tile.
+    layer = Layer(_case(num_ranks, times=4), rank, workspaces, "all")
     replay = captured(layer.run, device=workspaces.device)
     replay()
     torch.cuda.synchronize()

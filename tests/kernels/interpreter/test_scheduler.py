@@ -80,6 +80,33 @@ def test_programs_take_turns_in_order_of_their_ids() -> None:
     assert current_scheduler() is None
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("resident", [1, 2, 8])
+def test_a_launch_begins_when_all_of_the_one_before_have_begun(resident: int, seed: int) -> None:
+    scheduler = Scheduler(seed, resident=resident)
+    begun: list[int] = []
+    ended: list[int] = []
+    both: list[bool] = []
+
+    def first(program: int) -> None:
+        begun.append(program)
+        for _ in range(20):
+            switch_point()
+        ended.append(program)
+
+    def second(program: int) -> None:
+        assert begun == list(range(3))
+        both.append(len(ended) < 3)
+        while len(ended) < 3:  # what waits for the first comes to its end
+            switch_point()
+
+    scheduler.run_ranks(
+        1, lambda _: scheduler.run_launches([(first, range(3)), (second, range(4)), (first, [])])
+    )
+    assert len(both) == 4
+    assert any(both)
+
+
 def test_launch_of_one_rank_does_not_hold_up_another() -> None:
     scheduler = Scheduler(0, resident=2)
     flags = [False, False]
