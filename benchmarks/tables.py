@@ -11,9 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 START, END = "<!-- results: made by benchmarks/tables.py -->", "<!-- end of results -->"
+STRATEGIES = ("sequential", "chunked", "unfused", "fused")
 HEADER = (
-    "| model | tokens a rank | pass | floor | sequential | chunked |",
-    "|---|---|---|---|---|---|",
+    f"| model | tokens a rank | pass | floor | {' | '.join(STRATEGIES)} | fused / floor |",
+    "|---|---|---|---|---|---|---|---|---|",
 )
 PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 
@@ -35,11 +36,11 @@ def layer_table(path: Path) -> list[str]:
 
     for (model, num_tokens, direction), group in groupby(rows, key=workload):
         times = {row["strategy"]: row for row in group}
-        floor = f"{times['sequential']['floor_us'] / 1e3:.2f}"
-        cells = [cell(times.get(name)) for name in ("sequential", "chunked")]
-        lines.append(
-            f"| {model} | {num_tokens} | {PASSES[direction]} | {floor} | {' | '.join(cells)} |"
-        )
+        floor_us = times["sequential"]["floor_us"]
+        cells = [f"{floor_us / 1e3:.2f}", *(cell(times.get(name)) for name in STRATEGIES)]
+        fused = times.get("fused", {}).get("median_us")
+        cells.append(f"{fused / floor_us:.2f}" if fused else "-")
+        lines.append(f"| {model} | {num_tokens} | {PASSES[direction]} | {' | '.join(cells)} |")
     return lines
 
 

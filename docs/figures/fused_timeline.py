@@ -17,7 +17,6 @@ INK, GREY = "#222222", "#777777"
 FONT_PT = 9.0
 FILLS = {
     "publish, count, place": "#CFCFCF",
-    "fetch own rows": "#56B4E9",
     "fetch": "#E69F00",
     "multiply": "#0072B2",
     "combine": "#009E73",
@@ -31,65 +30,46 @@ Lanes = dict[str, list[Bar]]
 FUSED: Lanes = {
     "link": [
         (0.4, 1.2, "publish, count, place", ""),
-        (2.9, 6.8, "fetch", "rows of other ranks"),
-        (11.2, 12.8, "combine", "sums 0"),
-        (13.2, 14.8, "combine", "sums 1"),
-        (15.2, 16.8, "combine", "sums 2"),
-        (17.2, 18.4, "combine", "sums 3"),
+        (2.2, 6.0, "fetch", "rows of other ranks"),
+        (10.0, 11.6, "combine", "sums 0"),
+        (11.9, 13.5, "combine", "sums 1"),
+        (13.8, 15.4, "combine", "sums 2"),
+        (15.7, 17.0, "combine", "sums 3"),
     ],
-    "programs that\nbegin by fetching,\nby combining": [
+    "programs that move rows,\none on each multiprocessor": [
         (0.0, 2.0, "publish, count, place", "plan"),
-        (2.0, 2.9, "fetch own rows", "own"),
-        (2.9, 6.8, "fetch", "fetch"),
-        (6.8, 9.0, "multiply", "up"),
-        (9.0, 11.2, "multiply", "down"),
-        (11.2, 12.8, "combine", "chunk 0"),
-        (12.8, 13.2, "multiply", ""),
-        (13.2, 14.8, "combine", "chunk 1"),
-        (14.8, 15.2, "home", ""),
-        (15.2, 16.8, "combine", "chunk 2"),
-        (16.8, 17.2, "home", ""),
-        (17.2, 18.4, "combine", "chunk 3"),
-        (18.4, 19.4, "home", "home"),
+        (2.0, 6.1, "fetch", "own rows, others"),
+        (10.0, 11.6, "combine", "chunk 0"),
+        (11.6, 11.9, "home", ""),
+        (11.9, 13.5, "combine", "chunk 1"),
+        (13.5, 13.8, "home", ""),
+        (13.8, 15.4, "combine", "chunk 2"),
+        (15.4, 15.7, "home", ""),
+        (15.7, 17.0, "combine", "chunk 3"),
+        (17.0, 17.8, "home", "home"),
     ],
-    "a program whose\ntile is late": [
-        (0.0, 2.0, "publish, count, place", "plan"),
-        (2.0, 2.9, "fetch own rows", "own"),
-        (2.9, 3.9, "fetch", "fetch"),
-        (3.9, 5.0, "multiply", "up"),
-        (5.0, 5.7, "fetch", "fetch"),
-        (5.7, 9.0, "multiply", "up"),
-        (9.0, 17.2, "multiply", "down"),
-        (17.2, 18.4, "combine", "chunk 3"),
-        (18.4, 19.4, "home", "home"),
-    ],
-    "all others": [
-        (0.0, 2.0, "publish, count, place", "plan"),
-        (2.0, 2.9, "fetch own rows", "own"),
-        (2.9, 9.0, "multiply", "up: tile by tile, as rows arrive"),
-        (9.0, 17.2, "multiply", "down: columns of chunk 0, 1, 2, 3"),
-        (17.2, 18.4, "combine", "chunk 3"),
-        (18.4, 19.4, "home", "home"),
+    "programs that multiply,\none on each multiprocessor": [
+        (2.4, 8.0, "multiply", "up: tile by tile, as rows arrive"),
+        (8.0, 15.8, "multiply", "down: columns of chunk 0, 1, 2, 3"),
     ],
 }
 UNFUSED: Lanes = {
     "link": [
         (0.4, 1.2, "publish, count, place", ""),
-        (2.9, 6.0, "fetch", "rows of other ranks"),
+        (2.2, 6.0, "fetch", "rows of other ranks"),
         (18.4, 22.0, "combine", "sums 0 to 3"),
     ],
     "all programs": [
         (0.0, 2.0, "publish, count, place", "plan"),
-        (2.0, 2.9, "fetch own rows", "own"),
-        (2.9, 6.0, "fetch", "fetch"),
+        (2.0, 6.0, "fetch", "fetch"),
         (6.0, 11.2, "multiply", "up"),
         (11.2, 18.4, "multiply", "down"),
         (18.4, 22.0, "combine", "combine"),
         (22.0, 23.4, "home", "home"),
     ],
 }
-FUSED_LAUNCHES = {0.0: "make_plan", 2.0: "dispatch_gemm", 9.0: "gemm_combine", 19.4: ""}
-UNFUSED_LAUNCHES = dict.fromkeys((0.0, 2.0, 6.0, 11.2, 18.4, 22.0, 23.4), "")
+FUSED_LAUNCHES = {0.0: "make_plan", 2.0: "dispatch_gemm", 8.0: "gemm_combine", 17.8: ""}
+UNFUSED_LAUNCHES = dict.fromkeys((0.0, 2.0, 6.0, 11.2, 18.4, 23.4), "")
 
 
 def draw_lanes(axes: Axes, lanes: Lanes, launches: dict[float, str], *, title: str) -> None:
@@ -119,8 +99,12 @@ def draw(path: Path) -> None:
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[len(FUSED), len(UNFUSED)])
     upper.set_xlim(-0.05, 23.6)
-    draw_lanes(upper, FUSED, FUSED_LAUNCHES, title="fused, three launches")
-    draw_lanes(lower, UNFUSED, UNFUSED_LAUNCHES, title="unfused, the same parts in six launches")
+    draw_lanes(
+        upper, FUSED, FUSED_LAUNCHES, title="fused: the parts of a kernel are launches side by side"
+    )
+    draw_lanes(
+        lower, UNFUSED, UNFUSED_LAUNCHES, title="unfused: the same launches one after another"
+    )
     lower.set_xlabel(
         "time, to no scale: a sketch of one rank, not a measurement", fontsize=FONT_PT, color=INK
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -93,11 +94,6 @@ def layer(
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
-
-        def keep(rows: list[Row]) -> None:  # what is measured stays, whatever happens later
-            if world.is_first and output is not None:
-                write_rows(rows, output)
-
         with step_progress(world) as on_progress:
             rows = measure_layers(
                 cases,
@@ -109,7 +105,7 @@ def layer(
                 max_load=max_load,
                 link_gb_per_s=link,
                 on_progress=on_progress,
-                on_rows=keep,
+                on_rows=partial(write_rows, folder=output) if output and world.is_first else None,
             )
         if world.is_first:
             _report(rows, output)

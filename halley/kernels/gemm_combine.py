@@ -22,27 +22,26 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels.combine import combine_task, count_sent, send_weight_gradients
-from halley.kernels.home import chunk_came, look_for_overflow, take_home, wait_for_chunk
+from halley.kernels.combine_tiles import count_tiles, multiply_tiles
+from halley.kernels.home import (
+    chunk_came,
+    look_for_overflow,
+    take_home,
+    take_the_rest_home,
+)
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
 from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
 from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
-from halley.kernels.peer import failure, poll, wait, wait_bulk_stores
+from halley.kernels.peer import failure, poll, wait
 from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE
-from halley.kernels.tiles import (
-    describe_rows,
-    describe_weights,
-    multiply_step,
-    multiply_tile,
-    tile_of,
-)
+from halley.kernels.tiles import describe_rows, describe_weights
 
 
 _COMBINE = tl.constexpr(COMBINE)
 _TASK_ROWS = tl.constexpr(TASK_ROWS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
-_MAX_RUN = tl.constexpr(1024)  # more tiles than a run has: chunk and tiles fit one word
 # Words of the tickets; dispatch_gemm has the others.
 _TILE_TICKET = tl.constexpr(2)
 _TASK_TICKET = tl.constexpr(3)
@@ -72,63 +71,6 @@ def _leave(num_leaving, plan, words, status, host_words, LAYOUT: tl.constexpr):
     if before == num_leaving - 1:
         _reset(plan, LAYOUT)
         look_for_overflow(words, status, host_words, LAYOUT)
-
-
-@triton.jit
-def _multiply(
-    ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
-    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    RUN: tl.constexpr,
-):  # fmt: skip
-    """Make the tiles of a ticket, side by side, and count those of the ticket before.
-
-    Returns what the caller must have counted in turn (``_count_tiles``).
-    """
-    BLOCK_M: tl.constexpr = LAYOUT.block_m
-    STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
-    num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
-    per_chunk: tl.constexpr = CHUNK // BLOCK_N
-    runs_a_chunk: tl.constexpr = (per_chunk + RUN - 1) // RUN
-    chunk = ticket // (num_tiles * runs_a_chunk)
-    first_column = chunk * per_chunk
-    end = tl.minimum(first_column + per_chunk, num_columns)
-    within = ticket - chunk * num_tiles * runs_a_chunk
-    tile, run = tile_of(within, num_tiles, tl.cdiv(end - first_column, RUN), GROUP)
-    first = first_column + run * RUN
-    columns = tl.minimum(end - first, RUN)
-    expert = tl.load(plan + LAYOUT.tile_expert + tile)
-    row = tile * BLOCK_M
-    if RUN == 1:
-        column = first * BLOCK_N
-        acc = multiply_tile(
-            a_desc, b_desc, row, expert, column, DEPTH, TURNED, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        _count_tiles(pending, plan, LAYOUT)
-        z_desc.store([row, column], acc.to(z_desc.dtype))
-    else:
-        _count_tiles(pending, plan, LAYOUT)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(0, columns * STEPS):
-            column = (first + step // STEPS) * BLOCK_N
-            k = (step % STEPS) * BLOCK_K
-            acc = multiply_step(
-                acc, a_desc, b_desc, row, expert, column, k, TURNED, BLOCK_N, BLOCK_K
-            )
-            if step % STEPS == STEPS - 1:
-                z_desc.store([row, column], acc.to(z_desc.dtype))
-                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    return chunk * _MAX_RUN + columns
-
-
-@triton.jit
-def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Count the tiles that this program stored last for their chunk, if there are any."""
-    if pending > 0:
-        wait_bulk_stores()
-        tl.debug_barrier()
-        done = plan + LAYOUT.chunk_done + pending // _MAX_RUN
-        tl.atomic_add(done, pending % _MAX_RUN, sem="release", scope="gpu")
 
 
 @triton.jit(do_not_specialize=[
@@ -228,13 +170,13 @@ def gemm_combine_kernel(
                 ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
                 multiplying = ticket < total
                 if multiplying:
-                    pending = _multiply(
+                    pending = multiply_tiles(
                         ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
                         LAYOUT, HIDDEN_SIZE, DEPTH, BACKWARD, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
                     )  # fmt: skip
                 # Tiles are counted when the next are begun: by then their stores are done.
                 if (not multiplying) | (task < num_tasks):
-                    _count_tiles(pending, plan, LAYOUT)
+                    count_tiles(pending, plan, LAYOUT)
                     pending = 0
                 if (not multiplying) & (task >= num_tasks):
                     task = tl.atomic_add(
@@ -245,23 +187,11 @@ def gemm_combine_kernel(
             if not wait(done, need, timeout_ns, status, host_words, code, "gpu"):
                 task = num_tasks
     if COMBINE:
-        if home >= num_homes:
-            home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
-        while home < num_homes:
-            chunk = home // homes_a_chunk
-            if chunk != arrived:
-                arrived = chunk
-                if not wait_for_chunk(
-                    chunk, plan, words, epoch, status, host_words, timeout_ns, LAYOUT
-                ):
-                    num_homes = 0
-            if num_homes > 0:
-                take_home(
-                    home % homes_a_chunk, chunk, y_TD, home_WTD, plan, num_tokens,
-                    idx_TK, dweights_TK, weights_home_WTK,
-                    LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
-                )  # fmt: skip
-            home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
+        take_the_rest_home(
+            home, num_homes, homes_a_chunk, arrived, tickets + _HOME_TICKET, y_TD, home_WTD, plan,
+            num_tokens, idx_TK, dweights_TK, weights_home_WTK, words, epoch,
+            status, host_words, timeout_ns, LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
+        )  # fmt: skip
     _leave(num_leaving, plan, words, status, host_words, LAYOUT)
     if not MULTIPLY:
         end_with_first()

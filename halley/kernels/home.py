@@ -122,3 +122,32 @@ def take_home(
             _take_weight_gradients(
                 task, idx_TK, dweights_TK, weights_home_WTK, num_tokens, LAYOUT, ROWS
             )
+
+
+@triton.jit
+def take_the_rest_home(
+    home, num_homes, homes_a_chunk, arrived, ticket, y_TD, home_WTD, plan,
+    num_tokens, idx_TK, dweights_TK, weights_home_WTK, words, epoch,
+    status, host_words, timeout_ns, LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Take what came home, task by task, and wait for what has not come, until nothing is left.
+
+    ``home`` is the task that the program has already, if it has one.
+    """
+    if home >= num_homes:
+        home = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+    while home < num_homes:
+        chunk = home // homes_a_chunk
+        if chunk != arrived:
+            arrived = chunk
+            if not wait_for_chunk(
+                chunk, plan, words, epoch, status, host_words, timeout_ns, LAYOUT
+            ):
+                num_homes = 0
+        if num_homes > 0:
+            take_home(
+                home % homes_a_chunk, chunk, y_TD, home_WTD, plan, num_tokens,
+                idx_TK, dweights_TK, weights_home_WTK, LAYOUT, BACKWARD, HIDDEN_SIZE, ROWS, CHUNK,
+            )  # fmt: skip
+        home = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")

@@ -5,6 +5,7 @@
 collective of the ranks. Both name their buffers by the handle of a ``Workspaces``.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -114,28 +115,7 @@ def _dispatch_gemm(
     owner = find_workspaces(workspaces)
     workspace = owner.get(_shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
 
-    def launch(num_rows: int, num_sends: int = 0) -> tuple[torch.Tensor | None, ...]:
-        h_RF = x.new_empty(num_rows, up.shape[1] // (2 if gated else 1))
-        pre_RG = x.new_empty(num_rows, up.shape[1]) if save == "all" else None
-        x_RD = x.new_empty(num_rows, x.shape[1]) if save == "all" else workspace.rows_RD
-        sends = x.new_empty(num_sends, x.shape[1]) if save == "inputs" else None
-        launch_dispatch_gemm(
-            x_RD,
-            h_RF,
-            pre_RG,
-            **workspace.stages,
-            marks=workspace.marks,
-            plan=plan,
-            up_LGD=up,
-            gated=gated,
-            sends_SD=sends,
-            knobs=workspace.knobs,
-            num_programs=workspace.num_programs,
-            fused=fused,
-            **workspace.common,
-        )
-        return h_RF, x_RD if save == "all" else sends, pre_RG
-
+    launch = partial(_launch_layer0, workspace, x, up, gated=gated, fused=fused, save=save)
     results: tuple[torch.Tensor | None, ...] = ()
     while True:
         plan = _make_plan(workspace, x, topk_idx, topk_weights)
@@ -143,7 +123,7 @@ def _dispatch_gemm(
         room = workspace.capacity if save == "none" else workspace.expected_rows
         room = min(room, workspace.capacity)
         if room and save != "inputs":  # for which sends have no such check
-            results = launch(room)
+            results = launch(plan, num_rows=room)
         size = workspace.read_plan()
         if not size.wanted_tokens:
             break
@@ -153,7 +133,7 @@ def _dispatch_gemm(
         workspace.reserve(num_rows)
     if num_rows > room:
         results = ()
-    results = results or launch(num_rows, size.num_sends)
+    results = results or launch(plan, num_rows=num_rows, num_sends=size.num_sends)
     owner.dispatched(workspace, plan)
     h_RF, rows, pre_RG = results
     assert h_RF is not None
@@ -163,6 +143,41 @@ def _dispatch_gemm(
         pre_RG = pre_RG[:num_rows]
     kept = (h_RF.new_empty(num_rows, 0) if part is None else part for part in (rows, pre_RG))
     return h_RF[:num_rows], plan, *kept
+
+
+def _launch_layer0(
+    workspace: Workspace,
+    x: torch.Tensor,
+    up: torch.Tensor,
+    plan: torch.Tensor,
+    *,
+    num_rows: int,
+    num_sends: int = 0,
+    gated: bool,
+    fused: bool,
+    save: Kept,
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch layer0 on a plan; return activations, and what is kept of rows and of ``pre``."""
+    h_RF = x.new_empty(num_rows, up.shape[1] // (2 if gated else 1))
+    pre_RG = x.new_empty(num_rows, up.shape[1]) if save == "all" else None
+    x_RD = x.new_empty(num_rows, x.shape[1]) if save == "all" else workspace.rows_RD
+    sends = x.new_empty(num_sends, x.shape[1]) if save == "inputs" else None
+    launch_dispatch_gemm(
+        x_RD,
+        h_RF,
+        pre_RG,
+        **workspace.stages,
+        marks=workspace.marks,
+        plan=plan,
+        up_LGD=up,
+        gated=gated,
+        sends_SD=sends,
+        knobs=workspace.knobs,
+        num_programs=workspace.num_programs,
+        fused=fused,
+        **workspace.common,
+    )
+    return h_RF, x_RD if save == "all" else sends, pre_RG
 
 
 def _make_plan(

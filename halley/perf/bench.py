@@ -275,7 +275,7 @@ def measure_layers(
     max_load: float = 0.0,
     link_gb_per_s: float = 0.0,
     on_progress: Progress | None = None,
-    on_rows: Callable[[list[Row]], None] | None = None,
+    on_rows: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
     """Measure the cases one after another; return all result lines, complete.
 
@@ -290,33 +290,18 @@ def measure_layers(
     link, knobs = measure_link(groups, device=device), None
     if link_gb_per_s:
         link = min(link, 1e9 * link_gb_per_s)
-        rate = f"link_bytes_per_us={round(1e3 * link_gb_per_s)}"
-        knobs = default_knobs(device).changed([rate])
+        knobs = default_knobs(device).changed([f"link_bytes_per_us={round(1e3 * link_gb_per_s)}"])
     machine = machine_keys(groups, device=device, commit=commit)
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
+    where = {"groups": groups, "recorder": recorder, "device": device}
+    build = partial(build_candidates, **where)
+    bench = partial(bench_layer, **where, num_samples=num_samples)
     make = partial(Workspaces, groups.ep, device, tp_size=groups.tp_size, knobs=knobs)
     workspaces, bounded = make(), make(max_load=max_load) if max_load else None
     for case in cases:
-        candidates = build_candidates(
-            case,
-            strategies,
-            groups=groups,
-            recorder=recorder,
-            device=device,
-            workspaces=workspaces,
-            bounded=bounded,
-        )
-        found = bench_layer(
-            case,
-            candidates,
-            groups=groups,
-            recorder=recorder,
-            device=device,
-            link_bytes_per_s=link,
-            num_samples=num_samples,
-            on_progress=on_progress,
-        )
+        candidates = build(case, strategies, workspaces=workspaces, bounded=bounded)
+        found = bench(case, candidates, link_bytes_per_s=link, on_progress=on_progress)
         rows += [row | machine | {"link_gb_per_s": link_gb_per_s or None} for row in found]
         workspaces.close()
         if bounded is not None:

@@ -13,6 +13,7 @@ import torch
 
 from halley.kernels import (
     combine,
+    combine_tiles,
     count,
     dispatch_gemm,
     fetch,
@@ -124,12 +125,12 @@ MUTATIONS = {
         timeout_s=SHORT_S,
     ),
     "combine: tiles counted before they are stored": Mutation(
-        function=gemm_combine._multiply,
+        function=combine_tiles.multiply_tiles,
         edits=(
             (
                 "    row = tile * BLOCK_M",
                 "    row = tile * BLOCK_M\n"
-                "    _count_tiles(chunk * _MAX_RUN + columns, plan, LAYOUT)",
+                "    count_tiles(chunk * _MAX_RUN + columns, plan, LAYOUT)",
             ),
             ("return chunk * _MAX_RUN + columns", "return 0"),
         ),
