@@ -44,46 +44,84 @@ def combine_task(
     sum ``0.6 z[3] + 0.4 z[130]`` becomes row 9 of rank 0's part of rank 1's home buffer.
     """
     TOP_K: tl.constexpr = LAYOUT.top_k
-    NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
-    weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
     first = task * _TASK_ROWS
     origin_S, row_RK, _ = _load_sends(first, plan, LAYOUT, False, _TASK_ROWS)
     most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
-    acc = tl.zeros((ROWS, CHUNK), tl.float32)
-    # One loop over sends and slots, so that rows of the next sends are on their way meanwhile.
-    for step in tl.range(0, most * (_TASK_ROWS // ROWS), num_stages=STAGES):
-        slot = step % most
-        send = first + step // most * ROWS + tl.arange(0, ROWS)
-        line = send * TOP_K + slot
-        row = tl.load(plan + LAYOUT.sum_slot + line)
-        origin = tl.load(plan + LAYOUT.sum_origin + send)
-        real = (row >= 0) & (origin >= 0)
-        at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
-        value = tl.load(z_RD + at, mask=real[:, None] & inside, other=0.0)
-        if WEIGHTED:
-            weight = tl.where(real, tl.load(weights + line), 0.0)
-            acc += weight[:, None] * value.to(tl.float32)
-        else:
-            acc += value.to(tl.float32)
-        if slot == most - 1:
-            token = (origin % LAYOUT.max_tokens).to(tl.int64)
-            there = origin >= 0
-            # Chosen among addresses that are here already: a load of it would be a wait.
-            home = tl.zeros((ROWS,), tl.int64)
-            for peer in tl.static_range(NUM_RANKS):
-                address = tl.load(home_ptrs_W + peer)
-                home = tl.where(origin // LAYOUT.max_tokens == peer, address, home)
-            home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
-            to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
-            tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=there[:, None] & inside)
+    if STAGES == 1:
+        # All rows of some sends at once, whether there are so many or not: no load waits for one
+        # before it.
+        for start in range(0, _TASK_ROWS, ROWS):
+            send = first + start + tl.arange(0, ROWS)
+            origin = tl.load(plan + LAYOUT.sum_origin + send)
             acc = tl.zeros((ROWS, CHUNK), tl.float32)
+            for slot in tl.static_range(TOP_K):
+                acc = _add_rows(
+                    acc, send * TOP_K + slot, origin, z_RD, plan, column, inside,
+                    LAYOUT, HIDDEN_SIZE, WEIGHTED,
+                )  # fmt: skip
+            _store_sums(
+                acc, origin, z_RD, home_ptrs_W, rank, column, inside, LAYOUT, HIDDEN_SIZE, ROWS
+            )
+    else:
+        acc = tl.zeros((ROWS, CHUNK), tl.float32)
+        # One loop over sends and slots, so that rows of the next sends are on their way meanwhile.
+        for step in tl.range(0, most * (_TASK_ROWS // ROWS), num_stages=STAGES):
+            slot = step % most
+            send = first + step // most * ROWS + tl.arange(0, ROWS)
+            origin = tl.load(plan + LAYOUT.sum_origin + send)
+            acc = _add_rows(
+                acc, send * TOP_K + slot, origin, z_RD, plan, column, inside,
+                LAYOUT, HIDDEN_SIZE, WEIGHTED,
+            )  # fmt: skip
+            if slot == most - 1:
+                _store_sums(
+                    acc, origin, z_RD, home_ptrs_W, rank, column, inside, LAYOUT, HIDDEN_SIZE, ROWS
+                )
+                acc = tl.zeros((ROWS, CHUNK), tl.float32)
     if LINK > 0:  # before the caller tells the peers that the sums stand
         away = (origin_S >= 0) & (origin_S // LAYOUT.max_tokens != rank)
         columns = tl.minimum(HIDDEN_SIZE - chunk * CHUNK, CHUNK)
         row_bytes = columns * (z_RD.dtype.element_ty.primitive_bitwidth // 8)
         hold_link(status + 2, tl.sum(away.to(tl.int32), axis=0) * row_bytes, LINK)
+
+
+@triton.jit
+def _add_rows(
+    acc, line, origin, z_RD, plan, column, inside,
+    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Add one row of each send, weighted, where the send has a row in that line of the plan."""
+    row = tl.load(plan + LAYOUT.sum_slot + line)
+    real = (row >= 0) & (origin >= 0)
+    at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
+    value = tl.load(z_RD + at, mask=real[:, None] & inside, other=0.0)
+    if WEIGHTED:
+        weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
+        weight = tl.where(real, tl.load(weights + line), 0.0)
+        return acc + weight[:, None] * value.to(tl.float32)
+    else:
+        return acc + value.to(tl.float32)
+
+
+@triton.jit
+def _store_sums(
+    acc, origin, z_RD, home_ptrs_W, rank, column, inside,
+    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of some sends at the homes of their tokens."""
+    NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
+    token = (origin % LAYOUT.max_tokens).to(tl.int64)
+    # Chosen among addresses that are here already: a load of it would be a wait.
+    home = tl.zeros((ROWS,), tl.int64)
+    for peer in tl.static_range(NUM_RANKS):
+        address = tl.load(home_ptrs_W + peer)
+        home = tl.where(origin // LAYOUT.max_tokens == peer, address, home)
+    home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
+    to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
+    mask = (origin >= 0)[:, None] & inside
+    tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -52,7 +52,8 @@ class Knobs:
         num_combiners: in one launch, programs that combine while others multiply, as far as they
             must to keep pace; a quarter of them adds up at home meanwhile.
         combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
-        combine_stages: steps of that loop in flight, each a row of ``combine_rows`` sends.
+        combine_stages: steps of that loop in flight, each a row of ``combine_rows`` sends; 1 loads
+            all rows of that many sends at once, without a loop.
         chunk_columns: columns of the down projection that are combined at once; a power of two,
             and a multiple of the columns of a tile.
         home_rows: tokens of one task of the sum at home.

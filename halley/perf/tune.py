@@ -57,6 +57,7 @@ SPACE: Space = {
     "fetch_elements": tuple(f"fetch_elements={n}" for n in (1024, 4096)),
     "chunk_columns": ("chunk_columns=256 combine_rows=16", "chunk_columns=1024 combine_rows=4"),
     "combine_rows": ("combine_rows=4", "combine_rows=16 combine_stages=3"),
+    "combine_stages": ("combine_rows=4 combine_stages=1", "combine_rows=8 combine_stages=1"),
     "combiners_beside": ("combiners_beside=2 combine_rows=4 home_rows=8",),
     "down": ("down.run=2", "down.group=16", _paired("down")),
     "up": ("up.run=2", "up.group=16"),

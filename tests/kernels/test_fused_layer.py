@@ -74,6 +74,13 @@ def test_tiles_made_in_runs(up: int, down: int, chunk_columns: int) -> None:
             assert torch.equal(outputs[0], others[0])
 
 
+def test_sums_that_load_all_rows_at_once() -> None:
+    case = replace(CASES["skewed"], knobs=replace(TWO.knobs, combine_rows=8, combine_stages=1))
+    wanted = run_forward(CASES["skewed"], fused=False)
+    for outputs, others in zip(run_forward(case, seed=1), wanted, strict=True):
+        assert torch.equal(outputs[0], others[0])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_one_launch_that_does_both_by_turns(seed: int) -> None:
     case = replace(TWO, knobs=in_one_launch(TWO.knobs))
