@@ -92,8 +92,7 @@ def gemm_combine_kernel(
 
     ``NUM_PARTS`` are those of the gradient of a routing weight, in backward; 0 is forward.
     """
-    if not COMBINE:
-        let_second_begin()
+    let_second_begin()
     BACKWARD: tl.constexpr = NUM_PARTS > 0
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK

@@ -40,7 +40,8 @@ class Knobs:
         block_m: rows of a tile, of both GEMMs.
         up, down: forward.
         down_grad, up_grad: backward, of the GEMMs with the same weights turned.
-        weight: of the gradients of weights; ``block_k`` divides ``block_m``.
+        weight: of the gradients of weights; ``block_k`` divides ``block_m``. ``beside`` is 1 if the
+            first of them begins while the last sums of the tokens' gradients are on their way.
         movers_alone: programs of a launch that moves rows on each multiprocessor, at least, where
             no tiles are made meanwhile.
         combiners_beside: programs that combine on each multiprocessor beside tiles.
@@ -66,7 +67,7 @@ class Knobs:
     down: GemmTile = field(default_factory=GemmTile)
     down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     up_grad: GemmTile = field(default_factory=GemmTile)
-    weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
+    weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3, beside=0))
     movers_alone: int = 2
     combiners_beside: int = 1
     mover_warps: int = 4

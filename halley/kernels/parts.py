@@ -31,7 +31,7 @@ _LANES = 32
 
 @triton.jit
 def let_second_begin():
-    """Say that this program of the first launch has begun."""
+    """Say that this program has begun, so that a launch behind this one may, if it overlaps."""
     if _COMPILED:
         gdc_launch_dependents()
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from halley.kernels.knobs import GemmTile
 from halley.kernels.launch import Launcher
+from halley.kernels.parts import end_with_first
 from halley.kernels.tiles import describe, describe_rows, halves, tile_of
 
 
@@ -18,7 +19,7 @@ def weight_gemm_kernel(
     grad_desc, rows_desc, out_desc, expert_begin, expert_rows,
     NUM_EXPERTS: tl.constexpr, NUM_M: tl.constexpr, NUM_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
+    HALVES: tl.constexpr, ACCUMULATE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program p makes tiles p, p + programs, and so on, of all experts' gradients.
 
@@ -36,7 +37,7 @@ def weight_gemm_kernel(
             grad = grad_desc.load([row, m * BLOCK_M])
             rows = rows_desc.load([row, n * BLOCK_N])
             acc = tl.dot(grad.T, rows, acc)
-        if HALVES:  # a whole tile of float32 leaves no room for the steps in flight
+        if HALVES:
             left, right = halves(acc, BLOCK_M, BLOCK_N)
             half: tl.constexpr = BLOCK_N // 2
             column = n * BLOCK_N
@@ -44,6 +45,8 @@ def weight_gemm_kernel(
             _store(right, out_desc, expert, m * BLOCK_M, column + half, BLOCK_M, half, ACCUMULATE)
         else:
             _store(acc, out_desc, expert, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N, ACCUMULATE)
+    if OVERLAPS:
+        end_with_first()
 
 
 @triton.jit
@@ -71,6 +74,7 @@ def weight_gemm(
     block_m: int = 128,
     num_programs: int,
     accumulate: bool = False,
+    overlaps: bool = False,
 ) -> None:
     """Write, or add, ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]``, summed in float32.
 
@@ -84,9 +88,12 @@ def weight_gemm(
         tile: ``block_n`` columns of the rows, ``block_k`` rows a step.
         block_m: columns of the gradients of one tile.
         accumulate: add to what is there, as gradients that are kept over microbatches want it.
+        overlaps: begin while the launch before this one runs, if that lets it: only behind
+            ``dgrad_combine``, which neither writes what is read here nor reads what is written.
     """
     num_experts, num_m, num_n = out_LMN.shape
-    in_halves = out_LMN.dtype == torch.float32 and tile.block_n > 1
+    # A whole tile of float32 leaves no room for the steps in flight, or for another's programs.
+    in_halves = (out_LMN.dtype == torch.float32 or overlaps) and tile.block_n > 1
     out_block = [1, block_m, tile.block_n // (2 if in_halves else 1)]
     _launch(
         num_programs,
@@ -107,8 +114,11 @@ def weight_gemm(
             tile.group,
             in_halves,
             accumulate,
+            overlaps,
         ),
         dtypes=(rows_RN.dtype, out_LMN.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        shares=overlaps,
+        overlaps=overlaps,
     )

@@ -13,6 +13,7 @@ from halley.kernels.dispatch_gemm import dgrad_columns
 from halley.kernels.dispatch_gemm import dispatch_dgrad as launch_dispatch_dgrad
 from halley.kernels.dispatch_gemm import dispatch_gemm as launch_dispatch_gemm
 from halley.kernels.gemm_combine import dgrad_combine as launch_dgrad_combine
+from halley.kernels.launch import aligned
 from halley.kernels.stage import stage_again
 from halley.ops.library import define
 from halley.ops.workspace import Common, Workspace
@@ -216,6 +217,7 @@ def _dgrad_combine(
     workspace = find_workspaces(workspaces).combining(plan)
     dx_TD = dpre.new_empty(topk_idx.shape[0], up.shape[2])
     dweights_TK = dpre.new_empty(topk_idx.shape, dtype=torch.float32)
+    topk_idx = aligned(topk_idx)
     launch_dgrad_combine(
         dx_TD,
         dweights_TK,
@@ -240,6 +242,8 @@ def _dgrad_combine(
     )
     if not dpre.is_cuda:
         workspace.check()
+    if workspace.knobs.weight.beside:
+        workspace.in_flight = (dpre, dweight, topk_idx, dx_TD, dweights_TK)
     return dx_TD, dweights_TK
 
 

@@ -81,7 +81,9 @@ def _launch_weight_gemm(
         block_m=knobs.block_m,
         num_programs=workspace.num_programs,
         accumulate=accumulate,
+        overlaps=bool(workspace.in_flight),
     )
+    workspace.in_flight = ()
 
 
 def _fake_weight_gemm(

@@ -94,6 +94,8 @@ class Workspace:
         marks: how far the making of a plan has come, and how many passes there were.
         max_rows: rows of any call, if the host does not ask for its own; else 0.
         host_words: what the kernels tell the host, see ``kernels.status``.
+        in_flight: tensors that a launch works on beside which the next may run, kept so that
+            nobody gets their memory meanwhile; empty if there is no such launch.
         rows_RD: scratch: rows on their way into the first projection, then out of the second.
     """
 
@@ -122,6 +124,7 @@ class Workspace:
         self._plan_made = torch.cuda.Event() if on_gpu else None
         self._layouts: dict[int, Layout] = {}
         self._last_rows = 0
+        self.in_flight: tuple[torch.Tensor, ...] = ()
         self._buffers = self._allocate(max_tokens)
         balanced = max_tokens * shape.top_k * shape.tp_size
         room = int((max_load or _ROOM) * balanced) + knobs.block_m * self.layout.num_local
@@ -199,6 +202,7 @@ class Workspace:
             RuntimeError: an earlier wait failed; nothing works until all ranks made a new one.
         """
         self.check()
+        self.in_flight = ()
         if self._stream is not None:
             stream = torch.cuda.current_stream(self.heap.device)
             # The scratch may still be in use there. A graph is put in order by who replays it.

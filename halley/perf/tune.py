@@ -62,6 +62,7 @@ SPACE: Space = {
     "down": ("down.run=2", "down.group=16", _paired("down")),
     "up": ("up.run=2", "up.group=16"),
     "down_grad": ("down_grad.run=2", "down_grad.group=16", _paired("down_grad")),
+    "weight": ("weight.beside=1",),
     "up_grad": ("up_grad.run=2", "up_grad.group=16", _paired("up_grad")),
 }
 _MIN_GAIN = 0.01  # what a change must gain, which is more than two runs of the same differ by

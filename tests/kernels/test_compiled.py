@@ -81,6 +81,8 @@ def _record_launches() -> dict[str, tuple[Any, ...]]:
             if name == "launch":  # of one part, called by launch_parts, called by the launcher
                 part = "multiply" if frame.f_locals["multiply"] else "move"
                 name = f"{sys._getframe(3).f_code.co_name}.{part}"
+            if options.get("overlaps"):
+                name += ".beside"
             launches.setdefault(name, (kernel, args, constants, options))
 
         return record
@@ -144,10 +146,11 @@ def _launch_all(*, num_experts: int, top_k: int, hidden_size: int, intermediate_
         x_TD, weights_TK, x_RD, pre_RG, dweight_RC, up_LGD=up_LGD, topk_idx_TK=idx_TK,
         weights_home_WTK=weights_TK, weights_home_ptrs_W=table, **home,
     )  # fmt: skip
-    weight_gemm.weight_gemm(
-        down_LDF, x_RD, h_RF, expert_begin=words, expert_rows=words, tile=knobs.weight,
-        num_programs=132,
-    )  # fmt: skip
+    for overlaps in (False, True):
+        weight_gemm.weight_gemm(
+            down_LDF, x_RD, h_RF, expert_begin=words, expert_rows=words, tile=knobs.weight,
+            num_programs=132, overlaps=overlaps,
+        )  # fmt: skip
 
 
 def _type_of(arg: object, annotation: str) -> str:
@@ -267,12 +270,13 @@ def test_what_the_compiler_makes_of_the_kernels(model: str) -> None:
     compiled = compile_in_process(model)
     for name, kernel in compiled.items():
         _check_resources(name, kernel)
-        if name != "weight_gemm" and not name.endswith(".multiply"):
+        if not name.startswith("weight_gemm") and not name.endswith(".multiply"):
             _check_copies(name, kernel)
         assert find_unguarded_releases(kernel.lines()) == [], name
     for name in FUSED:
         _check_tiles(name, compiled[f"{name}.multiply"])
         _check_room(name, compiled[f"{name}.multiply"], compiled[f"{name}.move"])
+    _check_room("weights", compiled["weight_gemm.beside"], compiled["dgrad_combine.move"])
     for name in ("make_plan", "stage_again", "gemm_combine.move", "dgrad_combine.move"):
         _check_signals(name, compiled[name])
     for name in ("dispatch_gemm", "dispatch_dgrad"):

@@ -47,6 +47,7 @@ def _run(
     *,
     num_programs: int,
     accumulate: bool = False,
+    overlaps: bool = False,
 ) -> None:
     weight_gemm(
         out_LMN,
@@ -58,6 +59,7 @@ def _run(
         block_m=16,
         num_programs=num_programs,
         accumulate=accumulate,
+        overlaps=overlaps,
     )
 
 
@@ -75,7 +77,7 @@ def test_equals_the_product_of_rows(
 ) -> None:
     sides = _make(rows_L, num_m, num_n, dtype)
     out_LMN = torch.full((len(rows_L), num_m, num_n), torch.nan, dtype=dtype)
-    _run(out_LMN, sides, num_programs=3)
+    _run(out_LMN, sides, num_programs=3, overlaps=num_m == 40)
     assert torch.equal(out_LMN, _expected(sides).to(dtype))
 
 

@@ -13,7 +13,7 @@ from halley.core.sharding import route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Save
-from halley.ops.workspaces import Workspaces
+from halley.ops.workspaces import CPU_KNOBS, Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
@@ -295,6 +295,19 @@ def test_strided_expert_ids() -> None:
     assert routing.topk_weights_TK.grad is not None
     error = relative_error(routing.topk_weights_TK.grad, expected(ALONE, 0)["weights.grad"])
     assert error <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def test_weights_gradients_beside_the_sums_of_tokens() -> None:
+    """The same bits, and what was in flight is let go when the first has been launched."""
+    workspaces = Workspaces(None, CPU, knobs=CPU_KNOBS.changed(["weight.beside=1"]))
+    plain, other = (
+        run_forward(_build(found).forward, ALONE, 0)
+        for found in (Workspaces(None, CPU), workspaces)
+    )
+    for call in (plain, other):
+        call.y_TD.backward(call.grad_TD)
+    _assert_same(other.values(), plain.values(), "weight.beside")
+    assert [workspace.in_flight for workspace in workspaces.all()] == [()]
 
 
 @pytest.mark.parametrize("save", SAVES)
