@@ -299,15 +299,13 @@ def test_strided_expert_ids() -> None:
 
 def test_weights_gradients_beside_the_sums_of_tokens() -> None:
     """The same bits, and what was in flight is let go when the first has been launched."""
-    workspaces = Workspaces(None, CPU, knobs=CPU_KNOBS.changed(["weight.beside=1"]))
-    plain, other = (
-        run_forward(_build(found).forward, ALONE, 0)
-        for found in (Workspaces(None, CPU), workspaces)
-    )
+    beside = Workspaces(None, CPU, knobs=CPU_KNOBS.changed(["weight.beside=1"]))
+    layers = [_build(workspaces) for workspaces in (Workspaces(None, CPU), beside)]
+    plain, other = (run_forward(layer.forward, ALONE, 0) for layer in layers)
     for call in (plain, other):
         call.y_TD.backward(call.grad_TD)
     _assert_same(other.values(), plain.values(), "weight.beside")
-    assert [workspace.in_flight for workspace in workspaces.all()] == [()]
+    assert [workspace.in_flight for workspace in beside.all()] == [()]
 
 
 @pytest.mark.parametrize("save", SAVES)
