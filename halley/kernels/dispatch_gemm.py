@@ -6,11 +6,12 @@
 Forward, the rows are tokens and the tiles end in the activation (layer0). Backward, the rows are
 gradients of the output and the tiles end in the gradient of the activation: the same kernel.
 
-One persistent launch. Fetch tasks and tiles are taken by atomic tickets, so a program's role is
-what it does next: all begin with this rank's own rows, a few go on fetching, the rest multiply, and
-a program whose tile still waits for rows fetches some meanwhile. A program waits only for tickets
-that were taken before, by programs that never wait while they fetch: no deadlock, whatever the
-number of programs that run at a time.
+Fetch tasks and tiles are taken by atomic tickets, by persistent programs. On a GPU those that fetch
+are a launch of their own, beside which tiles are multiplied (``kernels.parts``). In one launch a
+program's role is what it does next: all begin with this rank's own rows, a few go on fetching, the
+rest multiply, and a program whose tile still waits for rows fetches some meanwhile. A program waits
+only for tickets that were taken before, by programs that never wait while they fetch: no deadlock,
+whatever the number of programs that run at a time.
 
 Source: COMET (arXiv:2502.19811), sections 3.1 and 3.2, with readiness by tile and not by rank.
 """

@@ -7,11 +7,12 @@ Forward, rows of the activation are multiplied by the down projection and weight
 Backward, rows of gradients are multiplied by the up projection, turned, and only summed; the
 gradients of the routing weights go home beside them: the same kernel.
 
-One persistent launch. Tiles go columns first, in chunks; when all rows of a chunk stand, the rows
-of each (token, source rank) are weighted, summed in float32 and stored in the home buffer of the
-token's rank; when the last of a chunk is sent, a flag goes after it, and home adds up what its
-ranks sent. All three kinds of work are taken by atomic tickets. Programs wait for tiles that were
-taken before, and for ranks that obey the same rule.
+Tiles go columns first, in chunks; when all rows of a chunk stand, the rows of each (token, source
+rank) are weighted, summed in float32 and stored in the home buffer of the token's rank; when the
+last of a chunk is sent, a flag goes after it, and home adds up what its ranks sent. All three kinds
+of work are taken by atomic tickets, by persistent programs: tiles in one launch, the rest in
+another beside it (``kernels.parts``), or all in one. Programs wait for tiles that were taken
+before, and for ranks that obey the same rule.
 
 Source: COMET (arXiv:2502.19811), section 3.1 (columns first) and 3.2.
 """
