@@ -190,7 +190,7 @@ def gemm_combine_kernel(
         take_the_rest_home(
             home, num_homes, homes_a_chunk, arrived, tickets + _HOME_TICKET, y_TD, home_WTD, plan,
             num_tokens, idx_TK, dweights_TK, weights_home_WTK, words, epoch,
-            status, host_words, timeout_ns, LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
+            rank, status, host_words, timeout_ns, LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
         )  # fmt: skip
     _leave(num_leaving, plan, words, status, host_words, LAYOUT)
     if not MULTIPLY:

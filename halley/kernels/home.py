@@ -14,6 +14,7 @@ from halley.kernels.status import HOME, ROWS
 _HOME = tl.constexpr(HOME)
 _ROWS = tl.constexpr(ROWS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
+_NEVER = tl.constexpr(2**62)  # ns
 
 
 @triton.jit
@@ -31,15 +32,21 @@ def chunk_came(home, num_homes, homes_a_chunk, arrived, plan, words, epoch, LAYO
 
 
 @triton.jit
-def wait_for_chunk(chunk, plan, words, epoch, status, host_words, timeout_ns, LAYOUT: tl.constexpr):
-    """Wait until all ranks that have sums for this one have sent those of a chunk."""
+def wait_for_chunk(
+    chunk, plan, words, epoch, rank, status, host_words, timeout_ns, LAYOUT: tl.constexpr
+):
+    """Wait until all ranks that have sums for this one have sent those of a chunk.
+
+    Without a limit for this rank's own: whoever sends them waits for tiles, and says which.
+    """
     sources = tl.load(plan + LAYOUT.home_sources)
     came = True
     for peer in range(LAYOUT.num_ranks):
         if (((sources >> peer) & 1) != 0) & came:
             code = failure(_HOME, peer, chunk)
             flag = words + LAYOUT.home + peer * _MAX_CHUNKS + chunk
-            came = wait(flag, epoch, timeout_ns, status, host_words, code, "sys")
+            limit_ns = tl.where(peer == rank, _NEVER, timeout_ns)
+            came = wait(flag, epoch, limit_ns, status, host_words, code, "sys")
     return came
 
 
@@ -128,7 +135,7 @@ def take_home(
 def take_the_rest_home(
     home, num_homes, homes_a_chunk, arrived, ticket, y_TD, home_WTD, plan,
     num_tokens, idx_TK, dweights_TK, weights_home_WTK, words, epoch,
-    status, host_words, timeout_ns, LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
+    rank, status, host_words, timeout_ns, LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Take what came home, task by task, and wait for what has not come, until nothing is left.
@@ -142,7 +149,7 @@ def take_the_rest_home(
         if chunk != arrived:
             arrived = chunk
             if not wait_for_chunk(
-                chunk, plan, words, epoch, status, host_words, timeout_ns, LAYOUT
+                chunk, plan, words, epoch, rank, status, host_words, timeout_ns, LAYOUT
             ):
                 num_homes = 0
         if num_homes > 0:

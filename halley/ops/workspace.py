@@ -261,8 +261,7 @@ class Workspace:
         """
         if self.max_rows or not self._last_rows:
             return self.max_rows
-        block = self.knobs.block_m
-        return -(-(self._last_rows + self._last_rows // _EXPECTED_MARGIN) // block) * block
+        return rows_with_margin(self._last_rows, block_m=self.knobs.block_m)
 
     def layout_of(self, plan: torch.Tensor) -> Layout:
         """Return the layout that a plan was made with, by its length."""
@@ -328,6 +327,11 @@ class Workspace:
     def _free(self, *tensors: SymmTensor) -> None:
         for tensor in tensors:
             self.heap.free(tensor)
+
+
+def rows_with_margin(num_rows: int, *, block_m: int) -> int:
+    """Return the rows, of whole tiles, that are made room for where the last plan had that many."""
+    return -(-(num_rows + num_rows // _EXPECTED_MARGIN) // block_m) * block_m
 
 
 def roomy_tokens(num_tokens: int) -> int:

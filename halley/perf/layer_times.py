@@ -14,7 +14,7 @@ from halley.strategies.sketch import fused_tasks, pipeline_tasks
 
 # As knobs have it by default. Not from there: kernels must be imported ahead of Triton, and plans
 # come with torch's compiler, which imports it.
-_CHUNK_COLUMNS = 1024
+_CHUNK_COLUMNS = 512
 
 
 def layer_times(

@@ -12,12 +12,14 @@ class RowCounts:
 
     Attributes:
         num_rows: rows of its experts, padded to whole tiles.
+        room_rows: rows that forward makes room for, not knowing yet how many there are.
         num_sends: rows that it fetches, each once, padded to whole tasks.
         plan_words: int32 words of the plan.
         num_parts: parts of the gradient of a routing weight.
     """
 
     num_rows: int
+    room_rows: int
     num_sends: int
     plan_words: int
     num_parts: int
@@ -48,14 +50,16 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
     rows = counts.num_rows * shape.hidden_size * size
     pre = counts.num_rows * shape.up_size * size
     activations = counts.num_rows * inner_size * size
+    kept_rows = counts.room_rows * (shape.hidden_size + shape.up_size) * size
     sends = counts.num_sends * shape.hidden_size * size
     tokens = shape.num_tokens * shape.hidden_size * size
     plan = 4 * counts.plan_words
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     weights = num_local * shape.hidden_size * (shape.up_size + inner_size) * size
 
-    kept = plan + {"all": rows + pre, "inputs": sends, "recompute": 0}[save]
-    forward = kept + activations + tokens
+    kept = plan + {"all": kept_rows, "inputs": sends, "recompute": 0}[save]
+    room_rows = counts.num_rows if save == "inputs" else counts.room_rows
+    forward = kept + room_rows * inner_size * size + tokens
     again = 0 if save == "all" else rows + pre
     parts = 4 * counts.num_rows * counts.num_parts
     passing = 4 * counts.num_rows  # routing weights by row; later memory comes in their place

@@ -291,7 +291,7 @@ WRONG_EXPORTS: dict[str, tuple[str, str]] = {
 }
 
 WRONG_TUNINGS: dict[str, tuple[str, str]] = {
-    "unknown knob": ("--knobs num_fetchers,turbo", "knobs (turbo) must be of num_combiners, "),
+    "unknown knob": ("--knobs num_combiners,turbo", "knobs (turbo) must be of dispatch, "),
     "no samples": ("--samples 0", "samples (0) must be at least 1"),
     "unknown model": ("--models tinny", "model (tinny) must be one of tiny, mixtral"),
     "broken file": (
