@@ -3,34 +3,50 @@
 python benchmarks/transformers_suite.py --source CHECKOUT        # suites of the four families
 python benchmarks/transformers_suite.py                          # what the source distribution has
 python benchmarks/transformers_suite.py --strategy chunked ...   # another strategy
+python benchmarks/transformers_suite.py --activation silu ...    # models with another activation
+python benchmarks/transformers_suite.py --table                  # the table in docs/ alone
 
 The source distribution, which is taken from the package index, has only the tests that all models
 share. CHECKOUT is a source tree of transformers, at the tag of the version or near it: what the
 source distribution lacks is taken from there, the families' suites among it. Without it the shared
 tests are run on models of the same families (``transformers_families.py``).
 
-Experts run by Halley wherever a model asks for none, or for transformers' default by its name, and
-experts of a kind that it does not know by transformers, as for any user. The script ends with 1 if
-any test has another outcome than without Halley, or if Halley was never called.
+``transformers_plugin.py`` puts Halley's experts in the place of transformers'. The script prints a
+table and, as its last line, the same as JSON, which ``--output FILE`` also puts into a file beside
+the results of other runs. Those of RESULTS make the table of docs/huggingface.md. The script ends
+with 1 if any test has another outcome than without Halley, if Halley never ran experts, or if an
+output of theirs in float32 is not that of transformers' own up to rounding.
 """
 
 import argparse
+import json
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from compatibility import ROOT, make_environment
 
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-_DEFAULT = "grouped_mm"  # what transformers runs experts by unless another name is given
-_CALLED = "Halley was called"
+SIDES = ("transformers", "halley")
+COUNTS = ("passed", "skipped", "failed")
+DTYPES = ("float32", "bfloat16")
+COLUMNS = ("family", "tests", *COUNTS, "differ", "calls by Halley", *(f"{d} error" for d in DTYPES))
+MAX_ERROR = 1e-5  # of an output in float32, over the largest
+RESULTS = ROOT / "benchmarks" / "results" / "transformers_suite.json"
+DOCUMENT = ROOT / "docs" / "huggingface.md"
+START = "<!-- suites: made by benchmarks/transformers_suite.py -->"
+END = "<!-- end of suites -->"
+_LIMIT_S = 3600.0  # for one side
 # What the shared tests import and a source distribution lacks: tests of export and of generate(),
 # and of ranks, which need the utilities of the very version.
 _LACKING = {
@@ -50,71 +66,150 @@ def __getattr__(name):
 }
 
 
-def pytest_addoption(parser: Any) -> None:
-    """Give pytest, whose plug-in this file is in the runs below, the option ``--halley``."""
-    parser.addoption("--halley", default="", help="strategy that runs experts")
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What the tests did with one kind of experts, by each test's id.
+
+    Attributes:
+        outcomes: how often each outcome came; more than one where a test has subtests.
+        calls: how many calls of experts Halley ran, and how many it left to their own arithmetic.
+        errors: largest difference of Halley's outputs from transformers', relative, by dtype.
+        messages: what the first failure of a test said.
+        seconds: of the whole run.
+    """
+
+    outcomes: dict[str, dict[str, int]]
+    calls: dict[str, dict[str, int]]
+    errors: dict[str, dict[str, float]]
+    messages: dict[str, str]
+    seconds: float = 0.0
 
 
-def pytest_configure(config: Any) -> None:
-    """Put Halley's function in the place of transformers' default."""
-    config.num_halley_calls = 0
-    strategy = config.getoption("--halley")
-    if not strategy:
-        return
-    import torch
+def run(python: Path, tests: list[Path], source: Path, *, options: list[str], record: Path) -> Side:
+    """Run tests in a source tree; return what they did.
 
-    import halley.integrations.huggingface as halley_hf
-    from halley.integrations.huggingface.seams import find_seams
-
-    halley_hf.register(strategy)
-    interface = find_seams().experts.ExpertsInterface
-    run = interface()[halley_hf.NAME]
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # a graph would be made anew for each number
-            config.num_halley_calls += 1
-        return run(*args, **kwargs)
-
-    interface.register(_DEFAULT, count)
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
-    terminalreporter.write_line(f"{_CALLED} {config.num_halley_calls} times")
-
-
-def run(python: Path, tests: list[Path], source: Path, *, strategy: str, report: Path) -> str:
-    """Run tests in a source tree; return how many passed, and how often Halley was called."""
-    command = [
-        python,
-        "-m",
-        "pytest",
-        *tests,
-        "-q",
-        "-p",
-        "transformers_suite",
-        "-p",
-        "no:randomly",
-    ]
-    command += [f"--junitxml={report}", f"--rootdir={source}", "-c", "/dev/null", "--tb=no"]
-    if strategy:
-        command += ["--halley", strategy]
-    paths = ":".join(map(str, (source, ROOT / "benchmarks", ROOT)))
-    environment = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
-    environment["OMP_NUM_THREADS"] = "1"  # models are tiny
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    called = [line for line in lines if line.startswith(_CALLED)]
-    return "; ".join([*lines[-1:], *called])
+    Raises:
+        RuntimeError: pytest did not run them to their end.
+    """
+    command = [python, "-m", "pytest", *tests, "-q", "-p", "transformers_plugin"]
+    command += ["-p", "no:randomly", "-p", "no:cacheprovider", f"--rootdir={source}"]
+    command += ["-c", "/dev/null", "--tb=no", "--record", record, *options]
+    environment = {
+        "PYTHONPATH": ":".join(map(str, (source, ROOT / "benchmarks", ROOT))),
+        "PATH": "/usr/bin:/bin",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # models are tiny
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(record.with_suffix(".compiled")),  # neither side has the
+        "TMPDIR": str(record.parent),  # other's graphs
+    }
+    begin = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=source, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode not in (0, 1):  # all passed, and some failed
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return Side(**json.loads(record.read_text(encoding="utf-8")), seconds=round(seconds, 1))
 
 
-def read_outcomes(report: Path) -> dict[str, list[str]]:
-    """Return the outcomes of each test; of more than one where it has subtests."""
-    found: dict[str, list[str]] = {}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        words = [word for word in ("failure", "error", "skipped") if case.find(word) is not None]
-        name = f"{case.get('classname')}.{case.get('name')}"
-        found.setdefault(name, []).append(words[0] if words else "passed")
-    return found
+def family_of(test: str) -> str:
+    """Return the family that a test's class is of, or "other"."""
+    name = test.partition("::")[2].lower()
+    return next((each for each in FAMILIES if name.startswith(each.replace("_", ""))), "other")
+
+
+def outcome(counts: dict[str, int]) -> str:
+    """Return the one outcome of a test whose subtests may have their own."""
+    if "failed" in counts or "subtests failed" in counts:
+        return "failed"
+    return "skipped" if "skipped" in counts else "passed"
+
+
+def summarize(own: Side, halley: Side) -> dict[str, Any]:
+    """Return for each family what its tests did on both sides, and which did something else."""
+    tests = list({**own.outcomes, **halley.outcomes})
+    families: dict[str, Any] = {}
+    for name in dict.fromkeys(family_of(test) for test in tests):
+        ours = [test for test in tests if family_of(test) == name]
+        found: dict[str, Any] = {"tests": len(ours)}
+        for side, results in zip(SIDES, (own, halley), strict=True):
+            counts = [results.outcomes[test] for test in ours if test in results.outcomes]
+            words = Counter(map(outcome, counts))
+            parts = sum((Counter(each) for each in counts), Counter[str]())
+            found[side] = {
+                **{word: words[word] for word in COUNTS},
+                "subtests": sum(n for part, n in parts.items() if part.startswith("subtests")),
+            }
+        calls = sum((Counter(halley.calls.get(test, {})) for test in ours), Counter[str]())
+        found["calls"] = {kind: calls[kind] for kind in ("halley", "own arithmetic")}
+        errors = [halley.errors.get(test, {}) for test in ours]
+        found["errors"] = {
+            dtype: max(each.get(dtype, 0.0) for each in errors)
+            for dtype in sorted({dtype for each in errors for dtype in each})
+        }
+        found["differ"] = [t for t in ours if own.outcomes.get(t) != halley.outcomes.get(t)]
+        found["failed_both_ways"] = [
+            test
+            for test in ours
+            if test not in found["differ"] and outcome(own.outcomes[test]) == "failed"
+        ]
+        families[name] = found
+    return families
+
+
+def rows_of(families: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of a table of the families, outcomes without Halley and with it."""
+    rows = [COLUMNS]
+    total: Counter[str] = Counter()
+    errors: list[dict[str, float]] = []
+    for name, found in families.items():
+        counts = Counter({"tests": found["tests"], "differ": len(found["differ"])})
+        for word in COUNTS:
+            counts.update({f"{word} {side}": found[side][word] for side in SIDES})
+        calls = found["calls"]
+        counts.update({"halley": calls["halley"], "calls": sum(calls.values())})
+        rows.append((name, *_cells(counts, [found["errors"]])))
+        total.update(counts)
+        errors.append(found["errors"])
+    return [*rows, ("all", *_cells(total, errors))]
+
+
+def _cells(counts: Counter[str], errors: list[dict[str, float]]) -> tuple[str, ...]:
+    pairs = [" / ".join(str(counts[f"{word} {side}"]) for side in SIDES) for word in COUNTS]
+    calls = f"{counts['halley']} of {counts['calls']}"
+    found = [[each[dtype] for each in errors if dtype in each] for dtype in DTYPES]
+    last = (f"{max(each):.1e}" if each else "-" for each in found)
+    return (str(counts["tests"]), *pairs, str(counts["differ"]), calls, *last)
+
+
+def render(families: dict[str, Any]) -> list[str]:
+    """Return the lines of a table for people."""
+    rows = rows_of(families)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return ["passed to failed: without Halley / with it; calls: of experts", *lines]
+
+
+def render_document(document: str, results: dict[str, Any]) -> str:
+    """Return the document with the table of all runs of the suites in the place of its own.
+
+    Raises:
+        ValueError: the document lacks the markers.
+    """
+    if START not in document or END not in document:
+        raise ValueError(f"document must have the markers {START} and {END}")
+    head = ("transformers (suites)", "strategy", "activation", *COLUMNS)
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for runs in results.values():
+        for each in (each for each in runs.values() if each["suites"]):
+            versions = f"{each['transformers']} ({each['suites']})"
+            first = (versions, each["strategy"], each["activation"] or "the suites'")
+            rows = rows_of(each["families"])[1:-1]
+            lines += [f"| {' | '.join((*first, *row))} |" for row in rows]
+    before, rest = document.split(START)
+    after = rest.split(END)[1]
+    return f"{before}{START}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
 def unpack(folder: Path, wanted: str, checkout: Path | None) -> Path:
@@ -142,35 +237,89 @@ def unpack(folder: Path, wanted: str, checkout: Path | None) -> Path:
     return source
 
 
+def read_version(checkout: Path) -> str:
+    """Return the version that a source tree of transformers says it has.
+
+    Raises:
+        ValueError: it is no such tree, or lacks the families' suites.
+    """
+    needed = ["src/transformers/__init__.py", "conftest.py", "utils"]
+    for name in (*needed, *(f"tests/models/{family}" for family in FAMILIES)):
+        if not (checkout / name).exists():
+            raise ValueError(f"source ({checkout}) must be a source tree, and has no {name}")
+    text = (checkout / needed[0]).read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"', text, flags=re.MULTILINE)
+    return found[1] if found else "unknown"
+
+
+def compare(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[Side]]:
+    """Run both sides in a folder; return what came of it, and each side."""
+    suites = read_version(options.source) if options.source else ""
+    packages = [f"transformers=={options.version}", "httpx", "parameterized"]
+    python = make_environment(folder / "venv", [*packages, "timeout-decorator"])
+    source = unpack(folder, options.version, options.source)
+    tests = [ROOT / "benchmarks" / "transformers_families.py"]
+    if options.source:
+        tests = [source / "tests" / "models" / family for family in FAMILIES]
+    sides: list[Side] = []
+    for name, strategy in zip(SIDES, ("", options.strategy), strict=True):
+        record = folder / f"{name}.json"
+        given = ["--halley", strategy, "--activation", options.activation]
+        sides.append(run(python, tests, source, options=given, record=record))
+        sys.stdout.write(f"{name}: {sides[-1].seconds:.0f} s\n")
+        sys.stdout.flush()
+    result = {
+        "transformers": options.version,
+        "suites": suites,
+        "torch": version("torch").partition("+")[0],
+        "strategy": options.strategy,
+        "activation": options.activation,
+        "seconds": {name: side.seconds for name, side in zip(SIDES, sides, strict=True)},
+        "families": summarize(*sides),
+    }
+    return result, sides
+
+
+def keep(result: dict[str, Any], path: Path) -> None:
+    """Put a result into a file of them, in the place of an earlier one of the same run."""
+    results = json.loads(path.read_text(encoding="ascii")) if path.exists() else {}
+    names = [result["strategy"], result["activation"], "" if result["suites"] else "shared tests"]
+    results.setdefault(result["transformers"], {})[", ".join(filter(None, names))] = result
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="ascii")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--source", type=Path)
+    parser.add_argument("--source", type=Path, help="source tree of transformers, with its tests")
     parser.add_argument("--strategy", default="sequential")
+    parser.add_argument("--activation", default="", help="of the suites' models, instead of GELU")
     parser.add_argument("--version", default=version("transformers"), help="of transformers")
+    parser.add_argument("--output", type=Path, help="file that keeps the results")
+    parser.add_argument("--table", action="store_true", help="write the table in docs/ alone")
     options = parser.parse_args()
+    if options.table:
+        results = json.loads(RESULTS.read_text(encoding="ascii"))
+        text = render_document(DOCUMENT.read_text(encoding="utf-8"), results)
+        DOCUMENT.write_text(text, encoding="utf-8")
+        return
+    if options.source:
+        options.source = options.source.resolve()
     with tempfile.TemporaryDirectory(prefix="halley-suite-") as name:
-        folder = Path(name)
-        packages = [f"transformers=={options.version}", "httpx", "parameterized"]
-        python = make_environment(folder / "venv", [*packages, "timeout-decorator"])
-        source = unpack(folder, options.version, options.source)
-        tests = [ROOT / "benchmarks" / "transformers_families.py"]
-        if options.source:
-            tests = [source / "tests" / "models" / family for family in FAMILIES]
-        outcomes: list[dict[str, list[str]]] = []
-        said = ""
-        for strategy in ("", options.strategy):
-            report = folder / "report.xml"
-            said = run(python, tests, source, strategy=strategy, report=report)
-            sys.stdout.write(f"{strategy or 'transformers'}: {said}\n")
-            sys.stdout.flush()
-            outcomes.append(read_outcomes(report))
-    own, halley = outcomes
-    changed = [name for name in {**own, **halley} if own.get(name) != halley.get(name)]
-    for name in changed:
-        sys.stdout.write(f"{name}: {own.get(name)}, with Halley {halley.get(name)}\n")
-    sys.stdout.write(f"{len(own)} tests, {len(changed)} with another outcome\n")
-    passed = ["passed"] in own.values()  # and not errors of imports alone
-    if changed or not passed or f"{_CALLED} 0 times" in said:
+        result, (own, halley) = compare(options, Path(name))
+    families = result["families"].values()
+    for test in (test for found in families for test in found["failed_both_ways"]):
+        sys.stdout.write(f"fails both ways: {test}: {own.messages[test]}\n")
+    for test in (test for found in families for test in found["differ"]):
+        before, after = own.outcomes.get(test), halley.outcomes.get(test)
+        said = halley.messages.get(test, own.messages.get(test, ""))
+        sys.stdout.write(f"differs: {test}: {before}, with Halley {after}: {said}\n")
+    sys.stdout.write("\n".join([*render(result["families"]), json.dumps(result)]) + "\n")
+    if options.output:
+        keep(result, options.output)
+    passed = any(found["halley"]["passed"] for found in families)  # and not errors alone
+    ran = any(found["calls"]["halley"] for found in families)
+    right = all(found["errors"].get("float32", 0.0) <= MAX_ERROR for found in families)
+    if any(found["differ"] for found in families) or not (passed and ran and right):
         raise SystemExit(1)
 
 

@@ -3,10 +3,15 @@
 import importlib
 import importlib.util
 import json
+import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +26,21 @@ REPORT = """<testsuites><testsuite>
 <testcase name="test_other"><skipped /></testcase>
 <testcase name="test_another" />
 </testsuite></testsuites>"""
+
+SUITE = """
+import unittest
+
+class MixtralTest(unittest.TestCase):
+    def test_fails(self):
+        raise AssertionError("wrong")
+    def test_passes(self):
+        for number in range(2):
+            with self.subTest(number=number):
+                if number:
+                    self.skipTest("odd")
+    def test_skips(self):
+        self.skipTest("always")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +79,123 @@ def test_report_is_read(compatibility: ModuleType, tmp_path: Path) -> None:
     assert lines[-2:] == ["| tests failed | 1 |", "| torch | 2.13.0 |"]
 
 
-def test_outcomes_of_a_suite_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    suite = importlib.import_module("transformers_suite")
-    report = tmp_path / "report.xml"
-    report.write_text(REPORT.replace("<testcase ", '<testcase classname="a" '))
-    found = suite.read_outcomes(report)
-    assert found["a.test_step_is_that_of_the_whole_model[gpt_oss-chunked-ep2]"] == ["failure"]
-    assert (found["a.test_other"], found["a.test_another"]) == (["skipped"], ["passed"])
+@pytest.fixture(scope="module")
+def suite() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("transformers_suite")
+
+
+def _sides(suite: ModuleType, **halley: dict[str, int]) -> tuple[Any, Any]:
+    own = {
+        "tests/a.py::MixtralModelTest::test_a": {"subtests passed": 2, "passed": 1},
+        "tests/b.py::Qwen2MoeModelTest::test_b": {"skipped": 1},
+        "tests/b.py::Qwen2MoeModelTest::test_c": {"failed": 1},
+    }
+    calls = {"tests/a.py::MixtralModelTest::test_a": {"halley": 3, "own arithmetic": 1}}
+    errors = {test: {"float32": 2e-7, "bfloat16": 4e-3} for test in calls}
+    changed = {test: halley.get(test[-6:], counts) for test, counts in own.items()}
+    return (
+        suite.Side(outcomes=own, calls={}, errors={}, messages={}),
+        suite.Side(outcomes=changed, calls=calls, errors=errors, messages={}),
+    )
+
+
+def test_same_outcomes_of_a_suite(suite: ModuleType) -> None:
+    found = suite.summarize(*_sides(suite))
+    assert list(found) == ["mixtral", "qwen2_moe"]
+    assert found["mixtral"]["halley"] == {"passed": 1, "skipped": 0, "failed": 0, "subtests": 2}
+    assert found["qwen2_moe"]["failed_both_ways"] == ["tests/b.py::Qwen2MoeModelTest::test_c"]
+    assert [each["differ"] for each in found.values()] == [[], []]
+    assert suite.rows_of(found)[1:] == [
+        ("mixtral", "1", "1 / 1", "0 / 0", "0 / 0", "0", "3 of 4", "2.0e-07", "4.0e-03"),
+        ("qwen2_moe", "2", "0 / 0", "1 / 1", "1 / 1", "0", "0 of 0", "-", "-"),
+        ("all", "3", "1 / 1", "1 / 1", "1 / 1", "0", "3 of 4", "2.0e-07", "4.0e-03"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("test", "counts", "failed"),
+    [
+        ("test_a", {"subtests passed": 1, "subtests failed": 1, "passed": 1}, 1),
+        ("test_a", {"subtests passed": 1, "subtests skipped": 1, "passed": 1}, 0),
+        ("test_b", {"passed": 1}, 0),
+    ],
+)
+def test_other_outcomes_of_a_suite(
+    test: str, counts: dict[str, int], failed: int, suite: ModuleType
+) -> None:
+    found = suite.summarize(*_sides(suite, **{test: counts}))
+    (changed,) = (each for each in found.values() if each["differ"])
+    assert changed["differ"][0].endswith(test)
+    assert changed["halley"]["failed"] - changed["transformers"]["failed"] == failed
+
+
+def test_test_that_is_not_run_differs(suite: ModuleType) -> None:
+    own, halley = _sides(suite)
+    (name, *_) = halley.outcomes
+    del halley.outcomes[name]
+    assert suite.summarize(own, halley)["mixtral"]["differ"] == [name]
+
+
+def test_results_of_suites_are_those_of_the_document(suite: ModuleType) -> None:
+    results = json.loads(suite.RESULTS.read_text(encoding="ascii"))
+    runs = [run for runs in results.values() for run in runs.values()]
+    assert runs
+    for each in runs:
+        assert set(each["families"]) == set(suite.FAMILIES)
+        assert all(found["differ"] == [] for found in each["families"].values())
+        errors = [found["errors"].get("float32", 0.0) for found in each["families"].values()]
+        assert max(errors) <= suite.MAX_ERROR
+    document = suite.DOCUMENT.read_text(encoding="utf-8")
+    assert suite.render_document(document, results) == document
+
+
+def test_result_of_a_run_is_kept_beside_others(suite: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    result = {"transformers": "5.9.0", "suites": "5.8.0", "strategy": "chunked", "activation": ""}
+    suite.keep({**result, "seconds": 1}, path)
+    suite.keep({**result, "activation": "silu"}, path)
+    suite.keep({**result, "seconds": 2}, path)
+    runs = json.loads(path.read_text())["5.9.0"]
+    assert (list(runs), runs["chunked"]["seconds"]) == (["chunked", "chunked, silu"], 2)
+
+
+def test_version_of_a_checkout_is_read(suite: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="and has no src/transformers"):
+        suite.read_version(tmp_path)
+    for folder in ("src/transformers", "utils", *(f"tests/models/{f}" for f in suite.FAMILIES)):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "conftest.py").touch()
+    (tmp_path / "src" / "transformers" / "__init__.py").write_text('__version__ = "5.9.0"\n')
+    assert suite.read_version(tmp_path) == "5.9.0"
+
+
+def test_plugin_measures_errors(suite: ModuleType) -> None:
+    record = importlib.import_module("transformers_plugin").Record()
+    expected = torch.tensor([1.0, -4.0])
+    record.compare(expected + torch.tensor([0.5, 0.0]), expected)
+    record.compare(expected, expected)
+    record.compare(torch.ones(1), torch.full((1,), torch.nan))  # what is wrong both ways
+    record.compare(expected[:0], expected[:0])
+    assert record.errors == {"": {"float32": 0.125}}
+    record.compare(torch.full((2,), torch.nan), expected)
+    record.compare(expected, expected)
+    assert record.errors == {"": {"float32": math.inf}}
+
+
+def test_plugin_records_outcomes(suite: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "test_any.py").write_text(SUITE)
+    record = tmp_path / "record.json"
+    tests = [tmp_path / "test_any.py"]
+    side = suite.run(Path(sys.executable), tests, tmp_path, options=[], record=record)
+    name = "test_any.py::MixtralTest::test_"
+    assert side.outcomes == {
+        f"{name}fails": {"failed": 1},
+        f"{name}passes": {"subtests passed": 1, "subtests skipped": 1, "passed": 1},
+        f"{name}skips": {"skipped": 1},
+    }
+    assert side.messages == {f"{name}fails": "AssertionError: wrong"}
+    assert (side.calls, side.errors) == ({}, {})
+    with pytest.raises(RuntimeError, match="pytest ended with"):
+        suite.run(Path(sys.executable), [tmp_path / "no.py"], tmp_path, options=[], record=record)
