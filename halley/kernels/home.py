@@ -45,7 +45,8 @@ def wait_for_chunk(
         if (((sources >> peer) & 1) != 0) & came:
             code = failure(_HOME, peer, chunk)
             flag = words + LAYOUT.home + peer * _MAX_CHUNKS + chunk
-            limit_ns = tl.where(peer == rank, _NEVER, timeout_ns)
+            never = tl.full((), _NEVER, tl.int64)
+            limit_ns = tl.where(peer == rank, never, timeout_ns)
             came = wait(flag, epoch, limit_ns, status, host_words, code, "sys")
     return came
 
