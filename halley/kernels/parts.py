@@ -105,7 +105,7 @@ def launch_parts(
             "num_stages": 1 if moves else tile.num_stages,
             "max_registers": move_registers if moves else left // 8 * 8 if tile.beside else None,
             "shares": not both,
-            "overlaps": fused and moves != moves_first,
+            "overlaps": fused and not both and moves != moves_first,
         }
         return LaunchShape(
             num_programs=num_moving if moves else num_multiplying,
