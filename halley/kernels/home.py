@@ -14,7 +14,6 @@ from halley.kernels.status import HOME, ROWS
 _HOME = tl.constexpr(HOME)
 _ROWS = tl.constexpr(ROWS)
 _MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
-_NEVER = tl.constexpr(2**62)  # ns
 
 
 @triton.jit
@@ -37,7 +36,7 @@ def wait_for_chunk(
 ):
     """Wait until all ranks that have sums for this one have sent those of a chunk.
 
-    Without a limit for this rank's own: whoever sends them waits for tiles, and says which.
+    For this rank's own twice as long: whoever sends them waits for tiles, and says first which.
     """
     sources = tl.load(plan + LAYOUT.home_sources)
     came = True
@@ -45,8 +44,7 @@ def wait_for_chunk(
         if (((sources >> peer) & 1) != 0) & came:
             code = failure(_HOME, peer, chunk)
             flag = words + LAYOUT.home + peer * _MAX_CHUNKS + chunk
-            never = tl.full((), _NEVER, tl.int64)
-            limit_ns = tl.where(peer == rank, never, timeout_ns)
+            limit_ns = tl.where(peer == rank, 2 * timeout_ns, timeout_ns)
             came = wait(flag, epoch, limit_ns, status, host_words, code, "sys")
     return came
 
