@@ -1,9 +1,9 @@
 """Where a fused layer's time goes, part by part, and what a knob does to it.
 
 Parts are the launches of the unfused form, by the profiler: plan, fetch, multiply, multiply,
-combine, home, then those of backward. Beside them stand the launches of the fused form and the time
-of whole calls with the host, all medians of the slowest rank. Sets of knobs are separated by a
-slash; a set may be empty, which is the defaults.
+combine (with the sums at home), then those of backward. Beside them stand the launches of the fused
+form and the time of whole calls with the host, all medians of the slowest rank. Sets of knobs are
+separated by a slash; a set may be empty, which is the defaults.
 
     torchrun --nproc-per-node 4 benchmarks/fused_parts.py qwen3-30b-a3b 8192 / up.run=2 / block_m=64
 """

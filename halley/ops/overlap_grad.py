@@ -242,7 +242,7 @@ def _dgrad_combine(
     )
     if not dpre.is_cuda:
         workspace.check()
-    if workspace.knobs.weight.beside:
+    if fused and workspace.knobs.weight.beside:
         workspace.in_flight = (dpre, dweight, topk_idx, dx_TD, dweights_TK)
     return dx_TD, dweights_TK
 
