@@ -75,12 +75,12 @@ def _leave(num_leaving, plan, words, status, host_words, LAYOUT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "num_tokens", "rank", "num_combiners", "num_leaving", "timeout_ns",
+    "num_tokens", "capacity", "rank", "num_combiners", "num_leaving", "timeout_ns",
 ])  # fmt: skip
 def gemm_combine_kernel(
     y_TD, z_RD, plan, a_desc, b_desc, z_desc, home_WTD, home_ptrs_W, words, words_ptrs_W,
     dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-    num_tokens, marks, rank, num_combiners, num_leaving,
+    num_tokens, capacity, marks, rank, num_combiners, num_leaving,
     status, host_words, timeout_ns: tl.int64,
     MULTIPLY: tl.constexpr, COMBINE: tl.constexpr,
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
@@ -99,8 +99,9 @@ def gemm_combine_kernel(
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
     epoch = tl.load(marks + EPOCH)
-    usable = tl.load(plan + LAYOUT.summary + USABLE)
-    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES)
+    usable = tl.load(plan + LAYOUT.summary + USABLE) * (num_tiles * LAYOUT.block_m <= capacity)
+    num_tiles *= usable
     tasks_a_chunk = tl.load(plan + LAYOUT.summary + NUM_SENDS) // _TASK_ROWS * usable
     last_columns: tl.constexpr = num_columns - (num_chunks - 1) * per_chunk
     runs_a_chunk: tl.constexpr = (per_chunk + RUN - 1) // RUN
@@ -234,6 +235,8 @@ def gemm_combine(
         home_ptrs_W: addresses of all ranks' home buffers.
         marks: as for ``make_plan``.
         fused: False runs the three parts one after another.
+
+    A plan with more rows than ``h_RF`` or ``z_RD`` does nothing, as in ``dispatch_gemm``.
     """
     tile = knobs.down
     descs = _describe(h_RF, down_LDF, z_RD, tile, layout, turned=False)
@@ -242,7 +245,8 @@ def gemm_combine(
         _launch(
             shape.num_programs,
             (y_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
-             status, status, status, status, status, y_TD.shape[0], marks, rank,
+             status, status, status, status, status, y_TD.shape[0],
+             min(z_RD.shape[0], h_RF.shape[0]), marks, rank,
              knobs.num_combiners, shape.num_leaving, status, host_words, timeout_ns),
             (multiply, move, *_constants(z_RD, h_RF, 0, tile, layout, knobs)),
             dtypes=(z_RD.dtype,), **shape.options,
@@ -251,6 +255,7 @@ def gemm_combine(
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
         moves_first=False, movers=knobs.combiners_beside,
+        movers_after=knobs.combiners_after,
         move_registers=_COMBINE_REGISTERS // knobs.combiners_beside,
     )  # fmt: skip
 
@@ -305,7 +310,7 @@ def dgrad_combine(
             shape.num_programs,
             (dx_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-             dx_TD.shape[0], marks, rank, knobs.num_combiners, shape.num_leaving,
+             dx_TD.shape[0], dpre_RG.shape[0], marks, rank, knobs.num_combiners, shape.num_leaving,
              status, host_words, timeout_ns),
             (multiply, move,
              *_constants(z_RD, dpre_RG, dweight_RC.shape[1], tile, layout, knobs)),
@@ -315,6 +320,7 @@ def dgrad_combine(
     launch_parts(
         launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
         moves_first=False, movers=knobs.combiners_beside,
+        movers_after=knobs.combiners_after,
         move_registers=_COMBINE_REGISTERS // knobs.combiners_beside,
     )  # fmt: skip
 

@@ -45,6 +45,7 @@ class Knobs:
         movers_alone: programs of a launch that moves rows on each multiprocessor, at least, where
             no tiles are made meanwhile.
         combiners_beside: programs that combine on each multiprocessor beside tiles.
+        combiners_after: more of them, which begin where tiles' programs have ended.
         mover_warps: warps of a program that moves rows.
         num_fetchers: in one launch, programs that fetch until nothing is left to fetch; the others
             fetch their own rank's rows, and more while their next tile is not ready.
@@ -70,6 +71,7 @@ class Knobs:
     weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3, beside=0))
     movers_alone: int = 2
     combiners_beside: int = 1
+    combiners_after: int = 0
     mover_warps: int = 4
     num_fetchers: int = 8
     fetch_elements: int = 2048

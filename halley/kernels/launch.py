@@ -1,13 +1,12 @@
 """Launch a kernel with little work on the host."""
 
-import ctypes
-from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, final
 
 import torch
-from triton.runtime import driver
 
+from halley.kernels.driver import DirectLaunch, current_stream, prefer_shared_memory
 from halley.kernels.switch import INTERPRETED
+from halley.kernels.tape import note_launch
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -27,7 +26,7 @@ class LaunchOptions(TypedDict, total=False):
 
 @final
 class Launcher:
-    """Launches one kernel, past Triton's binder once its constants have been seen.
+    """Launches one kernel, past Triton once its constants have been seen.
 
     The binder looks at every argument of every call to see which binary fits, for longer than a
     small kernel runs. Here constants and dtypes decide alone: the kernels say that they are not to
@@ -39,7 +38,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._runners: dict[tuple[object, ...], Callable[..., None]] = {}
+        self._compiled: dict[tuple[object, ...], DirectLaunch] = {}
 
     def __call__(
         self,
@@ -62,9 +61,10 @@ class Launcher:
             return
         device = torch.cuda.current_device()
         key = (device, num_programs, *options.values(), dtypes, constants)
-        run = self._runners.get(key)
-        if run is not None:
-            run(args, constants)
+        launch = self._compiled.get(key)
+        if launch is not None:
+            launch(current_stream(device), args)
+            note_launch(launch, args)
             return
         limit = options.get("max_registers")
         binary = self.kernel[grid](
@@ -75,39 +75,10 @@ class Launcher:
             launch_pdl=options.get("overlaps", False),
             **({} if limit is None else {"maxnreg": limit}),
         )
-        self._runners[key] = _runner(binary, grid, device)
+        launch = self._compiled[key] = DirectLaunch(binary, num_programs)
+        note_launch(launch, args)
         if options.get("shares"):
-            _prefer_shared_memory(binary.function)
-
-
-def _runner(
-    binary: Any, grid: tuple[int, int, int], device: int
-) -> Callable[[tuple[object, ...], tuple[object, ...]], None]:
-    """Return what launches a compiled kernel as Triton does, but for hooks and look-ups."""
-    launch, function, metadata = binary.run, binary.function, binary.packed_metadata
-    active: Any = driver.active
-    stream_of = active.get_current_stream
-
-    def run(args: tuple[object, ...], constants: tuple[object, ...]) -> None:
-        # Addresses, since Triton asks the driver about every tensor it gets.
-        plain = (arg.data_ptr() if type(arg) is torch.Tensor else arg for arg in args)
-        stream = stream_of(device)
-        launch(*grid, stream, function, metadata, None, None, None, *plain, *constants)
-
-    return run
-
-
-def _prefer_shared_memory(function: int) -> None:
-    """Let a multiprocessor keep as much shared memory as it can while it runs a function.
-
-    It has one division of its memory into cache and shared memory at a time, so that programs which
-    want another wait until it is empty.
-    """
-    carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-    library = ctypes.CDLL("libcuda.so.1")
-    code = library.cuFuncSetAttribute(ctypes.c_void_p(function), carveout, 100)
-    if code:
-        raise RuntimeError(f"cuFuncSetAttribute failed with code {code}")
+            prefer_shared_memory(binary.function)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,7 @@ def launch_parts(
     fused: bool,
     moves_first: bool,
     movers: int,
+    movers_after: int = 0,
     move_registers: int,
 ) -> None:
     """Launch a kernel of which one part multiplies and the other moves rows.
@@ -89,10 +90,13 @@ def launch_parts(
         fused: False runs one part after the other.
         moves_first: whether what multiplies waits for what moves, or the other way round.
         movers: programs of the part that moves on each multiprocessor, beside tiles.
+        movers_after: more of them, which find room when those that multiply have ended.
         move_registers: the most registers of a thread of that part.
     """
     num_multiplying = num_programs * tile.per_sm
-    num_moving = num_programs * (movers if fused else max(movers, knobs.movers_alone))
+    num_moving = num_programs * (
+        movers + movers_after if fused else max(movers, knobs.movers_alone)
+    )
     both = fused and not tile.beside
     num_leaving = num_multiplying + (0 if both else num_moving)
     left = _REGISTERS - movers * move_registers * knobs.mover_warps * _LANES

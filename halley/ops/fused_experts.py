@@ -4,12 +4,15 @@ from typing import Any
 
 import torch
 
-from halley.core.types import Save
+from halley.kernels.tape import Results
 from halley.ops.library import define
-from halley.ops.overlap import dispatch_gemm, fake_dispatch_gemm, gemm_combine
+from halley.ops.overlap import Kept, fake_dispatch_gemm, forward_pass
 from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
+from halley.ops.passes import run_pass
 from halley.ops.turns import end_pass
 from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
+from halley.ops.workspace import rows_with_margin
+from halley.ops.workspaces import find_workspaces
 
 
 def fused_experts(
@@ -21,7 +24,7 @@ def fused_experts(
     *,
     gated: bool,
     fused: bool,
-    save: Save,
+    save: Kept,
     workspaces: int,
     turn: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -42,7 +45,8 @@ def fused_experts(
         fused: False runs the same kernels one part after another.
         save: what is kept for backward, beside the plan. "all" keeps the rows and what the
             activation was made of; "inputs" keeps each row once, however many of its experts are
-            here, and multiplies again; "recompute" keeps none and dispatches again.
+            here, and multiplies again; "recompute" keeps none and dispatches again; "none" has
+            no backward.
         workspaces: handle of the buffers.
         turn: of the workspaces, see ``turns``.
 
@@ -54,6 +58,8 @@ def fused_experts(
         x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces
     )  # fmt: skip
     if turn is None or not torch.compiler.is_compiling():
+        if save == "none":
+            return _forward(*args)[0]
         for weight in (up_LGD, down_LDF):
             _check_main_grad(weight)
         return _FusedExperts.apply(*args, None)  # pyright: ignore[reportReturnType]
@@ -83,15 +89,14 @@ def _forward(
     idx: torch.Tensor,
     gated: bool,
     fused: bool,
-    save: Save,
+    save: Kept,
     workspaces: int,
     turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the output, then the plan, rows and ``pre`` that backward needs."""
-    common = {"fused": fused, "workspaces": workspaces}
-    made = dispatch_gemm(x, idx, weights, up, gated=gated, save=save, **common)
-    y_TD = gemm_combine(made.h_RF, made.plan, down, num_tokens=x.shape[0], **common)
-    return y_TD, made.plan, made.rows, made.pre_RG
+    return forward_pass(
+        x, idx, weights, up, down, gated=gated, fused=fused, save=save, workspaces=workspaces
+    )
 
 
 def _fake(
@@ -102,7 +107,7 @@ def _fake(
     idx: torch.Tensor,
     gated: bool,
     fused: bool,
-    save: Save,
+    save: Kept,
     workspaces: int,
     turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -124,15 +129,79 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
+    gradients = _launch_backward(ctx, dy_TD, *ctx.saved_tensors)
+    if ctx.turn is not None:
+        assert gradients[0] is not None
+        end_pass(ctx.turn, gradients[0])
+    return _finish(ctx, gradients)
+
+
+def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Go backward where no compiler looks, with what an earlier pass launched if that fits."""
     rows, plan, pre_RG, up, down, idx = ctx.saved_tensors
+    owner, top_k = find_workspaces(ctx.common["workspaces"]), idx.shape[1]
+    workspace = owner.of_plan(
+        plan,
+        num_experts=owner.num_experts(up.shape[0]),
+        top_k=top_k,
+        rows=(dy_TD.shape[1], dy_TD.dtype),
+    )
+    buffers = [
+        None if weight is None else weight.main_grad
+        for weight in (ctx.buffered_up, ctx.buffered_down)
+    ]
+    given = tuple(buffer is not None for buffer in buffers)
+    key = ("backward", ctx.gated, ctx.common["fused"], ctx.save, *ctx.needs_input_grad[2:4], *given)
+    if ctx.save == "all":
+        rows, pre_RG = _with_room(rows), _with_room(pre_RG)
+    elif ctx.save == "recompute":
+        num_rows = rows_with_margin(pre_RG.shape[0], block_m=workspace.knobs.block_m)
+        pre_RG = pre_RG.new_empty(num_rows, 0)
+    saved = (rows, plan, pre_RG, up, down, idx)
+    inputs = (dy_TD, *saved, *(buffer for buffer in buffers if buffer is not None))
+    gradients = run_pass(
+        workspace,
+        None if ctx.save == "inputs" else key,  # sends are of another number each time
+        inputs,
+        lambda: _launch_backward(ctx, dy_TD, *saved),
+    )
+    owner.dispatched(workspace, plan)
+    return _finish(ctx, gradients)
+
+
+def _with_room(rows: torch.Tensor) -> torch.Tensor:
+    """Return all rows of a tensor's memory: forward made room for more, in coarser steps.
+
+    Passes of the same sizes are repeated with less work than others.
+    """
+    if rows.storage_offset() or not rows.is_contiguous():
+        return rows
+    num_bytes, num_columns = rows.untyped_storage().nbytes(), rows.shape[1]
+    return rows.as_strided((num_bytes // (num_columns * rows.itemsize), num_columns), rows.stride())
+
+
+def _launch_backward(
+    ctx: Any,
+    dy_TD: torch.Tensor,
+    rows: torch.Tensor,
+    plan: torch.Tensor,
+    pre_RG: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    idx: torch.Tensor,
+) -> Results:
+    """Return the gradients of tokens, of weights in float32, and of both projections.
+
+    None for a projection that wants none or whose buffer it was added to.
+    """
     begin = {"top_k": idx.shape[1], "gated": ctx.gated, "turn": ctx.turn, **ctx.common}
     if ctx.save != "all":
         kept = ctx.save == "inputs"
         rows, pre_RG = dispatch_again(rows, plan, pre_RG, up, kept=kept, **begin)
     made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **begin)
-    dx_TD, dweights_TK = dgrad_combine(made.dpre_RG, plan, made.dweight_RC, up, idx, **ctx.common)
-    if ctx.turn is not None:
-        end_pass(ctx.turn, dx_TD)
+    dpre_RG, weighted_RF, dy_RD, dweight_RC = made
+    dx_TD, dweights_TK = dgrad_combine(dpre_RG, plan, dweight_RC, up, idx, **ctx.common)
+    del made, pre_RG, dweight_RC  # memory goes when it was used last, as where this is repeated
     up_wanted, down_wanted = ctx.needs_input_grad[2:4]
     dup = ddown = None
     place = {
@@ -141,10 +210,21 @@ def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor |
         "workspaces": ctx.common["workspaces"],
     }
     if down_wanted:
-        sides = made.dy_RD, made.weighted_RF
-        ddown = _weight_gradient(ctx.buffered_down, *sides, plan, **place)
+        ddown = _weight_gradient(ctx.buffered_down, dy_RD, weighted_RF, plan, **place)
+    del dy_RD, weighted_RF
     if up_wanted:
-        dup = _weight_gradient(ctx.buffered_up, made.dpre_RG, rows, plan, **place)
+        dup = _weight_gradient(ctx.buffered_up, dpre_RG, rows, plan, **place)
+    return dx_TD, dweights_TK, dup, ddown
+
+
+def _finish(ctx: Any, gradients: Results) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of all inputs, once they are launched."""
+    dx_TD, dweights_TK, dup, ddown = gradients
+    assert dweights_TK is not None
+    wanted = zip((ctx.buffered_up, ctx.buffered_down), ctx.needs_input_grad[2:4], strict=True)
+    for weight, is_wanted in wanted:
+        if weight is not None and is_wanted:
+            weight.grad_added_to_main_grad = True
     return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 6
 
 
@@ -161,7 +241,7 @@ class _FusedExperts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # else it would silently lack what went through the layer
             raise RuntimeError("gradients of fused layers have no gradients: create_graph is True")
-        return _backward(ctx, *gradients)
+        return _backward_pass(ctx, gradients[0])
 
 
 def _weight_gradient(
@@ -180,7 +260,6 @@ def _weight_gradient(
         return weight_gemm(grad_RM, rows_RN, plan, num_experts=num_experts, **place)
     weight: Any = buffered
     add_weight_gemm(weight.main_grad, grad_RM, rows_RN, plan, **place)
-    weight.grad_added_to_main_grad = True
     return None
 
 

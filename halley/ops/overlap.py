@@ -5,6 +5,7 @@
 collective of the ranks. Both name their buffers by the handle of a ``Workspaces``.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -14,7 +15,9 @@ from halley.core.types import Save
 from halley.kernels.dispatch_gemm import dispatch_gemm as launch_dispatch_gemm
 from halley.kernels.gemm_combine import gemm_combine as launch_gemm_combine
 from halley.kernels.plan import make_plan
+from halley.kernels.tape import Results, note_call
 from halley.ops.library import define
+from halley.ops.passes import run_pass
 from halley.ops.workspace import ShapeClass, Workspace
 from halley.ops.workspaces import Workspaces, find_workspaces
 
@@ -114,16 +117,95 @@ def _dispatch_gemm(
 ) -> tuple[torch.Tensor, ...]:
     owner = find_workspaces(workspaces)
     workspace = owner.get(_shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
+    layer0 = partial(_launch_layer0, workspace, x, up, gated=gated, fused=fused, save=save)
 
-    launch = partial(_launch_layer0, workspace, x, up, gated=gated, fused=fused, save=save)
-    results: tuple[torch.Tensor | None, ...] = ()
+    def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int = 0) -> Results:
+        if plan is None:
+            plan = _launch_plan(workspace, x, topk_idx, topk_weights)
+        return (plan, *layer0(plan, num_rows, num_sends)) if num_rows else (plan,)
+
+    num_rows, results = _run_by_plan(workspace, partial(launch, None), launch, save=save)
+    plan, h_RF, rows, pre_RG = results
+    assert plan is not None
+    assert h_RF is not None
+    owner.dispatched(workspace, plan)
+    if save == "all":
+        assert rows is not None
+        assert pre_RG is not None
+        rows, pre_RG = rows[:num_rows], pre_RG[:num_rows]
+    return h_RF[:num_rows], plan, *_or_empty((rows, pre_RG), x, num_rows)
+
+
+def forward_pass(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    gated: bool,
+    fused: bool,
+    save: Kept,
+    workspaces: int,
+) -> tuple[torch.Tensor, ...]:
+    """Run both halves; return the output, then the plan, rows and ``pre`` of ``Dispatched``.
+
+    All is launched before the host reads how many rows there are, so that no half waits for it, and
+    from the second call on without what leads to the launches.
+    """
+    owner = find_workspaces(workspaces)
+    workspace = owner.get(_shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
+
+    def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int = 0) -> Results:
+        if plan is None:
+            plan = _launch_plan(workspace, x, topk_idx, topk_weights)
+        if not num_rows:
+            return (plan,)
+        h_RF, rows, pre_RG = _launch_layer0(
+            workspace, x, up, plan, num_rows, num_sends, gated=gated, fused=fused, save=save
+        )
+        assert h_RF is not None
+        y_TD = x.new_empty(x.shape[0], down.shape[1])
+        _launch_layer1(workspace, h_RF, plan, down, y_TD, fused=fused)
+        return plan, y_TD, *_or_empty((rows, pre_RG), x, num_rows)
+
+    def start(num_rows: int) -> Results:
+        key = ("forward", gated, fused, save, num_rows) if num_rows else None
+        inputs = (x, topk_idx, topk_weights, up, down)
+        return run_pass(workspace, key, inputs, partial(launch, None, num_rows))
+
+    num_rows, results = _run_by_plan(workspace, start, launch, save=save)
+    plan, y_TD, rows, pre_RG = results
+    assert plan is not None
+    assert y_TD is not None
+    assert rows is not None
+    assert pre_RG is not None
+    owner.dispatched(workspace, plan)
+    if not x.is_cuda:  # it has run by now
+        workspace.check()
+    # Of as many rows as the plan, since what is checkpointed must come back in the same shape.
+    return y_TD, plan, rows if save == "inputs" else rows[:num_rows], pre_RG[:num_rows]
+
+
+def _run_by_plan(
+    workspace: Workspace,
+    start: Callable[[int], Results],
+    launch: Callable[[torch.Tensor, int, int], Results],
+    *,
+    save: Kept,
+) -> tuple[int, Results]:
+    """Make a plan and run by it; return how many rows it has, and the results.
+
+    Args:
+        start: makes the plan, and runs in tensors of that many rows at once, unless that is 0. If
+            there are more, nothing is done.
+        launch: runs by the plan, whose numbers of rows and sends it gets.
+    """
     while True:
-        plan = _make_plan(workspace, x, topk_idx, topk_weights)
         # Before the host knows whether all rows fit, so that it reads meanwhile.
         room = workspace.capacity if save == "none" else workspace.expected_rows
-        room = min(room, workspace.capacity)
-        if room and save != "inputs":  # for which sends have no such check
-            results = launch(plan, num_rows=room)
+        room = 0 if save == "inputs" else min(room, workspace.capacity)  # of sends none are checked
+        results = start(room)
         size = workspace.read_plan()
         if not size.wanted_tokens:
             break
@@ -131,18 +213,18 @@ def _dispatch_gemm(
     num_rows = max(size.num_rows, workspace.knobs.block_m)
     if num_rows > workspace.capacity:
         workspace.reserve(num_rows)
-    if num_rows > room:
-        results = ()
-    results = results or launch(plan, num_rows=num_rows, num_sends=size.num_sends)
-    owner.dispatched(workspace, plan)
-    h_RF, rows, pre_RG = results
-    assert h_RF is not None
-    if rows is not None and save == "all":
-        rows = rows[:num_rows]
-    if pre_RG is not None:
-        pre_RG = pre_RG[:num_rows]
-    kept = (h_RF.new_empty(num_rows, 0) if part is None else part for part in (rows, pre_RG))
-    return h_RF[:num_rows], plan, *kept
+    if num_rows <= room:
+        return num_rows, results
+    plan = results[0]
+    assert plan is not None
+    return num_rows, launch(plan, num_rows, size.num_sends)
+
+
+def _or_empty(
+    kept: tuple[torch.Tensor | None, ...], x: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, ...]:
+    """Return what is kept for backward, without columns where nothing is."""
+    return tuple(x.new_empty(num_rows, 0) if part is None else part for part in kept)
 
 
 def _launch_layer0(
@@ -150,9 +232,9 @@ def _launch_layer0(
     x: torch.Tensor,
     up: torch.Tensor,
     plan: torch.Tensor,
-    *,
     num_rows: int,
-    num_sends: int = 0,
+    num_sends: int,
+    *,
     gated: bool,
     fused: bool,
     save: Kept,
@@ -180,7 +262,7 @@ def _launch_layer0(
     return h_RF, x_RD if save == "all" else sends, pre_RG
 
 
-def _make_plan(
+def _launch_plan(
     workspace: Workspace,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -204,7 +286,7 @@ def _make_plan(
         max_rows=workspace.max_rows,
         **workspace.common,
     )
-    workspace.mark_plan()
+    note_call(workspace.mark_plan)
     return plan
 
 
@@ -218,10 +300,25 @@ def _gemm_combine(
 ) -> torch.Tensor:
     workspace = find_workspaces(workspaces).combining(plan)
     y_TD = h.new_empty(num_tokens, down.shape[1])
+    _launch_layer1(workspace, h, plan, down, y_TD, fused=fused)
+    if not h.is_cuda:  # it has run by now
+        workspace.check()
+    return y_TD
+
+
+def _launch_layer1(
+    workspace: Workspace,
+    h_RF: torch.Tensor,
+    plan: torch.Tensor,
+    down: torch.Tensor,
+    y_TD: torch.Tensor,
+    *,
+    fused: bool,
+) -> None:
     launch_gemm_combine(
         y_TD,
         workspace.rows_RD,
-        h,
+        h_RF,
         plan=plan,
         down_LDF=down,
         home_WTD=workspace.home.local,
@@ -235,9 +332,6 @@ def _gemm_combine(
         fused=fused,
         **workspace.common,
     )
-    if not h.is_cuda:  # it has run by now
-        workspace.check()
-    return y_TD
 
 
 def _shape_class(

@@ -1,14 +1,17 @@
 """What fused layers of a shape share: symmetric buffers, scratch, and what the device told."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict, final
+from typing import NamedTuple, TypedDict, final
 
 import torch
 
+from halley.kernels.driver import current_stream
 from halley.kernels.knobs import Knobs
 from halley.kernels.layout import TASK_ROWS, Layout
 from halley.kernels.plan_words import EPOCH, NUM_MARKS
 from halley.kernels.status import STATUS_WORDS, check
+from halley.kernels.tape import Tape
 from halley.symm.heap import AbstractSymmHeap, SymmTensor
 
 
@@ -19,8 +22,7 @@ _ROOM = 1.25  # how much more than was asked for a buffer gets when it grows
 _TOKEN_MULTIPLE = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShapeClass:
+class ShapeClass(NamedTuple):
     """The sizes that decide which layers can share buffers; the same on all ranks."""
 
     hidden_size: int
@@ -97,6 +99,8 @@ class Workspace:
         in_flight: tensors that a launch works on beside which the next may run, kept so that
             nobody gets their memory meanwhile; empty if there is no such launch.
         rows_RD: scratch: rows on their way into the first projection, then out of the second.
+        mark_plan: notes that all work queued up to now makes the plan.
+        tapes: of passes that were run, by what they depend on; see ``ops.passes``.
     """
 
     def __init__(
@@ -124,12 +128,15 @@ class Workspace:
         self._plan_made = torch.cuda.Event() if on_gpu else None
         self._layouts: dict[int, Layout] = {}
         self._last_rows = 0
+        self.tapes: dict[tuple[object, ...], Tape] = {}
         self.in_flight: tuple[torch.Tensor, ...] = ()
         self._buffers = self._allocate(max_tokens)
         balanced = max_tokens * shape.top_k * shape.tp_size
         room = int((max_load or _ROOM) * balanced) + knobs.block_m * self.layout.num_local
         self.rows_RD = self._make_rows(min(room, self.layout.max_tiles * knobs.block_m))
         self.max_rows = self.capacity if max_load else 0
+        event = None if self.max_rows else self._plan_made
+        self.mark_plan: Callable[[], None] = _pass if event is None else event.record
 
     @property
     def layout(self) -> Layout:
@@ -203,12 +210,21 @@ class Workspace:
         """
         self.check()
         self.in_flight = ()
-        if self._stream is not None:
-            stream = torch.cuda.current_stream(self.heap.device)
+        if self._stream is None:
+            return
+        device = self.heap.device
+        if current_stream(device.index) != self._stream.cuda_stream:
+            stream = torch.cuda.current_stream(device)
             # The scratch may still be in use there. A graph is put in order by who replays it.
-            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            if not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._stream)
                 self._stream = stream
+
+    def lasting(self) -> list[torch.Tensor]:
+        """Return all tensors of the workspace; they stay until it grows."""
+        symmetric = self._buffers.symmetric()
+        shared = [part for each in symmetric for part in (each.local, each.ptrs_W)]
+        return [self.status, self.marks, self.host_words, self.rows_RD, *shared]
 
     def check(self) -> None:
         """Raise what a kernel that has run wrote down; does not wait for those that have not.
@@ -219,11 +235,6 @@ class Workspace:
         """
         if self._told[_FAILURE]:
             check(self.host_words, rank=self.heap.rank, timeout_s=self.timeout_s)
-
-    def mark_plan(self) -> None:
-        """Note that all work up to here makes the plan."""
-        if self._plan_made is not None and not self.max_rows:
-            self._plan_made.record()
 
     def read_plan(self) -> PlanSize:
         """Return the size of the plan last made, or with ``max_rows`` what any plan has at most.
@@ -279,12 +290,14 @@ class Workspace:
                 have and may go on with fewer tokens.
         """
         old, self._buffers = self._buffers, self._allocate(roomy_tokens(num_tokens))
+        self.tapes.clear()
         self._free(*old.symmetric())
 
     def reserve(self, num_rows: int) -> None:
         """Make room for more rows; this rank's own affair."""
         most = self.layout.max_tiles * self.knobs.block_m
         self.rows_RD = self._make_rows(max(num_rows, min(int(_ROOM * num_rows), most)))
+        self.tapes.clear()
 
     def _make_rows(self, num_rows: int) -> torch.Tensor:
         block = self.knobs.block_m
@@ -329,9 +342,18 @@ class Workspace:
             self.heap.free(tensor)
 
 
+def _pass() -> None:
+    """Do nothing."""
+
+
 def rows_with_margin(num_rows: int, *, block_m: int) -> int:
-    """Return the rows, of whole tiles, that are made room for where the last plan had that many."""
-    return -(-(num_rows + num_rows // _EXPECTED_MARGIN) // block_m) * block_m
+    """Return the rows, of whole tiles, that are made room for where the last plan had that many.
+
+    In coarse steps: passes of the same sizes are repeated with less work than others.
+    """
+    num_tiles = -(-(num_rows + num_rows // _EXPECTED_MARGIN) // block_m)
+    step = 1 << max(0, (num_tiles // _EXPECTED_MARGIN).bit_length() - 1)
+    return -(-num_tiles // step) * step * block_m
 
 
 def roomy_tokens(num_tokens: int) -> int:

@@ -47,29 +47,31 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
         save: what is kept.
     """
     size, inner_size = shape.itemsize, shape.intermediate_size
-    rows = counts.num_rows * shape.hidden_size * size
-    pre = counts.num_rows * shape.up_size * size
-    activations = counts.num_rows * inner_size * size
-    kept_rows = counts.room_rows * (shape.hidden_size + shape.up_size) * size
+    num_rows = counts.num_rows if save == "inputs" else counts.room_rows
+    rows = num_rows * shape.hidden_size * size
+    pre = num_rows * shape.up_size * size
+    activations = num_rows * inner_size * size
     sends = counts.num_sends * shape.hidden_size * size
     tokens = shape.num_tokens * shape.hidden_size * size
     plan = 4 * counts.plan_words
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
-    weights = num_local * shape.hidden_size * (shape.up_size + inner_size) * size
+    down = num_local * shape.hidden_size * inner_size * size
+    up = num_local * shape.hidden_size * shape.up_size * size
 
-    kept = plan + {"all": kept_rows, "inputs": sends, "recompute": 0}[save]
-    room_rows = counts.num_rows if save == "inputs" else counts.room_rows
-    forward = kept + room_rows * inner_size * size + tokens
-    again = 0 if save == "all" else rows + pre
-    parts = 4 * counts.num_rows * counts.num_parts
-    passing = 4 * counts.num_rows  # routing weights by row; later memory comes in their place
-    gradients = pre + activations + rows + parts  # dpre, weighted activations, dy
+    kept = plan + {"all": rows + pre, "inputs": sends, "recompute": 0}[save]
+    forward = kept + activations + tokens
+    again_rows, again_pre = (0, 0) if save == "all" else (rows, pre)
+    parts = 4 * num_rows * counts.num_parts
+    weights = 4 * num_rows  # routing weights by row
+    begun = kept + tokens + again_rows  # until the end
     results = tokens + 4 * shape.num_tokens * shape.top_k
-    backward = kept + tokens + again + gradients
+    dispatched = begun + again_pre + pre + activations + rows + parts  # dpre, weighted, dy
     peak = max(
         forward,
-        kept + tokens + again + (activations if again else 0),
-        backward + passing,
-        backward + results + weights,
+        begun + again_pre + (0 if save == "all" else activations),
+        dispatched + weights,
+        dispatched + results,
+        dispatched - again_pre + results + down,
+        begun + pre + parts + results + down + up,
     )
     return LayerMemory(kept=kept, peak=peak)

@@ -19,8 +19,6 @@ from halley.cost.simulate import Task
 from halley.kernels.layout import MAX_CHUNKS
 from halley.kernels.switch import INTERPRETED
 from halley.ops.fused_experts import fused_experts
-from halley.ops.overlap import dispatch_gemm, gemm_combine
-from halley.ops.turns import end_pass
 from halley.ops.workspaces import Workspaces
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
 from halley.strategies.sketch import fused_tasks
@@ -44,7 +42,7 @@ class FusedStrategy(AbstractStrategy):
     Args:
         workspaces: the buffers, made for the ranks over which the experts are spread. Strategies
             with the same ones share memory; calls of those take turns.
-        recorder: marks the two halves. What they wait for peers is inside them.
+        recorder: marks the layer. What it waits for peers is inside.
         fused: False runs the same kernels one part after another, bit for bit the same: what
             fusing gains, with all else equal.
         save: what is kept for backward, see ``ops.fused_experts``.
@@ -71,47 +69,20 @@ class FusedStrategy(AbstractStrategy):
         return "halley"
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        num_tokens, idx_TK, weights_TK = x_TD.shape[0], routing.topk_idx_TK, routing.topk_weights_TK
         self._check(x_TD, routing, experts)
-        handle, turn = self.workspaces.handle, self.workspaces.turn
-        gated = experts.activation == "swiglu"
-        if wants_gradients(x_TD, routing, experts):
-            with self.recorder.span("fused_experts"):
-                return fused_experts(
-                    x_TD,
-                    idx_TK,
-                    weights_TK,
-                    experts.up_LGD,
-                    experts.down_LDF,
-                    gated=gated,
-                    fused=self.fused,
-                    save=self.save,
-                    workspaces=handle,
-                    turn=turn,
-                )
-        with self.recorder.span("dispatch_gemm"):
-            made = dispatch_gemm(
+        with self.recorder.span("fused_experts"):
+            return fused_experts(
                 x_TD,
-                idx_TK,
-                weights_TK,
+                routing.topk_idx_TK,
+                routing.topk_weights_TK,
                 experts.up_LGD,
-                gated=gated,
-                fused=self.fused,
-                workspaces=handle,
-                turn=turn,
-            )
-        with self.recorder.span("gemm_combine"):
-            y_TD = gemm_combine(
-                made.h_RF,
-                made.plan,
                 experts.down_LDF,
-                num_tokens=num_tokens,
+                gated=experts.activation == "swiglu",
                 fused=self.fused,
-                workspaces=handle,
+                save=self.save if wants_gradients(x_TD, routing, experts) else "none",
+                workspaces=self.workspaces.handle,
+                turn=self.workspaces.turn,
             )
-        if torch.compiler.is_compiling():
-            end_pass(turn, y_TD)
-        return y_TD
 
     def _check(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
         """Check the inputs; where that reads no values, only if their sizes or dtypes are new."""

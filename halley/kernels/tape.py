@@ -1,0 +1,193 @@
+"""Repeat the launches of a pass with other tensors, with little work on the host.
+
+The launches of a pass differ from call to call in the addresses of its tensors alone, as long as
+their sizes stay. What leads to them is Python, which takes longer than small kernels run: it runs
+once, and a tape keeps what it launched. On a CPU every pass runs as it is written.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from halley.kernels.driver import DirectLaunch
+
+
+Results: TypeAlias = Sequence[torch.Tensor | None]
+_Range: TypeAlias = tuple[int, int]  # of addresses: first, number of bytes
+_recording = threading.local()
+
+
+def note_launch(launch: DirectLaunch, args: tuple[object, ...]) -> None:
+    """Keep a launch that was made, if the pass of this thread is recorded."""
+    steps = getattr(_recording, "steps", None)
+    if steps is not None:
+        steps.append((launch, args))
+
+
+def note_call(call: Callable[[], None]) -> None:
+    """Call something on the host amid the launches, now and whenever they are repeated."""
+    steps = getattr(_recording, "steps", None)
+    if steps is not None:
+        steps.append(call)
+    call()
+
+
+def record(
+    run: Callable[[], Results], inputs: Sequence[torch.Tensor], lasting: Iterable[torch.Tensor]
+) -> tuple[Results, "Tape"]:
+    """Run a pass; return its outputs and the tape of its launches.
+
+    Args:
+        run: the pass. All it does on the device are launches of this package's kernels.
+        inputs: the tensors that it gets, contiguous and on multiples of 16 bytes.
+        lasting: the other tensors that outlive the tape, at their places. All else that is
+            launched on is made by the pass.
+    """
+    steps: list[Any] = []
+    _recording.steps = steps
+    try:
+        outputs = run()
+    finally:
+        _recording.steps = None
+    return outputs, Tape(steps, inputs, lasting, outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A tensor that the pass makes."""
+
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """One launch: what it gets, and which of that depends on the address of which tensor.
+
+    Attributes:
+        makes: tensors that it is the first to use.
+        ends: slots of tensors that it is the last to use, of those that are no outputs.
+        addresses: place among the values, slot of the tensor, offset in bytes.
+        maps: the same for maps of tensor memory, then index and descriptor of the argument.
+    """
+
+    launch: DirectLaunch
+    values: list[Any]
+    makes: list[_Made] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    addresses: list[tuple[int, int, int]] = field(default_factory=list)
+    maps: list[tuple[int, int, int, int, TensorDescriptor]] = field(default_factory=list)
+
+
+@final
+class Tape:
+    """The launches of one pass, for tensors of the same sizes; see ``record``.
+
+    Args:
+        steps: launches with their arguments, and calls, in order.
+        inputs, lasting, outputs: of the pass that was recorded.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Any],
+        inputs: Sequence[torch.Tensor],
+        lasting: Iterable[torch.Tensor],
+        outputs: Results,
+    ) -> None:
+        self._lock = threading.Lock()  # values are changed in place
+        self._num_inputs = len(inputs)
+        self._slots = [_range_of(tensor) for tensor in inputs]
+        self._lasting = [_range_of(tensor) for tensor in lasting]
+        self._unused: list[_Made] = []  # outputs that no launch has used yet
+        self._output_slots: list[int | None] = []
+        for tensor in outputs:
+            self._output_slots.append(None if tensor is None else len(self._slots))
+            if tensor is not None:
+                self._unused.append(self._add(tensor))
+        self._steps = [self._keep(*s) if isinstance(s, tuple) else s for s in steps]
+        self._find_ends()
+
+    def repeat(self, stream: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Launch the pass on other inputs of the same sizes; return its outputs."""
+        made: dict[int | None, torch.Tensor | None] = {None: None}
+        with self._lock:
+            at = [tensor.data_ptr() for tensor in inputs]
+            at += [0] * (len(self._slots) - self._num_inputs)
+            for step in self._steps:
+                if not isinstance(step, _Launch):
+                    step()
+                    continue
+                for each in step.makes:
+                    tensor = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+                    made[each.slot], at[each.slot] = tensor, tensor.data_ptr()
+                values = step.values
+                for place, slot, offset in step.addresses:
+                    values[place] = at[slot] + offset
+                for place, slot, offset, index, desc in step.maps:
+                    values[place] = step.launch.map_at(index, desc, at[slot] + offset)
+                step.launch.launch(stream, values)
+                for slot in step.ends:
+                    del made[slot]
+        for each in self._unused:
+            made[each.slot] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        return [made[slot] for slot in self._output_slots]
+
+    def _add(self, tensor: torch.Tensor) -> _Made:
+        self._slots.append(_range_of(tensor))
+        shape, slot = tuple(tensor.shape), len(self._slots) - 1
+        return _Made(slot=slot, shape=shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _keep(self, launch: DirectLaunch, args: tuple[object, ...]) -> _Launch:
+        step = _Launch(launch=launch, values=[])
+        for index, arg in enumerate(args):
+            place = len(step.values)
+            step.values.extend(launch.flatten(index, arg))
+            if isinstance(arg, int):
+                continue
+            tensor: Any = arg.base if isinstance(arg, TensorDescriptor) else arg
+            if tensor.numel() == 0 or _find(tensor, self._lasting) is not None:
+                continue
+            slot = _find(tensor, self._slots)
+            if slot is None:
+                step.makes.append(self._add(tensor))
+                slot = step.makes[-1].slot
+            step.makes.extend(each for each in self._unused if each.slot == slot)
+            self._unused = [each for each in self._unused if each.slot != slot]
+            offset = tensor.data_ptr() - self._slots[slot][0]
+            if isinstance(arg, TensorDescriptor):
+                desc = object.__new__(TensorDescriptor)
+                desc.__dict__.update(arg.__dict__, base=None)  # lest the tape keep its memory
+                step.maps.append((place, slot, offset, index, desc))
+            else:
+                step.addresses.append((place, slot, offset))
+        return step
+
+    def _find_ends(self) -> None:
+        lasts: dict[int, _Launch] = {}
+        for step in self._steps:
+            if isinstance(step, _Launch):
+                used = [each[1] for each in (*step.addresses, *step.maps)]
+                lasts.update(dict.fromkeys(used, step))
+        for slot, step in lasts.items():
+            if slot >= self._num_inputs and slot not in self._output_slots:
+                step.ends.append(slot)
+
+
+def _range_of(tensor: torch.Tensor) -> _Range:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _find(tensor: torch.Tensor, ranges: Sequence[_Range]) -> int | None:
+    """Return the range in which a tensor lies."""
+    begin, num_bytes = _range_of(tensor)
+    for index, (first, size) in enumerate(ranges):
+        if first <= begin and begin + num_bytes <= first + size:
+            return index
+    return None

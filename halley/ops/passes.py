@@ -1,0 +1,46 @@
+"""Passes through the buffers of a workspace, repeated from tapes where that is possible."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from halley.kernels.driver import current_stream
+from halley.kernels.switch import INTERPRETED
+from halley.kernels.tape import Results, record
+from halley.ops.workspace import Workspace
+
+
+_MOST_TAPES = 64
+_ALIGNMENT = 16  # bytes; where tensors begin otherwise, launchers work on copies
+
+
+def run_pass(
+    workspace: Workspace,
+    key: tuple[object, ...] | None,
+    inputs: Sequence[torch.Tensor],
+    run: Callable[[], Results],
+) -> Results:
+    """Run a pass, or repeat what it launched on tensors of the same sizes before.
+
+    Args:
+        workspace: whose buffers it uses.
+        key: what else its launches depend on; None runs it as it is written.
+        inputs: its tensors but those of the workspace.
+        run: the pass, see ``kernels.tape``; begins one in the workspace.
+    """
+    if INTERPRETED or key is None or not all(_can_repeat(tensor) for tensor in inputs):
+        return run()
+    key = (*key, *((tensor.shape, tensor.dtype) for tensor in inputs))
+    tape = workspace.tapes.get(key)
+    if tape is not None:
+        workspace.begin()
+        return tape.repeat(current_stream(inputs[0].device.index), inputs)
+    results, tape = record(run, inputs, workspace.lasting())
+    if len(workspace.tapes) == _MOST_TAPES:
+        workspace.tapes.clear()
+    workspace.tapes[key] = tape
+    return results
+
+
+def _can_repeat(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
