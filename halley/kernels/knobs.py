@@ -71,13 +71,13 @@ class Knobs:
     weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3, beside=0))
     movers_alone: int = 2
     combiners_beside: int = 1
-    combiners_after: int = 0
+    combiners_after: int = 3
     mover_warps: int = 4
     num_fetchers: int = 8
     fetch_elements: int = 2048
     num_combiners: int = 48
-    combine_rows: int = 8
-    combine_stages: int = 5
+    combine_rows: int = 4
+    combine_stages: int = 1
     chunk_columns: int = 512
     home_rows: int = 4
     link_bytes_per_us: int = 0

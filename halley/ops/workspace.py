@@ -1,6 +1,5 @@
 """What fused layers of a shape share: symmetric buffers, scratch, and what the device told."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict, final
 
@@ -61,6 +60,18 @@ class PlanSize:
     num_rows: int
     num_sends: int
     wanted_tokens: int
+
+
+@dataclass
+class _Mark:
+    """Records an event on a stream, if there is one; torch takes 20 us to find the stream."""
+
+    event: torch.cuda.Event | None
+    stream: torch.cuda.Stream | None
+
+    def __call__(self) -> None:
+        if self.event is not None:
+            self.event.record(self.stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +146,7 @@ class Workspace:
         room = int((max_load or _ROOM) * balanced) + knobs.block_m * self.layout.num_local
         self.rows_RD = self._make_rows(min(room, self.layout.max_tiles * knobs.block_m))
         self.max_rows = self.capacity if max_load else 0
-        event = None if self.max_rows else self._plan_made
-        self.mark_plan: Callable[[], None] = _pass if event is None else event.record
+        self.mark_plan = _Mark(None if self.max_rows else self._plan_made, self._stream)
 
     @property
     def layout(self) -> Layout:
@@ -218,7 +228,7 @@ class Workspace:
             # The scratch may still be in use there. A graph is put in order by who replays it.
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._stream)
-                self._stream = stream
+                self._stream = self.mark_plan.stream = stream
 
     def lasting(self) -> list[torch.Tensor]:
         """Return all tensors of the workspace; they stay until it grows."""
@@ -340,10 +350,6 @@ class Workspace:
     def _free(self, *tensors: SymmTensor) -> None:
         for tensor in tensors:
             self.heap.free(tensor)
-
-
-def _pass() -> None:
-    """Do nothing."""
 
 
 def rows_with_margin(num_rows: int, *, block_m: int) -> int:

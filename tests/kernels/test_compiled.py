@@ -8,6 +8,7 @@ the launchers on tensors without memory and compiles what they would launch.
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels import dispatch_gemm, gemm_combine, plan, stage, weight_gemm
+from halley.kernels.driver import lay_out
 from halley.kernels.knobs import Knobs
 from halley.kernels.layout import Layout
 from halley.kernels.plan_words import NUM_MARKS
@@ -58,6 +60,7 @@ class Compiled:
     """What the compiler made of a kernel."""
 
     ptx: str
+    types: list[str]
     num_warps: int
     num_registers: int
     num_spilled_bytes: int
@@ -198,6 +201,7 @@ def _compile(kernel: Any, args: Any, constants: Any, options: Any) -> dict[str, 
     assert registers is not None
     return {
         "ptx": binary.asm["ptx"],
+        "types": types,
         "num_warps": binary.metadata.num_warps,
         "num_registers": int(registers[1]),
         "num_spilled_bytes": int(spilled[1]),
@@ -273,6 +277,7 @@ def test_what_the_compiler_makes_of_the_kernels(model: str) -> None:
         if not name.startswith("weight_gemm") and not name.endswith(".multiply"):
             _check_copies(name, kernel)
         assert find_unguarded_releases(kernel.lines()) == [], name
+        _check_parameters(name, kernel)
     for name in FUSED:
         _check_tiles(name, compiled[f"{name}.multiply"])
         _check_room(name, compiled[f"{name}.multiply"], compiled[f"{name}.move"])
@@ -289,6 +294,18 @@ def _check_resources(name: str, kernel: Compiled) -> None:
     assert kernel.num_spilled_bytes <= SPILLED_BYTES.get(name, 0), name
     assert not kernel.is_serialized, name
     assert kernel.num_shared_bytes <= MAX_SHARED_BYTES, name
+
+
+def _check_parameters(name: str, kernel: Compiled) -> None:
+    """What is packed for a launch has the sizes that the kernel reads."""
+    found = re.findall(
+        r"\.param (?:\.align \d+ )?\.(\w+)[^\n]*_param_\d+(?:\[(\d+)\])?", kernel.ptx
+    )
+    sizes = [int(count or 1) * int(kind[1:]) // 8 for kind, count in found]
+    packer, offsets = lay_out(kernel.types)
+    codes = re.findall(r"(\d*)([siqQb])", packer.format)
+    assert [struct.calcsize(f"={count}{code}") for count, code in codes] == sizes, name
+    assert len(offsets) == len(sizes), name
 
 
 def _check_room(name: str, multiply: Compiled, move: Compiled) -> None:
