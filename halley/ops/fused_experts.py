@@ -1,17 +1,19 @@
 """A fused layer with its gradients: which operators run, and what is kept between them."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from halley.core.types import Save
 from halley.kernels.tape import Results
 from halley.ops.library import define
 from halley.ops.overlap import Kept, fake_dispatch_gemm, forward_pass
 from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
-from halley.ops.passes import run_pass
+from halley.ops.passes import can_repeat, run_pass
 from halley.ops.turns import end_pass
 from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
-from halley.ops.workspace import rows_with_margin
+from halley.ops.workspace import Workspace, rows_with_margin
 from halley.ops.workspaces import find_workspaces
 
 
@@ -138,46 +140,55 @@ def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor |
 
 def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Go backward where no compiler looks, with what an earlier pass launched if that fits."""
-    rows, plan, pre_RG, up, down, idx = ctx.saved_tensors
-    owner, top_k = find_workspaces(ctx.common["workspaces"]), idx.shape[1]
+    saved = ctx.saved_tensors
+    _, plan, pre_RG, up, down, idx = saved
+    owner = find_workspaces(ctx.common["workspaces"])
     workspace = owner.of_plan(
         plan,
         num_experts=owner.num_experts(up.shape[0]),
-        top_k=top_k,
+        top_k=idx.shape[1],
         rows=(dy_TD.shape[1], dy_TD.dtype),
     )
     buffers = [
-        None if weight is None else weight.main_grad
-        for weight in (ctx.buffered_up, ctx.buffered_down)
+        weight.main_grad for weight in (ctx.buffered_up, ctx.buffered_down) if weight is not None
     ]
-    given = tuple(buffer is not None for buffer in buffers)
-    key = ("backward", ctx.gated, ctx.common["fused"], ctx.save, *ctx.needs_input_grad[2:4], *given)
-    if ctx.save == "all":
-        rows, pre_RG = _with_room(rows), _with_room(pre_RG)
-    elif ctx.save == "recompute":
-        num_rows = rows_with_margin(pre_RG.shape[0], block_m=workspace.knobs.block_m)
-        pre_RG = pre_RG.new_empty(num_rows, 0)
-    saved = (rows, plan, pre_RG, up, down, idx)
-    inputs = (dy_TD, *saved, *(buffer for buffer in buffers if buffer is not None))
-    gradients = run_pass(
-        workspace,
-        None if ctx.save == "inputs" else key,  # sends are of another number each time
-        inputs,
-        lambda: _launch_backward(ctx, dy_TD, *saved),
-    )
+    num_rows = _num_rows(ctx.save, saved[0], pre_RG, workspace)
+    key = None
+    # Sends are of another number each time.
+    if ctx.save != "inputs" and can_repeat(dy_TD, *saved, *buffers):
+        key = (
+            "backward", ctx.gated, ctx.common["fused"], ctx.save, *ctx.needs_input_grad[2:4],
+            ctx.buffered_up is None, ctx.buffered_down is None, *(b.dtype for b in buffers),
+            num_rows, plan.shape, dy_TD.shape, dy_TD.dtype, up.shape, down.shape, idx.dtype,
+        )  # fmt: skip
+    inputs = (dy_TD, *saved, *buffers)
+    run = partial(_launch_with_room, ctx, dy_TD, saved, num_rows)
+    gradients = run_pass(workspace, key, inputs, run)
     owner.dispatched(workspace, plan)
     return _finish(ctx, gradients)
 
 
-def _with_room(rows: torch.Tensor) -> torch.Tensor:
-    """Return all rows of a tensor's memory: forward made room for more, in coarser steps.
+def _num_rows(save: Save, rows: torch.Tensor, pre_RG: torch.Tensor, workspace: Workspace) -> int:
+    """Return for how many rows backward makes room.
 
-    Passes of the same sizes are repeated with less work than others.
+    As many as forward did, which are more than there are but change less from pass to pass: what
+    is kept shows those that there are, at the begin of its memory.
     """
-    if rows.storage_offset() or not rows.is_contiguous():
-        return rows
-    num_bytes, num_columns = rows.untyped_storage().nbytes(), rows.shape[1]
-    return rows.as_strided((num_bytes // (num_columns * rows.itemsize), num_columns), rows.stride())
+    if save == "all" and rows.storage_offset() == 0:
+        return rows.untyped_storage().nbytes() // (rows.shape[1] * rows.itemsize)
+    if save == "recompute":
+        return rows_with_margin(pre_RG.shape[0], block_m=workspace.knobs.block_m)
+    return pre_RG.shape[0]
+
+
+def _launch_with_room(
+    ctx: Any, dy_TD: torch.Tensor, saved: tuple[torch.Tensor, ...], num_rows: int
+) -> Results:
+    rows, plan, pre_RG, *others = saved
+    if ctx.save == "all":
+        rows = rows.as_strided((num_rows, rows.shape[1]), rows.stride())
+    pre_RG = pre_RG.as_strided((num_rows, pre_RG.shape[1]), pre_RG.stride())
+    return _launch_backward(ctx, dy_TD, rows, plan, pre_RG, *others)
 
 
 def _launch_backward(

@@ -17,7 +17,7 @@ from halley.kernels.gemm_combine import gemm_combine as launch_gemm_combine
 from halley.kernels.plan import make_plan
 from halley.kernels.tape import Results, note_call
 from halley.ops.library import define
-from halley.ops.passes import run_pass
+from halley.ops.passes import can_repeat, run_pass
 from halley.ops.workspace import ShapeClass, Workspace
 from halley.ops.workspaces import Workspaces, find_workspaces
 
@@ -170,7 +170,12 @@ def forward_pass(
         return plan, y_TD, *_or_empty((rows, pre_RG), x, num_rows)
 
     def start(num_rows: int) -> Results:
-        key = ("forward", gated, fused, save, num_rows) if num_rows else None
+        key = None
+        if num_rows and can_repeat(x, topk_idx, topk_weights):
+            key = (
+                "forward", gated, fused, save, num_rows, x.shape, x.dtype, topk_idx.dtype,
+                topk_weights.dtype, up.shape, down.shape,
+            )  # fmt: skip
         inputs = (x, topk_idx, topk_weights, up, down)
         return run_pass(workspace, key, inputs, partial(launch, None, num_rows))
 

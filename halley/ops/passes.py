@@ -24,13 +24,13 @@ def run_pass(
 
     Args:
         workspace: whose buffers it uses.
-        key: what else its launches depend on; None runs it as it is written.
+        key: all that its launches depend on but addresses, sizes and dtypes of the inputs included;
+            None runs it as it is written.
         inputs: its tensors but those of the workspace.
         run: the pass, see ``kernels.tape``; begins one in the workspace.
     """
-    if INTERPRETED or key is None or not all(_can_repeat(tensor) for tensor in inputs):
+    if INTERPRETED or key is None:
         return run()
-    key = (*key, *((tensor.shape, tensor.dtype) for tensor in inputs))
     tape = workspace.tapes.get(key)
     if tape is not None:
         workspace.begin()
@@ -42,5 +42,9 @@ def run_pass(
     return results
 
 
-def _can_repeat(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
+def can_repeat(*tensors: torch.Tensor) -> bool:
+    """Return whether launchers work on these tensors themselves, not on copies."""
+    for tensor in tensors:
+        if tensor.data_ptr() % _ALIGNMENT or not tensor.is_contiguous():
+            return False
+    return True

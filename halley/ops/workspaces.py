@@ -102,6 +102,7 @@ class Workspaces:
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._heap: AbstractSymmHeap | None = None
         self._by_shape: dict[ShapeClass, Workspace] = {}
+        self._by_plan: dict[tuple[object, ...], Workspace] = {}
         self._last: Workspace | None = None
         self._plan: int | None = None  # the address of the last plan
         self._overtaken: deque[int] = deque(maxlen=64)
@@ -141,10 +142,15 @@ class Workspaces:
         Raises:
             RuntimeError: there is none any more.
         """
+        key = (plan.shape[0], num_experts, top_k, rows)
+        found = self._by_plan.get(key)
+        if found is not None:
+            return found
         for shape, workspace in self._by_shape.items():
             has_routing = (shape.num_experts, shape.top_k) == (num_experts, top_k)
             has_rows = rows is None or rows == (shape.hidden_size, shape.dtype)
             if has_routing and has_rows and workspace.made(plan):
+                self._by_plan[key] = workspace
                 return workspace
         raise RuntimeError("the workspaces of this plan were closed before its backward")
 
@@ -181,6 +187,7 @@ class Workspaces:
     def close(self) -> None:
         """Give all memory back; a collective. The next call of a layer makes new workspaces."""
         self._by_shape.clear()
+        self._by_plan.clear()
         self._last = self._plan = None
         self._overtaken.clear()
         heap, self._heap = self._heap, None
