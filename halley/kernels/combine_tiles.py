@@ -1,16 +1,24 @@
 # Kernels are Triton, which only looks like Python to a type checker.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""The tiles of gemm_combine, chunk by chunk of columns, and how they are counted."""
+"""The tiles of gemm_combine, chunk by chunk of columns, and which of them sums wait for.
+
+Within a chunk tiles are counted by groups of experts. Those of a group are begun after those of the
+groups before it, and sends are combined in the order of their last group: while the tiles of the
+next are made, and not only while those of the next chunk are.
+"""
 
 import triton
 import triton.language as tl
 
+from halley.kernels.layout import TASK_ROWS
 from halley.kernels.peer import wait_bulk_stores
+from halley.kernels.publish import group_of
 from halley.kernels.tiles import multiply_step, multiply_tile, tile_of
 
 
-_MAX_RUN = tl.constexpr(1024)  # more tiles than a run has: chunk and tiles fit one word
+_MAX_RUN = tl.constexpr(1024)  # more tiles than a run has: counter and tiles fit one word
+_TASK_ROWS = tl.constexpr(TASK_ROWS)
 
 
 @triton.jit
@@ -57,14 +65,42 @@ def multiply_tiles(
             if step % STEPS == STEPS - 1:
                 z_desc.store([row, column], acc.to(z_desc.dtype))
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    return chunk * _MAX_RUN + columns
+    return (chunk * LAYOUT.num_groups + group_of(expert, LAYOUT)) * _MAX_RUN + columns
 
 
 @triton.jit
 def count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Count the tiles that this program stored last for their chunk, if there are any."""
+    """Count the tiles that this program stored last for chunk and group, if there are any."""
     if pending > 0:
         wait_bulk_stores()
         tl.debug_barrier()
         done = plan + LAYOUT.chunk_done + pending // _MAX_RUN
         tl.atomic_add(done, pending % _MAX_RUN, sem="release", scope="gpu")
+
+
+@triton.jit
+def nth_task(within, num_tasks, plan, LAYOUT: tl.constexpr):
+    """Return the task of a chunk that is taken as the ``within``-th.
+
+    This rank's own are spread evenly among those of others, so that the link always has work.
+    """
+    num_others = tl.load(plan + LAYOUT.own_begin + LAYOUT.num_local) // _TASK_ROWS
+    num_own = num_tasks - num_others
+    own = within.to(tl.int64) * num_own // num_tasks
+    is_own = (within + 1).to(tl.int64) * num_own // num_tasks > own
+    own = own.to(tl.int32)
+    return tl.where(is_own, num_others + own, within - own)
+
+
+@triton.jit
+def groups_of_task(task, plan, LAYOUT: tl.constexpr):
+    """Return how many groups of experts, from the first, have rows of the task's sends."""
+    group = tl.arange(0, LAYOUT.num_groups)
+    first = task * _TASK_ROWS
+    is_own = first >= tl.load(plan + LAYOUT.own_begin + LAYOUT.num_local)
+    begins = tl.where(is_own, LAYOUT.own_begin, LAYOUT.other_begin)
+    counts = tl.where(is_own, LAYOUT.own_sends, LAYOUT.other_sends)
+    begin = tl.load(plan + begins + LAYOUT.num_local + group)
+    count = tl.load(plan + counts + LAYOUT.num_local + group)
+    has = (count > 0) & (begin < first + _TASK_ROWS)
+    return tl.max(tl.where(has, group + 1, 0), axis=0)

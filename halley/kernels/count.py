@@ -18,7 +18,7 @@ from halley.kernels.plan_words import (
     USABLE,
     base_of,
 )
-from halley.kernels.publish import call_of, record_of
+from halley.kernels.publish import call_of, group_of, record_of
 from halley.kernels.status import ORDER, PLAN, ROWS, TOKENS
 
 
@@ -89,17 +89,20 @@ def _lay_out(
     first = tl.cumsum(tiles, axis=0) - tiles
     num_tiles = tl.sum(tiles, axis=0)
     tl.store(plan + LAYOUT.expert_begin + local, first * LAYOUT.block_m, mask=real)
+    for group in range(LAYOUT.num_groups):
+        inside = real & (group_of(local, LAYOUT) == group)
+        tl.store(plan + LAYOUT.group_tiles + group, tl.sum(tl.where(inside, tiles, 0), axis=0))
     fetch_origins: tl.constexpr = LAYOUT.fetch_origin
     own = _begin_sends(LAYOUT.own_sends, LAYOUT.own_begin, local, real, 0, fetch_origins, plan)
     end = _begin_sends(
         LAYOUT.other_sends, LAYOUT.other_begin, local, real, own, fetch_origins, plan
     )
-    kind = tl.arange(0, LAYOUT.padded_k)
-    real = kind < LAYOUT.top_k
-    kind += LAYOUT.num_local
+    group = tl.arange(0, LAYOUT.num_groups)
+    real = group >= 0
+    group += LAYOUT.num_local
     sum_origins: tl.constexpr = LAYOUT.sum_origin
-    other = _begin_sends(LAYOUT.other_sends, LAYOUT.other_begin, kind, real, 0, sum_origins, plan)
-    _begin_sends(LAYOUT.own_sends, LAYOUT.own_begin, kind, real, other, sum_origins, plan)
+    other = _begin_sends(LAYOUT.other_sends, LAYOUT.other_begin, group, real, 0, sum_origins, plan)
+    _begin_sends(LAYOUT.own_sends, LAYOUT.own_begin, group, real, other, sum_origins, plan)
     num_rows = num_tiles * LAYOUT.block_m
     if (max_rows > 0) & (num_rows > max_rows):
         usable *= 0
@@ -114,9 +117,8 @@ def _lay_out(
     tl.store(host_words + 3, end.to(tl.int64))
     tl.store(plan + LAYOUT.home_sources, 0)
     tl.store(plan + LAYOUT.tickets + tl.arange(0, _NUM_TICKETS), 0)
-    chunk = tl.arange(0, _MAX_CHUNKS)
-    tl.store(plan + LAYOUT.chunk_done + chunk, 0)
-    tl.store(plan + LAYOUT.chunk_sent + chunk, 0)
+    tl.store(plan + LAYOUT.chunk_done + tl.arange(0, _MAX_CHUNKS * LAYOUT.num_groups), 0)
+    tl.store(plan + LAYOUT.chunk_sent + tl.arange(0, _MAX_CHUNKS), 0)
     return num_rows
 
 

@@ -7,9 +7,9 @@ Forward, rows of the activation are multiplied by the down projection and weight
 Backward, rows of gradients are multiplied by the up projection, turned, and only summed; the
 gradients of the routing weights go home beside them: the same kernel.
 
-Tiles go columns first, in chunks; when all rows of a chunk stand, the rows of each (token, source
-rank) are weighted, summed in float32 and stored in the home buffer of the token's rank; when the
-last of a chunk is sent, a flag goes after it, and home adds up what its ranks sent. All three kinds
+Tiles go columns first, in chunks; when the rows of a (token, source rank) stand in a chunk, they
+are weighted, summed in float32 and stored in the home buffer of the token's rank; when the last of
+a chunk is sent, a flag goes after it, and home adds up what its ranks sent. All three kinds
 of work are taken by atomic tickets, by persistent programs: tiles in one launch, the rest in
 another beside it (``kernels.parts``), or all in one. Programs wait for tiles that were taken
 before, and for ranks that obey the same rule.
@@ -23,7 +23,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels.combine import combine_task, count_sent, send_weight_gradients
-from halley.kernels.combine_tiles import count_tiles, multiply_tiles
+from halley.kernels.combine_tiles import (
+    count_tiles,
+    groups_of_task,
+    multiply_tiles,
+    nth_task,
+)
 from halley.kernels.home import (
     chunk_came,
     look_for_overflow,
@@ -59,9 +64,8 @@ def _reset(plan, LAYOUT: tl.constexpr):
     tl.store(tickets + _TASK_TICKET, 0)
     tl.store(tickets + _HOME_TICKET, 0)
     tl.store(tickets + _EXITED, 0)
-    chunk = tl.arange(0, _MAX_CHUNKS)
-    tl.store(plan + LAYOUT.chunk_done + chunk, 0)
-    tl.store(plan + LAYOUT.chunk_sent + chunk, 0)
+    tl.store(plan + LAYOUT.chunk_done + tl.arange(0, _MAX_CHUNKS * LAYOUT.num_groups), 0)
+    tl.store(plan + LAYOUT.chunk_sent + tl.arange(0, _MAX_CHUNKS), 0)
 
 
 @triton.jit
@@ -95,6 +99,7 @@ def gemm_combine_kernel(
     """
     let_second_begin()
     BACKWARD: tl.constexpr = NUM_PARTS > 0
+    GROUPS: tl.constexpr = LAYOUT.num_groups
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
@@ -122,20 +127,25 @@ def gemm_combine_kernel(
         home = tl.atomic_add(tickets + _HOME_TICKET, COMBINE, sem="relaxed", scope="gpu")
     arrived = -1  # the last chunk that all ranks have sent, as far as this program knows
     pending = 0  # chunk and number of the tiles made last, until they are counted
-    ready = -1  # the last chunk that this program has seen to be whole
+    ready = 0  # groups of experts that this program has seen to be whole, those of all chunks
+    which = 0
     while multiplying | (task < num_tasks):
         chunk = task // tl.maximum(tasks_a_chunk, 1)
-        done = plan + LAYOUT.chunk_done + chunk
-        need = num_tiles * tl.minimum(num_columns - chunk * per_chunk, per_chunk)
+        columns = tl.minimum(num_columns - chunk * per_chunk, per_chunk)
         combine = task < num_tasks
         if multiplying:
             # In pace with the tiles of the next chunk, of which all take one while this makes one.
             taken = ticket + tl.num_programs(0) - (chunk + 1) * tickets_a_chunk
             combine &= taken * tasks_a_chunk >= (task - chunk * tasks_a_chunk) * tickets_a_chunk
-        if combine & (chunk != ready):
-            combine = poll(done, "gpu") >= need
-            if combine:
-                ready = chunk
+        if combine:
+            which = nth_task(task - chunk * tasks_a_chunk, tasks_a_chunk, plan, LAYOUT)
+            wanted = chunk * GROUPS + groups_of_task(which, plan, LAYOUT)
+            ready = tl.maximum(ready, chunk * GROUPS)
+            while combine & (ready < wanted):
+                done = plan + LAYOUT.chunk_done + ready
+                need = tl.load(plan + LAYOUT.group_tiles + ready % GROUPS) * columns
+                combine = poll(done, "gpu") >= need
+                ready += combine.to(tl.int32)
         going_home = False
         if not combine:
             going_home = chunk_came(
@@ -143,15 +153,14 @@ def gemm_combine_kernel(
             )
         if combine:
             if COMBINE:
-                within = task - chunk * tasks_a_chunk
                 combine_task(
-                    within, chunk, z_RD, plan, home_ptrs_W, rank, status,
+                    which, chunk, z_RD, plan, home_ptrs_W, rank, status,
                     LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD, LINK,
                 )  # fmt: skip
                 if BACKWARD:
                     if chunk == 0:
                         send_weight_gradients(
-                            within, dweight_RC, plan, weights_home_ptrs_W, rank,
+                            which, dweight_RC, plan, weights_home_ptrs_W, rank,
                             LAYOUT, NUM_PARTS, ROWS,
                         )  # fmt: skip
                 count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
@@ -185,6 +194,8 @@ def gemm_combine_kernel(
                     )
         else:
             code = failure(_COMBINE, 0, chunk)
+            done = plan + LAYOUT.chunk_done + ready
+            need = tl.load(plan + LAYOUT.group_tiles + ready % GROUPS) * columns
             if not wait(done, need, timeout_ns, status, host_words, code, "gpu"):
                 task = num_tasks
     if COMBINE:

@@ -15,7 +15,7 @@ turn, each with one record a source rank:
 The header is (number of tokens, more tokens than there is room for). A "send" is one (token,
 destination rank): a token crosses once, however many of its experts live there. The columns of the
 counts are, for each block of tokens: rows of each local expert (L), sends by their smallest local
-expert (L), sends by how many rows they have (K, most first).
+expert (L), sends by the group of their largest local expert (G).
 
 Flags stand where they stand whatever the other sizes are: a pass with an old plan, from before its
 ranks brought more tokens, touches nothing else.
@@ -31,8 +31,8 @@ rank, and padded to whole tiles. The sends that this rank receives are listed tw
     fetch   in the order in which they are fetched: this rank's own, then, from the next whole task
             on, those of others; both by smallest expert, so that experts become complete in the
             order in which they are multiplied
-    sum     in the order in which their sums go home: those of others, then this rank's own; both by
-            number of rows, so that the sends of a task are alike
+    sum     those of others, then, from the next whole task on, this rank's own; both by the group
+            of their largest expert: they can be combined when its tiles stand, and those before
 
 Places of a list that stay empty hold -1. Inside, sends stand by source in ring order, then token.
 """
@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING
 
 HEADER_WORDS = 16
 MAX_CHUNKS = 64  # column chunks of one combine
+MAX_GROUPS = 8  # of a rank's experts: the steps in which a chunk's sums become ready
 TASK_ROWS = 64
 NUM_TICKETS = 8
 ORDER_BITS = 16  # packed slot: expert << 16 | how many slots of its block come before it
@@ -77,7 +78,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         ranks, local = self.num_ranks, self.num_experts * self.tp_size // self.num_ranks
-        columns = 2 * local + self.top_k
+        groups = min(MAX_GROUPS, 1 << (local - 1).bit_length())
+        columns = 2 * local + groups
         padded_k = 1 << (self.top_k - 1).bit_length()
         block_tokens = max(1, self.block_slots // padded_k)
         blocks = -(-self.max_tokens // block_tokens)
@@ -87,6 +89,7 @@ class Layout:
         max_tiles = max_rows // self.block_m + local
         sizes = {
             "num_local": local,
+            "num_groups": groups,
             "num_columns": columns,
             "padded_k": padded_k,
             "block_tokens": block_tokens,
@@ -101,15 +104,16 @@ class Layout:
             tickets=NUM_TICKETS,
             expert_rows=local,
             expert_begin=local,
-            own_sends=local + self.top_k,
-            own_begin=local + self.top_k,
-            other_sends=local + self.top_k,
-            other_begin=local + self.top_k,
+            own_sends=local + groups,
+            own_begin=local + groups,
+            other_sends=local + groups,
+            other_begin=local + groups,
             base=ranks * columns * blocks,
             tile_expert=max_tiles,
             tile_rows=max_tiles,
             tile_arrived=max_tiles,
-            chunk_done=MAX_CHUNKS,
+            group_tiles=groups,
+            chunk_done=MAX_CHUNKS * groups,
             chunk_sent=MAX_CHUNKS,
             home_sources=1,
             home_ranks=self.max_tokens,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from halley.kernels.layout import ORDER_BITS
 from halley.kernels.plan_words import USABLE, base_of
-from halley.kernels.publish import local_experts, missing_rows, record_of, smallest_local
+from halley.kernels.publish import last_group, local_experts, record_of, smallest_local
 
 
 _ORDER_BITS = tl.constexpr(ORDER_BITS)
@@ -38,20 +38,20 @@ def _place_sends(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr):
     """Return the places of the sends of one block's tokens in both lists."""
     STEP: tl.constexpr = min(32, LAYOUT.block_tokens)
     smallest = smallest_local(expert_TK, rank, LAYOUT)
-    missing = missing_rows(expert_TK, rank, LAYOUT)
+    group = last_group(expert_TK, rank, LAYOUT)
     within = tl.arange(0, LAYOUT.block_tokens)
     same_smallest = tl.zeros_like(within)
-    same_missing = tl.zeros_like(within)
+    same_group = tl.zeros_like(within)
     for start in range(0, LAYOUT.block_tokens, STEP):
         other = start + tl.arange(0, STEP)
         expert = _load_packed(record, block * LAYOUT.block_tokens + other, LAYOUT) >> _ORDER_BITS
         earlier = other[None, :] < within[:, None]
         same = smallest_local(expert, rank, LAYOUT)[None, :] == smallest[:, None]
         same_smallest += tl.sum((same & earlier).to(tl.int32), axis=1)
-        same = missing_rows(expert, rank, LAYOUT)[None, :] == missing[:, None]
-        same_missing += tl.sum((same & earlier).to(tl.int32), axis=1)
+        same = last_group(expert, rank, LAYOUT)[None, :] == group[:, None]
+        same_group += tl.sum((same & earlier).to(tl.int32), axis=1)
     fetch = _places(i, block, smallest, LAYOUT.num_local, same_smallest, 0, plan, LAYOUT)
-    total = _places(i, block, missing, LAYOUT.top_k, same_missing, LAYOUT.num_local, plan, LAYOUT)
+    total = _places(i, block, group, LAYOUT.num_groups, same_group, LAYOUT.num_local, plan, LAYOUT)
     return fetch, total
 
 

@@ -75,10 +75,10 @@ def _publish_block(
             sends = smallest[:, None] == local[None, :]
             column += LAYOUT.num_local * LAYOUT.max_blocks
             tl.store(column, tl.sum(sends.to(tl.int32), axis=0), mask=inside)
-        kind = tl.arange(0, LAYOUT.padded_k)
-        sends = missing_rows(expert_TK, peer, LAYOUT)[:, None] == kind[None, :]
-        column = record + LAYOUT.counts + (2 * LAYOUT.num_local + kind) * LAYOUT.max_blocks + block
-        tl.store(column, tl.sum(sends.to(tl.int32), axis=0), mask=kind < LAYOUT.top_k)
+        group = tl.arange(0, LAYOUT.num_groups)
+        sends = last_group(expert_TK, peer, LAYOUT)[:, None] == group[None, :]
+        column = record + LAYOUT.counts + (2 * LAYOUT.num_local + group) * LAYOUT.max_blocks + block
+        tl.store(column, tl.sum(sends.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -102,10 +102,17 @@ def smallest_local(expert_TK, rank, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def missing_rows(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return K less each token's number of rows on ``rank``; K if it has none."""
-    here = local_experts(expert_TK, rank, LAYOUT) < LAYOUT.num_local
-    return LAYOUT.top_k - tl.sum(here.to(tl.int32), axis=1)
+def group_of(local, LAYOUT: tl.constexpr):
+    """Return the group of an expert of a rank; experts of a group stand side by side."""
+    return local * LAYOUT.num_groups // LAYOUT.num_local
+
+
+@triton.jit
+def last_group(expert_TK, rank, LAYOUT: tl.constexpr):
+    """Return the group of each token's largest expert on ``rank``; G if it has none."""
+    local = local_experts(expert_TK, rank, LAYOUT)
+    largest = tl.max(tl.where(local < LAYOUT.num_local, local, -1), axis=1)
+    return tl.where(largest >= 0, group_of(largest, LAYOUT), LAYOUT.num_groups)
 
 
 @triton.jit

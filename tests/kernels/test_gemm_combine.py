@@ -68,7 +68,7 @@ def _expected(case: KernelCase, rank: int) -> torch.Tensor:
 
 def _check_counters(rank: KernelRank) -> None:
     assert not rank.section("tickets", NUM_TICKETS).any()
-    assert not rank.section("chunk_done", MAX_CHUNKS).any()
+    assert not rank.section("chunk_done", MAX_CHUNKS * rank.layout.num_groups).any()
     assert not rank.section("chunk_sent", MAX_CHUNKS).any()
 
 

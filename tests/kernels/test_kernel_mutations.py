@@ -55,6 +55,7 @@ _COUNT_ROWS = """
     arrived = plan + LAYOUT.tile_arrived + row_RK // LAYOUT.block_m
     tl.atomic_add(arrived, 1, mask=row_RK >= 0, sem="release", scope="gpu")
 """
+_COUNTED = "(chunk * LAYOUT.num_groups + group_of(expert, LAYOUT)) * _MAX_RUN + columns"
 _FETCH_LOOP = "    for start in range(0, HIDDEN_SIZE, COLUMNS):\n"
 
 MUTATIONS = {
@@ -129,10 +130,9 @@ MUTATIONS = {
         edits=(
             (
                 "    row = tile * BLOCK_M",
-                "    row = tile * BLOCK_M\n"
-                "    count_tiles(chunk * _MAX_RUN + columns, plan, LAYOUT)",
+                f"    row = tile * BLOCK_M\n    count_tiles({_COUNTED}, plan, LAYOUT)",
             ),
-            ("return chunk * _MAX_RUN + columns", "return 0"),
+            (f"return {_COUNTED}", "return 0"),
         ),
     ),
     "combine: one tile too few": Mutation(
@@ -141,6 +141,18 @@ MUTATIONS = {
             ("wait(done, need,", "wait(done, need - 1,"),
             ('poll(done, "gpu") >= need', 'poll(done, "gpu") >= need - 1'),
         ),
+    ),
+    "combine: sums do not wait for their last group": Mutation(
+        function=combine_tiles.groups_of_task, edits=(("(has, group + 1, 0)", "(has, group, 0)"),)
+    ),
+    "combine: tiles counted for the first group": Mutation(
+        function=combine_tiles.multiply_tiles,
+        edits=((" + group_of(expert, LAYOUT)", ""),),
+        timeout_s=SHORT_S,
+    ),
+    "combine: tasks of own sends in the place of others": Mutation(
+        function=combine_tiles.nth_task,
+        edits=(("num_others + own, within - own", "own, within - own"),),
     ),
     "combine: the first task of a chunk raises the flags": Mutation(
         function=combine.count_sent, edits=((" == num_tasks - 1:", " >= 0:"),)

@@ -11,7 +11,8 @@ MAILBOX = ("arrived", "home", "records")
 RECORD = ("header", "counts", "packed", "weights", "record_words")
 PLAN = (
     "summary", "tickets", "expert_rows", "expert_begin", "own_sends", "own_begin", "other_sends",
-    "other_begin", "base", "tile_expert", "tile_rows", "tile_arrived", "chunk_done", "chunk_sent",
+    "other_begin", "base", "tile_expert", "tile_rows", "tile_arrived", "group_tiles",
+    "chunk_done", "chunk_sent",
     "home_sources", "home_ranks", "fetch_origin", "fetch_slot", "sum_origin", "sum_slot",
     "sum_weight", "plan_words",
 )  # fmt: skip
@@ -35,8 +36,8 @@ def test_sizes_by_hand() -> None:
     assert layout.overflow == 16 + 4 * MAX_CHUNKS
     assert layout.calls == layout.overflow + 16
     assert layout.records == layout.calls + 16
-    # Header; 9 columns of 9 blocks, up to whole 64 bytes; 210 slots, up to 224; the same again.
-    assert layout.num_columns == 3 + 3 + 3
+    # Header; 10 columns of 9 blocks, up to whole 64 bytes; 210 slots, up to 224; the same again.
+    assert (layout.num_groups, layout.num_columns) == (4, 3 + 3 + 4)
     assert (layout.header, layout.counts) == (0, HEADER_WORDS)
     assert (layout.packed, layout.weights) == (16 + 96, 16 + 96 + 224)
     assert layout.record_words == 16 + 96 + 224 + 224
@@ -73,10 +74,11 @@ def test_sections_hold_what_is_written_there() -> None:
     def room(name: str) -> int:
         return getattr(layout, PLAN[PLAN.index(name) + 1]) - getattr(layout, name)
 
-    assert room("other_begin") >= 3 + 3
-    assert room("base") >= 4 * 9 * 9
+    assert room("other_begin") >= 3 + 4
+    assert room("base") >= 4 * 10 * 9
+    assert room("group_tiles") >= 4
     assert room("tile_arrived") >= layout.max_tiles
-    assert room("chunk_done") >= MAX_CHUNKS
+    assert room("chunk_done") >= 4 * MAX_CHUNKS
     assert room("chunk_sent") >= MAX_CHUNKS
     assert room("home_ranks") >= 70
     for kind in ("fetch", "sum"):

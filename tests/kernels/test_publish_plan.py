@@ -21,6 +21,7 @@ class Send:
         place: of the source in the ring that begins with this rank.
         rows, weights: of its experts here, in the order of the token's choices.
         smallest: its smallest expert here.
+        group: that of its largest expert here.
     """
 
     source: int
@@ -29,6 +30,7 @@ class Send:
     rows: list[int]
     weights: list[float]
     smallest: int
+    group: int
 
 
 @dataclass
@@ -77,15 +79,20 @@ def _expected_plan(layout: Layout, rank: int, routings: list[Routing]) -> Expect
                     rows=[row_of[source, token, experts[k]] for k in mine],
                     weights=[weights[k].item() for k in mine],
                     smallest=min(experts[k] for k in mine),
+                    group=_group_of(max(experts[k] for k in mine) % num_local, layout),
                 )
                 sends.append(send)
     own, others = [s for s in sends if s.place == 0], [s for s in sends if s.place > 0]
     for part in (own, others):
         plan.fetch += _whole_tasks(sorted(part, key=lambda s: (s.smallest, s.place, s.token)))
     for part in (others, own):
-        plan.sum += _whole_tasks(sorted(part, key=lambda s: (-len(s.rows), s.place, s.token)))
+        plan.sum += _whole_tasks(sorted(part, key=lambda s: (s.group, s.place, s.token)))
     plan.num_own_sends = len(_whole_tasks(own))
     return plan
+
+
+def _group_of(local: int, layout: Layout) -> int:
+    return local * layout.num_groups // layout.num_local
 
 
 def check_plan(rank: KernelRank, routings: list[Routing], num_rows: int) -> None:
@@ -113,7 +120,10 @@ def check_plan(rank: KernelRank, routings: list[Routing], num_rows: int) -> None
     _check_weights(rank, expected.sum)
     assert not rank.section("tile_arrived", num_tiles).any()
     assert not rank.section("tickets", NUM_TICKETS).any()
-    assert not rank.section("chunk_done", MAX_CHUNKS).any()
+    tiles_of_group = Counter(_group_of(local, layout) for local, _ in expected.tiles)
+    want = [tiles_of_group[group] for group in range(layout.num_groups)]
+    assert rank.section("group_tiles", layout.num_groups).tolist() == want
+    assert not rank.section("chunk_done", MAX_CHUNKS * layout.num_groups).any()
     assert not rank.section("chunk_sent", MAX_CHUNKS).any()
     homes = [
         sum(1 << peer for peer in {e // layout.num_local for e in experts if e >= 0})
@@ -218,15 +228,17 @@ def test_plan_by_hand() -> None:
         fetch, total = rank.section("fetch_origin", 128), rank.section("sum_origin", 128)
         assert fetch[:16].tolist() == list(range(16))
         assert fetch[16:64].tolist() == [-1] * 48
-        # Token 2 of rank 1 stands before its token 0: its smallest expert is 0, and it has two.
+        # Token 2 of rank 1 is fetched before its token 0, whose only expert is 1.
         assert fetch[64:].tolist() == [16 + 2, 16 + 0] + [-1] * 62
-        assert total.tolist() == fetch[64:].tolist() + fetch[:64].tolist()
+        # The largest expert of both is 1.
+        assert total.tolist() == [16 + 0, 16 + 2] + [-1] * 62 + fetch[:64].tolist()
+        assert rank.section("group_tiles", 2).tolist() == [2, 1]
         assert rank.section("fetch_slot", 66, 2)[64:].tolist() == [[33, 16], [32, -1]]
         slots = rank.section("sum_slot", 80, 2)
-        assert slots[:2].tolist() == [[33, 16], [32, -1]]
+        assert slots[:2].tolist() == [[32, -1], [33, 16]]
         assert slots[64:].tolist() == [[token, -1] for token in range(16)]
         send_weights = rank.section("sum_weight", 2, 2).view(torch.float32)
-        assert send_weights.tolist() == [[0.125, 4.0], [0.25, 0.0]]
+        assert send_weights.tolist() == [[0.25, 0.0], [0.125, 4.0]]
         assert rank.section("home_ranks", 16).tolist() == [3] * 16
         return num_rows
 
