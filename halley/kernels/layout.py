@@ -129,7 +129,9 @@ class Layout:
         sizes["mailbox_words"] = flags["end"] + 2 * ranks * record["end"]
         # Longer by the tokens, so that plans of one routing tell by their length what made them.
         sizes["plan_words"] = plan["end"] + self.max_tokens
-        for name, value in sizes.items():
+        # By which Triton finds what it compiled: by the fields alone, as it would, it would find
+        # what an earlier version compiled for other offsets.
+        for name, value in (*sizes.items(), ("cache_key", f"{self} {sizes}")):
             object.__setattr__(self, name, value)
 
 

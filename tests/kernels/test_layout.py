@@ -87,6 +87,17 @@ def test_sections_hold_what_is_written_there() -> None:
     assert room("sum_weight") >= layout.max_sends * 3
 
 
+def test_other_offsets_are_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, same = make_layout(), make_layout()
+    monkeypatch.setattr("halley.kernels.layout.MAX_GROUPS", 2)
+    after = make_layout()
+    assert before == after
+    assert (before.cache_key == same.cache_key, before.cache_key == after.cache_key) == (
+        True,
+        False,
+    )
+
+
 def test_unknown_name_is_an_error() -> None:
     with pytest.raises(AttributeError, match="no_such_section"):
         _ = make_layout().no_such_section
