@@ -59,6 +59,9 @@ class DirectLaunch:
         binary: what Triton compiled and loaded.
         num_programs: of each launch.
 
+    Attributes:
+        overlaps: whether a launch may begin before the one before it has ended.
+
     Raises:
         RuntimeError: the kernel needs what only Triton's launcher gives it.
     """
@@ -78,13 +81,14 @@ class DirectLaunch:
         self._start = -ctypes.addressof(self._buffer) % MAP_BYTES
         begin = ctypes.addressof(self._buffer) + self._start
         self._params = (ctypes.c_void_p * len(offsets))(*(begin + at for at in offsets))
+        self.overlaps = bool(metadata.launch_pdl)
         self._attribute = _Attribute(id=_PDL_ATTRIBUTE, value=1)
         self._config = _Config(
             grid=(num_programs, 1, 1),
             block=(32 * metadata.num_warps, 1, 1),
             shared_bytes=metadata.shared,
             attributes=ctypes.pointer(self._attribute),
-            num_attributes=int(metadata.launch_pdl),
+            num_attributes=int(self.overlaps),
         )
         self._by_config = ctypes.byref(self._config)
         self._function = ctypes.c_void_p(binary.function)

@@ -72,7 +72,7 @@ class _Launch:
 
     Attributes:
         makes: tensors that it is the first to use.
-        ends: slots of tensors that it is the last to use, of those that are no outputs.
+        ends: slots of tensors that are not used any more, of those that are no outputs.
         addresses: place among the values, slot of the tensor, offset in bytes.
         maps: the same for maps of tensor memory, then index and descriptor of the argument.
     """
@@ -170,11 +170,14 @@ class Tape:
         return step
 
     def _find_ends(self) -> None:
+        """Note where memory is free again: not before a launch that runs beside its last user."""
         lasts: dict[int, _Launch] = {}
+        beside: list[int] = []  # slots that launches use which the next may run beside
         for step in self._steps:
             if isinstance(step, _Launch):
                 used = [each[1] for each in (*step.addresses, *step.maps)]
-                lasts.update(dict.fromkeys(used, step))
+                beside = used + (beside if step.launch.overlaps else [])
+                lasts.update(dict.fromkeys(beside, step))
         for slot, step in lasts.items():
             if slot >= self._num_inputs and slot not in self._output_slots:
                 step.ends.append(slot)

@@ -16,12 +16,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels import driver
 from halley.kernels.driver import MAP_BYTES, DirectLaunch
-from halley.kernels.tape import Tape, note_call, note_launch, record
+from halley.kernels.tape import note_call, note_launch, record
 
 
 DESC = "tensordesc<fp32[2, 4]>"
 TYPES = ("*fp32", "i32", DESC, "*i32", "i64", "*fp32", "constexpr")
-Call = list[Any]  # a stream, then what a kernel was given
+Call = list[Any]  # a number of attributes, a stream, what a kernel was given
 
 
 def _read(stream: int, params: Any) -> Call:
@@ -47,8 +47,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         assert (function.value, extra) == (77, None)
         assert list(config._obj.grid) == [3, 1, 1]
         assert list(config._obj.block) == [128, 1, 1]
-        assert (config._obj.shared_bytes, config._obj.num_attributes) == (512, 1)
-        made.append(_read(config._obj.stream, params))
+        assert config._obj.shared_bytes == 512
+        attribute = config._obj.attributes[0]
+        assert (attribute.id, attribute.value) == (6, 1)
+        made.append([config._obj.num_attributes, *_read(config._obj.stream, params)])
         return 0
 
     monkeypatch.setattr(driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
@@ -60,10 +62,10 @@ def _map_at(launch: DirectLaunch, index: int, desc: Any, address: int) -> bytes:
     return struct.pack("=3q", index, address, desc.shape[0]).ljust(MAP_BYTES, b"\7")
 
 
-def _make_launch() -> DirectLaunch:
+def _make_launch(*, overlaps: bool = True) -> DirectLaunch:
     metadata = SimpleNamespace(
         global_scratch_size=0, profile_scratch_size=0, num_ctas=1, launch_cooperative_grid=False,
-        tensordesc_meta=[{}], num_warps=4, shared=512, launch_pdl=True,
+        tensordesc_meta=[{}], num_warps=4, shared=512, launch_pdl=overlaps,
     )  # fmt: skip
     source = SimpleNamespace(signature=dict(enumerate(TYPES)))
     binary = SimpleNamespace(metadata=metadata, src=source, name="kernel", function=77)
@@ -131,8 +133,8 @@ def test_repeats_on_other_tensors(calls: list[Call], monkeypatch: pytest.MonkeyP
     y_map = struct.pack("=3q", 2, y_again.data_ptr(), 3).ljust(MAP_BYTES, b"\7")
     weight_row, x_rows = weight.data_ptr() + 16, x.data_ptr() + 32
     assert calls == [
-        [11, x.data_ptr(), 5, scratch_map, *sizes[6], buffer + 32, 2**40, weight_row],
-        [11, scratch.data_ptr(), -1, y_map, *sizes[3], buffer, 7, x_rows],
+        [1, 11, x.data_ptr(), 5, scratch_map, *sizes[6], buffer + 32, 2**40, weight_row],
+        [1, 11, scratch.data_ptr(), -1, y_map, *sizes[3], buffer, 7, x_rows],
     ]
 
 
@@ -153,12 +155,30 @@ def test_repeats_what_a_launch_gets_without_it(calls: list[Call]) -> None:
             assert (a == b) != is_moved
 
 
-def test_scratch_goes_when_it_was_used_last(calls: list[Call]) -> None:
-    layer, first = Pass(lambda: None), _inputs()
-    _, tape = record(lambda: layer.run(*first), first, [layer.buffer])
-    assert [step.ends for step in tape._steps if not callable(step)] == [[], [3 + 1]]
-    assert isinstance(tape, Tape)
-    assert len(calls) == 2
+@pytest.mark.parametrize(
+    ("overlapping", "ends"), [((), [0, 1, 2]), ((1,), [1, 1, 2]), ((1, 2), [2, 2, 2])]
+)
+def test_scratch_goes_when_nobody_uses_it(
+    calls: list[Call], overlapping: tuple[int, ...], ends: list[int]
+) -> None:
+    """Three launches, each the last to use one tensor; some run beside the one before."""
+    launches = [_make_launch(overlaps=index in overlapping) for index in range(3)]
+    x, buffer = torch.zeros(4, 4), torch.zeros(100, dtype=torch.int32)
+
+    def run() -> tuple[torch.Tensor | None, ...]:
+        made = [torch.empty(3, 4) for _ in launches]
+        y = torch.empty(6, 4)
+        for launch, rows in zip(launches, made, strict=True):
+            args = (x, 5, _desc(rows), buffer, 7, y)
+            launch(9, args)
+            note_launch(launch, args)
+        return (y,)
+
+    _, tape = record(run, [x], [buffer])
+    found = [step.ends for step in tape._steps if not callable(step)]
+    assert [index for index, slots in enumerate(found) for _ in slots] == ends
+    assert sorted(slot for slots in found for slot in slots) == [2, 3, 4]  # behind x and y
+    assert [call[0] for call in calls] == [int(index in overlapping) for index in range(3)]
 
 
 def test_an_error_ends_the_recording(calls: list[Call]) -> None:
