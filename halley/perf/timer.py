@@ -3,9 +3,13 @@
 import gc
 import statistics
 import time
+import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +17,7 @@ import torch.distributed as dist
 
 
 _CPU_FLUSH_BYTES = 64 * 2**20
+_MARGIN_NS = 500_000  # from when the last rank comes to the barrier to when all have left it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +110,43 @@ def time_interleaved(
 def start_together(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
     """Return on all ranks of the group at about the same time, each with an idle device.
 
+    Ranks leave a barrier up to 100 us one after another (4 H200), for which all would have to wait
+    in what is timed. So those of one machine agree on a time by its clock.
+
     Args:
         device: the one that this rank works on.
         group: the ranks that meet; all of them if None. Without process groups, this one alone.
     """
-    if dist.is_initialized():
-        # Not dist.barrier: over NCCL it guesses the device, and warns that it does.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    begin_ns = agree_on_begin(device, group=group) if dist.is_initialized() else 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    while time.monotonic_ns() < begin_ns:
+        pass
+
+
+def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
+    """Meet the other ranks; return when all of them begin, by the monotonic clock, in ns.
+
+    0 if they have no clock in common.
+
+    Args:
+        device, group: as for ``start_together``.
+    """
+    clock = _clock_id()
+    told = torch.tensor([time.monotonic_ns() + _MARGIN_NS, clock, -clock], device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+    begin_ns, largest, smallest = told.tolist()
+    return begin_ns if largest == -smallest else 0
+
+
+@cache
+def _clock_id() -> int:
+    """Return a number that processes have in common whose monotonic clock is the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:  # not Linux
+        boot = str(uuid.uuid4())
+    return zlib.crc32(boot.encode())
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from halley.perf import timer
 from halley.perf.timer import Timing, summarise, time_interleaved
 from tests.rank_pool import RunRanks
 
@@ -82,6 +83,34 @@ def test_slowest_rank_counts_and_the_next_variant_does_not_pay_for_it(run_ranks:
     assert on_rank_0 == on_rank_1
     assert on_rank_0["uneven"].p10_us >= 200_000.0
     assert on_rank_0["even"].median_us < 100_000.0
+
+
+def begin_together(rank: int, num_ranks: int, other_clock: bool) -> tuple[int, int, int, int]:
+    """Return when this rank came, when all begin, and when it began."""
+    device = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if other_clock and rank == 1:
+            patch.setattr(timer, "_clock_id", lambda: 7)
+        time.sleep(0.05 * rank)
+        came_ns = time.monotonic_ns()
+        begin_ns = timer.agree_on_begin(device)
+        timer.start_together(device)
+        began_ns = time.monotonic_ns()
+        return came_ns, begin_ns, began_ns, timer.agree_on_begin(device)
+
+
+def test_ranks_begin_at_one_time_after_the_last_has_come(run_ranks: RunRanks) -> None:
+    told = run_ranks(begin_together, 3, False)
+    last_ns = max(came_ns for came_ns, *_ in told)
+    (begin_ns,) = {begin_ns for _, begin_ns, *_ in told}
+    assert last_ns + timer._MARGIN_NS <= begin_ns < last_ns + 1e9
+    # Nobody began before the time that was agreed on, which is a margin after the call.
+    assert all(began_ns >= begin_ns + timer._MARGIN_NS for _, begin_ns, began_ns, _ in told)
+
+
+def test_ranks_of_other_machines_do_not_compare_clocks(run_ranks: RunRanks) -> None:
+    told = run_ranks(begin_together, 2, True)
+    assert [(begin_ns, later_ns) for _, begin_ns, _, later_ns in told] == [(0, 0)] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
