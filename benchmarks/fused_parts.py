@@ -101,7 +101,7 @@ def launches_of(fetch_beside: int, combine_beside: int, *, first: str) -> tuple[
 def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tuple[str, int]]:
     """Return the median time of each launch of ``run`` on the slowest rank, in us.
 
-    And the time from the begin of the first to the end of the last.
+    And the time from the begin of the first to the end of the last, of backward alone as well.
     """
     run()
     dist.barrier()
@@ -120,14 +120,18 @@ def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tupl
     medians = [
         statistics.median(event.time_range.elapsed_us() for event in launch) for launch in each
     ]
+    begins = {"all": 0} | ({"backward": names.index("stage")} if "stage" in names else {})
     last = len(names) - 1
-    spans = [
-        ours[i + last].time_range.end - ours[i].time_range.start
-        for i in range(0, len(ours), len(names))
-    ]
-    worst = torch.tensor([*medians, statistics.median(spans)], device="cuda")
+    for begin in begins.values():
+        spans = [
+            ours[i + last].time_range.end - ours[i + begin].time_range.start
+            for i in range(0, len(ours), len(names))
+        ]
+        medians.append(statistics.median(spans))
+    worst = torch.tensor(medians, device="cuda")
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return [(name, round(us)) for name, us in zip((*names, "all"), worst.tolist(), strict=True)]
+    told = zip((*names, *begins), worst.tolist(), strict=True)
+    return [(name, round(us)) for name, us in told]
 
 
 def say(is_first: bool, line: dict[str, object]) -> None:

@@ -1,0 +1,151 @@
+"""Gradients of weights: Halley's kernel against torch's, and what they hide in backward.
+
+Part one times the two weight-gradient GEMMs of a layer by both, on a rank's rows, of which all
+experts have as many. Part two takes a fused backward apart: ``comm_us`` is the time of all launches
+that move rows and ``gemm_us`` that of those that multiply, one after another; what backward takes
+beyond ``gemm_us`` is exposed, and ``hidden`` is the part of ``comm_us`` that is not. With and
+without the first weight gradient beside the combine of the tokens' gradients.
+
+    torchrun --nproc-per-node 4 benchmarks/weight_gradients.py benchmarks/results
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from fused_parts import BACKWARD_PARTS, PARTS, kernel_times, launches_of
+
+from halley.core.models import find_model
+from halley.core.timeline import Recorder
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.kernels.knobs import Knobs
+from halley.kernels.weight_gemm import weight_gemm
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.moe.world import join_world
+from halley.ops.workspaces import Workspaces
+from halley.perf.layer_case import LayerCase, make_tensors, outputs_of
+from halley.perf.results import Row, machine_keys, write_rows
+from halley.perf.timer import time_interleaved
+from halley.strategies.fused import FusedStrategy
+
+
+MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")
+NUM_TOKENS = 8192
+MOVES = ("stage", "fetch", "combine")
+
+
+def main() -> None:
+    folder, *commit = sys.argv[1:]
+    with join_world("cuda") as world:
+        groups = build_groups(0, device_type="cuda")
+        machine = machine_keys(groups, device=world.device, commit=commit[0] if commit else None)
+        rows: list[Row] = []
+        for name in MODELS:
+            case = LayerCase(model=find_model(name), num_tokens=NUM_TOKENS)
+            found = [*compare(case, groups, world.device), *hide(case, groups, world.device)]
+            workload = {
+                "case": "weight_gradients", "model": name, "num_tokens": NUM_TOKENS,
+                "ep_size": groups.ep_size, "tp_size": 1, "skew": "balanced", "dtype": "bfloat16",
+                "direction": "backward",
+            }  # fmt: skip
+            rows += [{**workload, **row, **machine} for row in found]
+            if world.is_first:
+                for row in rows[-len(found) :]:
+                    sys.stdout.write(json.dumps(row) + "\n")
+                    sys.stdout.flush()
+        if world.is_first:
+            write_rows(rows, Path(folder))
+
+
+def compare(case: LayerCase, groups: ParallelGroups, device: torch.device) -> list[Row]:
+    """Return a line for each projection and implementation.
+
+    Raises:
+        RuntimeError: the two differ.
+    """
+    moe, hidden = case.model.moe, case.model.hidden_size
+    num_local = moe.num_experts // groups.ep_size
+    rows_each = case.num_tokens * moe.top_k // num_local
+    sizes = {"up": (2 * moe.intermediate_size, hidden), "down": (hidden, moe.intermediate_size)}
+    lines: list[Row] = []
+    for name, (num_out, num_in) in sizes.items():
+        grad, rows = (
+            torch.randn(num_local * rows_each, n, device=device, dtype=torch.bfloat16)
+            for n in (num_out, num_in)
+        )
+        counts = torch.full((num_local,), rows_each, device=device, dtype=torch.int32)
+        ends, ours = counts.cumsum(0, dtype=torch.int32), grad.new_empty(num_local, num_out, num_in)
+        runs: dict[str, Callable[[], object]] = {
+            "fused": partial(
+                weight_gemm, ours, grad, rows, expert_begin=ends - counts, expert_rows=counts,
+                tile=Knobs().weight,
+                num_programs=torch.cuda.get_device_properties(device).multi_processor_count,
+            ),
+            "torch": partial(torch._grouped_mm, grad.T, rows, offs=ends),  # pyright: ignore[reportPrivateImportUsage]
+        }  # fmt: skip
+        runs["fused"]()
+        error = relative_error(ours, runs["torch"]())  # pyright: ignore[reportArgumentType]
+        if error > RELATIVE_TOLERANCE[torch.bfloat16]:
+            raise RuntimeError(f"gradients of {name} of {case.model.name} differ by {error:.1e}")
+        timings = time_interleaved(
+            {key: partial(_call, run) for key, run in runs.items()}, device=device
+        )
+        fastest_us = min(timing.median_us for timing in timings.values())
+        lines += [
+            {
+                "part": name, "strategy": key, "median_us": timing.median_us,
+                "p10_us": timing.p10_us, "p90_us": timing.p90_us, "floor_us": fastest_us,
+                "max_rel_err": error,
+            }
+            for key, timing in timings.items()
+        ]  # fmt: skip
+    return lines
+
+
+def hide(case: LayerCase, groups: ParallelGroups, device: torch.device) -> list[Row]:
+    """Return a line for backward without and with a weight gradient beside the wire."""
+    tensors = make_tensors(case, groups, device=device)
+    recorder = Recorder(device, enabled=False)
+    lines: list[Row] = []
+    for beside in (0, 1):
+        knobs = Knobs().changed([f"weight.beside={beside}"])
+        workspaces = Workspaces(groups.ep, device, knobs=knobs)
+        runs = {
+            fused: partial(
+                outputs_of, FusedStrategy(workspaces, recorder=recorder, fused=fused), tensors
+            )
+            for fused in (False, True)
+        }
+        whole = time_interleaved(
+            {str(fused): partial(_call, run) for fused, run in runs.items()},
+            device=device, group=groups.ep,
+        )  # fmt: skip
+        alone = kernel_times(runs[False], (*PARTS, *BACKWARD_PARTS))[len(PARTS) :]
+        names = launches_of(knobs.up.beside, knobs.down.beside, first="plan")
+        names += launches_of(knobs.down_grad.beside, knobs.up_grad.beside, first="stage")
+        backward_us = dict(kernel_times(runs[True], (*names, "down.grad", "up.grad")))["backward"]
+        parts = [part for part in alone if part[0] not in ("all", "backward")]
+        comm_us = sum(us for name, us in parts if name in MOVES)
+        gemm_us = sum(us for name, us in parts if name not in MOVES)
+        lines.append(
+            {
+                "part": "backward", "strategy": "fused", "weight_beside": beside,
+                "median_us": backward_us, "floor_us": gemm_us, "gemm_us": gemm_us,
+                "comm_us": comm_us, "exposed_comm_us": backward_us - gemm_us,
+                "hidden": round(1 - (backward_us - gemm_us) / comm_us, 3), "parts": parts,
+                "whole_us": whole["True"].median_us, "unfused_whole_us": whole["False"].median_us,
+            }
+        )  # fmt: skip
+        workspaces.close()
+    return lines
+
+
+def _call(run: Callable[[], object]) -> None:
+    run()
+
+
+if __name__ == "__main__":
+    main()
