@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from halley.kernels.layout import TASK_ROWS
-from halley.kernels.peer import wait_bulk_stores
+from halley.kernels.peer import poll, wait_bulk_stores
 from halley.kernels.publish import group_of
 from halley.kernels.tiles import multiply_step, multiply_tile, tile_of
 
@@ -104,3 +104,26 @@ def groups_of_task(task, plan, LAYOUT: tl.constexpr):
     count = tl.load(plan + counts + LAYOUT.num_local + group)
     has = (count > 0) & (begin < first + _TASK_ROWS)
     return tl.max(tl.where(has, group + 1, 0), axis=0)
+
+
+@triton.jit
+def counter_of(ready, columns, plan, LAYOUT: tl.constexpr):
+    """Return the counter of the group after the first ``ready`` of all chunks, and its tiles."""
+    need = tl.load(plan + LAYOUT.group_tiles + ready % LAYOUT.num_groups) * columns
+    return plan + LAYOUT.chunk_done + ready, need
+
+
+@triton.jit
+def count_ready(ready, chunk, wanted, columns, plan, LAYOUT: tl.constexpr):
+    """Return how many groups of all chunks are whole, at most ``wanted``.
+
+    ``ready`` are known to be, and so are those of the chunks before.
+    """
+    ready = tl.maximum(ready, chunk * LAYOUT.num_groups)
+    more = ready < wanted
+    while more:
+        done, need = counter_of(ready, columns, plan, LAYOUT)
+        more = poll(done, "gpu") >= need
+        ready += more.to(tl.int32)
+        more &= ready < wanted
+    return ready

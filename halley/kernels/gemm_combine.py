@@ -24,7 +24,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels.combine import combine_task, count_sent, send_weight_gradients
 from halley.kernels.combine_tiles import (
+    count_ready,
     count_tiles,
+    counter_of,
     groups_of_task,
     multiply_tiles,
     nth_task,
@@ -39,7 +41,7 @@ from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
 from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
 from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
-from halley.kernels.peer import failure, poll, wait
+from halley.kernels.peer import failure, wait
 from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, USABLE
 from halley.kernels.status import COMBINE
 from halley.kernels.tiles import describe_rows, describe_weights
@@ -99,7 +101,6 @@ def gemm_combine_kernel(
     """
     let_second_begin()
     BACKWARD: tl.constexpr = NUM_PARTS > 0
-    GROUPS: tl.constexpr = LAYOUT.num_groups
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
@@ -139,13 +140,9 @@ def gemm_combine_kernel(
             combine &= taken * tasks_a_chunk >= (task - chunk * tasks_a_chunk) * tickets_a_chunk
         if combine:
             which = nth_task(task - chunk * tasks_a_chunk, tasks_a_chunk, plan, LAYOUT)
-            wanted = chunk * GROUPS + groups_of_task(which, plan, LAYOUT)
-            ready = tl.maximum(ready, chunk * GROUPS)
-            while combine & (ready < wanted):
-                done = plan + LAYOUT.chunk_done + ready
-                need = tl.load(plan + LAYOUT.group_tiles + ready % GROUPS) * columns
-                combine = poll(done, "gpu") >= need
-                ready += combine.to(tl.int32)
+            wanted = chunk * LAYOUT.num_groups + groups_of_task(which, plan, LAYOUT)
+            ready = count_ready(ready, chunk, wanted, columns, plan, LAYOUT)
+            combine = ready >= wanted
         going_home = False
         if not combine:
             going_home = chunk_came(
@@ -194,8 +191,7 @@ def gemm_combine_kernel(
                     )
         else:
             code = failure(_COMBINE, 0, chunk)
-            done = plan + LAYOUT.chunk_done + ready
-            need = tl.load(plan + LAYOUT.group_tiles + ready % GROUPS) * columns
+            done, need = counter_of(ready, columns, plan, LAYOUT)
             if not wait(done, need, timeout_ns, status, host_words, code, "gpu"):
                 task = num_tasks
     if COMBINE:

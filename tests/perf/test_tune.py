@@ -69,8 +69,9 @@ def test_what_does_not_fit_is_not_tried() -> None:
     tensors = make_tensors(case, ParallelGroups(), device=CPU)
     for values in SPACE.values():
         assert any(fits(Knobs().changed(value.split()), tensors) for value in values)
-    for setting in ("up.num_stages=5", "down.per_sm=2", "chunk_columns=128", "combine_stages=8"):
-        assert not fits(Knobs().changed([setting]), tensors), setting
+    combine = "combine_rows=8 combine_stages=8"
+    for settings in ("up.num_stages=5", "down.per_sm=2", "chunk_columns=128", combine):
+        assert not fits(Knobs().changed(settings.split()), tensors), settings
 
 
 def test_chart_of_what_was_tried(tmp_path: Path) -> None:
