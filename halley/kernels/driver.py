@@ -19,7 +19,7 @@ MAP_BYTES = 128  # of a CUtensorMap, which wants as large an alignment
 _MOST_MAPS = 1024
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-_FORMATS = {"i1": "b", "i8": "b", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+_FORMATS = {"i32": "i", "i64": "q"}  # no kernel has other scalars
 
 
 class _Attribute(ctypes.Structure):

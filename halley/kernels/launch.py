@@ -81,7 +81,13 @@ class Launcher:
             prefer_shared_memory(binary.function)
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether kernels take a tensor as it is: contiguous, from a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and tensor.is_contiguous()
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy if it is not contiguous or starts amid 16 bytes."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+    if is_aligned(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from halley.core.types import Save
+from halley.kernels.launch import is_aligned
 from halley.kernels.tape import Results
 from halley.ops.library import define
 from halley.ops.overlap import Kept, fake_dispatch_gemm, forward_pass
 from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
-from halley.ops.passes import can_repeat, run_pass
+from halley.ops.passes import run_pass
 from halley.ops.turns import end_pass
 from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
 from halley.ops.workspace import Workspace, rows_with_margin
@@ -155,7 +156,7 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
     num_rows = _num_rows(ctx.save, saved[0], pre_RG, workspace)
     key = None
     # Sends are of another number each time.
-    if ctx.save != "inputs" and can_repeat(dy_TD, *saved, *buffers):
+    if ctx.save != "inputs" and all(is_aligned(tensor) for tensor in (dy_TD, *saved, *buffers)):
         key = (
             "backward", ctx.gated, ctx.common["fused"], ctx.save, *ctx.needs_input_grad[2:4],
             ctx.buffered_up is None, ctx.buffered_down is None, *(b.dtype for b in buffers),
@@ -174,11 +175,18 @@ def _num_rows(save: Save, rows: torch.Tensor, pre_RG: torch.Tensor, workspace: W
     As many as forward did, which are more than there are but change less from pass to pass: what
     is kept shows those that there are, at the begin of its memory.
     """
-    if save == "all" and rows.storage_offset() == 0:
-        return rows.untyped_storage().nbytes() // (rows.shape[1] * rows.itemsize)
+    if save == "all":
+        return min(_rows_of_memory(rows), _rows_of_memory(pre_RG))
     if save == "recompute":
         return rows_with_margin(pre_RG.shape[0], block_m=workspace.knobs.block_m)
     return pre_RG.shape[0]
+
+
+def _rows_of_memory(rows: torch.Tensor) -> int:
+    """Return for how many rows the memory has room that a tensor begins, or those it has."""
+    if rows.storage_offset():  # hooks on saved tensors may have put it behind others
+        return rows.shape[0]
+    return rows.untyped_storage().nbytes() // (rows.shape[1] * rows.itemsize)
 
 
 def _launch_with_room(

@@ -14,10 +14,11 @@ import torch
 from halley.core.types import Save
 from halley.kernels.dispatch_gemm import dispatch_gemm as launch_dispatch_gemm
 from halley.kernels.gemm_combine import gemm_combine as launch_gemm_combine
+from halley.kernels.launch import is_aligned
 from halley.kernels.plan import make_plan
 from halley.kernels.tape import Results, note_call
 from halley.ops.library import define
-from halley.ops.passes import can_repeat, run_pass
+from halley.ops.passes import run_pass
 from halley.ops.workspace import ShapeClass, Workspace
 from halley.ops.workspaces import Workspaces, find_workspaces
 
@@ -171,7 +172,7 @@ def forward_pass(
 
     def start(num_rows: int) -> Results:
         key = None
-        if num_rows and can_repeat(x, topk_idx, topk_weights):
+        if num_rows and all(is_aligned(tensor) for tensor in (x, topk_idx, topk_weights)):
             key = (
                 "forward", gated, fused, save, num_rows, x.shape, x.dtype, topk_idx.dtype,
                 topk_weights.dtype, up.shape, down.shape,
@@ -254,13 +255,11 @@ def _launch_layer0(
         h_RF,
         pre_RG,
         **workspace.stages,
-        marks=workspace.marks,
         plan=plan,
         up_LGD=up,
         gated=gated,
         sends_SD=sends,
         knobs=workspace.knobs,
-        num_programs=workspace.num_programs,
         fused=fused,
         **workspace.common,
     )
@@ -286,8 +285,6 @@ def _launch_plan(
         stage_HTD=workspace.stage.local,
         words=words.local,
         words_ptrs_W=words.ptrs_W,
-        marks=workspace.marks,
-        num_programs=workspace.num_programs,
         max_rows=workspace.max_rows,
         **workspace.common,
     )
@@ -330,10 +327,8 @@ def _launch_layer1(
         home_ptrs_W=workspace.home.ptrs_W,
         words=workspace.words.local,
         words_ptrs_W=workspace.words.ptrs_W,
-        marks=workspace.marks,
         rank=workspace.heap.rank,
         knobs=workspace.knobs,
-        num_programs=workspace.num_programs,
         fused=fused,
         **workspace.common,
     )

@@ -146,14 +146,12 @@ def _dispatch_again(
         source.new_empty(num_rows, up.shape[1] // (2 if gated else 1)),  # nobody reads it again
         pre_RG,
         **workspace.stages,
-        marks=workspace.marks,
         plan=plan,
         up_LGD=up,
         gated=gated,
         sends_SD=source if kept else None,
         sends_kept=kept,
         knobs=workspace.knobs,
-        num_programs=workspace.num_programs,
         fused=fused,
         **_common(workspace, plan),
     )
@@ -190,12 +188,10 @@ def _dispatch_dgrad(
         pre_RG=pre,
         weight_R=weight_R,
         **workspace.stages,
-        marks=workspace.marks,
         plan=plan,
         down_LDF=down,
         gated=gated,
         knobs=workspace.knobs,
-        num_programs=workspace.num_programs,
         fused=fused,
         **_common(workspace, plan),
     )
@@ -233,10 +229,8 @@ def _dgrad_combine(
         weights_home_ptrs_W=workspace.weights_home.ptrs_W,
         words=workspace.words.local,
         words_ptrs_W=workspace.words.ptrs_W,
-        marks=workspace.marks,
         rank=workspace.heap.rank,
         knobs=workspace.knobs,
-        num_programs=workspace.num_programs,
         fused=fused,
         **_common(workspace, plan),
     )
@@ -273,8 +267,6 @@ def _stage(
         stage_HTD=workspace.stage.local,
         words=workspace.words.local,
         words_ptrs_W=workspace.words.ptrs_W,
-        marks=workspace.marks,
-        num_programs=workspace.num_programs,
         **_common(workspace, plan),
     )
 

@@ -11,7 +11,6 @@ from halley.ops.workspace import Workspace
 
 
 _MOST_TAPES = 64
-_ALIGNMENT = 16  # bytes; where tensors begin otherwise, launchers work on copies
 
 
 def run_pass(
@@ -25,7 +24,7 @@ def run_pass(
     Args:
         workspace: whose buffers it uses.
         key: all that its launches depend on but addresses, sizes and dtypes of the inputs included;
-            None runs it as it is written.
+            None runs it as it is written, as it must where launchers work on copies of inputs.
         inputs: its tensors but those of the workspace.
         run: the pass, see ``kernels.tape``; begins one in the workspace.
     """
@@ -40,11 +39,3 @@ def run_pass(
         workspace.tapes.clear()
     workspace.tapes[key] = tape
     return results
-
-
-def can_repeat(*tensors: torch.Tensor) -> bool:
-    """Return whether launchers work on these tensors themselves, not on copies."""
-    for tensor in tensors:
-        if tensor.data_ptr() % _ALIGNMENT or not tensor.is_contiguous():
-            return False
-    return True

@@ -42,6 +42,8 @@ class Common(TypedDict):
     """The arguments that all kernels take but the first."""
 
     layout: Layout
+    marks: torch.Tensor
+    num_programs: int
     status: torch.Tensor
     host_words: torch.Tensor
     timeout_ns: int
@@ -192,6 +194,8 @@ class Workspace:
         """What the kernels of a call have in common."""
         return {
             "layout": self._buffers.layout,
+            "marks": self.marks,
+            "num_programs": self.num_programs,
             "status": self.status,
             "host_words": self.host_words,
             "timeout_ns": int(self.timeout_s * 1e9),

@@ -287,6 +287,27 @@ def test_strided_tokens_and_routing_weights(name: str, save: Save) -> None:
     assert error <= RELATIVE_TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("where", ["alone", "behind others", "before others"])
+def test_what_is_kept_may_come_back_in_other_memory(where: str, save: Save) -> None:
+    """As hooks that offload it do, or pack tensors of a layer into one buffer."""
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        before, after = {"behind others": (16, 0), "before others": (0, 48)}.get(where, (0, 0))
+        buffer = torch.full((before + tensor.numel() + after,), 7).to(tensor.dtype)
+        return buffer[before : before + tensor.numel()].copy_(tensor.flatten()).view(tensor.shape)
+
+    case = LayerCase(num_tokens_W=(21,))
+    strategy = _build(_make_workspaces(1), save=save)
+    values: list[dict[str, torch.Tensor]] = []
+    for hook in (lambda tensor: tensor, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), hook):
+            call = run_forward(strategy.forward, case, 0)
+            call.y_TD.backward(call.grad_TD)
+        values.append(call.values())
+    _assert_same(values[1], values[0], where)
+
+
 def test_strided_expert_ids() -> None:
     layer = _build(Workspaces(None, CPU))
     x_TD, routing, grad_TD = make_tokens(ALONE, 0)
