@@ -8,8 +8,9 @@ every call and checks what cannot be wrong here.
 import ctypes
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, final
 
 import torch
@@ -19,6 +20,7 @@ MAP_BYTES = 128  # of a CUtensorMap, which wants as large an alignment
 _MOST_MAPS = 1024
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+_ADDRESS = struct.Struct("=Q")
 _FORMATS = {"i32": "i", "i64": "q"}  # no kernel has other scalars
 
 
@@ -71,37 +73,39 @@ class DirectLaunch:
         scratch = metadata.global_scratch_size, metadata.profile_scratch_size
         if any(scratch) or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
             raise RuntimeError(f"kernel {binary.name} needs scratch memory or clusters")
+        self.name: str = binary.name
         self._binary = binary  # keeps the function loaded
         types = [each for each in binary.src.signature.values() if each != "constexpr"]
         layouts = iter(metadata.tensordesc_meta or ())
         self._descs = [next(layouts) if is_desc(each) else None for each in types]
         self._maps: dict[tuple[int, ...], bytes] = {}
-        self._packer, offsets = lay_out(types)
-        self._buffer = ctypes.create_string_buffer(self._packer.size + MAP_BYTES)
-        self._start = -ctypes.addressof(self._buffer) % MAP_BYTES
-        begin = ctypes.addressof(self._buffer) + self._start
-        self._params = (ctypes.c_void_p * len(offsets))(*(begin + at for at in offsets))
+        self.packer, self.offsets = lay_out(types)
+        self.function = ctypes.c_void_p(binary.function)
         self.overlaps = bool(metadata.launch_pdl)
         self._attribute = _Attribute(id=_PDL_ATTRIBUTE, value=1)
-        self._config = _Config(
-            grid=(num_programs, 1, 1),
-            block=(32 * metadata.num_warps, 1, 1),
-            shared_bytes=metadata.shared,
-            attributes=ctypes.pointer(self._attribute),
-            num_attributes=int(self.overlaps),
-        )
-        self._by_config = ctypes.byref(self._config)
-        self._function = ctypes.c_void_p(binary.function)
-        self._launch = _driver().cuLaunchKernelEx
-        self._lock = threading.Lock()  # passes of several threads share the buffer
+        self._config: dict[str, Any] = {
+            "grid": (num_programs, 1, 1),
+            "block": (32 * metadata.num_warps, 1, 1),
+            "shared_bytes": metadata.shared,
+            "attributes": ctypes.pointer(self._attribute),
+            "num_attributes": int(self.overlaps),
+        }
+        self._prepared = Prepared(self)
+        self._lock = threading.Lock()  # passes of several threads share its parameters
 
     def __call__(self, stream: int, args: tuple[object, ...]) -> None:
         """Launch on a stream.
 
         Args:
             args: tensors, ints, and descriptors of contiguous tensors, in the kernel's order.
+
+        Raises:
+            RuntimeError: the driver refuses.
         """
-        self.launch(stream, [value for i, arg in enumerate(args) for value in self.flatten(i, arg)])
+        values = [value for index, arg in enumerate(args) for value in self.flatten(index, arg)]
+        with self._lock:
+            self._prepared.fill(values)
+            self._prepared(stream)
 
     def flatten(self, index: int, arg: object) -> tuple[Any, ...]:
         """Return what the kernel gets for its argument of that index.
@@ -131,18 +135,51 @@ class DirectLaunch:
             found = self._maps[key] = ctypes.string_at(end - MAP_BYTES, MAP_BYTES)
         return found
 
-    def launch(self, stream: int, values: list[Any]) -> None:
-        """Launch with what ``flatten`` returned.
+    def config(self) -> _Config:
+        """Return how it is launched, for one stream at a time."""
+        return _Config(**self._config)
+
+
+@final
+class Prepared:
+    """A launch with parameters of its own in memory, which stay until they are changed."""
+
+    def __init__(self, launch: DirectLaunch) -> None:
+        self._launch = launch  # keeps the function loaded
+        self._buffer = ctypes.create_string_buffer(launch.packer.size + MAP_BYTES)
+        self._start = -ctypes.addressof(self._buffer) % MAP_BYTES
+        begin = ctypes.addressof(self._buffer) + self._start
+        offsets = launch.offsets
+        self._params = (ctypes.c_void_p * len(offsets))(*(begin + at for at in offsets))
+        self._config = launch.config()
+        by_config = ctypes.byref(self._config)
+        self._call = partial(
+            _driver().cuLaunchKernelEx, by_config, launch.function, self._params, None
+        )
+
+    def fill(self, values: Sequence[Any]) -> None:
+        """Set all parameters, as ``flatten`` returned them."""
+        self._launch.packer.pack_into(self._buffer, self._start, *values, 0, 0)
+
+    def set_address(self, place: int, address: int) -> None:
+        """Set the parameter of that place among all to an address."""
+        _ADDRESS.pack_into(self._buffer, self._start + self._launch.offsets[place], address)
+
+    def set_map(self, place: int, made: bytes) -> None:
+        """Set the parameter of that place among all to a map of tensor memory."""
+        begin = self._start + self._launch.offsets[place]
+        self._buffer[begin : begin + MAP_BYTES] = made
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream.
 
         Raises:
             RuntimeError: the driver refuses.
         """
-        with self._lock:
-            self._packer.pack_into(self._buffer, self._start, *values, 0, 0)
-            self._config.stream = stream
-            code = self._launch(self._by_config, self._function, self._params, None)
+        self._config.stream = stream
+        code = self._call()
         if code:
-            raise RuntimeError(f"launch of {self._binary.name} failed with CUDA error {code}")
+            raise RuntimeError(f"launch of {self._launch.name} failed with CUDA error {code}")
 
 
 def current_stream(device: int) -> int:

@@ -76,10 +76,10 @@ class Knobs:
     num_fetchers: int = 8
     fetch_elements: int = 2048
     num_combiners: int = 48
-    combine_rows: int = 4
+    combine_rows: int = 8
     combine_stages: int = 1
     chunk_columns: int = 512
-    home_rows: int = 4
+    home_rows: int = 8
     link_bytes_per_us: int = 0
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:

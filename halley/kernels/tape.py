@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, final
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halley.kernels.driver import DirectLaunch
+from halley.kernels.driver import DirectLaunch, Prepared
 
 
 Results: TypeAlias = Sequence[torch.Tensor | None]
@@ -66,23 +66,34 @@ class _Made:
     device: torch.device
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class _Launch:
     """One launch: what it gets, and which of that depends on the address of which tensor.
 
     Attributes:
+        launch: what is launched; ``prepared``, with the parameters of this pass.
         makes: tensors that it is the first to use.
         ends: slots of tensors that are not used any more, of those that are no outputs.
-        addresses: place among the values, slot of the tensor, offset in bytes.
+        addresses: place among the parameters, slot of the tensor, offset in bytes.
         maps: the same for maps of tensor memory, then index and descriptor of the argument.
+        slots: of all these tensors; ``at``, their addresses of the last time.
     """
 
     launch: DirectLaunch
-    values: list[Any]
+    prepared: Prepared
     makes: list[_Made] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     addresses: list[tuple[int, int, int]] = field(default_factory=list)
     maps: list[tuple[int, int, int, int, TensorDescriptor]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+
+    def move(self, at: Sequence[int]) -> None:
+        """Set what depends on the addresses of the tensors, of all slots."""
+        for place, slot, offset in self.addresses:
+            self.prepared.set_address(place, at[slot] + offset)
+        for place, slot, offset, index, desc in self.maps:
+            self.prepared.set_map(place, self.launch.map_at(index, desc, at[slot] + offset))
 
 
 @final
@@ -101,7 +112,7 @@ class Tape:
         lasting: Iterable[torch.Tensor],
         outputs: Results,
     ) -> None:
-        self._lock = threading.Lock()  # values are changed in place
+        self._lock = threading.Lock()  # parameters are changed in place
         self._num_inputs = len(inputs)
         self._slots = [_range_of(tensor) for tensor in inputs]
         self._lasting = [_range_of(tensor) for tensor in lasting]
@@ -113,13 +124,13 @@ class Tape:
                 self._unused.append(self._add(tensor))
         self._steps = [self._keep(*s) if isinstance(s, tuple) else s for s in steps]
         self._find_ends()
+        self._later = [0] * (len(self._slots) - self._num_inputs)  # addresses of what it makes
 
     def repeat(self, stream: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Launch the pass on other inputs of the same sizes; return its outputs."""
         made: dict[int | None, torch.Tensor | None] = {None: None}
         with self._lock:
-            at = [tensor.data_ptr() for tensor in inputs]
-            at += [0] * (len(self._slots) - self._num_inputs)
+            at = [tensor.data_ptr() for tensor in inputs] + self._later
             for step in self._steps:
                 if not isinstance(step, _Launch):
                     step()
@@ -127,12 +138,11 @@ class Tape:
                 for each in step.makes:
                     tensor = torch.empty(each.shape, dtype=each.dtype, device=each.device)
                     made[each.slot], at[each.slot] = tensor, tensor.data_ptr()
-                values = step.values
-                for place, slot, offset in step.addresses:
-                    values[place] = at[slot] + offset
-                for place, slot, offset, index, desc in step.maps:
-                    values[place] = step.launch.map_at(index, desc, at[slot] + offset)
-                step.launch.launch(stream, values)
+                used = [at[slot] for slot in step.slots]
+                if used != step.at:  # mostly memory comes again
+                    step.move(at)
+                    step.at = used
+                step.prepared(stream)
                 for slot in step.ends:
                     del made[slot]
         for each in self._unused:
@@ -145,10 +155,11 @@ class Tape:
         return _Made(slot=slot, shape=shape, dtype=tensor.dtype, device=tensor.device)
 
     def _keep(self, launch: DirectLaunch, args: tuple[object, ...]) -> _Launch:
-        step = _Launch(launch=launch, values=[])
+        step = _Launch(launch=launch, prepared=Prepared(launch))
+        values: list[Any] = []
         for index, arg in enumerate(args):
-            place = len(step.values)
-            step.values.extend(launch.flatten(index, arg))
+            place = len(values)
+            values.extend(launch.flatten(index, arg))
             if isinstance(arg, int):
                 continue
             tensor: Any = arg.base if isinstance(arg, TensorDescriptor) else arg
@@ -167,6 +178,8 @@ class Tape:
                 step.maps.append((place, slot, offset, index, desc))
             else:
                 step.addresses.append((place, slot, offset))
+            step.slots.append(slot)
+        step.prepared.fill(values)
         return step
 
     def _find_ends(self) -> None:
@@ -175,8 +188,7 @@ class Tape:
         beside: list[int] = []  # slots that launches use which the next may run beside
         for step in self._steps:
             if isinstance(step, _Launch):
-                used = [each[1] for each in (*step.addresses, *step.maps)]
-                beside = used + (beside if step.launch.overlaps else [])
+                beside = step.slots + (beside if step.launch.overlaps else [])
                 lasts.update(dict.fromkeys(beside, step))
         for slot, step in lasts.items():
             if slot >= self._num_inputs and slot not in self._output_slots:

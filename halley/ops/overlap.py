@@ -172,7 +172,7 @@ def forward_pass(
 
     def start(num_rows: int) -> Results:
         key = None
-        if num_rows and all(is_aligned(tensor) for tensor in (x, topk_idx, topk_weights)):
+        if num_rows and is_aligned(x) and is_aligned(topk_idx) and is_aligned(topk_weights):
             key = (
                 "forward", gated, fused, save, num_rows, x.shape, x.dtype, topk_idx.dtype,
                 topk_weights.dtype, up.shape, down.shape,
@@ -337,13 +337,8 @@ def _launch_layer1(
 def _shape_class(
     owner: Workspaces, x: torch.Tensor, topk_idx: torch.Tensor, up: torch.Tensor
 ) -> ShapeClass:
-    return ShapeClass(
-        hidden_size=x.shape[1],
-        num_experts=owner.num_experts(up.shape[0]),
-        top_k=topk_idx.shape[1],
-        dtype=x.dtype,
-        tp_size=owner.tp_size,
-    )
+    num_experts = owner.num_experts(up.shape[0])
+    return ShapeClass(x.shape[1], num_experts, topk_idx.shape[1], x.dtype, owner.tp_size)
 
 
 def fake_dispatch_gemm(
