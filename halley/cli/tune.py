@@ -22,9 +22,9 @@ from halley.cli.bench import (
 )
 from halley.cli.checks import check_package, read_dtype
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
-from halley.core.routing import local_experts
 from halley.moe.parallel import build_groups
 from halley.moe.world import pick_device
+from halley.perf.candidates import check_experts
 from halley.perf.layer_case import LayerCase
 from halley.train.checkpoint import check_writable
 
@@ -38,9 +38,11 @@ def tune(
     tokens: TokensOption = "default",
     knobs: Annotated[str, typer.Option(help="Which to tune, or 'all'.")] = "all",
     dtype: DtypeOption = "default",
+    tp_size: Annotated[int, typer.Option(help="Ranks that share each expert.")] = 1,
     samples: Annotated[int, typer.Option(help="Counted samples of each candidate.")] = 7,
     path: Annotated[Path | None, typer.Option(help="File of tuned knobs.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only show what the file holds.")] = False,
+    merge: Annotated[list[Path], typer.Option(help="Only take over what that file holds.")] = [],  # noqa: B006
     chart: Annotated[Path | None, typer.Option(help="Picture of what was tried.")] = None,
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
@@ -50,30 +52,32 @@ def tune(
     Prints a table, then one JSON line for each layer.
     """
     # Only here: Triton is not there on every platform.
-    from halley.ops.tuned import KnobTable, knobs_path, tuning_environment
+    from halley.ops.tuned import KnobTable, knobs_path, merge_tables, tuning_environment
     from halley.perf.tune import SPACE, tune_layer
 
     num_ranks = count_ranks(nproc, device=device)
     place = pick_device(device)
     file = path or knobs_path()
-    environment = tuning_environment(place, num_ranks=num_ranks)
+    environment = tuning_environment(place, num_ranks=num_ranks, tp_size=tp_size)
     if chart is not None:
         check_package("matplotlib", extra="plot", option=f"chart ({chart})")
-    if show:
+    if merge:
+        merge_tables(merge, file)
+    if show or merge:
         _print(KnobTable(file, environment), chart)
         return 0
     on_gpu = place.type == "cuda"
     space = {name: SPACE[name] for name in _names(knobs, list(SPACE))}
     if samples < 1:
         raise ValueError(f"samples ({samples}) must be at least 1")
-    cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, on_gpu=on_gpu)
+    cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, tp_size=tp_size, on_gpu=on_gpu)
     check_writable(file.parent)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
 
     with joined(device) as (world, _):
-        groups = build_groups(0, device_type=world.device.type)
+        groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
         table = KnobTable(file, environment)
         with step_progress(world) as on_progress:
             for case in cases:
@@ -89,7 +93,7 @@ def tune(
 
 
 def _cases(
-    models: str, tokens: str, *, dtype: str, num_ranks: int, on_gpu: bool
+    models: str, tokens: str, *, dtype: str, num_ranks: int, tp_size: int, on_gpu: bool
 ) -> list[LayerCase]:
     cases = layer_cases(
         models if models != "default" else default_models(on_gpu=on_gpu),
@@ -99,7 +103,7 @@ def _cases(
         seed=0,
     )
     for case in cases:
-        local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+        check_experts(case, ep_size=num_ranks, tp_size=tp_size)
     return cases
 
 

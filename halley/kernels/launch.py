@@ -1,8 +1,13 @@
 """Launch a kernel with little work on the host."""
 
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypedDict, Unpack, final
 
 import torch
+import triton
 
 from halley.kernels.driver import DirectLaunch, current_stream, prefer_shared_memory
 from halley.kernels.switch import INTERPRETED
@@ -22,6 +27,31 @@ class LaunchOptions(TypedDict, total=False):
     max_registers: int | None
     shares: bool
     overlaps: bool
+
+
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+
+
+@contextmanager
+def compile_only(num_threads: int) -> Generator[None, None, None]:
+    """Compile kernels in place of launching them, as many at a time as there are threads.
+
+    It holds for this thread alone. All are compiled when it ends; tensors are what they were.
+
+    Raises:
+        Exception: one cannot be compiled; that of the compiler.
+    """
+    with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
+        token = _only_compiles.set(True)
+        try:
+            yield
+        finally:
+            _only_compiles.reset(token)
+
+
+def only_compiles() -> bool:
+    """Return whether ``compile_only`` holds."""
+    return _only_compiles.get()
 
 
 @final
@@ -63,18 +93,21 @@ class Launcher:
         key = (device, num_programs, *options.values(), dtypes, constants)
         launch = self._compiled.get(key)
         if launch is not None:
-            launch(current_stream(device), args)
-            note_launch(launch, args)
+            if not only_compiles():
+                launch(current_stream(device), args)
+                note_launch(launch, args)
             return
         limit = options.get("max_registers")
-        binary = self.kernel[grid](
-            *args,
-            *constants,
-            num_warps=options.get("num_warps", 4),
-            num_stages=options.get("num_stages", 3),
-            launch_pdl=options.get("overlaps", False),
+        compiled: dict[str, object] = {
+            "num_warps": options.get("num_warps", 4),
+            "num_stages": options.get("num_stages", 3),
+            "launch_pdl": options.get("overlaps", False),
             **({} if limit is None else {"maxnreg": limit}),
-        )
+        }
+        if only_compiles():
+            self.kernel.warmup(*args, *constants, grid=grid, **compiled)
+            return
+        binary = self.kernel[grid](*args, *constants, **compiled)
         launch = self._compiled[key] = DirectLaunch(binary, num_programs)
         note_launch(launch, args)
         if options.get("shares"):

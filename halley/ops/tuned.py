@@ -2,14 +2,16 @@
 
 A line holds for one machine (device, versions, number of ranks) and one shape of layer; lines of
 other machines are passed over. What is not known takes the nearest number of tokens of its shape,
-else the default knobs.
+else the default knobs. Lines that come with the package are known, too, with any versions: what was
+measured here comes before them.
 """
 
 import json
 import math
 import os
 import warnings
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast, final
@@ -22,6 +24,7 @@ from halley.kernels.knobs import Knobs
 
 VERSION = 1
 PATH_VARIABLE = "HALLEY_KNOBS"
+SHIPPED = Path(__file__).with_name("shipped_knobs.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +90,31 @@ class KnobTable:
     Args:
         path: a file of lines; none is an empty table.
         environment: whose lines count.
+        shipped: a file of lines that count with any versions, behind those of the other.
 
     Raises:
         ValueError: a line is not what ``write`` writes.
     """
 
-    def __init__(self, path: Path, environment: Environment) -> None:
+    def __init__(self, path: Path, environment: Environment, *, shipped: Path = SHIPPED) -> None:
         self.path, self.environment = path, environment
         self.found: list[Tuned] = []
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in _read(shipped):
+            if replace(line.environment, versions=environment.versions) == environment:
+                self._keep(line.tuned)
         others: set[str] = set()
-        for number, line in enumerate(lines, start=1):
-            other = self._read(line, where=f"{path}:{number}")
-            others |= {other} if other else set()
-        if others and not self.found:
+        num_found = 0
+        for line in _read(path):
+            if line.problem or line.environment != environment:
+                others.add(line.problem or _told(line.environment))
+            else:
+                self._keep(line.tuned)
+                num_found += 1
+        if others and not num_found:
+            instead = "those that come with Halley" if self.found else "the defaults"
             warnings.warn(
                 f"{path} has no knobs for this machine ({_told(environment)}), but for "
-                f"{'; '.join(sorted(others))}: the defaults are used, halley tune measures better",
+                f"{'; '.join(sorted(others))}: {instead} are used, halley tune measures better",
                 stacklevel=2,
             )
 
@@ -118,34 +129,77 @@ class KnobTable:
         """Keep what was found; it counts from now on instead of what was known for its shape."""
         self._keep(tuned)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = {"version": VERSION, "environment": asdict(self.environment), **asdict(tuned)}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(_entry(self.environment, tuned)) + "\n")
 
     def _keep(self, tuned: Tuned) -> None:
         self.found = [each for each in self.found if each.shape != tuned.shape] + [tuned]
 
-    def _read(self, line: str, *, where: str) -> str:
-        """Keep what a line holds; return whose it is if it is not this machine's."""
-        try:
-            entry = cast(dict[str, Any], json.loads(line))
-            environment = Environment(**entry["environment"])
-            if entry["version"] != VERSION:
-                return f"version {entry['version']} of this file"
-            if environment != self.environment:
-                return _told(environment)
-            tuned = Tuned(
-                shape=TunedShape(**entry["shape"]),
-                settings=tuple(entry["settings"]),
-                median_us=float(entry["median_us"]),
-                default_us=float(entry["default_us"]),
-                sweeps=dict(entry["sweeps"]),
-            )
+
+def merge_tables(sources: Sequence[Path], path: Path) -> int:
+    """Write what files hold into one, for each machine and shape the last that is known.
+
+    Args:
+        sources: the files, of any machines; what ``path`` holds already comes before them.
+
+    Returns:
+        The number of lines.
+
+    Raises:
+        ValueError: a source is not there, a line is not what ``KnobTable.write`` writes, or of
+            another version.
+    """
+    merged: dict[tuple[Environment, TunedShape], dict[str, object]] = {}
+    for source in (path, *sources):
+        if source != path and not source.exists():
+            raise ValueError(f"merge ({source}) must be a file of tuned knobs")
+        for line in _read(source):
+            if line.problem:
+                raise ValueError(f"{source} must be of version {VERSION}, has {line.problem}")
+            merged[line.environment, line.tuned.shape] = _entry(line.environment, line.tuned)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in merged.values()), "utf-8")
+    return len(merged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """One line of a file; ``problem`` is why its contents do not count, or ""."""
+
+    environment: Environment
+    tuned: Tuned
+    problem: str
+
+
+def _entry(environment: Environment, tuned: Tuned) -> dict[str, object]:
+    return {"version": VERSION, "environment": asdict(environment), **asdict(tuned)}
+
+
+def _read(path: Path) -> list[_Line]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [_parse(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: str, *, where: str) -> _Line:
+    try:
+        entry = cast(dict[str, Any], json.loads(line))
+        version_ = entry["version"]
+        tuned = Tuned(
+            shape=TunedShape(**entry["shape"]),
+            settings=tuple(entry["settings"]),
+            median_us=float(entry["median_us"]),
+            default_us=float(entry["default_us"]),
+            sweeps=dict(entry["sweeps"]),
+        )
+        if version_ == VERSION:
             Knobs().changed(tuned.settings)
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where} must be a line of tuned knobs: {error!r}") from error
-        self._keep(tuned)
-        return ""
+        return _Line(
+            environment=Environment(**entry["environment"]),
+            tuned=tuned,
+            problem="" if version_ == VERSION else f"version {version_} of this file",
+        )
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where} must be a line of tuned knobs: {error!r}") from error
 
 
 def _told(environment: Environment) -> str:

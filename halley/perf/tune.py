@@ -8,6 +8,7 @@ Source: COMET (arXiv:2502.19811), section 3.2, which measures division points by
 division adapts by itself, and what is measured is what bounds it.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.kernels.knobs import Knobs
+from halley.kernels.launch import compile_only
 from halley.moe.parallel import ParallelGroups
 from halley.ops.tuned import Tuned, TunedShape
 from halley.ops.workspaces import Workspaces, default_knobs
@@ -96,6 +98,8 @@ def tune_layer(
     want = [value.float() for value in reference_outputs(tensors, groups)]
     if not _is_right(base, want, tensors, groups):
         raise RuntimeError(f"the default knobs give wrong values for {case}")
+    tried = [base.changed(value.split()) for values in space.values() for value in values]
+    _compile([knobs for knobs in tried if fits(knobs, tensors)], base, tensors, groups)
     best: tuple[str, ...] = ()
     sweeps: dict[str, dict[str, float]] = {}
     default_us = best_us = 0.0
@@ -166,8 +170,32 @@ def fits(knobs: Knobs, tensors: LayerTensors) -> bool:
 
 def _strategy(knobs: Knobs, tensors: LayerTensors, groups: ParallelGroups) -> FusedStrategy:
     device = tensors.x_TD.device
-    workspaces = Workspaces(groups.ep, device, knobs=knobs)
+    workspaces = Workspaces(groups.ep, device, tp_size=groups.tp_size, knobs=knobs)
     return FusedStrategy(workspaces, recorder=Recorder(device, enabled=False))
+
+
+def _compile(
+    candidates: list[Knobs], base: Knobs, tensors: LayerTensors, groups: ParallelGroups
+) -> None:
+    """Compile what layers with these knobs launch: each rank its share, many kernels at a time.
+
+    Ranks find in the compiler's cache what others have compiled. What takes the knobs that win into
+    account is compiled when it is tried.
+    """
+    if not tensors.x_TD.is_cuda:
+        return
+    strategy = _strategy(base, tensors, groups)
+    _run(strategy, tensors)  # once in earnest, so that sizes are known
+    num_threads = max(1, (os.cpu_count() or 1) // groups.num_ranks)
+    # Autograd's own threads know nothing of what this one only compiles.
+    with compile_only(num_threads), torch.autograd.set_multithreading_enabled(False):
+        for knobs in candidates[groups.ep_rank :: groups.ep_size]:
+            for workspace in strategy.workspaces.all():
+                workspace.knobs = knobs
+            _run(strategy, tensors)
+    strategy.workspaces.close()
+    if groups.ep is not None:
+        dist.barrier(groups.ep)
 
 
 def _is_right(

@@ -291,6 +291,11 @@ WRONG_EXPORTS: dict[str, tuple[str, str]] = {
 }
 
 WRONG_TUNINGS: dict[str, tuple[str, str]] = {
+    "nothing to merge": (
+        "--merge {folder}/nowhere.jsonl --path {folder}/merged.jsonl",
+        "merge ({folder}/nowhere.jsonl) must be a file of tuned knobs",
+    ),
+    "tp_size": ("--tp-size 3 --device cpu --nproc 2", "tp_size (3) must"),
     "unknown knob": ("--knobs num_combiners,turbo", "knobs (turbo) must be of dispatch, "),
     "no samples": ("--samples 0", "samples (0) must be at least 1"),
     "unknown model": ("--models tinny", "model (tinny) must be one of tiny, mixtral"),

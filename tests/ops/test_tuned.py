@@ -11,7 +11,14 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.cost.profiles import Environment
 from halley.kernels.knobs import Knobs
-from halley.ops.tuned import PATH_VARIABLE, KnobTable, Tuned, TunedShape, tuning_environment
+from halley.ops.tuned import (
+    PATH_VARIABLE,
+    KnobTable,
+    Tuned,
+    TunedShape,
+    merge_tables,
+    tuning_environment,
+)
 from halley.ops.workspaces import CPU_KNOBS, Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
@@ -75,6 +82,50 @@ def test_line_of_another_version(tmp_path: Path) -> None:
     path.write_text(json.dumps(line))
     with pytest.warns(UserWarning, match="version 0 of this file"):
         assert KnobTable(path, HERE).found == []
+
+
+def test_what_comes_with_the_package_stands_behind_what_was_measured(tmp_path: Path) -> None:
+    path, shipped = tmp_path / "knobs.jsonl", tmp_path / "shipped.jsonl"
+    longer = replace(SHAPE, num_tokens=8192)
+    table = KnobTable(shipped, replace(HERE, versions="2"))
+    table.write(_tuned(SHAPE, "num_combiners=1"))
+    table.write(_tuned(longer, "num_combiners=2"))
+    for field in ("device", "topology"):
+        elsewhere = tmp_path / f"{field}.jsonl"
+        table = KnobTable(elsewhere, replace(HERE, **{field: "else"}))
+        table.write(_tuned(SHAPE, "num_combiners=7"))
+        shipped.write_text(shipped.read_text() + elsewhere.read_text())
+    KnobTable(path, HERE).write(_tuned(SHAPE, "num_combiners=3"))
+    table = KnobTable(path, HERE, shipped=shipped)
+    found = [table.find(shape, base=Knobs()).num_combiners for shape in (SHAPE, longer)]
+    assert found == [3, 2]
+
+    other = tmp_path / "other.jsonl"
+    KnobTable(other, replace(HERE, topology="ranks 4")).write(_tuned(SHAPE, "num_combiners=4"))
+    with pytest.warns(UserWarning, match="those that come with Halley are used"):
+        table = KnobTable(other, HERE, shipped=shipped)
+    assert table.find(SHAPE, base=Knobs()).num_combiners == 1
+
+
+def test_files_of_several_machines_become_one(tmp_path: Path) -> None:
+    first, second, merged = (tmp_path / f"{name}.jsonl" for name in ("first", "second", "merged"))
+    there = replace(HERE, device="there")
+    KnobTable(first, HERE).write(_tuned(SHAPE, "num_combiners=1"))
+    KnobTable(first, HERE).write(_tuned(replace(SHAPE, top_k=4), "num_combiners=2"))
+    KnobTable(second, there).write(_tuned(SHAPE, "num_combiners=3"))
+    KnobTable(merged, HERE).write(_tuned(replace(SHAPE, top_k=1), "num_combiners=4"))
+    with pytest.warns(UserWarning, match="has no knobs for this machine"):
+        KnobTable(second, HERE).write(_tuned(SHAPE, "num_combiners=5"))  # instead of the first's
+    assert merge_tables([first, second], merged) == 4
+    assert merge_tables([first, second], merged) == 4
+    for environment, top_k, want in ((HERE, 2, 5), (HERE, 4, 2), (HERE, 1, 4), (there, 2, 3)):
+        found = KnobTable(merged, environment).find(replace(SHAPE, top_k=top_k), base=Knobs())
+        assert found == replace(Knobs(), num_combiners=want)
+    with pytest.raises(ValueError, match=r"merge \(.*none.jsonl\) must be a file of tuned knobs"):
+        merge_tables([tmp_path / "none.jsonl"], merged)
+    first.write_text(first.read_text().replace('"version": 1', '"version": 0'))
+    with pytest.raises(ValueError, match=r"first.jsonl must be of version 1, has version 0"):
+        merge_tables([first], merged)
 
 
 @pytest.mark.parametrize("broken", ["{", "[]", "{}", "knob", "setting"])
