@@ -9,6 +9,7 @@ keeping one thing or another. The fused form must equal the unfused one bit for 
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -20,6 +21,7 @@ from halley.core.skew import parse_load, sample_routing
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts, Routing
+from halley.kernels.launch import compile_only
 from halley.moe.parallel import build_groups
 from halley.moe.strategy import build_strategy
 from halley.moe.world import join_world
@@ -44,6 +46,7 @@ def main() -> None:
             for tp_size in LAYERS_OF_TP_SIZE
             if groups.ep_size % tp_size == 0
         ]
+        compile_all(setups, device=device)
         begin, worst = time.perf_counter(), 0.0
         for call in range(num_calls):
             worst = max(worst, check_call(call, setups, device=device))
@@ -93,6 +96,30 @@ def draw_experts(
         ).requires_grad_(),
         down_LDF=(torch.randn(num_local, hidden, inner, **options) * inner**-0.5).requires_grad_(),
     )
+
+
+def compile_all(setups: list[Setup], *, device: torch.device) -> None:
+    """Compile all kernels: of the first way to fuse on all ranks alike, which also makes the
+    buffers, of the others each rank its share."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    tasks = [(setup, which) for setup in setups for which in setup.experts]
+    shared = [(name, *task) for name in FUSED[1:] for task in tasks]
+    for share in ([(FUSED[0], *task) for task in tasks], shared[rank::num_ranks]):
+        # Autograd's own threads know nothing of what this one only compiles.
+        with compile_only(num_threads), torch.autograd.set_multithreading_enabled(False):
+            for name, setup, which in share:
+                num_experts, top_k, hidden, _ = LAYERS[which]
+                load_E = parse_load("balanced", num_experts=num_experts, top_k=top_k)
+                routing = sample_routing(
+                    load_E, 8, top_k=top_k, generator=torch.Generator(), device=device
+                )
+                routing.topk_weights_TK.requires_grad_()
+                x_TD = torch.zeros(8, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
+                for backward in (False, True):
+                    experts = setup.experts[which]
+                    run(setup.strategies[name], x_TD, routing, experts, backward=backward)
+        dist.barrier()
 
 
 def check_call(

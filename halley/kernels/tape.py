@@ -46,6 +46,10 @@ def record(
         inputs: the tensors that it gets, contiguous and on multiples of 16 bytes.
         lasting: the other tensors that outlive the tape, at their places. All else that is
             launched on is made by the pass.
+
+    Raises:
+        RuntimeError: a launch works on more than a tensor that the pass was given: on memory that
+            no one says is the pass's.
     """
     steps: list[Any] = []
     _recording.steps = steps
@@ -167,6 +171,11 @@ class Tape:
                 continue
             slot = _find(tensor, self._slots)
             if slot is None:
+                if _touches(tensor, [*self._slots, *self._lasting]):
+                    raise RuntimeError(
+                        f"argument {index} of {launch.name} ({tensor.shape}) reaches beyond a "
+                        "tensor that the pass was given or made: a tape cannot tell where it is"
+                    )
                 step.makes.append(self._add(tensor))
                 slot = step.makes[-1].slot
             step.makes.extend(each for each in self._unused if each.slot == slot)
@@ -197,6 +206,12 @@ class Tape:
 
 def _range_of(tensor: torch.Tensor) -> _Range:
     return tensor.data_ptr(), tensor.nbytes
+
+
+def _touches(tensor: torch.Tensor, ranges: Sequence[_Range]) -> bool:
+    """Return whether a tensor shares memory with a range."""
+    begin, num_bytes = _range_of(tensor)
+    return any(first < begin + num_bytes and begin < first + size for first, size in ranges)
 
 
 def _find(tensor: torch.Tensor, ranges: Sequence[_Range]) -> int | None:

@@ -143,8 +143,7 @@ def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor |
 
 def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Go backward where no compiler looks, with what an earlier pass launched if that fits."""
-    saved = ctx.saved_tensors
-    _, plan, pre_RG, up, down, idx = saved
+    rows, plan, pre_RG, up, down, idx = ctx.saved_tensors
     owner = find_workspaces(ctx.common["workspaces"])
     workspace = owner.of_plan(
         plan,
@@ -155,7 +154,10 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
     buffers = [
         weight.main_grad for weight in (ctx.buffered_up, ctx.buffered_down) if weight is not None
     ]
-    num_rows = _num_rows(ctx.save, saved[0], pre_RG, workspace)
+    num_rows = _num_rows(ctx.save, rows, pre_RG, workspace)
+    if ctx.save == "all":
+        rows = _with_room(rows, num_rows)
+    saved = (rows, plan, _with_room(pre_RG, num_rows), up, down, idx)
     key = None
     # Sends are of another number each time.
     if ctx.save != "inputs" and all(is_aligned(tensor) for tensor in (dy_TD, *saved, *buffers)):
@@ -165,7 +167,7 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
             num_rows, plan.shape, dy_TD.shape, dy_TD.dtype, up.shape, down.shape, idx.dtype,
         )  # fmt: skip
     inputs = (dy_TD, *saved, *buffers)
-    run = partial(_launch_with_room, ctx, dy_TD, saved, num_rows)
+    run = partial(_launch_backward, ctx, dy_TD, *saved)
     gradients = run_pass(workspace, key, inputs, run)
     owner.dispatched(workspace, plan)
     return _finish(ctx, gradients)
@@ -191,14 +193,9 @@ def _rows_of_memory(rows: torch.Tensor) -> int:
     return rows.untyped_storage().nbytes() // (rows.shape[1] * rows.itemsize)
 
 
-def _launch_with_room(
-    ctx: Any, dy_TD: torch.Tensor, saved: tuple[torch.Tensor, ...], num_rows: int
-) -> Results:
-    rows, plan, pre_RG, *others = saved
-    if ctx.save == "all":
-        rows = rows.as_strided((num_rows, rows.shape[1]), rows.stride())
-    pre_RG = pre_RG.as_strided((num_rows, pre_RG.shape[1]), pre_RG.stride())
-    return _launch_backward(ctx, dy_TD, rows, plan, pre_RG, *others)
+def _with_room(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the rows and what lies behind them in their memory, as many as are asked for."""
+    return rows.as_strided((num_rows, rows.shape[1]), rows.stride())
 
 
 def _launch_backward(

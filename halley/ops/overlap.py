@@ -117,7 +117,7 @@ def _dispatch_gemm(
     turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     owner = find_workspaces(workspaces)
-    workspace = owner.get(_shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
+    workspace = owner.get(shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
     layer0 = partial(_launch_layer0, workspace, x, up, gated=gated, fused=fused, save=save)
 
     def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int = 0) -> Results:
@@ -155,7 +155,7 @@ def forward_pass(
     from the second call on without what leads to the launches.
     """
     owner = find_workspaces(workspaces)
-    workspace = owner.get(_shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
+    workspace = owner.get(shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
 
     def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int = 0) -> Results:
         if plan is None:
@@ -334,9 +334,10 @@ def _launch_layer1(
     )
 
 
-def _shape_class(
+def shape_class(
     owner: Workspaces, x: torch.Tensor, topk_idx: torch.Tensor, up: torch.Tensor
 ) -> ShapeClass:
+    """Return the class of a layer, by which it finds its buffers."""
     num_experts = owner.num_experts(up.shape[0])
     return ShapeClass(x.shape[1], num_experts, topk_idx.shape[1], x.dtype, owner.tp_size)
 

@@ -13,6 +13,7 @@ from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.cost.balance import max_over_mean
 from halley.moe.parallel import ParallelGroups
 from halley.perf.candidates import GRAPH, build_candidates
+from halley.perf.compile_ahead import compile_ahead
 from halley.perf.floor import floor_gemms, measure_link, wire_us
 from halley.perf.graphs import captured
 from halley.perf.layer_case import (
@@ -34,6 +35,7 @@ Progress = Callable[[str, int, int], None]  # what, done, of
 _SEARCH_SAMPLES = 5
 _EXPOSED_SAMPLES = 3
 _HOST_SAMPLES = 10
+_CHECKED_CALL = 3  # from the second on a call may repeat what an earlier one launched
 
 
 def bench_layer(
@@ -62,6 +64,7 @@ def bench_layer(
         ValueError: sizes that do not fit the ranks.
     """
     tensors = make_tensors(case, groups, device=device, recorder=recorder)
+    compile_ahead(list(candidates.values()), tensors, groups)
     errors = _check_values(candidates, tensors, groups)
     gemms = floor_gemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
@@ -104,10 +107,12 @@ def _check_values(
     first: dict[str, list[torch.Tensor]] = {}  # of those that use the same GEMM
     results: dict[str, tuple[float, bool]] = {}
     for name, strategy in candidates.items():
-        got = outputs_of(strategy, tensors)
+        for _ in range(_CHECKED_CALL if tensors.x_TD.is_cuda else 1):
+            got = outputs_of(strategy, tensors)
+            (y_TD,) = outputs_of(strategy, tensors, backward=False)
         equals = first.setdefault(strategy.gemm, got)
         error = max(relative_error(g, w) for g, w in zip(got, wanted, strict=False))
-        equal = all(torch.equal(g, f) for g, f in zip(got, equals, strict=True))
+        equal = all(torch.equal(g, f) for g, f in zip([*got, y_TD], [*equals, got[0]], strict=True))
         summary = torch.tensor([error, float(not equal)], dtype=torch.float64)
         summary = summary.to(tensors.x_TD.device)
         if groups.ep is not None:

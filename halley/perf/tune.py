@@ -8,7 +8,6 @@ Source: COMET (arXiv:2502.19811), section 3.2, which measures division points by
 division adapts by itself, and what is measured is what bounds it.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -18,10 +17,10 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.kernels.knobs import Knobs
-from halley.kernels.launch import compile_only
 from halley.moe.parallel import ParallelGroups
 from halley.ops.tuned import Tuned, TunedShape
 from halley.ops.workspaces import Workspaces, default_knobs
+from halley.perf.compile_ahead import only_compiling
 from halley.perf.layer_case import (
     LayerCase,
     LayerTensors,
@@ -185,10 +184,8 @@ def _compile(
     if not tensors.x_TD.is_cuda:
         return
     strategy = _strategy(base, tensors, groups)
-    _run(strategy, tensors)  # once in earnest, so that sizes are known
-    num_threads = max(1, (os.cpu_count() or 1) // groups.num_ranks)
-    # Autograd's own threads know nothing of what this one only compiles.
-    with compile_only(num_threads), torch.autograd.set_multithreading_enabled(False):
+    strategy.prepare(tensors.x_TD, tensors.routed(), tensors.experts)
+    with only_compiling(groups):
         for knobs in candidates[groups.ep_rank :: groups.ep_size]:
             for workspace in strategy.workspaces.all():
                 workspace.knobs = knobs

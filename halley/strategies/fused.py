@@ -19,6 +19,7 @@ from halley.cost.simulate import Task
 from halley.kernels.layout import MAX_CHUNKS
 from halley.kernels.switch import INTERPRETED
 from halley.ops.fused_experts import fused_experts
+from halley.ops.overlap import shape_class
 from halley.ops.workspaces import Workspaces
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
 from halley.strategies.sketch import fused_tasks
@@ -83,6 +84,12 @@ class FusedStrategy(AbstractStrategy):
                 workspaces=self.workspaces.handle,
                 turn=self.workspaces.turn,
             )
+
+    def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
+        """Make the buffers of a layer, as its first call would; a collective."""
+        self._check(x_TD, routing, experts)
+        shape = shape_class(self.workspaces, x_TD, routing.topk_idx_TK, experts.up_LGD)
+        self.workspaces.get(shape, num_tokens=x_TD.shape[0])
 
     def _check(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
         """Check the inputs; where that reads no values, only if their sizes or dtypes are new."""
