@@ -3,7 +3,7 @@
 Every call draws a layer, how many ranks share an expert, a load, the number of tokens of each rank
 (none included) and how long each rank dawdles before it; every other call goes backward, too,
 keeping one thing or another. The fused form must equal the unfused one bit for bit, and
-`sequential` within the tolerance of the dtype, outputs and gradients.
+`sequential` within twice the tolerance of the dtype, as both are rounded: outputs and gradients.
 
     torchrun --nproc-per-node 4 benchmarks/stress_fused.py 2000
 """
@@ -116,9 +116,8 @@ def compile_all(setups: list[Setup], *, device: torch.device) -> None:
                 )
                 routing.topk_weights_TK.requires_grad_()
                 x_TD = torch.zeros(8, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
-                for backward in (False, True):
-                    experts = setup.experts[which]
-                    run(setup.strategies[name], x_TD, routing, experts, backward=backward)
+                for grad_TD in (None, torch.zeros_like(x_TD)):
+                    run(setup.strategies[name], x_TD, routing, setup.experts[which], grad_TD)
         dist.barrier()
 
 
@@ -145,12 +144,13 @@ def check_call(
     )
     routing.topk_weights_TK.requires_grad_()
     x_TD = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
+    grad_TD = torch.randn_like(x_TD) if call % 2 == 1 else None
     fused = alike.choice(FUSED[1:])
     results = {}
     for name in ("sequential", "unfused", fused):
         torch.cuda._sleep(own.randrange(MAX_DELAY_CYCLES))
         strategy, experts = setup.strategies[name], setup.experts[which]
-        results[name] = run(strategy, x_TD, routing, experts, backward=call % 2 == 1)
+        results[name] = run(strategy, x_TD, routing, experts, grad_TD)
     worst = 0.0
     for value, unfused, right in zip(
         results[fused], results["unfused"], results["sequential"], strict=True
@@ -159,7 +159,7 @@ def check_call(
             raise RuntimeError(f"call {call}: {fused} is not unfused on rank {dist.get_rank()}")
         if right.numel():
             worst = max(worst, relative_error(value, right))
-    if worst > RELATIVE_TOLERANCE[torch.bfloat16]:
+    if worst > 2 * RELATIVE_TOLERANCE[torch.bfloat16]:
         raise RuntimeError(f"call {call}: relative error {worst} on rank {dist.get_rank()}")
     return worst
 
@@ -169,16 +169,15 @@ def run(
     x_TD: torch.Tensor,
     routing: Routing,
     experts: Experts,
-    *,
-    backward: bool,
+    grad_TD: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Return the output, and all gradients of the sum of its squares."""
-    with torch.set_grad_enabled(backward):
+    """Return the output and, where its gradient is given, all gradients."""
+    with torch.set_grad_enabled(grad_TD is not None):
         y_TD = strategy.forward(x_TD, routing, experts)
-    if not backward:
+    if grad_TD is None:
         return [y_TD]
     leaves = (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
-    return [y_TD.detach(), *torch.autograd.grad(y_TD.float().square().sum(), leaves)]
+    return [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, grad_TD)]
 
 
 if __name__ == "__main__":
