@@ -202,3 +202,11 @@ def test_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DirectLaunch, "map_at", _map_at)
     with pytest.raises(RuntimeError, match="launch of kernel failed with CUDA error 700"):
         Pass(lambda: None).run(*_inputs())
+
+
+def test_more_of_a_tensor_than_the_pass_was_given(calls: list[Call]) -> None:
+    layer, (x, weight) = Pass(lambda: None), _inputs()
+    with pytest.raises(RuntimeError, match=r"argument 0 of kernel .* reaches beyond a tensor"):
+        record(lambda: layer.run(x, weight), (x[:3], weight), [layer.buffer])
+    with pytest.raises(RuntimeError, match=r"argument 3 of kernel .* reaches beyond a tensor"):
+        record(lambda: layer.run(x, weight), (x, weight), [layer.buffer[:50]])
