@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ class Setup:
     ) -> None:
         recorder = Recorder(device, enabled=False)
         workspaces = Workspaces(group, device, tp_size=tp_size, max_tokens=MAX_TOKENS)
-        self.strategies = {
+        self.strategies: dict[str, Any] = {
             name: build_strategy(
                 name,
                 group,
@@ -99,26 +100,22 @@ def draw_experts(
 
 
 def compile_all(setups: list[Setup], *, device: torch.device) -> None:
-    """Compile all kernels: of the first way to fuse on all ranks alike, which also makes the
-    buffers, of the others each rank its share."""
+    """Compile all kernels, each rank its share; the others find them in the compiler's cache."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    tasks = [(setup, which) for setup in setups for which in setup.experts]
-    shared = [(name, *task) for name in FUSED[1:] for task in tasks]
-    for share in ([(FUSED[0], *task) for task in tasks], shared[rank::num_ranks]):
-        # Autograd's own threads know nothing of what this one only compiles.
-        with compile_only(num_threads), torch.autograd.set_multithreading_enabled(False):
-            for name, setup, which in share:
-                num_experts, top_k, hidden, _ = LAYERS[which]
-                load_E = parse_load("balanced", num_experts=num_experts, top_k=top_k)
-                routing = sample_routing(
-                    load_E, 8, top_k=top_k, generator=torch.Generator(), device=device
-                )
-                routing.topk_weights_TK.requires_grad_()
-                x_TD = torch.zeros(8, hidden, dtype=torch.bfloat16, device=device).requires_grad_()
-                for grad_TD in (None, torch.zeros_like(x_TD)):
-                    run(setup.strategies[name], x_TD, routing, setup.experts[which], grad_TD)
-        dist.barrier()
+    tasks = [(name, s, which) for name in FUSED for s in setups for which in s.experts]
+    with compile_only(max(1, (os.cpu_count() or 1) // num_ranks)):
+        for index, (name, setup, which) in enumerate(tasks):
+            num_experts, top_k, hidden, _ = LAYERS[which]
+            load_E = parse_load("balanced", num_experts=num_experts, top_k=top_k)
+            generator = torch.Generator().manual_seed(0)
+            routing = sample_routing(load_E, 8, top_k=top_k, generator=generator, device=device)
+            x_TD = torch.zeros(8, hidden, dtype=torch.bfloat16, device=device)
+            strategy, layer = setup.strategies[name], (x_TD, routing, setup.experts[which])
+            strategy.prepare(*layer)  # on all ranks
+            if index % num_ranks == rank:
+                for backward in (False, True):
+                    strategy.compile(*layer, backward=backward)
+    dist.barrier()
 
 
 def check_call(

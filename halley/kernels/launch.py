@@ -36,11 +36,15 @@ _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 def compile_only(num_threads: int) -> Generator[None, None, None]:
     """Compile kernels in place of launching them, as many at a time as there are threads.
 
-    It holds for this thread alone. All are compiled when it ends; tensors are what they were.
+    It holds for this thread alone. All are compiled when it ends, or when the one around it ends;
+    tensors are what they were.
 
     Raises:
         Exception: one cannot be compiled; that of the compiler.
     """
+    if only_compiles():
+        yield
+        return
     with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
         token = _only_compiles.set(True)
         try:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from halley.core.types import Save
-from halley.kernels.launch import is_aligned
+from halley.kernels.launch import compile_only, is_aligned
 from halley.kernels.tape import Results
 from halley.ops.library import define
 from halley.ops.overlap import Kept, fake_dispatch_gemm, forward_pass
@@ -71,6 +71,48 @@ def fused_experts(
     y_TD = torch.ops.halley.fused_experts.default(*args, turn)[0]
     end_pass(turn, y_TD)
     return y_TD
+
+
+def compile_fused_experts(
+    x_TD: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    up_LGD: torch.Tensor,
+    down_LDF: torch.Tensor,
+    *,
+    gated: bool,
+    fused: bool,
+    save: Kept,
+    workspaces: int,
+    num_threads: int,
+) -> None:
+    """Compile the kernels of such layers, forward and backward, many at a time; launch none.
+
+    Otherwise each would be compiled when it is first launched, one after another.
+
+    Args:
+        num_threads: kernels at a time. For all else see ``fused_experts``.
+    """
+    args = (
+        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces, None
+    )  # fmt: skip
+    with compile_only(num_threads), torch.no_grad():
+        output = _forward(*args)
+        if save != "none":
+            ctx = _Unrecorded([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
+            _setup_context(ctx, args, output)
+            _launch_backward(ctx, torch.empty_like(output[0]), *ctx.saved_tensors)
+
+
+class _Unrecorded:
+    """What autograd would keep of a forward pass, without autograd."""
+
+    def __init__(self, needs_input_grad: list[bool]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[torch.Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
 
 
 def _check_main_grad(weight: torch.Tensor) -> None:

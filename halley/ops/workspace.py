@@ -114,6 +114,7 @@ class Workspace:
         rows_RD: scratch: rows on their way into the first projection, then out of the second.
         mark_plan: notes that all work queued up to now makes the plan.
         tapes: of passes that were run, by what they depend on; see ``ops.passes``.
+        compiled: the kinds of layers whose kernels are compiled.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Workspace:
         self._layouts: dict[int, Layout] = {}
         self._last_rows = 0
         self.tapes: dict[tuple[object, ...], Tape] = {}
+        self.compiled: set[tuple[object, ...]] = set()
         self.in_flight: tuple[torch.Tensor, ...] = ()
         self._buffers = self._allocate(max_tokens)
         balanced = max_tokens * shape.top_k * shape.tp_size

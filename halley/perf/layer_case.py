@@ -88,6 +88,10 @@ class LayerTensors:
         replicas_TK = choose_replicas(idx_TK, *self.placed.choices, rank=rank)
         return replace(self.routing, topk_idx_TK=replicas_TK)
 
+    def layer(self) -> tuple[torch.Tensor, Routing, Experts]:
+        """Return what a strategy takes."""
+        return self.x_TD, self.routed(), self.experts
+
     def leaves(self) -> list[torch.Tensor]:
         """Return the tensors that have gradients: tokens, routing weights, expert weights."""
         return [

@@ -8,6 +8,7 @@ Source: COMET (arXiv:2502.19811), section 3.2, which measures division points by
 division adapts by itself, and what is measured is what bounds it.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -17,10 +18,10 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.kernels.knobs import Knobs
+from halley.kernels.launch import compile_only
 from halley.moe.parallel import ParallelGroups
 from halley.ops.tuned import Tuned, TunedShape
 from halley.ops.workspaces import Workspaces, default_knobs
-from halley.perf.compile_ahead import only_compiling
 from halley.perf.layer_case import (
     LayerCase,
     LayerTensors,
@@ -183,13 +184,13 @@ def _compile(
     """
     if not tensors.x_TD.is_cuda:
         return
-    strategy = _strategy(base, tensors, groups)
-    strategy.prepare(tensors.x_TD, tensors.routed(), tensors.experts)
-    with only_compiling(groups):
+    strategy, layer = _strategy(base, tensors, groups), tensors.layer()
+    strategy.prepare(*layer)
+    with compile_only(max(1, (os.cpu_count() or 1) // groups.num_ranks)):
         for knobs in candidates[groups.ep_rank :: groups.ep_size]:
             for workspace in strategy.workspaces.all():
                 workspace.knobs = knobs
-            _run(strategy, tensors)
+            strategy.compile(*layer, backward=True)
     strategy.workspaces.close()
     if groups.ep is not None:
         dist.barrier(groups.ep)

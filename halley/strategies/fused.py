@@ -7,6 +7,7 @@ asked in a call.
 Source: COMET (arXiv:2502.19811).
 """
 
+import os
 from typing import final, get_args
 
 import torch
@@ -18,8 +19,9 @@ from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.kernels.layout import MAX_CHUNKS
 from halley.kernels.switch import INTERPRETED
-from halley.ops.fused_experts import fused_experts
+from halley.ops.fused_experts import compile_fused_experts, fused_experts
 from halley.ops.overlap import shape_class
+from halley.ops.workspace import Workspace
 from halley.ops.workspaces import Workspaces
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
 from halley.strategies.sketch import fused_tasks
@@ -70,7 +72,8 @@ class FusedStrategy(AbstractStrategy):
         return "halley"
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        self._check(x_TD, routing, experts)
+        backward = wants_gradients(x_TD, routing, experts)
+        self._check(x_TD, routing, experts, backward=backward)
         with self.recorder.span("fused_experts"):
             return fused_experts(
                 x_TD,
@@ -80,19 +83,45 @@ class FusedStrategy(AbstractStrategy):
                 experts.down_LDF,
                 gated=experts.activation == "swiglu",
                 fused=self.fused,
-                save=self.save if wants_gradients(x_TD, routing, experts) else "none",
+                save=self.save if backward else "none",
                 workspaces=self.workspaces.handle,
                 turn=self.workspaces.turn,
             )
 
-    def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
+    def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
         """Make the buffers of a layer, as its first call would; a collective."""
-        self._check(x_TD, routing, experts)
+        self._check_all(x_TD, routing, experts)
         shape = shape_class(self.workspaces, x_TD, routing.topk_idx_TK, experts.up_LGD)
-        self.workspaces.get(shape, num_tokens=x_TD.shape[0])
+        return self.workspaces.get(shape, num_tokens=x_TD.shape[0])
 
-    def _check(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
-        """Check the inputs; where that reads no values, only if their sizes or dtypes are new."""
+    def compile(
+        self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
+    ) -> None:
+        """Compile the kernels of a layer that is prepared, many at a time; this rank's own affair.
+
+        Args:
+            backward: also those of backward; False those of a forward without gradients.
+        """
+        compile_fused_experts(
+            x_TD,
+            routing.topk_idx_TK,
+            routing.topk_weights_TK,
+            experts.up_LGD,
+            experts.down_LDF,
+            gated=experts.activation == "swiglu",
+            fused=self.fused,
+            save=self.save if backward else "none",
+            workspaces=self.workspaces.handle,
+            num_threads=max(1, (os.cpu_count() or 1) // self.workspaces.num_ranks),
+        )
+
+    def _check(
+        self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
+    ) -> None:
+        """Check the inputs; where that reads no values, only if their sizes or dtypes are new.
+
+        What a layer of new sizes launches is compiled then.
+        """
         tensors = (
             x_TD,
             routing.topk_idx_TK,
@@ -109,9 +138,24 @@ class FusedStrategy(AbstractStrategy):
             kinds: list[object] = [
                 t if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in tensors
             ]
+            kinds.append(backward)
             if kinds != self._checked:
-                self._check_all(x_TD, routing, experts)
+                self._compile_once(x_TD, routing, experts, backward=backward)
                 self._checked = kinds
+
+    def _compile_once(
+        self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
+    ) -> None:
+        workspace = self.prepare(x_TD, routing, experts)
+        weights = (experts.up_LGD, experts.down_LDF)
+        kind = (
+            self.fused, self.save, backward, experts.activation, workspace.layout,
+            routing.topk_idx_TK.dtype, routing.topk_weights_TK.dtype,
+            *((each.shape, each.requires_grad) for each in weights),
+        )  # fmt: skip
+        if kind not in workspace.compiled:
+            workspace.compiled.add(kind)
+            self.compile(x_TD, routing, experts, backward=backward)
 
     def _check_all(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
         num_experts = self.workspaces.num_experts(experts.num_local_experts)

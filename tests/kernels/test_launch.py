@@ -68,6 +68,17 @@ def test_nothing_is_launched_while_kernels_are_compiled(kernel: Kernel) -> None:
     assert len(kernel.compiled) == 2
 
 
+def test_one_within_another_waits_for_it(kernel: Kernel) -> None:
+    launcher, x = Launcher(kernel), torch.zeros(4)
+    with compile_only(1):
+        for constant in (64, 128):
+            with compile_only(1):
+                launcher(3, (x, 1), (constant,))
+            assert only_compiles()
+    assert len(kernel.compiled) == 2
+    assert kernel.launched == []
+
+
 def test_what_cannot_be_compiled_is_told(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         future: Future[None] = Future()

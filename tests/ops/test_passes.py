@@ -11,7 +11,7 @@ import torch
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
 from halley.kernels import tape
-from halley.kernels.launch import Launcher
+from halley.kernels.launch import Launcher, only_compiles
 from halley.ops import passes
 from halley.ops.workspaces import Workspaces
 from halley.strategies.fused import FusedStrategy
@@ -71,6 +71,39 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any]]]:
     return made
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("save", get_args(Save))
+def test_all_that_is_launched_was_compiled(
+    monkeypatch: pytest.MonkeyPatch, save: Save, fused: bool, backward: bool
+) -> None:
+    launched: dict[bool, set[Any]] = {True: set(), False: set()}
+
+    def note(
+        launcher: Launcher, num_programs: int, args: Any, constants: Any, **options: Any
+    ) -> None:
+        kind = (launcher.kernel.fn.__name__, num_programs, constants, *map(str, options.items()))
+        launched[only_compiles()].add(kind)
+
+    monkeypatch.setattr(Launcher, "__call__", note)
+    workspaces = Workspaces(None, CPU, max_tokens=TOKENS)
+    recorder = Recorder(CPU, enabled=False)
+    strategy = FusedStrategy(workspaces, recorder=recorder, fused=fused, save=save)
+    experts = _experts(main_grad=False)
+    layer = (*_inputs(), experts)
+    workspace = strategy.prepare(*layer)
+    strategy.compile(*layer, backward=backward)
+    assert launched[False] == set()
+    with torch.set_grad_enabled(backward):
+        for _ in range(3):
+            y_TD = strategy.forward(*_inputs(), experts)
+            workspace.host_words[1] = ROWS
+            if backward:
+                y_TD.sum().backward()
+    assert launched[False] == launched[True]
+    assert len(launched[True]) >= (8 if backward else 4)
+
+
 def _experts(*, main_grad: bool) -> Experts:
     up_LGD = torch.randn(EXPERTS, 2 * INNER, HIDDEN).requires_grad_()
     down_LDF = torch.randn(EXPERTS, HIDDEN, INNER).requires_grad_()
@@ -79,12 +112,16 @@ def _experts(*, main_grad: bool) -> Experts:
     return Experts(up_LGD=up_LGD, down_LDF=down_LDF)
 
 
-def _forward(strategy: FusedStrategy, experts: Experts) -> tuple[torch.Tensor, Any]:
-    x_TD = torch.randn(TOKENS, HIDDEN).requires_grad_()
+def _inputs() -> tuple[torch.Tensor, Routing]:
     routing = Routing(
         topk_idx_TK=torch.zeros(TOKENS, TOP_K, dtype=torch.int64),
         topk_weights_TK=torch.rand(TOKENS, TOP_K).requires_grad_(),
     )
+    return torch.randn(TOKENS, HIDDEN).requires_grad_(), routing
+
+
+def _forward(strategy: FusedStrategy, experts: Experts) -> tuple[torch.Tensor, Any]:
+    x_TD, routing = _inputs()
     y_TD = strategy.forward(x_TD, routing, experts)
     for workspace in strategy.workspaces.all():
         workspace.host_words[1] = ROWS  # what a plan would have told
