@@ -10,15 +10,14 @@ from halley.core.types import Activation, Routing
 from tests.kernels.kernel_case import (
     Gradients,
     KernelCase,
-    KernelRank,
     assert_close,
-    borrow,
     expected_gradients,
     in_one_launch,
     make_dy,
     make_tokens,
-    run_world,
 )
+from tests.kernels.kernel_rank import KernelRank, borrow
+from tests.kernels.kernel_world import run_world
 
 
 TWO = KernelCase(num_tokens_CW=((20, 13),))

@@ -25,14 +25,13 @@ from tests.kernels.kernel_case import (
     SMALL_KNOBS,
     Gradients,
     KernelCase,
-    KernelRank,
-    Tape,
     assert_close,
     expected_gradients,
     make_dy,
     make_tokens,
-    run_world,
 )
+from tests.kernels.kernel_rank import KernelRank, Tape
+from tests.kernels.kernel_world import run_world
 from tests.kernels.mutation import Mutation, apply
 
 

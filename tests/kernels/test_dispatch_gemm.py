@@ -8,14 +8,9 @@ import torch
 from halley.core.reference import activate
 from halley.core.types import Activation, Routing
 from halley.kernels.layout import NUM_TICKETS
-from tests.kernels.kernel_case import (
-    KernelCase,
-    KernelRank,
-    Rows,
-    assert_close,
-    make_tokens,
-    run_world,
-)
+from tests.kernels.kernel_case import KernelCase, assert_close, make_tokens
+from tests.kernels.kernel_rank import KernelRank, Rows
+from tests.kernels.kernel_world import run_world
 
 
 CASE = KernelCase(num_tokens_CW=((20, 13),), num_experts=4)

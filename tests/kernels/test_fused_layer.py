@@ -10,15 +10,14 @@ from halley.core.types import Routing
 from halley.symm.heap import SymmTensor
 from tests.kernels.kernel_case import (
     KernelCase,
-    KernelRank,
     assert_close,
     expected_outputs,
     in_one_launch,
     make_experts,
     make_tokens,
-    run_forward,
-    run_world,
 )
+from tests.kernels.kernel_rank import KernelRank
+from tests.kernels.kernel_world import run_forward, run_world
 
 
 TWO = KernelCase(num_tokens_CW=((20, 13),))

@@ -8,7 +8,9 @@ import torch
 from halley.core.types import Routing
 from halley.kernels.layout import MAX_CHUNKS, NUM_TICKETS
 from halley.kernels.plan_words import EPOCH
-from tests.kernels.kernel_case import KernelCase, KernelRank, Rows, make_tokens, run_world
+from tests.kernels.kernel_case import KernelCase, make_tokens
+from tests.kernels.kernel_rank import KernelRank, Rows
+from tests.kernels.kernel_world import run_world
 
 
 CASE = KernelCase(num_tokens_CW=((20, 13),), num_experts=4)

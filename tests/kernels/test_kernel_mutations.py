@@ -24,13 +24,8 @@ from halley.kernels import (
     publish,
 )
 from halley.kernels.switch import INTERPRETED
-from tests.kernels.kernel_case import (
-    SMALL_KNOBS,
-    KernelCase,
-    assert_close,
-    expected_outputs,
-    run_forward,
-)
+from tests.kernels.kernel_case import SMALL_KNOBS, KernelCase, assert_close, expected_outputs
+from tests.kernels.kernel_world import run_forward
 from tests.kernels.mutation import Mutation, apply
 
 

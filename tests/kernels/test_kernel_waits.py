@@ -16,7 +16,9 @@ from halley.kernels.status import (
     check,
     describe_failure,
 )
-from tests.kernels.kernel_case import KernelCase, KernelRank, Rows, make_dy, make_tokens, run_world
+from tests.kernels.kernel_case import KernelCase, make_dy, make_tokens
+from tests.kernels.kernel_rank import KernelRank, Rows
+from tests.kernels.kernel_world import run_world
 
 
 TIMEOUT_S = 0.3

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from halley.kernels.switch import INTERPRETED
-from tests.kernels.kernel_case import KernelCase, KernelRank, make_tokens, run_forward, run_world
+from tests.kernels.kernel_case import KernelCase, make_tokens
+from tests.kernels.kernel_rank import KernelRank
+from tests.kernels.kernel_world import run_forward, run_world
 
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")

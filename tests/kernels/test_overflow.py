@@ -4,7 +4,9 @@ import pytest
 
 from halley.kernels import count
 from halley.kernels.switch import INTERPRETED
-from tests.kernels.kernel_case import KernelCase, KernelRank, make_tokens, run_world
+from tests.kernels.kernel_case import KernelCase, make_tokens
+from tests.kernels.kernel_rank import KernelRank
+from tests.kernels.kernel_world import run_world
 from tests.kernels.mutation import Mutation, apply
 
 

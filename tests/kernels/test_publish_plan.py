@@ -9,7 +9,9 @@ import torch
 from halley.core.types import Routing
 from halley.kernels.layout import MAX_CHUNKS, NUM_TICKETS, TASK_ROWS, Layout
 from halley.kernels.plan_words import NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
-from tests.kernels.kernel_case import KernelCase, KernelRank, make_tokens, run_world
+from tests.kernels.kernel_case import KernelCase, make_tokens
+from tests.kernels.kernel_rank import KernelRank
+from tests.kernels.kernel_world import run_world
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.kernel_case import (
-    KernelCase,
-    KernelRank,
-    Tape,
-    make_dy,
-    make_tokens,
-    run_world,
-)
+from tests.kernels.kernel_case import KernelCase, make_dy, make_tokens
+from tests.kernels.kernel_rank import KernelRank, Tape
+from tests.kernels.kernel_world import run_world
 
 
 TIMEOUT_S = 0.3
