@@ -81,7 +81,7 @@ def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
     num_blocks = -(-num_tokens // (256 // (1 << (top_k - 1).bit_length())))
     counts = 2 * num_local + min(8, 1 << (num_local - 1).bit_length())
     record = 16 + _whole(counts * num_blocks) + 2 * _whole(num_tokens * top_k)
-    flags = 2 * _whole(num_ranks) + 64 * num_ranks + _whole(2 * num_ranks)
+    flags = 3 * _whole(num_ranks) + 64 * num_ranks + _whole(2 * num_ranks)
     words = flags + 2 * num_ranks * record
     assert words == layout.mailbox_words
 

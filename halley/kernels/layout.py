@@ -97,7 +97,13 @@ class Layout:
             "max_sends": max_sends,
             "max_tiles": max_tiles,
         }
-        flags = _offsets(arrived=ranks, home=ranks * MAX_CHUNKS, overflow=ranks, calls=2 * ranks)
+        flags = _offsets(
+            arrived=ranks,
+            home=ranks * MAX_CHUNKS,
+            overflow=ranks,
+            calls=2 * ranks,
+            staged=ranks,
+        )
         record = _offsets(header=HEADER_WORDS, counts=columns * blocks, packed=slots, weights=slots)
         plan = _offsets(
             summary=16,

@@ -3,10 +3,10 @@
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Make the plan of this rank from the routing tables of all ranks, on the device, in one launch.
 
-Three kinds of work are taken by tickets, one kind after the other. ``publish``: lay out this rank's
-rows for its peers and write its routing to every rank's mailbox. ``count``: wait for all tables and
-turn the counts of blocks into first rows. ``place``: give each slot its row, each send its place in
-the list.
+Four kinds of work are taken by tickets, one kind after the other. ``route``: write this rank's
+routing to every rank's mailbox. ``count``: wait for all tables and turn the counts of blocks into
+first rows. ``stage``: lay out this rank's rows for its peers, while tables are on their way.
+``place``: give each slot its row, each send its place in the list.
 """
 
 import torch
@@ -23,18 +23,31 @@ from halley.kernels.plan_words import (
     EXITED,
     LAID_OUT,
     PUBLISHED,
+    STAGED,
     TICKET,
+    USABLE,
     count_pass,
     next_epoch,
 )
-from halley.kernels.publish import publish_task, raise_flags
-from halley.kernels.status import PLAN
+from halley.kernels.publish import raise_flags, route_task, stage_rows
+from halley.kernels.status import PLAN, STAGE
 
 
 _STAGE_ROWS = 16
 _PROGRAMS = 2  # on a multiprocessor: tasks are short and mostly wait for memory
 _PLAN = tl.constexpr(PLAN)
+_STAGE = tl.constexpr(STAGE)
 _NEVER = tl.constexpr(2**62)  # ns
+
+
+@triton.jit
+def _wait_for_rows(words, plan, epoch, status, host_words, timeout_ns, LAYOUT: tl.constexpr):
+    """Wait until all ranks have staged; the plan is of no use if one did not."""
+    for peer in range(LAYOUT.num_ranks):
+        code = failure(_STAGE, peer, 0)
+        flag = words + LAYOUT.staged + peer
+        if not wait(flag, epoch, timeout_ns, status, host_words, code, "sys"):
+            tl.store(plan + LAYOUT.summary + USABLE, 0)
 
 
 @triton.jit(
@@ -54,9 +67,13 @@ def plan_kernel(
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Publish, count and place, by tickets in this order: a task waits for earlier ones only."""
+    """Route, count, stage and place, by tickets in this order: a task waits for earlier ones only.
+
+    The last program waits for the rows of all ranks.
+    """
     first_count = num_tasks
-    first_place = first_count + LAYOUT.num_columns
+    first_stage = first_count + LAYOUT.num_columns
+    first_place = first_stage + num_tasks
     end = first_place + LAYOUT.num_ranks * LAYOUT.max_blocks + LAYOUT.num_local
     healthy = True
     epoch = next_epoch(marks, status, host_words)
@@ -64,19 +81,26 @@ def plan_kernel(
     task = tl.atomic_add(marks + TICKET, 1, sem="relaxed", scope="gpu")
     while task < end:
         if task < first_count:
-            publish_task(
-                task, x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, epoch, rank, stage_TD,
-                words, words_ptrs_W, LAYOUT, HIDDEN_SIZE, ROWS, COLUMNS,
+            route_task(
+                task, idx_TK, weights_TK, num_tokens, wanted_tokens, epoch, rank,
+                words, words_ptrs_W, LAYOUT,
             )  # fmt: skip
             tl.debug_barrier()
             before = tl.atomic_add(marks + PUBLISHED, 1, sem="acq_rel", scope="sys")
             if before == num_tasks - 1:
-                raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)
-        elif task < first_place:
+                raise_flags(LAYOUT.arrived, epoch, rank, words, words_ptrs_W, LAYOUT)
+        elif task < first_stage:
             count_task(
                 task - first_count, words, words_ptrs_W, plan, epoch, rank, max_rows,
                 marks, status, host_words, timeout_ns, LAYOUT, LOCAL_PADDED,
             )  # fmt: skip
+        elif task < first_place:
+            row = (task - first_stage) * ROWS
+            stage_rows(row, x_TD, stage_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
+            tl.debug_barrier()
+            before = tl.atomic_add(marks + STAGED, 1, sem="acq_rel", scope="sys")
+            if before == num_tasks - 1:
+                raise_flags(LAYOUT.staged, epoch, rank, words, words_ptrs_W, LAYOUT)
         elif healthy:
             # No limit of its own, lest it blame this rank before a count task blames the one that
             # does not come: count tasks are under way, and end because their waits are bounded.
@@ -91,8 +115,10 @@ def plan_kernel(
         tl.store(marks + TICKET, 0)
         tl.store(marks + PUBLISHED, 0)
         tl.store(marks + COUNTED, 0)
+        tl.store(marks + STAGED, 0)
         tl.store(marks + EXITED, 0)
         count_pass(marks, epoch)
+        _wait_for_rows(words, plan, epoch, status, host_words, timeout_ns, LAYOUT)
 
 
 _launch = Launcher(plan_kernel)

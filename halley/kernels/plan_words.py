@@ -27,6 +27,7 @@ PUBLISHED = tl.constexpr(1)
 COUNTED = tl.constexpr(2)
 LAID_OUT = tl.constexpr(3)  # epoch of the last plan whose tables were counted
 EXITED = tl.constexpr(4)
+STAGED = tl.constexpr(6)
 EPOCH = tl.constexpr(5)  # number of the last pass that was begun; the device counts, not the host
 
 

@@ -130,12 +130,11 @@ def stage_rows(
 
 
 @triton.jit
-def publish_task(
-    task, x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, epoch, rank, stage_TD,
-    words, words_ptrs_W,
-    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def route_task(
+    task, idx_TK, weights_TK, num_tokens, wanted_tokens, epoch, rank, words, words_ptrs_W,
+    LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Stage some rows, publish a block of the table, and with the first task the header."""
+    """Publish a block of the table, and with the first task the header."""
     if task == 0:
         for peer in range(LAYOUT.num_ranks):
             record = record_of(peer_ptr(words_ptrs_W, peer, words), rank, epoch, LAYOUT)
@@ -146,12 +145,10 @@ def publish_task(
         _publish_block(
             task, idx_TK, weights_TK, num_tokens, epoch, rank, words, words_ptrs_W, LAYOUT
         )
-    if task * ROWS < num_tokens:
-        stage_rows(task * ROWS, x_TD, stage_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
 
 
 @triton.jit
-def raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT: tl.constexpr):
-    """Tell all ranks that this one's rows and routing stand."""
+def raise_flags(flags, epoch, rank, words, words_ptrs_W, LAYOUT: tl.constexpr):
+    """Tell all ranks how far this one is: what it wrote before stands."""
     for peer in range(LAYOUT.num_ranks):
-        signal(peer_ptr(words_ptrs_W, peer, words) + LAYOUT.arrived + rank, epoch)
+        signal(peer_ptr(words_ptrs_W, peer, words) + flags + rank, epoch)

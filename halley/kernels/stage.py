@@ -91,7 +91,7 @@ def stage_kernel(
     if is_last:
         tl.store(marks + PUBLISHED, 0)
         count_pass(marks, epoch)
-        raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)
+        raise_flags(LAYOUT.arrived, epoch, rank, words, words_ptrs_W, LAYOUT)
     if SPREAD:
         _spread_weights(plan, weight_R, LAYOUT)
     if is_last:

@@ -42,6 +42,8 @@ def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
     if op in _LIMITS:
         return f"rank {rank}: {_LIMITS[op].format(peer=peer, index=index)}"
     what = _WAITS[op].format(peer=peer, index=index)
+    if op == STAGE and index == 0:  # of a new call
+        what = f"rank {peer} did not bring its rows (plan)"
     return f"rank {rank}: {what} within {timeout_s:g} s"
 
 

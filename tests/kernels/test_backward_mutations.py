@@ -66,7 +66,7 @@ _TELL_CALL = """\
         for peer in range(LAYOUT.num_ranks):
             tl.store(call_of(peer_ptr(words_ptrs_W, peer, words), rank, epoch, LAYOUT), call)
 """
-_RAISE_FLAGS = "        raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)\n"
+_RAISE_FLAGS = "        raise_flags(LAYOUT.arrived, epoch, rank, words, words_ptrs_W, LAYOUT)\n"
 _SPREAD = "    if SPREAD:\n"
 _WAIT = "    if is_last:\n        _wait_for_all("
 _COUNT_CLEARED = """\

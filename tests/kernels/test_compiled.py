@@ -340,8 +340,8 @@ def _check_tiles(name: str, kernel: Compiled) -> None:
 def _check_signals(name: str, kernel: Compiled) -> None:
     """Peers are signalled and waited for at the scope of the system."""
     lines = kernel.lines()
-    # A plan also tells all ranks where there is no room for its rows.
-    wanted = NUM_RANKS * (2 if name == "make_plan" else 1)
+    # A plan tells all ranks of routing, of rows, and where there is no room for rows.
+    wanted = NUM_RANKS * (3 if name == "make_plan" else 1)
     assert sum("atom.global.sys.release.exch" in line for line in lines) == wanted, name
     acquire = r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)"
     assert any(re.search(acquire, line) for line in lines), name

@@ -43,8 +43,13 @@ CASE = KernelCase(
 AHEAD = replace(CASE, num_tokens_CW=((13, 0), (20, 18), (9, 0), (3, 7)), load="one-hot", top_k=1)
 
 
-_PUBLISH = "            publish_task(\n"
-_RAISE_FLAGS = "            raise_flags(epoch, rank, words, words_ptrs_W, LAYOUT)\n"
+_ROUTE = "            route_task(\n"
+_RAISE_FLAGS = "            raise_flags(LAYOUT.{}, epoch, rank, words, words_ptrs_W, LAYOUT)\n"
+_STAGE = "            stage_rows(row,"
+_ALL_DONE = """{}, 1, sem="acq_rel", scope="sys")
+            if before == num_tasks - 1:"""
+_FIRST_DONE = """{}, 1, sem="acq_rel", scope="sys")
+            if before >= 0:"""
 _SOURCE = "origin // LAYOUT.max_tokens"
 _COUNT_ROWS = """
     arrived = plan + LAYOUT.tile_arrived + row_RK // LAYOUT.block_m
@@ -62,13 +67,30 @@ MUTATIONS = {
         ),
     ),
     "publish: flags before data": Mutation(
-        function=plan.plan_kernel, edits=((_PUBLISH, f"{_RAISE_FLAGS}{_PUBLISH}"),)
+        function=plan.plan_kernel,
+        edits=((_ROUTE, _RAISE_FLAGS.format("arrived") + _ROUTE),),
     ),
     "publish: the first task raises the flags": Mutation(
         function=plan.plan_kernel,
-        edits=(("before == num_tasks - 1", "before >= 0"),),
+        edits=((_ALL_DONE.format("PUBLISHED"), _FIRST_DONE.format("PUBLISHED")),),
         case=replace(CASE, block_slots=8),
         timeout_s=SHORT_S,
+    ),
+    "stage: the first task raises the flags": Mutation(
+        function=plan.plan_kernel,
+        edits=((_ALL_DONE.format("STAGED"), _FIRST_DONE.format("STAGED")),),
+        case=replace(CASE, block_slots=8),
+        timeout_s=SHORT_S,
+    ),
+    "stage: flags before rows": Mutation(
+        function=plan.plan_kernel,
+        edits=((_STAGE, _RAISE_FLAGS.format("staged") + _STAGE),),
+    ),
+    "stage: the plan ends before": Mutation(
+        function=plan._wait_for_rows, edits=(("range(LAYOUT.num_ranks)", "range(0)"),)
+    ),
+    "stage: waits for its own rows only": Mutation(
+        function=plan._wait_for_rows, edits=(("LAYOUT.staged + peer", "LAYOUT.staged + peer * 0"),)
     ),
     "publish: flags of the next epoch": Mutation(
         function=publish.raise_flags, edits=(("rank, epoch)\n", "rank, epoch + 1)\n"),)
@@ -98,6 +120,7 @@ MUTATIONS = {
     "dispatch: tiles do not wait": Mutation(
         function=dispatch_gemm.dispatch_gemm_kernel,
         edits=(('ready = poll(arrived, "gpu") >= need', "ready = True"),),
+        first_seed=25,
     ),
     "dispatch: the first row of a tile is enough": Mutation(
         function=dispatch_gemm.dispatch_gemm_kernel, edits=((">= need", ">= 1"),)
@@ -227,5 +250,6 @@ def test_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation = MUTATIONS[name]
     _right_outputs(mutation.case or CASE)  # before the mutation
     apply(mutation, monkeypatch)
-    caught = (_is_caught(mutation, seed) for seed in range(MOST_SEEDS))
+    seeds = range(mutation.first_seed, mutation.first_seed + MOST_SEEDS)
+    caught = (_is_caught(mutation, seed) for seed in seeds)
     assert any(caught), f"{name} shows with none of {MOST_SEEDS} seeds"

@@ -234,6 +234,7 @@ def test_codes_by_hand() -> None:
         (HOME, 71, 63): (
             "rank 7: the sums of rank 71 did not come home (gemm_combine, chunk 63) within 2 s"
         ),
+        (STAGE, 3, 0): "rank 7: rank 3 did not bring its rows (plan) within 2 s",
         (STAGE, 3, 9): (
             "rank 7: rank 3 did not bring its rows for another pass of call 9 (stage) within 2 s"
         ),

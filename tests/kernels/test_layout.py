@@ -7,7 +7,7 @@ import pytest
 from halley.kernels.layout import HEADER_WORDS, MAX_CHUNKS, Layout
 
 
-MAILBOX = ("arrived", "home", "records")
+MAILBOX = ("arrived", "home", "overflow", "calls", "staged", "records")
 RECORD = ("header", "counts", "packed", "weights", "record_words")
 PLAN = (
     "summary", "tickets", "expert_rows", "expert_begin", "own_sends", "own_begin", "other_sends",
@@ -35,7 +35,8 @@ def test_sizes_by_hand() -> None:
     assert (layout.arrived, layout.home) == (0, 16)
     assert layout.overflow == 16 + 4 * MAX_CHUNKS
     assert layout.calls == layout.overflow + 16
-    assert layout.records == layout.calls + 16
+    assert layout.staged == layout.calls + 16
+    assert layout.records == layout.staged + 16
     # Header; 10 columns of 9 blocks, up to whole 64 bytes; 210 slots, up to 224; the same again.
     assert (layout.num_groups, layout.num_columns) == (4, 3 + 3 + 4)
     assert (layout.header, layout.counts) == (0, HEADER_WORDS)
