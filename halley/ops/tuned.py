@@ -100,13 +100,16 @@ class KnobTable:
         self.path, self.environment = path, environment
         self.found: list[Tuned] = []
         for line in _read(shipped):
-            if replace(line.environment, versions=environment.versions) == environment:
+            place = replace(line.environment, versions=environment.versions)
+            if line.tuned is not None and place == environment:
                 self._keep(line.tuned)
         others: set[str] = set()
         num_found = 0
         for line in _read(path):
-            if line.problem or line.environment != environment:
-                others.add(line.problem or _told(line.environment))
+            if line.tuned is None:
+                others.add(f"version {line.version} of this file")
+            elif line.environment != environment:
+                others.add(_told(line.environment))
             else:
                 self._keep(line.tuned)
                 num_found += 1
@@ -154,8 +157,8 @@ def merge_tables(sources: Sequence[Path], path: Path) -> int:
         if source != path and not source.exists():
             raise ValueError(f"merge ({source}) must be a file of tuned knobs")
         for line in _read(source):
-            if line.problem:
-                raise ValueError(f"{source} must be of version {VERSION}, has {line.problem}")
+            if line.tuned is None:
+                raise ValueError(f"{source} must be of version {VERSION}, has {line.version}")
             merged[line.environment, line.tuned.shape] = _entry(line.environment, line.tuned)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(entry) + "\n" for entry in merged.values()), "utf-8")
@@ -164,11 +167,11 @@ def merge_tables(sources: Sequence[Path], path: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """One line of a file; ``problem`` is why its contents do not count, or ""."""
+    """One line of a file: what was found where. ``tuned`` is None in files of other versions."""
 
     environment: Environment
-    tuned: Tuned
-    problem: str
+    version: object
+    tuned: Tuned | None
 
 
 def _entry(environment: Environment, tuned: Tuned) -> dict[str, object]:
@@ -183,7 +186,9 @@ def _read(path: Path) -> list[_Line]:
 def _parse(line: str, *, where: str) -> _Line:
     try:
         entry = cast(dict[str, Any], json.loads(line))
-        version_ = entry["version"]
+        found = {"environment": Environment(**entry["environment"]), "version": entry["version"]}
+        if entry["version"] != VERSION:
+            return _Line(**found, tuned=None)
         tuned = Tuned(
             shape=TunedShape(**entry["shape"]),
             settings=tuple(entry["settings"]),
@@ -191,13 +196,8 @@ def _parse(line: str, *, where: str) -> _Line:
             default_us=float(entry["default_us"]),
             sweeps=dict(entry["sweeps"]),
         )
-        if version_ == VERSION:
-            Knobs().changed(tuned.settings)
-        return _Line(
-            environment=Environment(**entry["environment"]),
-            tuned=tuned,
-            problem="" if version_ == VERSION else f"version {version_} of this file",
-        )
+        Knobs().changed(tuned.settings)
+        return _Line(**found, tuned=tuned)
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where} must be a line of tuned knobs: {error!r}") from error
 

@@ -79,6 +79,7 @@ def test_line_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "knobs.jsonl"
     KnobTable(path, HERE).write(_tuned(SHAPE, "num_combiners=1"))
     line = json.loads(path.read_text()) | {"version": 0}
+    del line["shape"]  # as other versions may have it
     path.write_text(json.dumps(line))
     with pytest.warns(UserWarning, match="version 0 of this file"):
         assert KnobTable(path, HERE).found == []
@@ -124,7 +125,7 @@ def test_files_of_several_machines_become_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"merge \(.*none.jsonl\) must be a file of tuned knobs"):
         merge_tables([tmp_path / "none.jsonl"], merged)
     first.write_text(first.read_text().replace('"version": 1', '"version": 0'))
-    with pytest.raises(ValueError, match=r"first.jsonl must be of version 1, has version 0"):
+    with pytest.raises(ValueError, match=r"first.jsonl must be of version 1, has 0"):
         merge_tables([first], merged)
 
 
