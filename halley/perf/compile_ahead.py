@@ -7,7 +7,6 @@ import torch.distributed as dist
 from halley.moe.parallel import ParallelGroups
 from halley.perf.layer_case import LayerTensors
 from halley.strategies.base import AbstractStrategy
-from halley.strategies.fused import FusedStrategy
 
 
 def compile_ahead(
@@ -23,9 +22,12 @@ def compile_ahead(
         strategies: those with kernels of their own count.
         tensors: of the layer; on a CPU nothing is compiled.
     """
-    found = [each for each in strategies if isinstance(each, FusedStrategy)]
-    if not tensors.x_TD.is_cuda or not found:
+    if not tensors.x_TD.is_cuda:
         return
+    # Only here: Triton is not there on every platform.
+    from halley.strategies.fused import FusedStrategy
+
+    found = [each for each in strategies if isinstance(each, FusedStrategy)]
     layer = tensors.layer()
     for each in found:
         each.prepare(*layer)

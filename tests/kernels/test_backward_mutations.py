@@ -90,14 +90,17 @@ MUTATIONS = {
     "stage: flags before rows": Mutation(
         function=stage.stage_kernel,
         edits=((_STAGE_ROWS, ""), (_SPREAD, f"{_STAGE_ROWS}{_SPREAD}")),
+        first_seed=21,
     ),
     "stage: the first to have staged raises the flags": Mutation(
         function=stage.stage_kernel,
         edits=(("    is_last =", f"    if before == 0:\n{_RAISE_FLAGS}    is_last ="),),
+        first_seed=8,
     ),
     "stage: flags before the call is told": Mutation(
         function=stage.stage_kernel,
         edits=((_TELL_CALL, ""), (_SPREAD, f"{_TELL_CALL}{_SPREAD}")),
+        first_seed=11,
     ),
     "stage: one half for the call of all passes": Mutation(
         function=publish.call_of, edits=(("(epoch % 2) * LAYOUT.num_ranks", "0"),)

@@ -99,6 +99,7 @@ MUTATIONS = {
         function=publish.record_of,
         edits=(("(epoch % 2) * LAYOUT.num_ranks + source", "source + epoch * 0"),),
         case=AHEAD,
+        first_seed=21,
     ),
     "plan: stale epoch": Mutation(
         function=count.count_task, edits=(("wait(flag, epoch,", "wait(flag, epoch - 1,"),)
@@ -123,7 +124,9 @@ MUTATIONS = {
         first_seed=25,
     ),
     "dispatch: the first row of a tile is enough": Mutation(
-        function=dispatch_gemm.dispatch_gemm_kernel, edits=((">= need", ">= 1"),)
+        function=dispatch_gemm.dispatch_gemm_kernel,
+        edits=((">= need", ">= 1"),),
+        first_seed=21,
     ),
     "dispatch: rows counted before they are stored": Mutation(
         function=fetch.fetch_task,

@@ -36,7 +36,7 @@ def test_choice_on_two_ranks(run_ranks: RunRanks) -> None:
     assert f"{choice.strategy} is fastest of sequential " in choice.reason
     # In words: header, 10 columns of 2 blocks padded to 32, packed, weights.
     record = 16 + 32 + 128 + 128
-    mailbox = 4 * (16 + 2 * 64 + 16 + 16 + 2 * 2 * record)
+    mailbox = 4 * (16 + 2 * 64 + 16 + 16 + 16 + 2 * 2 * record)
     stages, home, weights_home = 2 * 64 * 128 * 4, 2 * 64 * 128 * 4, 2 * 64 * 2 * 4
     rows = (128 * 5 // 4 + 4 * 16) * 128 * 4
     assert choice.buffers is not None
