@@ -9,7 +9,6 @@ keeping one thing or another. The fused form must equal the unfused one bit for 
 """
 
 import json
-import os
 import random
 import sys
 import time
@@ -103,7 +102,7 @@ def compile_all(setups: list[Setup], *, device: torch.device) -> None:
     """Compile all kernels, each rank its share; the others find them in the compiler's cache."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     tasks = [(name, s, which) for name in FUSED for s in setups for which in s.experts]
-    with compile_only(max(1, (os.cpu_count() or 1) // num_ranks)):
+    with compile_only(num_ranks):
         for index, (name, setup, which) in enumerate(tasks):
             num_experts, top_k, hidden, _ = LAYERS[which]
             load_E = parse_load("balanced", num_experts=num_experts, top_k=top_k)

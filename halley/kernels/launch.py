@@ -1,5 +1,6 @@
 """Launch a kernel with little work on the host."""
 
+import os
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,11 +34,14 @@ _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 
 
 @contextmanager
-def compile_only(num_threads: int) -> Generator[None, None, None]:
-    """Compile kernels in place of launching them, as many at a time as there are threads.
+def compile_only(num_ranks: int) -> Generator[None, None, None]:
+    """Compile kernels in place of launching them, as many at a time as this rank has processors.
 
     It holds for this thread alone. All are compiled when it ends, or when the one around it ends;
     tensors are what they were.
+
+    Args:
+        num_ranks: that share the machine's processors and compile at the same time.
 
     Raises:
         Exception: one cannot be compiled; that of the compiler.
@@ -45,6 +49,7 @@ def compile_only(num_threads: int) -> Generator[None, None, None]:
     if only_compiles():
         yield
         return
+    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
     with ThreadPoolExecutor(num_threads) as threads, triton.AsyncCompileMode(threads):
         token = _only_compiles.set(True)
         try:

@@ -23,7 +23,7 @@ CALL = tl.constexpr(4)  # epoch of the call that the plan was made for
 # The marks. All but LAID_OUT and EPOCH are zero between launches.
 NUM_MARKS = 16
 TICKET = tl.constexpr(0)
-PUBLISHED = tl.constexpr(1)
+PUBLISHED = tl.constexpr(1)  # blocks of routing; STAGED: pieces of rows
 COUNTED = tl.constexpr(2)
 LAID_OUT = tl.constexpr(3)  # epoch of the last plan whose tables were counted
 EXITED = tl.constexpr(4)

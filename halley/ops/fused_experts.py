@@ -84,19 +84,16 @@ def compile_fused_experts(
     fused: bool,
     save: Kept,
     workspaces: int,
-    num_threads: int,
 ) -> None:
     """Compile the kernels of such layers, forward and backward, many at a time; launch none.
 
-    Otherwise each would be compiled when it is first launched, one after another.
-
-    Args:
-        num_threads: kernels at a time. For all else see ``fused_experts``.
+    Otherwise each would be compiled when it is first launched, one after another. For the
+    arguments see ``fused_experts``.
     """
     args = (
         x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces, None
     )  # fmt: skip
-    with compile_only(num_threads), torch.no_grad():
+    with compile_only(find_workspaces(workspaces).num_ranks), torch.no_grad():
         output = _forward(*args)
         if save != "none":
             ctx = _Unrecorded([isinstance(a, torch.Tensor) and a.requires_grad for a in args])

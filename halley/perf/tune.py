@@ -8,7 +8,6 @@ Source: COMET (arXiv:2502.19811), section 3.2, which measures division points by
 division adapts by itself, and what is measured is what bounds it.
 """
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -186,7 +185,7 @@ def _compile(
         return
     strategy, layer = _strategy(base, tensors, groups), tensors.layer()
     strategy.prepare(*layer)
-    with compile_only(max(1, (os.cpu_count() or 1) // groups.num_ranks)):
+    with compile_only(groups.num_ranks):
         for knobs in candidates[groups.ep_rank :: groups.ep_size]:
             for workspace in strategy.workspaces.all():
                 workspace.knobs = knobs

@@ -7,7 +7,6 @@ asked in a call.
 Source: COMET (arXiv:2502.19811).
 """
 
-import os
 from typing import final, get_args
 
 import torch
@@ -112,7 +111,6 @@ class FusedStrategy(AbstractStrategy):
             fused=self.fused,
             save=self.save if backward else "none",
             workspaces=self.workspaces.handle,
-            num_threads=max(1, (os.cpu_count() or 1) // self.workspaces.num_ranks),
         )
 
     def _check(
