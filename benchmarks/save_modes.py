@@ -1,0 +1,85 @@
+"""What each way to keep things for backward takes in memory and time, and what was told before.
+
+`told_mib` is what ``halley doctor --model`` says of the layer before it runs, and `peak_mib` what
+torch's allocator says of forward and backward: the most beside tokens, weights and the buffers that
+all layers share. The plain layer of ``plain_layer.py`` stands beside them.
+
+    torchrun --nproc-per-node 4 benchmarks/save_modes.py benchmarks/results
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from plain_layer import MODELS, NUM_TOKENS, PlainStrategy
+
+from halley.core.models import find_model
+from halley.core.timeline import Recorder
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.moe.world import join_world
+from halley.ops.workspaces import Workspaces
+from halley.perf.bench import bench_layer
+from halley.perf.candidates import build_candidates
+from halley.perf.choice import choose_strategy
+from halley.perf.floor import measure_link
+from halley.perf.layer_case import LayerCase
+from halley.perf.results import Row, machine_keys, write_rows
+
+
+SAVES = {"fused": "all", "fused:inputs": "inputs", "fused:recompute": "recompute"}
+
+
+def main() -> None:
+    folder, *commit = sys.argv[1:]
+    with join_world("cuda") as world:
+        groups = build_groups(0, device_type="cuda")
+        machine = machine_keys(groups, device=world.device, commit=commit[0] if commit else None)
+        link = measure_link(groups, device=world.device)
+        rows: list[Row] = []
+        for model in MODELS:
+            for num_tokens in NUM_TOKENS:
+                case = LayerCase(model=find_model(model), num_tokens=num_tokens)
+                found = compare(case, groups, world.device, link_bytes_per_s=link)
+                rows += [row | machine | {"case": "save_modes"} for row in found]
+                if world.is_first:
+                    for row in found:
+                        sys.stdout.write(json.dumps(row) + "\n")
+                        sys.stdout.flush()
+                torch.cuda.empty_cache()
+        if world.is_first:
+            write_rows(rows, Path(folder))
+
+
+def compare(
+    case: LayerCase, groups: ParallelGroups, device: torch.device, *, link_bytes_per_s: float
+) -> list[Row]:
+    """Return the rows of forward with backward, each with what was told of its memory."""
+    told = choose_strategy(case, groups=groups, device=device).memory
+    recorder, workspaces = Recorder(device, enabled=False), Workspaces(groups.ep, device)
+    candidates = build_candidates(
+        case,
+        list(SAVES),
+        groups=groups,
+        recorder=recorder,
+        device=device,
+        workspaces=workspaces,
+    )
+    found = bench_layer(
+        case,
+        candidates | {"plain": PlainStrategy()},
+        groups=groups,
+        recorder=recorder,
+        device=device,
+        link_bytes_per_s=link_bytes_per_s,
+    )
+    workspaces.close()
+    rows = [row for row in found if row["direction"] == "forward_backward"]
+    for row in rows:
+        save = SAVES.get(str(row["strategy"]))
+        row["told_mib"] = round(told[save].peak / 2**20, 1) if save else None
+    return rows
+
+
+if __name__ == "__main__":
+    main()
