@@ -91,6 +91,18 @@ def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexp
 
 @triton.jit
 def signal(word, value):
-    """Set a word of another rank, after all earlier stores of this program."""
+    """Set a word of another rank, after all earlier stores of this program.
+
+    By a store: not every link carries atomic operations, and the word has one writer.
+    """
     tl.debug_barrier()
-    tl.atomic_xchg(word, value, sem="release", scope="sys")
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first st.release.sys.global.u32 [$1], $0;
+        }""",
+        "=r,l,0", [word.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

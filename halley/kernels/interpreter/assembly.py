@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -48,9 +49,23 @@ def _create_inline_asm(
         return _Results([_full(type_, _clock_ns()) for type_ in types])
     if "nanosleep" in text:
         switch_point()
+    elif "st.release.sys" in text:
+        return _Results([_store_release(self, *values)])
     elif not any(known in text for known in _AS_ITS_OPERAND):
         raise NotImplementedError(f"the interpreter does not know this assembly: {text}")
     return _Results(list(values) or [_full(type_, 0) for type_ in types])
+
+
+def _store_release(
+    builder: InterpreterBuilder, address: TensorHandle, value: TensorHandle
+) -> TensorHandle:
+    """Store by an exchange, which the scheduler and the sanitizer know."""
+    ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
+    mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
+    builder.create_atomic_rmw(
+        ir.ATOMIC_OP.XCHG, ptr, value, mask, ir.MEM_SEMANTIC.RELEASE, ir.MEM_SYNC_SCOPE.SYSTEM
+    )
+    return value
 
 
 def _clock_ns() -> int:

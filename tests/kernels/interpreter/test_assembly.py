@@ -51,6 +51,14 @@ def _sleep_kernel():
 
 
 @triton.jit
+def _store_kernel(word_1, value):
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;", "=r,l,r",
+        [(word_1 + 1).to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _unknown_kernel():
     tl.inline_asm_elementwise(
         "brev.b32 $0, $1;", "=r,r", [tl.full((), 1, tl.int32)],
@@ -82,6 +90,12 @@ def test_sleep_lets_others_run() -> None:
         switches.append(scheduler.num_switches)
     # A program adds two: its sleep and its end.
     assert switches[1] - switches[0] == 4
+
+
+def test_store_release_writes_one_word() -> None:
+    words_3 = torch.arange(3, dtype=torch.int32)
+    _store_kernel[(1,)](words_3, 7)
+    assert words_3.tolist() == [0, 7, 2]
 
 
 def test_unknown_assembly_is_refused() -> None:
