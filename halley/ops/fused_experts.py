@@ -206,7 +206,7 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
             num_rows, plan.shape, dy_TD.shape, dy_TD.dtype, up.shape, down.shape, idx.dtype,
         )  # fmt: skip
     inputs = (dy_TD, *saved, *buffers)
-    run = partial(_launch_backward, ctx, dy_TD, *saved)
+    run = partial(_launch_backward, ctx, dy_TD, *saved, is_last=_is_last_backward())
     gradients = run_pass(workspace, key, inputs, run)
     owner.dispatched(workspace, plan)
     return _finish(ctx, gradients)
@@ -246,15 +246,21 @@ def _launch_backward(
     up: torch.Tensor,
     down: torch.Tensor,
     idx: torch.Tensor,
+    *,
+    is_last: bool = False,
 ) -> Results:
     """Return the gradients of tokens, of weights in float32, and of both projections.
 
-    None for a projection that wants none or whose buffer it was added to.
+    None for a projection that wants none or whose buffer it was added to. If nobody goes backward
+    once more, memory of kept rows goes when it was used last.
     """
     begin = {"top_k": idx.shape[1], "gated": ctx.gated, "turn": ctx.turn, **ctx.common}
     if ctx.save != "all":
         kept = ctx.save == "inputs"
-        rows, pre_RG = dispatch_again(rows, plan, pre_RG, up, kept=kept, **begin)
+        source = rows
+        rows, pre_RG = dispatch_again(source, plan, pre_RG, up, kept=kept, **begin)
+        if kept and is_last:
+            source.untyped_storage().resize_(0)  # autograd holds it until all gradients are there
     made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **begin)
     dpre_RG, weighted_RF, dy_RD, dweight_RC = made
     dx_TD, dweights_TK = dgrad_combine(dpre_RG, plan, dweight_RC, up, idx, **ctx.common)
@@ -272,6 +278,14 @@ def _launch_backward(
     if up_wanted:
         dup = _weight_gradient(ctx.buffered_up, dpre_RG, rows, plan, **place)
     return dx_TD, dweights_TK, dup, ddown
+
+
+def _is_last_backward() -> bool:
+    """Return whether autograd keeps nothing for going backward once more.
+
+    What it saved is then used by nobody else: torch's own compiler relies on it, too.
+    """
+    return not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
 
 
 def _finish(ctx: Any, gradients: Results) -> tuple[torch.Tensor | None, ...]:

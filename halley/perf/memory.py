@@ -63,15 +63,16 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
     again_rows, again_pre = (0, 0) if save == "all" else (rows, pre)
     parts = 4 * num_rows * counts.num_parts
     weights = 4 * num_rows  # routing weights by row
-    begun = kept + tokens + again_rows  # until the end
+    begun = kept + tokens + again_rows
+    held = begun - (sends if save == "inputs" else 0)  # until the end
     results = tokens + 4 * shape.num_tokens * shape.top_k
-    dispatched = begun + again_pre + pre + activations + rows + parts  # dpre, weighted, dy
+    dispatched = held + again_pre + pre + activations + rows + parts  # dpre, weighted, dy
     peak = max(
         forward,
         begun + again_pre + (0 if save == "all" else activations),
         dispatched + weights,
         dispatched + results,
         dispatched - again_pre + results + down,
-        begun + pre + parts + results + down + up,
+        held + pre + parts + results + down + up,
     )
     return LayerMemory(kept=kept, peak=peak)

@@ -204,9 +204,9 @@ def test_gradients_add_up(run_ranks: RunRanks, num_ranks: int, save: Save) -> No
 
 
 def _run_checkpointed(rank: int, num_ranks: int, use_reentrant: bool) -> None:
-    """Two layers in a row, forward again in backward: the bits of the same without."""
+    """Layers in a row, forward again in backward: the bits of the same without."""
     workspaces = _make_workspaces(num_ranks)
-    layers = [_build(workspaces, save=save) for save in ("all", "recompute")]
+    layers = [_build(workspaces, save=save) for save in SAVES]
     case = LayerCase(num_tokens_W=(9, 4)[:num_ranks], num_experts=4)
 
     def run(*, again: bool) -> dict[str, torch.Tensor]:
