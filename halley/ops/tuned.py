@@ -20,6 +20,7 @@ import torch
 
 from halley.cost.profiles import Environment, default_path, find_environment
 from halley.kernels.knobs import Knobs
+from halley.symm.access import link_kind
 
 
 VERSION = 1
@@ -73,9 +74,11 @@ def knobs_path() -> Path:
 
 
 def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1) -> Environment:
-    """Return what knobs depend on beside the layer."""
-    sharing = f", {tp_size} an expert" if tp_size > 1 else ""
-    found = find_environment(device, topology=f"ranks {num_ranks}{sharing}")
+    """Return what knobs depend on beside the layer: versions, ranks and the links between them."""
+    link = link_kind(device) if num_ranks > 1 else ""
+    places = [f"ranks {num_ranks}", *([link] if link else [])]
+    places += [f"{tp_size} an expert"] if tp_size > 1 else []
+    found = find_environment(device, topology=", ".join(places))
     return Environment(
         device=found.device,
         versions=f"{found.versions}, triton {version('triton')}",

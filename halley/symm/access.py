@@ -1,5 +1,6 @@
 """Whether the ranks of a group can address each other's memory, and if not, why."""
 
+import ctypes
 import itertools
 import socket
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from halley.symm.ranks import gather
 SHM = Path("/dev/shm")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,30 @@ def find_problem(places: list[Place]) -> str:
                 f"no peer access from {here.device} of rank {rank} to {there.device} of rank {peer}"
             )
     return ""
+
+
+def link_kind(device: torch.device) -> str:
+    """Return "NVLink" or "PCIe": how a GPU reaches the others that this process sees.
+
+    PCIe where it reaches any of them so. The driver tells by whether a link carries atomic
+    operations, as NVLink does. "" where there are no others.
+
+    Raises:
+        RuntimeError: the driver does not tell.
+    """
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if num_gpus < 2:
+        return ""
+    driver, has = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for peer in range(num_gpus):
+        if peer != index:
+            code = driver.cuDeviceGetP2PAttribute(ctypes.byref(has), _NATIVE_ATOMICS, index, peer)
+            if code:
+                raise RuntimeError(f"cuDeviceGetP2PAttribute failed with CUDA error {code}")
+            if not has.value:
+                return "PCIe"
+    return "NVLink"
 
 
 def _place(device: torch.device) -> Place:

@@ -144,6 +144,19 @@ def test_broken_line_is_named(tmp_path: Path, broken: str) -> None:
         KnobTable(path, HERE)
 
 
+def test_links_are_tuned_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = tmp_path / "knobs.jsonl", {}
+    for link in ("NVLink", "PCIe"):
+        monkeypatch.setattr("halley.ops.tuned.link_kind", lambda _, link=link: link)
+        found[link] = tuning_environment(CPU, num_ranks=2, tp_size=2)
+        assert found[link].topology == f"ranks 2, {link}, 2 an expert"
+        assert tuning_environment(CPU, num_ranks=1).topology == "ranks 1"
+    KnobTable(path, found["NVLink"]).write(_tuned(SHAPE, "num_combiners=1"))
+    with pytest.warns(UserWarning, match=r"no knobs for this machine .*PCIe.*NVLink"):
+        assert KnobTable(path, found["PCIe"]).find(SHAPE, base=Knobs()) == Knobs()
+    assert KnobTable(path, found["NVLink"]).find(SHAPE, base=Knobs()).num_combiners == 1
+
+
 def _knobs_in_use(rank: int, num_ranks: int, folder: Path) -> list[Knobs]:
     """Return the knobs that layers of two shapes run with, where only rank 0 knows better ones."""
     path = folder / f"{rank}.jsonl"

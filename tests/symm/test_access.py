@@ -1,5 +1,6 @@
 """Who can address whose memory, from places written by hand, and on this machine."""
 
+import ctypes
 import dataclasses
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from halley.perf import doctor
 from halley.symm import access
-from halley.symm.access import Place, find_problem, peer_access
+from halley.symm.access import Place, find_problem, link_kind, peer_access
 
 
 CPU = Place(host="ada", boot_id="1f", device="cpu", shm_id=24)
@@ -88,6 +90,36 @@ def test_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         place = access._place(device)
         assert (place.device, place.uuid, place.reachable) == ("cuda:2", "c", ("b", "d"))
     assert peer_access(None, torch.device("cuda", 2)) == ""
+
+
+@pytest.mark.parametrize(("weak", "kind"), [((), "NVLink"), ((3,), "PCIe"), ((0, 1, 3), "PCIe")])
+def test_links_by_what_the_driver_says(
+    weak: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def __init__(self, name: str) -> None:
+            self.code = 0 if name == "libcuda.so.1" else 1
+
+        def cuDeviceGetP2PAttribute(self, value: object, which: int, gpu: int, peer: int) -> int:
+            assert (which, gpu) == (3, 2)
+            assert peer != 2
+            value._obj.value = int(peer not in weak)  # pyright: ignore[reportAttributeAccessIssue]
+            return self.code
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    assert link_kind(torch.device("cuda", 2)) == kind
+
+
+def test_no_links_without_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert link_kind(torch.device("cuda", 0)) == link_kind(torch.device("cpu")) == ""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_links_of_this_machine() -> None:
+    words = {(link.kind or "").partition(" ")[0] for link in doctor._links()}
+    assert link_kind(torch.device("cuda", 0)) in words
 
 
 def test_rank_on_its_own() -> None:
