@@ -32,10 +32,10 @@ from halley.kernels.fetch import (
 )
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher
-from halley.kernels.layout import Layout
+from halley.kernels.layout import ANY_SENDS, Layout
 from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
 from halley.kernels.peer import failure, fence_async, poll, wait
-from halley.kernels.plan_words import EPOCH, NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, USABLE
+from halley.kernels.plan_words import EPOCH, NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, usable_here
 from halley.kernels.status import DISPATCH
 from halley.kernels.tiles import describe, describe_rows, describe_weights, tile_of
 
@@ -79,6 +79,7 @@ def _alternate(task, num_own, num_tasks):
         "stage_tokens",
         "num_fetchers",
         "capacity",
+        "send_capacity",
         "num_leaving",
         "timeout_ns",
     ]
@@ -86,7 +87,7 @@ def _alternate(task, num_own, num_tasks):
 def dispatch_gemm_kernel(
     stage_ptrs_W, stage_tokens, marks, sends_SD, x_RD, plan, a_desc, b_desc, h, pre, dpre,
     weight_R, dweight_RC,
-    num_fetchers, capacity, num_leaving, status, host_words, timeout_ns: tl.int64,
+    num_fetchers, capacity, send_capacity, num_leaving, status, host_words, timeout_ns: tl.int64,
     FETCH: tl.constexpr, MULTIPLY: tl.constexpr,
     LAYOUT: tl.constexpr, FORM: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -104,9 +105,8 @@ def dispatch_gemm_kernel(
     CLEAR: tl.constexpr = FORM.clear
     num_columns: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_F - 1) // BLOCK_F
     num_runs: tl.constexpr = (num_columns + RUN - 1) // RUN
-    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES)
-    usable = tl.load(plan + LAYOUT.summary + USABLE) * (num_tiles * BLOCK_M <= capacity)
-    num_tiles *= usable
+    usable = usable_here(plan, capacity, send_capacity, LAYOUT)
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     total = num_tiles * num_runs * MULTIPLY
     num_tasks = tl.load(plan + LAYOUT.summary + NUM_SENDS) // ROWS * usable * FETCH
     num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS) // ROWS * usable * FETCH
@@ -216,10 +216,11 @@ def dispatch_gemm(
         sends_kept: ``sends_SD`` was written by an earlier call with this plan: the rows come from
             there, and no peer takes part.
 
-    A plan with more rows than ``x_RD`` does nothing: the caller reads the number of rows and comes
-    again with larger buffers.
+    A plan with more rows than ``x_RD``, or more sends than are to be written, does nothing: the
+    caller reads how many there are and comes again with larger buffers.
     """
     sends = FROM_PEERS if sends_SD is None else FROM_KEPT if sends_kept else FROM_PEERS_AND_KEEP
+    room = ANY_SENDS if sends_SD is None or sends_kept else len(sends_SD)
     keep = pre_RG is not None
     clear = knobs.weight.block_k if keep else 0
     form = Form(gated=gated, keep=keep, sends=sends.value, clear=clear)
@@ -237,7 +238,7 @@ def dispatch_gemm(
             shape.num_programs,
             (stage_ptrs_W, stage_tokens, marks, x_RD if sends_SD is None else sends_SD, x_RD, plan,
              x_desc, up_desc, h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers,
-             min(len(x_RD), len(h_RF)), shape.num_leaving, status, host_words, timeout_ns),
+             min(len(x_RD), len(h_RF)), room, shape.num_leaving, status, host_words, timeout_ns),
             (move, multiply,
              *_constants(form, layout, knobs, tile, shape, x_RD.shape[1], intermediate_size)),
             dtypes=(x_RD.dtype,), **shape.options,
@@ -300,7 +301,7 @@ def dispatch_dgrad(
             shape.num_programs,
             (stage_ptrs_W, stage_tokens, marks, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_RF,
              pre_RG, dpre_RG, weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0],
-             shape.num_leaving, status, host_words, timeout_ns),
+             ANY_SENDS, shape.num_leaving, status, host_words, timeout_ns),
             (move, multiply,
              *_constants(form, layout, knobs, tile, shape, dy_RD.shape[1], intermediate_size)),
             dtypes=(dy_RD.dtype,), **shape.options,

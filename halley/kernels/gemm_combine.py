@@ -39,10 +39,10 @@ from halley.kernels.home import (
 )
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
-from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS, Layout
+from halley.kernels.layout import ANY_SENDS, MAX_CHUNKS, TASK_ROWS, Layout
 from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
 from halley.kernels.peer import failure, wait
-from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, USABLE
+from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, usable_here
 from halley.kernels.status import COMBINE
 from halley.kernels.tiles import describe_rows, describe_weights
 
@@ -81,12 +81,12 @@ def _leave(num_leaving, plan, words, status, host_words, LAYOUT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "num_tokens", "capacity", "rank", "num_combiners", "num_leaving", "timeout_ns",
+    "num_tokens", "capacity", "send_capacity", "rank", "num_combiners", "num_leaving", "timeout_ns",
 ])  # fmt: skip
 def gemm_combine_kernel(
     y_TD, z_RD, plan, a_desc, b_desc, z_desc, home_WTD, home_ptrs_W, words, words_ptrs_W,
     dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-    num_tokens, capacity, marks, rank, num_combiners, num_leaving,
+    num_tokens, capacity, send_capacity, marks, rank, num_combiners, num_leaving,
     status, host_words, timeout_ns: tl.int64,
     MULTIPLY: tl.constexpr, COMBINE: tl.constexpr,
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
@@ -105,9 +105,8 @@ def gemm_combine_kernel(
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
     epoch = tl.load(marks + EPOCH)
-    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES)
-    usable = tl.load(plan + LAYOUT.summary + USABLE) * (num_tiles * LAYOUT.block_m <= capacity)
-    num_tiles *= usable
+    usable = usable_here(plan, capacity, send_capacity, LAYOUT)
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     tasks_a_chunk = tl.load(plan + LAYOUT.summary + NUM_SENDS) // _TASK_ROWS * usable
     last_columns: tl.constexpr = num_columns - (num_chunks - 1) * per_chunk
     runs_a_chunk: tl.constexpr = (per_chunk + RUN - 1) // RUN
@@ -228,6 +227,7 @@ def gemm_combine(
     host_words: torch.Tensor,
     timeout_ns: int,
     fused: bool = True,
+    send_capacity: int = ANY_SENDS,
 ) -> None:
     """Multiply by the second projection, sum over each token's experts, bring the sums home.
 
@@ -242,8 +242,10 @@ def gemm_combine(
         home_ptrs_W: addresses of all ranks' home buffers.
         marks: as for ``make_plan``.
         fused: False runs the three parts one after another.
+        send_capacity: for how many sends ``dispatch_gemm`` had room, if it wrote them.
 
-    A plan with more rows than ``h_RF`` or ``z_RD`` does nothing, as in ``dispatch_gemm``.
+    A plan with more rows than ``h_RF`` or ``z_RD``, or more sends, does nothing, as in
+    ``dispatch_gemm``.
     """
     tile = knobs.down
     descs = _describe(h_RF, down_LDF, z_RD, tile, layout, turned=False)
@@ -253,7 +255,7 @@ def gemm_combine(
             shape.num_programs,
             (y_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              status, status, status, status, status, y_TD.shape[0],
-             min(z_RD.shape[0], h_RF.shape[0]), marks, rank,
+             min(z_RD.shape[0], h_RF.shape[0]), send_capacity, marks, rank,
              knobs.num_combiners, shape.num_leaving, status, host_words, timeout_ns),
             (multiply, move, *_constants(z_RD, h_RF, 0, tile, layout, knobs)),
             dtypes=(z_RD.dtype,), **shape.options,
@@ -317,8 +319,8 @@ def dgrad_combine(
             shape.num_programs,
             (dx_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-             dx_TD.shape[0], dpre_RG.shape[0], marks, rank, knobs.num_combiners, shape.num_leaving,
-             status, host_words, timeout_ns),
+             dx_TD.shape[0], dpre_RG.shape[0], ANY_SENDS, marks, rank, knobs.num_combiners,
+             shape.num_leaving, status, host_words, timeout_ns),
             (multiply, move,
              *_constants(z_RD, dpre_RG, dweight_RC.shape[1], tile, layout, knobs)),
             dtypes=(z_RD.dtype, idx_TK.dtype), **shape.options,

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 HEADER_WORDS = 16
 MAX_CHUNKS = 64  # column chunks of one combine
 MAX_GROUPS = 8  # of a rank's experts: the steps in which a chunk's sums become ready
+ANY_SENDS = 2**31 - 1  # room for as many as there are
 TASK_ROWS = 64
 NUM_TICKETS = 8
 ORDER_BITS = 16  # packed slot: expert << 16 | how many slots of its block come before it

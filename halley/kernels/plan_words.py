@@ -47,6 +47,14 @@ def count_pass(marks, epoch):
 
 
 @triton.jit
+def usable_here(plan, capacity, send_capacity, LAYOUT: tl.constexpr):
+    """Return 1 if a plan is usable and there is room for its rows and its sends, else 0."""
+    summary = plan + LAYOUT.summary
+    rows_fit = tl.load(summary + NUM_TILES) * LAYOUT.block_m <= capacity
+    return tl.load(summary + USABLE) * (rows_fit & (tl.load(summary + NUM_SENDS) <= send_capacity))
+
+
+@triton.jit
 def base_of(plan, i, column, LAYOUT: tl.constexpr):
     """Return where the bases of a column's blocks stand, of the ring's i-th source."""
     return plan + LAYOUT.base + (i * LAYOUT.num_columns + column) * LAYOUT.max_blocks

@@ -36,6 +36,18 @@ def note_call(call: Callable[[], None]) -> None:
     call()
 
 
+def drop(tensor: torch.Tensor) -> None:
+    """Let go of the memory of an input of the pass, which nobody reads any more.
+
+    Where the pass is recorded, it goes when that is done: no other tensor must get its address.
+    """
+    steps = getattr(_recording, "steps", None)
+    if steps is None:
+        tensor.untyped_storage().resize_(0)
+    else:
+        steps.append(_Dropped(tensor))
+
+
 def record(
     run: Callable[[], Results], inputs: Sequence[torch.Tensor], lasting: Iterable[torch.Tensor]
 ) -> tuple[Results, "Tape"]:
@@ -57,7 +69,18 @@ def record(
         outputs = run()
     finally:
         _recording.steps = None
-    return outputs, Tape(steps, inputs, lasting, outputs)
+    tape = Tape(steps, inputs, lasting, outputs)
+    for step in steps:
+        if isinstance(step, _Dropped):
+            step.tensor.untyped_storage().resize_(0)
+    return outputs, tape
+
+
+@dataclass(frozen=True)
+class _Dropped:
+    """An input whose memory goes at this place."""
+
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +149,7 @@ class Tape:
             self._output_slots.append(None if tensor is None else len(self._slots))
             if tensor is not None:
                 self._unused.append(self._add(tensor))
-        self._steps = [self._keep(*s) if isinstance(s, tuple) else s for s in steps]
+        self._steps = [self._step(step) for step in steps]
         self._find_ends()
         self._later = [0] * (len(self._slots) - self._num_inputs)  # addresses of what it makes
 
@@ -136,6 +159,9 @@ class Tape:
         with self._lock:
             at = [tensor.data_ptr() for tensor in inputs] + self._later
             for step in self._steps:
+                if isinstance(step, int):
+                    inputs[step].untyped_storage().resize_(0)
+                    continue
                 if not isinstance(step, _Launch):
                     step()
                     continue
@@ -157,6 +183,14 @@ class Tape:
         self._slots.append(_range_of(tensor))
         shape, slot = tuple(tensor.shape), len(self._slots) - 1
         return _Made(slot=slot, shape=shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _step(self, step: Any) -> Any:
+        """Return a launch, a call, or for an input that goes its index."""
+        if isinstance(step, _Dropped):
+            slot = _find(step.tensor, self._slots[: self._num_inputs])
+            assert slot is not None
+            return slot
+        return self._keep(*step) if isinstance(step, tuple) else step
 
     def _keep(self, launch: DirectLaunch, args: tuple[object, ...]) -> _Launch:
         step = _Launch(launch=launch, prepared=Prepared(launch))

@@ -7,7 +7,7 @@ import torch
 
 from halley.core.types import Save
 from halley.kernels.launch import compile_only, is_aligned
-from halley.kernels.tape import Results
+from halley.kernels.tape import Results, drop
 from halley.ops.library import define
 from halley.ops.overlap import Kept, fake_dispatch_gemm, forward_pass
 from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
@@ -194,19 +194,20 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
         weight.main_grad for weight in (ctx.buffered_up, ctx.buffered_down) if weight is not None
     ]
     num_rows = _num_rows(ctx.save, rows, pre_RG, workspace)
-    if ctx.save == "all":
-        rows = _with_room(rows, num_rows)
+    if ctx.save != "recompute":
+        rows = _with_room(rows, num_rows if ctx.save == "all" else _rows_of_memory(rows))
+    is_last = _is_last_backward()
     saved = (rows, plan, _with_room(pre_RG, num_rows), up, down, idx)
     key = None
-    # Sends are of another number each time.
-    if ctx.save != "inputs" and all(is_aligned(tensor) for tensor in (dy_TD, *saved, *buffers)):
+    if all(is_aligned(tensor) for tensor in (dy_TD, *saved, *buffers)):
         key = (
             "backward", ctx.gated, ctx.common["fused"], ctx.save, *ctx.needs_input_grad[2:4],
             ctx.buffered_up is None, ctx.buffered_down is None, *(b.dtype for b in buffers),
-            num_rows, plan.shape, dy_TD.shape, dy_TD.dtype, up.shape, down.shape, idx.dtype,
+            is_last, num_rows, rows.shape, plan.shape, dy_TD.shape, dy_TD.dtype, up.shape,
+            down.shape, idx.dtype,
         )  # fmt: skip
     inputs = (dy_TD, *saved, *buffers)
-    run = partial(_launch_backward, ctx, dy_TD, *saved, is_last=_is_last_backward())
+    run = partial(_launch_backward, ctx, dy_TD, *saved, is_last=is_last)
     gradients = run_pass(workspace, key, inputs, run)
     owner.dispatched(workspace, plan)
     return _finish(ctx, gradients)
@@ -220,9 +221,7 @@ def _num_rows(save: Save, rows: torch.Tensor, pre_RG: torch.Tensor, workspace: W
     """
     if save == "all":
         return min(_rows_of_memory(rows), _rows_of_memory(pre_RG))
-    if save == "recompute":
-        return rows_with_margin(pre_RG.shape[0], block_m=workspace.knobs.block_m)
-    return pre_RG.shape[0]
+    return rows_with_margin(pre_RG.shape[0], block_m=workspace.knobs.block_m)
 
 
 def _rows_of_memory(rows: torch.Tensor) -> int:
@@ -260,7 +259,7 @@ def _launch_backward(
         source = rows
         rows, pre_RG = dispatch_again(source, plan, pre_RG, up, kept=kept, **begin)
         if kept and is_last:
-            source.untyped_storage().resize_(0)  # autograd holds it until all gradients are there
+            drop(source)  # autograd holds it until all gradients are there
     made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **begin)
     dpre_RG, weighted_RF, dy_RD, dweight_RC = made
     dx_TD, dweights_TK = dgrad_combine(dpre_RG, plan, dweight_RC, up, idx, **ctx.common)

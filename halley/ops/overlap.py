@@ -6,6 +6,7 @@ collective of the ranks. Both name their buffers by the handle of a ``Workspaces
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -15,11 +16,12 @@ from halley.core.types import Save
 from halley.kernels.dispatch_gemm import dispatch_gemm as launch_dispatch_gemm
 from halley.kernels.gemm_combine import gemm_combine as launch_gemm_combine
 from halley.kernels.launch import is_aligned
+from halley.kernels.layout import ANY_SENDS
 from halley.kernels.plan import make_plan
 from halley.kernels.tape import Results, note_call
 from halley.ops.library import define
 from halley.ops.passes import run_pass
-from halley.ops.workspace import ShapeClass, Workspace
+from halley.ops.workspace import PlanSize, ShapeClass, Workspace
 from halley.ops.workspaces import Workspaces, find_workspaces
 
 
@@ -120,21 +122,19 @@ def _dispatch_gemm(
     workspace = owner.get(shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
     layer0 = partial(_launch_layer0, workspace, x, up, gated=gated, fused=fused, save=save)
 
-    def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int = 0) -> Results:
+    def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int) -> Results:
         if plan is None:
             plan = _launch_plan(workspace, x, topk_idx, topk_weights)
         return (plan, *layer0(plan, num_rows, num_sends)) if num_rows else (plan,)
 
-    num_rows, results = _run_by_plan(workspace, partial(launch, None), launch, save=save)
+    size, results = _run_by_plan(workspace, partial(launch, None), launch, save=save)
     plan, h_RF, rows, pre_RG = results
     assert plan is not None
     assert h_RF is not None
     owner.dispatched(workspace, plan)
-    if save == "all":
-        assert rows is not None
-        assert pre_RG is not None
-        rows, pre_RG = rows[:num_rows], pre_RG[:num_rows]
-    return h_RF[:num_rows], plan, *_or_empty((rows, pre_RG), x, num_rows)
+    assert rows is not None
+    assert pre_RG is not None
+    return h_RF[: size.num_rows], plan, *_kept(rows, pre_RG, size, save=save)
 
 
 def forward_pass(
@@ -157,7 +157,7 @@ def forward_pass(
     owner = find_workspaces(workspaces)
     workspace = owner.get(shape_class(owner, x, topk_idx, up), num_tokens=x.shape[0])
 
-    def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int = 0) -> Results:
+    def launch(plan: torch.Tensor | None, num_rows: int, num_sends: int) -> Results:
         if plan is None:
             plan = _launch_plan(workspace, x, topk_idx, topk_weights)
         if not num_rows:
@@ -165,22 +165,22 @@ def forward_pass(
         h_RF, rows, pre_RG = _launch_layer0(
             workspace, x, up, plan, num_rows, num_sends, gated=gated, fused=fused, save=save
         )
-        assert h_RF is not None
         y_TD = x.new_empty(x.shape[0], down.shape[1])
-        _launch_layer1(workspace, h_RF, plan, down, y_TD, fused=fused)
-        return plan, y_TD, *_or_empty((rows, pre_RG), x, num_rows)
+        room = num_sends if save == "inputs" else ANY_SENDS
+        _launch_layer1(workspace, h_RF, plan, down, y_TD, fused=fused, send_capacity=room)
+        return plan, y_TD, rows, pre_RG
 
-    def start(num_rows: int) -> Results:
+    def start(num_rows: int, num_sends: int) -> Results:
         key = None
         if num_rows and is_aligned(x) and is_aligned(topk_idx) and is_aligned(topk_weights):
             key = (
-                "forward", gated, fused, save, num_rows, x.shape, x.dtype, topk_idx.dtype,
-                topk_weights.dtype, up.shape, down.shape,
+                "forward", gated, fused, save, num_rows, num_sends, x.shape, x.dtype,
+                topk_idx.dtype, topk_weights.dtype, up.shape, down.shape,
             )  # fmt: skip
         inputs = (x, topk_idx, topk_weights, up, down)
-        return run_pass(workspace, key, inputs, partial(launch, None, num_rows))
+        return run_pass(workspace, key, inputs, partial(launch, None, num_rows, num_sends))
 
-    num_rows, results = _run_by_plan(workspace, start, launch, save=save)
+    size, results = _run_by_plan(workspace, start, launch, save=save)
     plan, y_TD, rows, pre_RG = results
     assert plan is not None
     assert y_TD is not None
@@ -189,48 +189,52 @@ def forward_pass(
     owner.dispatched(workspace, plan)
     if not x.is_cuda:  # it has run by now
         workspace.check()
-    # Of as many rows as the plan, since what is checkpointed must come back in the same shape.
-    return y_TD, plan, rows if save == "inputs" else rows[:num_rows], pre_RG[:num_rows]
+    return y_TD, plan, *_kept(rows, pre_RG, size, save=save)
 
 
 def _run_by_plan(
     workspace: Workspace,
-    start: Callable[[int], Results],
+    start: Callable[[int, int], Results],
     launch: Callable[[torch.Tensor, int, int], Results],
     *,
     save: Kept,
-) -> tuple[int, Results]:
-    """Make a plan and run by it; return how many rows it has, and the results.
+) -> tuple[PlanSize, Results]:
+    """Make a plan and run by it; return its size, of one tile at least, and the results.
 
     Args:
-        start: makes the plan, and runs in tensors of that many rows at once, unless that is 0. If
-            there are more, nothing is done.
+        start: makes the plan, and runs in tensors of that many rows and sends at once, unless it is
+            0 rows. If there are more, nothing is done.
         launch: runs by the plan, whose numbers of rows and sends it gets.
     """
     while True:
         # Before the host knows whether all rows fit, so that it reads meanwhile.
         room = workspace.capacity if save == "none" else workspace.expected_rows
-        room = 0 if save == "inputs" else min(room, workspace.capacity)  # of sends none are checked
-        results = start(room)
+        room = min(room, workspace.capacity)
+        room_sends = workspace.expected_sends if save == "inputs" else ANY_SENDS
+        results = start(room, room_sends)
         size = workspace.read_plan()
         if not size.wanted_tokens:
             break
         workspace.grow(size.wanted_tokens)  # all ranks read the same, and come here together
-    num_rows = max(size.num_rows, workspace.knobs.block_m)
-    if num_rows > workspace.capacity:
-        workspace.reserve(num_rows)
-    if num_rows <= room:
-        return num_rows, results
+    size = replace(size, num_rows=max(size.num_rows, workspace.knobs.block_m))
+    if size.num_rows > workspace.capacity:
+        workspace.reserve(size.num_rows)
+    if size.num_rows <= room and size.num_sends <= room_sends:
+        return size, results
     plan = results[0]
     assert plan is not None
-    return num_rows, launch(plan, num_rows, size.num_sends)
+    return size, launch(plan, size.num_rows, size.num_sends)
 
 
-def _or_empty(
-    kept: tuple[torch.Tensor | None, ...], x: torch.Tensor, num_rows: int
-) -> tuple[torch.Tensor, ...]:
-    """Return what is kept for backward, without columns where nothing is."""
-    return tuple(x.new_empty(num_rows, 0) if part is None else part for part in kept)
+def _kept(
+    rows: torch.Tensor, pre_RG: torch.Tensor, size: PlanSize, *, save: Kept
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what backward needs, of as many rows as the plan.
+
+    What is checkpointed must come back in the same shape.
+    """
+    num_kept = size.num_sends if save == "inputs" else size.num_rows
+    return rows[:num_kept], pre_RG[: size.num_rows]
 
 
 def _launch_layer0(
@@ -244,16 +248,19 @@ def _launch_layer0(
     gated: bool,
     fused: bool,
     save: Kept,
-) -> tuple[torch.Tensor | None, ...]:
-    """Launch layer0 on a plan; return activations, and what is kept of rows and of ``pre``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch layer0 on a plan; return activations, and what is kept of rows and of ``pre``.
+
+    What is not kept has no columns.
+    """
     h_RF = x.new_empty(num_rows, up.shape[1] // (2 if gated else 1))
-    pre_RG = x.new_empty(num_rows, up.shape[1]) if save == "all" else None
-    x_RD = x.new_empty(num_rows, x.shape[1]) if save == "all" else workspace.rows_RD
+    pre_RG = x.new_empty(num_rows, up.shape[1] if save == "all" else 0)
     sends = x.new_empty(num_sends, x.shape[1]) if save == "inputs" else None
+    rows = x.new_empty(num_rows, x.shape[1] if save == "all" else 0) if sends is None else sends
     launch_dispatch_gemm(
-        x_RD,
+        rows if save == "all" else workspace.rows_RD,
         h_RF,
-        pre_RG,
+        pre_RG if save == "all" else None,
         **workspace.stages,
         plan=plan,
         up_LGD=up,
@@ -263,7 +270,7 @@ def _launch_layer0(
         fused=fused,
         **workspace.common,
     )
-    return h_RF, x_RD if save == "all" else sends, pre_RG
+    return h_RF, rows, pre_RG
 
 
 def _launch_plan(
@@ -316,6 +323,7 @@ def _launch_layer1(
     y_TD: torch.Tensor,
     *,
     fused: bool,
+    send_capacity: int = ANY_SENDS,
 ) -> None:
     launch_gemm_combine(
         y_TD,
@@ -330,6 +338,7 @@ def _launch_layer1(
         rank=workspace.heap.rank,
         knobs=workspace.knobs,
         fused=fused,
+        send_capacity=send_capacity,
         **workspace.common,
     )
 

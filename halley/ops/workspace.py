@@ -141,7 +141,7 @@ class Workspace:
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_made = torch.cuda.Event() if on_gpu else None
         self._layouts: dict[int, Layout] = {}
-        self._last_rows = 0
+        self._last_rows = self._last_sends = 0
         self.tapes: dict[tuple[object, ...], Tape] = {}
         self.compiled: set[tuple[object, ...]] = set()
         self.in_flight: tuple[torch.Tensor, ...] = ()
@@ -262,7 +262,7 @@ class Workspace:
         """
         if self.max_rows:
             self.check()  # on a CPU the plan is made by now
-            num_sends = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_sends)
+            num_sends = self.expected_sends
             return PlanSize(num_rows=self.max_rows, num_sends=num_sends, wanted_tokens=0)
         if self._plan_made is not None:
             if torch.cuda.is_current_stream_capturing():
@@ -272,10 +272,10 @@ class Workspace:
                 )
             self._plan_made.synchronize()
         self.check()
-        self._last_rows = int(self._told[_ROWS])
+        self._last_rows, self._last_sends = int(self._told[_ROWS]), int(self._told[_SENDS])
         return PlanSize(
             num_rows=self._last_rows,
-            num_sends=int(self._told[_SENDS]),
+            num_sends=self._last_sends,
             wanted_tokens=int(self._told[_WANTED_TOKENS]),
         )
 
@@ -289,6 +289,13 @@ class Workspace:
         if self.max_rows or not self._last_rows:
             return self.max_rows
         return rows_with_margin(self._last_rows, block_m=self.knobs.block_m)
+
+    @property
+    def expected_sends(self) -> int:
+        """Sends that are likely to be enough for the next plan, or 0; see ``expected_rows``."""
+        if self.max_rows:
+            return min(self.max_rows + 2 * TASK_ROWS, self.layout.max_sends)
+        return rows_with_margin(self._last_sends, block_m=TASK_ROWS)
 
     def layout_of(self, plan: torch.Tensor) -> Layout:
         """Return the layout that a plan was made with, by its length."""

@@ -11,15 +11,13 @@ class RowCounts:
     """How much one rank has to do in one call.
 
     Attributes:
-        num_rows: rows of its experts, padded to whole tiles.
-        room_rows: rows that forward makes room for, not knowing yet how many there are.
-        num_sends: rows that it fetches, each once, padded to whole tasks.
+        num_rows: rows of its experts that it makes room for, not knowing yet how many there are.
+        num_sends: rows that it fetches, each once, the same.
         plan_words: int32 words of the plan.
         num_parts: parts of the gradient of a routing weight.
     """
 
     num_rows: int
-    room_rows: int
     num_sends: int
     plan_words: int
     num_parts: int
@@ -47,7 +45,7 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
         save: what is kept.
     """
     size, inner_size = shape.itemsize, shape.intermediate_size
-    num_rows = counts.num_rows if save == "inputs" else counts.room_rows
+    num_rows = counts.num_rows
     rows = num_rows * shape.hidden_size * size
     pre = num_rows * shape.up_size * size
     activations = num_rows * inner_size * size

@@ -20,6 +20,7 @@ from halley.strategies.fused import FusedStrategy
 CPU = torch.device("cpu")
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 24, 32, 16, 4, 2
 ROWS, ROOM = 5 * 16, 6 * 16  # of the plan, in whole tiles, and for how many there is room
+SENDS = 64
 
 
 class Launch:
@@ -124,13 +125,13 @@ def _forward(strategy: FusedStrategy, experts: Experts) -> tuple[torch.Tensor, A
     x_TD, routing = _inputs()
     y_TD = strategy.forward(x_TD, routing, experts)
     for workspace in strategy.workspaces.all():
-        workspace.host_words[1] = ROWS  # what a plan would have told
+        workspace.host_words[1], workspace.host_words[3] = ROWS, SENDS  # as a plan would have told
     return x_TD, y_TD
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("save", [each for each in get_args(Save) if each != "inputs"])
+@pytest.mark.parametrize("save", get_args(Save))
 def test_backward_again(
     repeated: list[tuple[str, list[Any]]], save: Save, fused: bool, main_grad: bool
 ) -> None:
@@ -144,16 +145,19 @@ def test_backward_again(
         repeated.clear()
         x_TD, y_TD = calls[-1]
         kept, _, pre_RG, up_LGD, down_LDF, _ = y_TD.grad_fn.saved_tensors
+        address, num_bytes = kept.data_ptr(), kept.untyped_storage().nbytes()
         grad_TD = torch.randn_like(y_TD)
         y_TD.backward(grad_TD)
     names = [name for name, _ in repeated]
     assert names.count("weight_gemm_kernel") == 2
-    assert names[0] == "stage_kernel"
+    assert names[0] == ("dispatch_gemm_kernel" if save == "inputs" else "stage_kernel")
     values = [value for _, launched in repeated for value in launched]
-    assert repeated[0][1][0] == (x_TD if save == "recompute" else grad_TD).data_ptr()
+    staged = next(launched[0] for name, launched in repeated if name == "stage_kernel")
+    assert staged == (x_TD if save == "recompute" else grad_TD).data_ptr()
     assert grad_TD.data_ptr() in values
-    assert kept.shape[0] == (TOKENS if save == "recompute" else ROWS)
-    assert kept.data_ptr() in values
+    assert kept.shape[0] == {"recompute": TOKENS, "inputs": SENDS, "all": ROWS}[save]
+    assert address in values
+    assert kept.untyped_storage().nbytes() == (0 if save == "inputs" else num_bytes)
     if save == "all":
         assert pre_RG.shape[0] == ROWS
         assert kept.untyped_storage().nbytes() == ROOM * HIDDEN * kept.itemsize

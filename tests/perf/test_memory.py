@@ -77,11 +77,9 @@ def test_as_said(save: Save, activation: Activation) -> None:
         kept = run()
     assert tracker.live == 0
     (workspace,) = workspaces.all()
-    size = workspace.read_plan()
     counts = RowCounts(
-        num_rows=size.num_rows,
-        room_rows=workspace.expected_rows,
-        num_sends=size.num_sends,
+        num_rows=workspace.expected_rows,
+        num_sends=workspace.expected_sends,
         plan_words=workspace.layout.plan_words,
         num_parts=dgrad_columns(SIZES["intermediate_size"], workspace.knobs),
     )
@@ -98,17 +96,16 @@ def test_as_said(save: Save, activation: Activation) -> None:
 
 
 def test_by_hand() -> None:
-    """Two experts of 4 rows each, one token more than rows are kept once."""
-    counts = RowCounts(num_rows=8, room_rows=9, num_sends=5, plan_words=100, num_parts=3)
+    """Room for 9 rows of two experts, of 5 that came."""
+    counts = RowCounts(num_rows=9, num_sends=5, plan_words=100, num_parts=3)
     shape = LayerShape(
         num_tokens=6, hidden_size=10, intermediate_size=7, num_experts=4, top_k=1, ep_size=2
     )
     tokens, weights = 6 * 20, 2 * 10 * 21 * 2
     results = tokens + 4 * 6 + weights
     kept = {"all": 400 + 9 * 48, "inputs": 400 + 5 * 20, "recompute": 400}
-    num_rows = {"all": 9, "inputs": 8, "recompute": 9}
     for save in ("all", "inputs", "recompute"):
-        rows, pre, parts = (num_rows[save] * size for size in (20, 28, 12))
+        rows, pre, parts = (9 * size for size in (20, 28, 12))
         # When the last gradient is made, that of up, those of the output's rows are gone.
         # What "inputs" kept has gone before, as rows were made of it.
         held = kept["recompute" if save == "inputs" else save]

@@ -72,6 +72,24 @@ def _check(
     workspaces.close()
 
 
+def _expect_too_few(rank: int, num_ranks: int) -> None:
+    workspaces = _make_workspaces(num_ranks)
+    layer = _build(workspaces, save="inputs")
+    for seed, expected_sends in enumerate((0, 1, 1000)):
+        for workspace in workspaces.all():
+            workspace._last_sends = expected_sends if rank == 0 else 64
+        case = LayerCase(num_tokens_W=(70, 90), num_experts=4, seed=seed)
+        call = run_forward(layer.forward, case, rank)
+        call.y_TD.backward(call.grad_TD)
+        _assert_values(call.values(), case, rank)
+    workspaces.close()
+
+
+def test_more_rows_to_keep_than_expected(run_ranks: RunRanks) -> None:
+    """On one rank, or on both: they run again, while peers wait."""
+    run_ranks(_expect_too_few, 2)
+
+
 def _cases(num_tokens_W: tuple[int, ...], tp_size: int = 1) -> list[LayerCase]:
     few = {"num_tokens_W": num_tokens_W, "num_experts": 4, "tp_size": tp_size}
     return [
