@@ -82,12 +82,12 @@ def layer(
         spare=spare,
     )
     names = _strategies(strategies)
-    _check_samples(samples)
+    check_samples(samples)
     _check_graphs(max_load, on_gpu=on_gpu)
     _check_link(link, names)
     for case in cases:
         check_experts(case, ep_size=num_ranks, tp_size=tp_size)
-    _check_output(output)
+    check_output(output)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
@@ -149,7 +149,7 @@ def model(
         seed=seed,
     )
     names = _strategies(strategies)
-    _check_samples(samples)
+    check_samples(samples)
     memory_bytes = _memory_bytes(num_ranks, device=device)
     for case in cases:
         check_memory(case, num_ranks=num_ranks, memory_bytes=memory_bytes)
@@ -205,9 +205,9 @@ def layer_cases(
     spare: int | None = None,
 ) -> list[LayerCase]:
     """Return the cases of all models, numbers of tokens and loads that the words name."""
-    _check_seed(seed)
-    configs = [find_model(name) for name in _split(models, option="models")]
-    loads = _split(skew, option="skew")
+    check_seed(seed)
+    configs = [find_model(name) for name in split_names(models, option="models")]
+    loads = split_names(skew, option="skew")
     for config in configs:
         for load in loads:
             parse_load(load, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
@@ -222,13 +222,18 @@ def layer_cases(
 
 
 def _strategies(words: str) -> list[str]:
-    names = _split(words, option="strategies")
+    names = split_names(words, option="strategies")
     for name in names:
         check_strategy(name)
     return names
 
 
-def _check_output(output: Path | None) -> None:
+def check_output(output: Path | None) -> None:
+    """Check that lines and a chart can be written there.
+
+    Raises:
+        ValueError: the folder is not writable, or there is no matplotlib.
+    """
     if output is not None:
         check_package("matplotlib", extra="plot", option=f"output ({output})")
         check_writable(output)
@@ -257,7 +262,7 @@ def _check_graphs(max_load: float, *, on_gpu: bool) -> None:
 def _model_cases(
     models: str, layers: str, tokens: str, *, seq_len: int, dtype: torch.dtype, seed: int
 ) -> list[ModelCase]:
-    _check_seed(seed)
+    check_seed(seed)
     if seq_len < 0:
         raise ValueError(f"seq_len ({seq_len}) must be at least 1, or 0 for all tokens up to 4096")
     return [
@@ -268,7 +273,7 @@ def _model_cases(
             dtype=dtype,
             seed=seed,
         )
-        for name in _split(models, option="models")
+        for name in split_names(models, option="models")
         for num_layers in _positive_integers(layers, option="layers")
         for num_tokens in _positive_integers(tokens, option="tokens")
     ]
@@ -283,17 +288,32 @@ def _memory_bytes(num_ranks: int, *, device: str) -> int:
     return host_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
-def _check_samples(samples: int) -> None:
+def check_samples(samples: int) -> None:
+    """Check a number of samples.
+
+    Raises:
+        ValueError: there is none.
+    """
     if samples < 1:
         raise ValueError(f"samples ({samples}) must be at least 1")
 
 
-def _check_seed(seed: int) -> None:
+def check_seed(seed: int) -> None:
+    """Check a seed.
+
+    Raises:
+        ValueError: it is negative.
+    """
     if seed < 0:
         raise ValueError(f"seed ({seed}) must be at least 0")
 
 
-def _split(text: str, *, option: str) -> list[str]:
+def split_names(text: str, *, option: str) -> list[str]:
+    """Return the words between commas.
+
+    Raises:
+        ValueError: there is none.
+    """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ValueError(f"{option} ({text}) must name at least one")
@@ -301,7 +321,7 @@ def _split(text: str, *, option: str) -> list[str]:
 
 
 def _positive_integers(text: str, *, option: str) -> list[int]:
-    words = _split(text, option=option)
+    words = split_names(text, option=option)
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"{option} ({text}) must be positive integers with commas between")
     return [int(word) for word in words]

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import typer
 
-from halley.cli import bench, doctor, export, plan, run, trace, train, tune
+from halley.cli import bench, bench_graph, doctor, export, plan, run, trace, train, tune
 from halley.train.launch import USER_ERROR
 
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.run)
+bench.app.command("graph")(bench_graph.graph)
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 app.command("trace")(trace.trace)

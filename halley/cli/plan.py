@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -17,7 +17,11 @@ from halley.cli.train import ConfigOption, SetOption, read_config
 from halley.core.config import RunConfig
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
+from halley.moe.strategy import PLANNED, describe_strategies, split_strategies
+from halley.perf.step_plan import StepPlan, find_problems, plan_strategies, trace_step
 from halley.train.checkpoint import check_writable
+from halley.train.compiled import check_passes
+from halley.train.planned import check_strategies
 
 
 if TYPE_CHECKING:
@@ -39,6 +43,9 @@ def graph(
     link: Annotated[float, typer.Option(help="GB/s out of each device; 0 is the device's.")] = 0.0,
     num_parts: Annotated[int, typer.Option(help="Parts of the batch; 0 chooses.")] = 0,
     memory_margin: Annotated[float, typer.Option(help="How much memory may rise.")] = 0.02,
+    peer_access: Annotated[
+        bool, typer.Option(help="Ranks address each other's memory, as on one host.")
+    ] = True,
     explain: Annotated[bool, typer.Option(help="Say why ranges stay whole.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Draw the step into this PNG.")] = None,
     measure: Annotated[
@@ -47,10 +54,16 @@ def graph(
 ) -> int:
     """Show what the compiler's passes do to a model's graphs, and the times they predict.
 
-    Prints what runs behind each all-to-all and which ranges run in parts, then one JSON line.
+    Chooses the strategy of each layer, unless --set strategy=functional or others say it. Prints
+    what runs behind each all-to-all and which ranges run in parts, then one JSON line.
     """
     run_config = read_config(config, overrides)
     _check(run_config, passes=passes, ranks=ranks, measure=measure)
+    run_config = dataclasses.replace(run_config, passes=cast(Any, passes))
+    if run_config.strategy == RunConfig.strategy:  # the default says nothing of graphs
+        run_config = dataclasses.replace(run_config, strategy=PLANNED)
+    check_strategies(run_config)
+    check_passes(run_config)
     if timeline is not None:
         check_package("matplotlib", extra="plot", option=f"timeline ({timeline})")
         check_writable(timeline.parent)
@@ -60,16 +73,15 @@ def graph(
         "memory_margin": memory_margin,
     }
     if not measure:
-        # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
-        from halley.perf.graph_plan import plan_graphs
-        from halley.perf.layer_times import layer_times
-
-        hardware = _hardware(device, link)
-        reports = plan_graphs(run_config, num_ranks=ranks, hardware=hardware, **options)
-        times_us = layer_times(
-            run_config, reports, passes=passes, num_ranks=ranks, hardware=hardware
+        options |= {"num_ranks": ranks, "hardware": _hardware(device, link)}
+        plan = _plan(run_config, options, peer_access=peer_access)
+        strategies = (
+            split_strategies(run_config.strategy, num_layers=run_config.model.num_moe_layers)
+            if plan is None
+            else plan.strategies
         )
-        _show(reports, explain=explain, timeline=timeline, layer_us=times_us)
+        reports = trace_step(run_config, strategies, **options)
+        _show(reports, explain=explain, timeline=timeline, plan=plan)
         return 0
     code = hand_to_ranks(ranks, device=run_config.device)
     if code is not None:
@@ -81,6 +93,19 @@ def graph(
         if world.is_first:
             _show(found.reports, explain=explain, timeline=timeline, measured=found)
     return 0
+
+
+def _plan(config: RunConfig, options: dict[str, Any], *, peer_access: bool) -> StepPlan | None:
+    """Return the strategies that are predicted to be fastest; None where the user names them."""
+    if config.strategy != PLANNED:
+        return None
+    problems = find_problems(
+        config,
+        hardware=options["hardware"],
+        fused_problem="" if peer_access else "ranks do not address each other's memory",
+    )
+    chosen = {name: value for name, value in options.items() if name != "passes"}
+    return plan_strategies(config, problems=problems, **chosen)
 
 
 def _check(config: RunConfig, *, passes: str, ranks: int, measure: int) -> None:
@@ -106,7 +131,7 @@ def _show(
     *,
     explain: bool,
     timeline: Path | None,
-    layer_us: dict[str, float] | None = None,
+    plan: StepPlan | None = None,
     measured: "GraphMeasure | None" = None,
 ) -> None:
     """Print tables and the JSON line, and draw the picture."""
@@ -129,16 +154,11 @@ def _show(
             "predicted_us": measured.predicted_us,
             "predicted_over_measured": measured.predicted_over_measured,
         }
-    if layer_us:
-        found["layer_us"] = layer_us
-        if explain:
-            times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in layer_us.items())
-            console.print(
-                f"- a layer of experts, forward and backward: {times}: {next(iter(layer_us))} is "
-                "predicted to be fastest (fused wants ranks that address each other's memory)",
-                highlight=False,
-                soft_wrap=True,
-            )
+    if plan is not None:
+        found["plan"] = dataclasses.asdict(plan)
+        console.print(_plan_table(plan))
+        for name, why in plan.problems.items():
+            console.print(f"- not {name}: {why}", highlight=False, soft_wrap=True)
     if timeline is not None:
         _draw(reports, timeline, measured)
     typer.echo(json.dumps(found))
@@ -168,6 +188,19 @@ def _hardware(device: str, link: float) -> Hardware:
     if link < 0.0:
         raise ValueError(f"link ({link}) must be positive, or 0 for the device's own")
     return dataclasses.replace(hardware, link_bytes_per_s=link * 1e9) if link else hardware
+
+
+def _plan_table(plan: StepPlan) -> Table:
+    """Return the chosen strategies with those that all layers could have."""
+    table = Table(title="a step by the strategies of its layers, predicted")
+    table.add_column("strategies")
+    table.add_column("step", justify="right", no_wrap=True)
+    rows = {f"chosen: {describe_strategies(plan.strategies)}": plan.step_us}
+    rows |= {f"all {name}": us for name, us in plan.uniform_us.items()}
+    rows |= {f"all {name}, without passes": us for name, us in plan.unpassed_us.items()}
+    for name, us in rows.items():
+        table.add_row(name, f"{us / 1e3:.2f} ms")
+    return table
 
 
 def _table(direction: str, report: "OrderReport") -> Table:

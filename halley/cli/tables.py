@@ -99,6 +99,49 @@ def model_table(rows: list[Row]) -> Table:
     return table
 
 
+def graph_table(rows: list[Row]) -> Table:
+    """Return the result lines of the benchmark of graphs, one row each, times in milliseconds."""
+    first = rows[0]
+    slow = "" if first["slow_link"] == "none" else f" ({first['slow_link']})"
+    table = Table(
+        title=f"Forward and backward on {first['num_gpus']} x {first['gpu']}: slowest rank, ms; "
+        f"all-to-all {_float(first['link_gb_per_s']):.1f} GB/s{slow}",
+        caption="speed: against the faster of sequential and none; predicted: its ratio to "
+        "measured; planned: seconds of the passes, with measuring and without; MiB: ratio to none; "
+        "error: against none, of the worst of loss and gradients; = same bits",
+    )
+    for name in ("model", "variant", "inner"):
+        table.add_column(name, no_wrap=True)
+    names = ("median", "p90", "speed", "exposed", "comm", "predicted", "compiled", "planned")
+    for name in (*names, "MiB", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_graph_cells(row))
+    return table
+
+
+def _graph_cells(row: Row) -> list[str]:
+    variant = f"{row['variant']} {row['setting'] or ''}".strip()
+    cells = [str(row["model"]), variant, str(row["inner"] or "")]
+    if not row["median_us"]:
+        return [*cells, "[red]failed"]
+    parts = "" if row["optimise_s"] is None else f"{row['optimise_s']} / {row['plan_s']}"
+    ratio = row["predicted_over_measured"]
+    return [
+        *cells,
+        _ms(_float(row["median_us"])),
+        _ms(_float(row["p90_us"])),
+        f"{_float(row['speedup']):.3f}x" if row["speedup"] else "",
+        _ms(_float(row["exposed_comm_us"])),
+        _ms(_float(row["comm_us"])),
+        "" if ratio is None else f"{_float(ratio):.3f}",
+        f"{_float(row['compile_s']):.1f}",
+        parts,
+        "" if row["peak_over_none"] is None else f"{_float(row['peak_over_none']):.3f}",
+        f"{_float(row['max_rel_err']):.0e}" + ("=" if row["bit_equal"] else " "),
+    ]
+
+
 def step_table(profiles: dict[str, dict[str, float]]) -> Table:
     """Return a step's time by part, one column a strategy, in milliseconds.
 

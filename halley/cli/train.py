@@ -14,11 +14,11 @@ from halley.core.load_config import load_config
 from halley.core.routing import chunk_sizes, local_experts
 from halley.core.sharding import shard_size
 from halley.core.types import DTYPES
-from halley.moe.strategy import check_strategy
 from halley.ops.experts import check_alignment
 from halley.train.checkpoint import check_writable
 from halley.train.compiled import check_passes
 from halley.train.loop import CHECKPOINTS_FOLDER, train
+from halley.train.planned import check_strategies
 from halley.train.step import check_vocabulary, open_corpus, read_placements
 
 
@@ -77,7 +77,7 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
         ValueError: a value that no rank could use, text that is missing, or experts, placement,
             chunks and ranks that do not fit each other.
     """
-    check_strategy(config.strategy)
+    check_strategies(config)
     check_passes(config)
     num_ranks = count_ranks(nproc, device=config.device)
     ep_size = config.ep_size or num_ranks

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from halley.compiler.graph import NodeKind, node_kind
 from halley.compiler.options import Options, parse_options
-from halley.compiler.passes import find_batch_inputs, run_passes
+from halley.compiler.passes import find_batch_inputs, report_as_is, run_passes
 from halley.compiler.plan import OrderReport
 from halley.compiler.step_peak import StepPeak
 
@@ -64,12 +64,16 @@ def run(
 class Backend:
     """Compiles the graphs that Dynamo finds; remembers which, to say where overlap ends.
 
+    Args:
+        report_all: report graphs that stay as they are, too; with the inner compiler "eager".
+
     Attributes:
         reports: of the graphs that passes have changed, oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, report_all: bool = False) -> None:
         self.reports: list[OrderReport] = []
+        self._report_all = report_all
         self._frames: set[int] = set()
         self._num_undone_before = _num_undone()
         self._communicates = False
@@ -109,17 +113,23 @@ class Backend:
 
         def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             names = find_batch_inputs(part.graph, inputs)
-            if report := run_passes(
+            report = run_passes(
                 part.graph, options, batch_inputs=names, step_peak=step_peak.num_bytes
-            ):
-                self.reports.append(report)
+            )
+            if report is not None:
                 part.recompile()
+            elif self._report_all:
+                report = report_as_is(part.graph, options)
+            if report is not None:
+                self.reports.append(report)
             return _boxed(part)
 
         compiler = aot_autograd(
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
             partition_fn=step_peak,
+            # Fused layers write to one input in forward and in backward: each in its graph.
+            keep_inference_input_mutations=True,
         )
         return compiler(gm, example_inputs)
 

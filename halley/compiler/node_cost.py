@@ -1,6 +1,7 @@
 """Microseconds of a graph's nodes: measured where a profile knows them, predicted elsewhere."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, cast, final
 
@@ -41,6 +42,7 @@ class ProfiledCost:
 
     Attributes:
         predicted: keys of the operations that no measurement stands behind.
+        measuring_s: what measurements have taken.
         contention: of the table; none where it has no such figures.
     """
 
@@ -53,6 +55,7 @@ class ProfiledCost:
         device: torch.device | None = None,
     ) -> None:
         self.predicted: set[str] = set()
+        self.measuring_s = 0.0
         self.contention = (table and table.contention) or NO_CONTENTION
         self._predictor = predictor
         self._sizes = sizes
@@ -83,9 +86,12 @@ class ProfiledCost:
         # examples are not, and on a GPU a failed check ends the process.
         if operator is None or operator.namespace != "aten" or _value(node) is None:
             return None
+        begin_s = time.perf_counter()
         with with_values():
             args, kwargs = example_arguments(node, device, self._sizes)
-            return table.measure(key, lambda: operator(*args, **kwargs), device=device)
+            found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
+        self.measuring_s += time.perf_counter() - begin_s
+        return found
 
 
 def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:

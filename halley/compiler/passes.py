@@ -1,5 +1,6 @@
 """Runs passes over a graph: ranks agree, rank 0 plans, and each checks what came out."""
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -59,6 +60,7 @@ def run_passes(
     divides = options.divides and bool(batch_inputs)
     if not divides and not options.moves_gradients:
         return None
+    begin_s = time.perf_counter()
     facts = GraphFacts(graph)
     councils = _convene(graph, facts, options, batch_inputs if divides else ())
     if councils is None or not facts.find_collectives("all_to_all"):
@@ -87,7 +89,21 @@ def run_passes(
     after = report(facts, order)
     reorder(graph, facts, order)
     was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
-    return replace(after, ranges=plan.reports, skipped=plan.skipped, **was)
+    return replace(
+        after,
+        ranges=plan.reports,
+        skipped=plan.skipped,
+        planning_s=time.perf_counter() - begin_s - cost.measuring_s,
+        measuring_s=cost.measuring_s,
+        **was,
+    )
+
+
+def report_as_is(graph: fx.Graph, options: Options) -> OrderReport:
+    """Return the report of a graph that no pass has changed, with predicted times."""
+    facts, sizes = GraphFacts(graph), Sizes(options.unknown_size)
+    cost = _build_cost(graph, None, replace(options, profiles="", measure=False), sizes=sizes)
+    return report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
 
 
 def _convene(
@@ -144,6 +160,7 @@ def _partition(
             sizes=sizes,
             num_parts=options.num_parts,
             contention=cost.contention,
+            in_place=in_place,
         )
         plan = fit_memory(
             graph,
@@ -236,11 +253,14 @@ def _build_cost(
         find_environment(device, topology=f"ranks {num_ranks}"),
         offline=plans and not options.measure,
     )
+    begin_s = time.perf_counter()
     if council is not None and options.measure:
         measure_group(graph, council, table, sizes=sizes, device=device)
-    return ProfiledCost(
+    cost = ProfiledCost(
         predictor, sizes=sizes, table=table, device=device if options.measure and plans else None
     )
+    cost.measuring_s = time.perf_counter() - begin_s
+    return cost
 
 
 def _hardware_of(device: torch.device) -> Hardware:

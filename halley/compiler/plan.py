@@ -30,6 +30,8 @@ class OrderReport:
         spans_before, spans_after: when each node runs.
         ranges: that run in parts.
         skipped: why others do not.
+        planning_s, measuring_s: what the passes took: to plan, and to measure what they did not
+            know yet.
     """
 
     windows: dict[str, tuple[str, ...]]
@@ -41,6 +43,8 @@ class OrderReport:
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
     ranges: tuple[RangeReport, ...] = ()
     skipped: tuple[str, ...] = ()
+    planning_s: float = 0.0
+    measuring_s: float = 0.0
 
 
 def plan_wgrad(

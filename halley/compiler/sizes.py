@@ -34,16 +34,21 @@ class Sizes:
         """Return a size."""
         if isinstance(size, int):
             return size
-        hint: object = getattr(cast(object, getattr(size, "node", None)), "hint", None)
-        if isinstance(hint, int):
-            return hint
+        if not _is_unknown(size):
+            return cast(int, cast(Any, size).node.hint)
         parts = {self._parts.get(symbol) for symbol in _symbols(size)}
         part = parts.pop() if len(parts) == 1 else None
         return self._unknown if part is None else max(1, self._unknown // part[1])
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(map(self.number, cast(Sequence[int | torch.SymInt], tensor.shape)))
+        """Return the shape of a tensor.
+
+        Of two sizes that depend on data the first is that of rows. The second, of what fused
+        kernels keep for each tile of a row, is small.
+        """
+        shape = cast(Sequence[int | torch.SymInt], tensor.shape)
+        unknown = [at for at, size in enumerate(shape) if _is_unknown(size)]
+        return tuple(1 if at in unknown[1:] else self.number(size) for at, size in enumerate(shape))
 
     def num_bytes(self, value: object) -> int:
         """Return the bytes of what a node returns: a tensor, several, or none."""
@@ -55,6 +60,13 @@ class Sizes:
         if isinstance(value, tuple | list):
             return sum(map(self.num_bytes, cast(Sequence[object], value)))
         return 0
+
+
+def _is_unknown(size: int | torch.SymInt) -> bool:
+    """Return whether a size depends on data: tracing has no example of it."""
+    if isinstance(size, int):
+        return False
+    return not isinstance(getattr(cast(object, getattr(size, "node", None)), "hint", None), int)
 
 
 def _symbols(size: torch.SymInt) -> list[str]:

@@ -179,6 +179,11 @@ class ModelConfig:
         past_dense = index - self.num_dense_layers
         return past_dense >= 0 and past_dense % self.moe_interval == self.moe_interval - 1
 
+    @property
+    def num_moe_layers(self) -> int:
+        """How many of the layers are MoE layers."""
+        return sum(map(self.is_moe_layer, range(self.num_layers)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -284,9 +289,10 @@ class RunConfig:
 
     Attributes:
         output: folder for metrics, checkpoints and exports.
-        strategy: how routed experts run, as ``moe.strategy`` names it.
+        strategy: how routed experts run, as ``moe.strategy`` names it; or one for each MoE layer,
+            by commas; or "planned", those that are predicted to make a step fastest.
         passes: over graphs of the compiled model, as ``halley.compiler`` has them; others than
-            "none" want the strategy "functional".
+            "none" want strategies that graphs can have: "functional", "unfused", "fused".
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
         max_load: for how many times the rows of a balanced load the fused strategy makes room, so
             that the host need not ask the device at each call; 0 for any load.

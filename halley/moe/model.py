@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from halley.strategies.base import AbstractStrategy
 
 
 _INIT_STD = 0.02
+_T = TypeVar("_T")
 
 
 class ModelOutput(NamedTuple):
@@ -48,8 +49,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * (x.float() * scale).to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel on a GPU
 
 
 class Attention(nn.Module):
@@ -120,7 +120,7 @@ class Block(nn.Module):
         config: ModelConfig,
         index: int,
         *,
-        strategy: AbstractStrategy,
+        strategy: AbstractStrategy | None,
         groups: ParallelGroups,
         recorder: Recorder,
         dtype: torch.dtype,
@@ -139,6 +139,7 @@ class Block(nn.Module):
         )
         self.mlp: MoELayer | FeedForward
         if config.is_moe_layer(index):
+            assert strategy is not None
             self.mlp = MoELayer(
                 config.moe,
                 config.hidden_size,
@@ -172,21 +173,21 @@ class MoETransformer(nn.Module):
 
     Args:
         config: the shape.
-        strategy: runs the routed experts of all layers.
+        strategy: runs the routed experts of all layers; or one for each MoE layer, in order.
         groups: where the experts live.
         activation_checkpointing: compute each block again in backward.
         placements: of the experts of each MoE layer, in order; None for the plain one.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, placements are for others or for
-            another number of layers, or sizes are not aligned.
+        ValueError: the experts do not divide over the ranks, placements are for others, placements
+            or strategies are for another number of layers, or sizes are not aligned.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        strategy: AbstractStrategy,
+        strategy: AbstractStrategy | Sequence[AbstractStrategy],
         groups: ParallelGroups,
         recorder: Recorder,
         dtype: torch.dtype = torch.float32,
@@ -196,12 +197,10 @@ class MoETransformer(nn.Module):
     ) -> None:
         super().__init__()
         device = torch.device(device)
-        moe_layers = [i for i in range(config.num_layers) if config.is_moe_layer(i)]
-        if placements is not None and len(placements) != len(moe_layers):
-            raise ValueError(
-                f"placements ({len(placements)}) must be as many as MoE layers ({len(moe_layers)})"
-            )
-        placement_of = dict(zip(moe_layers, placements or (), strict=placements is not None))
+        placement_of = _by_layer(config, placements, name="placements")
+        one = isinstance(strategy, AbstractStrategy)
+        strategies = [strategy] * config.num_moe_layers if one else strategy
+        strategy_of = _by_layer(config, strategies, name="strategies")
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.embed_tokens = nn.Embedding(
@@ -211,7 +210,7 @@ class MoETransformer(nn.Module):
             Block(
                 config,
                 index,
-                strategy=strategy,
+                strategy=strategy_of.get(index),
                 groups=groups,
                 recorder=recorder,
                 dtype=dtype,
@@ -276,6 +275,20 @@ class MoETransformer(nn.Module):
                 module.bias.zero_()
 
 
+def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
+    """Return what is given for each MoE layer, by the layer's index.
+
+    Raises:
+        ValueError: it is for another number of MoE layers.
+    """
+    if given is None:
+        return {}
+    layers = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
+    if len(given) != len(layers):
+        raise ValueError(f"{name} ({len(given)}) must be as many as MoE layers ({len(layers)})")
+    return dict(zip(layers, given, strict=True))
+
+
 def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device)
     generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
@@ -294,7 +307,7 @@ def flops_per_token(config: ModelConfig, *, seq_len: int) -> float:
     moe, hidden = config.moe, config.hidden_size
     heads = config.head_dim * (config.num_heads + config.num_kv_heads)
     gated = 3 if moe.activation == "swiglu" else 2
-    num_moe = sum(config.is_moe_layer(index) for index in range(config.num_layers))
+    num_moe = config.num_moe_layers
     num_dense = config.num_layers - num_moe
     routed = gated * hidden * (moe.top_k * moe.intermediate_size + moe.shared_intermediate_size)
     weights = (

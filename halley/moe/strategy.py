@@ -1,6 +1,8 @@
 """Strategies by name, for configurations and command lines."""
 
-from typing import TYPE_CHECKING, cast, get_args
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 
 STRATEGIES = ("sequential", "chunked", "gathered", "functional", "unfused", "fused", "auto")
+PLANNED = "planned"  # in a run's configuration, until its plan says which of them
 _SAVING = ("unfused", "fused")  # those that may say what they keep, as in "fused:inputs"
 
 
@@ -84,6 +87,47 @@ def build_strategy(
     return FusedStrategy(
         workspaces, recorder=recorder, fused=kind == "fused", save=cast(Save, save or "all")
     )
+
+
+def build_strategies(
+    names: Sequence[str], group: dist.ProcessGroup | None, *, device: torch.device, **options: Any
+) -> list[AbstractStrategy]:
+    """Return a strategy for each layer; layers of one name share one, and all share buffers.
+
+    Args:
+        names: of each layer.
+        group, device, options: as of ``build_strategy``.
+    """
+    built: dict[str, AbstractStrategy] = {}
+    for name in dict.fromkeys(names):
+        built[name] = build_strategy(name, group, device=device, **options)
+        if name.partition(":")[0] in _SAVING:  # one turn, too: ranks run all passes in one order
+            options["workspaces"] = cast(Any, built[name]).workspaces
+    return [built[name] for name in names]
+
+
+def split_strategies(text: str, *, num_layers: int) -> tuple[str, ...]:
+    """Return the strategy of each MoE layer, of a name for all or of names by commas.
+
+    Raises:
+        ValueError: there is no such strategy, or they are for another number of layers.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        check_strategy(name)
+    if len(names) == 1:
+        return names * num_layers
+    if len(names) != num_layers:
+        raise ValueError(f"strategy ({text}) must be one, or as many as MoE layers ({num_layers})")
+    return names
+
+
+def describe_strategies(names: Sequence[str]) -> str:
+    """Return the strategies of layers, those of neighbours that are alike once: "3 x fused"."""
+    if len(set(names)) <= 1:
+        return "".join(names[:1])
+    runs = [(len(list(run)), name) for name, run in groupby(names)]
+    return ", ".join(name if count == 1 else f"{count} x {name}" for count, name in runs)
 
 
 def _measured(*, tp_size: int, num_ranks: int) -> list[str]:

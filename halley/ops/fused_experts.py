@@ -14,7 +14,7 @@ from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgra
 from halley.ops.passes import run_pass
 from halley.ops.turns import end_pass
 from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
-from halley.ops.workspace import Workspace, rows_with_margin
+from halley.ops.workspace import Workspace, rows_in_steps
 from halley.ops.workspaces import find_workspaces
 
 
@@ -216,12 +216,12 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
 def _num_rows(save: Save, rows: torch.Tensor, pre_RG: torch.Tensor, workspace: Workspace) -> int:
     """Return for how many rows backward makes room.
 
-    As many as forward did, which are more than there are but change less from pass to pass: what
-    is kept shows those that there are, at the begin of its memory.
+    Where rows are kept as many as forward did, which are more than there are but change less from
+    pass to pass: what is kept shows those that there are, at the begin of its memory.
     """
     if save == "all":
         return min(_rows_of_memory(rows), _rows_of_memory(pre_RG))
-    return rows_with_margin(pre_RG.shape[0], block_m=workspace.knobs.block_m)
+    return rows_in_steps(pre_RG.shape[0], block_m=workspace.knobs.block_m)
 
 
 def _rows_of_memory(rows: torch.Tensor) -> int:
@@ -261,9 +261,10 @@ def _launch_backward(
         if kept and is_last:
             drop(source)  # autograd holds it until all gradients are there
     made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **begin)
+    del pre_RG  # memory goes when it was used last, as where this is repeated
     dpre_RG, weighted_RF, dy_RD, dweight_RC = made
     dx_TD, dweights_TK = dgrad_combine(dpre_RG, plan, dweight_RC, up, idx, **ctx.common)
-    del made, pre_RG, dweight_RC  # memory goes when it was used last, as where this is repeated
+    del made, dweight_RC
     up_wanted, down_wanted = ctx.needs_input_grad[2:4]
     dup = ddown = None
     place = {

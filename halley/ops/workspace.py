@@ -366,11 +366,16 @@ class Workspace:
 
 
 def rows_with_margin(num_rows: int, *, block_m: int) -> int:
-    """Return the rows, of whole tiles, that are made room for where the last plan had that many.
+    """Return the rows, of whole tiles, that are made room for where the last plan had that many."""
+    return rows_in_steps(num_rows + num_rows // _EXPECTED_MARGIN, block_m=block_m)
+
+
+def rows_in_steps(num_rows: int, *, block_m: int) -> int:
+    """Return that many rows or some more, of whole tiles.
 
     In coarse steps: passes of the same sizes are repeated with less work than others.
     """
-    num_tiles = -(-(num_rows + num_rows // _EXPECTED_MARGIN) // block_m)
+    num_tiles = -(-num_rows // block_m)
     step = 1 << max(0, (num_tiles // _EXPECTED_MARGIN).bit_length() - 1)
     return -(-num_tiles // step) * step * block_m
 

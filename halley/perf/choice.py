@@ -136,7 +136,7 @@ def _memory(
     """Return what each way to save takes, for the plan that was made last; a collective."""
     from halley.kernels.dispatch_gemm import dgrad_columns
     from halley.kernels.layout import TASK_ROWS
-    from halley.ops.workspace import rows_with_margin
+    from halley.ops.workspace import rows_in_steps, rows_with_margin
 
     size = workspace.read_plan()
     most = torch.tensor([size.num_rows, size.num_sends], device=workspace.heap.device)
@@ -144,7 +144,8 @@ def _memory(
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.ep)
     num_rows, num_sends = most.tolist()
     counts = RowCounts(
-        num_rows=rows_with_margin(num_rows, block_m=workspace.knobs.block_m),
+        room_rows=rows_with_margin(num_rows, block_m=workspace.knobs.block_m),
+        num_rows=rows_in_steps(num_rows, block_m=workspace.knobs.block_m),
         num_sends=rows_with_margin(num_sends, block_m=TASK_ROWS),
         plan_words=workspace.layout.plan_words,
         num_parts=dgrad_columns(shape.intermediate_size, workspace.knobs),

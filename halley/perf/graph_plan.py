@@ -2,8 +2,8 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast, final
 
 import torch
 import torch._dynamo
@@ -16,10 +16,13 @@ from halley.compiler.fake import without_values
 from halley.compiler.options import parse_options
 from halley.core.config import RunConfig
 from halley.core.timeline import Recorder
-from halley.core.types import DTYPES
+from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save
 from halley.cost.hardware import Hardware
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
 from halley.moe.model import MoETransformer
-from halley.moe.parallel import build_groups
+from halley.moe.parallel import ParallelGroups, build_groups
+from halley.strategies.base import AbstractStrategy
 from halley.strategies.functional import FunctionalStrategy
 
 
@@ -31,6 +34,7 @@ def plan_graphs(
     hardware: Hardware,
     num_parts: int = 0,
     memory_margin: float = 0.02,
+    strategies: Sequence[str] = (),
 ) -> list[OrderReport]:
     """Return what passes do to forward and to backward of a run's model, as predicted.
 
@@ -38,10 +42,12 @@ def plan_graphs(
     there. Rows of a rank are those of an even load.
 
     Args:
-        config: model, batch, dtype and ``ep_size`` of the run.
+        config: model, batch, dtype and ranks that share experts, of the run.
         passes, num_parts, memory_margin: as of ``halley.compiler.options``.
         num_ranks: of the run.
         hardware: whose figures times are predicted from.
+        strategies: of each MoE layer, "functional", "unfused" or "fused"; none is all functional.
+            Kernels must have been imported where one is of them.
 
     Raises:
         ValueError: an option is not allowed, or experts and ranks do not fit each other.
@@ -58,18 +64,19 @@ def plan_graphs(
         "unknown_size": num_tokens * config.model.moe.top_k,
     }
     parse_options(options)  # before Dynamo wraps what is wrong with them
-    backend = Backend()
+    backend = Backend(report_all=True)
     recorder = Recorder("cpu", enabled=False)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, of how it traces
         stack.enter_context(_alone(num_ranks))
-        groups = build_groups(config.ep_size, device_type="cpu")
+        groups = build_groups(config.ep_size, device_type="cpu", tp_size=config.expert_tp_size)
         stack.enter_context(without_values())
         stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
+        names = strategies or ("functional",) * config.model.num_moe_layers
         model = MoETransformer(
             config.model,
-            strategy=FunctionalStrategy(groups.ep),
+            strategy=[_traced(name, groups) for name in names],
             groups=groups,
             recorder=recorder,
             dtype=DTYPES[config.train.dtype],
@@ -93,3 +100,49 @@ def _alone(num_ranks: int) -> Iterator[None]:
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
+
+
+def _traced(name: str, groups: ParallelGroups) -> AbstractStrategy:
+    """Return what has the operators of a strategy that graphs can have."""
+    if name == "functional":
+        return FunctionalStrategy(groups.ep, tp_size=groups.tp_size)
+    kind, _, save = name.partition(":")
+    return _FusedOperators(
+        fused=kind == "fused", save=cast(Save, save or "all"), tp_size=groups.tp_size
+    )
+
+
+@final
+class _FusedOperators(AbstractStrategy):
+    """The operators of the fused strategy without the buffers that they need to run.
+
+    Args:
+        fused, save: as of the strategy.
+        tp_size: neighbours in rank that share each expert.
+    """
+
+    def __init__(self, *, fused: bool, save: Save, tp_size: int) -> None:
+        self.fused, self.tp_size = fused, tp_size
+        self.save: Save = save
+        self._turn = torch.zeros(1, dtype=torch.int32)
+        # Only where it is wanted: Triton is not there on every platform.
+        from halley.ops.fused_experts import fused_experts
+
+        self._fused_experts = fused_experts
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        return self._fused_experts(
+            x_TD,
+            routing.topk_idx_TK,
+            routing.topk_weights_TK,
+            experts.up_LGD,
+            experts.down_LDF,
+            gated=experts.activation == "swiglu",
+            fused=self.fused,
+            save=self.save,
+            workspaces=0,
+            turn=self._turn,
+        )
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        raise NotImplementedError("a traced layer is described by its graph")

@@ -11,12 +11,15 @@ class RowCounts:
     """How much one rank has to do in one call.
 
     Attributes:
-        num_rows: rows of its experts that it makes room for, not knowing yet how many there are.
-        num_sends: rows that it fetches, each once, the same.
+        room_rows: rows of its experts that forward makes room for, not knowing yet how many there
+            are.
+        num_rows: the same where it is known.
+        num_sends: rows that it fetches, each once, as many as forward makes room for.
         plan_words: int32 words of the plan.
         num_parts: parts of the gradient of a routing weight.
     """
 
+    room_rows: int
     num_rows: int
     num_sends: int
     plan_words: int
@@ -45,10 +48,11 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
         save: what is kept.
     """
     size, inner_size = shape.itemsize, shape.intermediate_size
-    num_rows = counts.num_rows
+    num_rows = counts.room_rows if save == "all" else counts.num_rows
     rows = num_rows * shape.hidden_size * size
     pre = num_rows * shape.up_size * size
     activations = num_rows * inner_size * size
+    forward_activations = counts.room_rows * inner_size * size
     sends = counts.num_sends * shape.hidden_size * size
     tokens = shape.num_tokens * shape.hidden_size * size
     plan = 4 * counts.plan_words
@@ -57,7 +61,7 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
     up = num_local * shape.hidden_size * shape.up_size * size
 
     kept = plan + {"all": rows + pre, "inputs": sends, "recompute": 0}[save]
-    forward = kept + activations + tokens
+    forward = kept + forward_activations + tokens
     again_rows, again_pre = (0, 0) if save == "all" else (rows, pre)
     parts = 4 * num_rows * counts.num_parts
     weights = 4 * num_rows  # routing weights by row
@@ -69,7 +73,6 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
         forward,
         begun + again_pre + (0 if save == "all" else activations),
         dispatched + weights,
-        dispatched + results,
         dispatched - again_pre + results + down,
         held + pre + parts + results + down + up,
     )

@@ -7,22 +7,27 @@ import torch
 
 from halley.core.config import RunConfig
 from halley.moe.model import ModelOutput, MoETransformer
+from halley.moe.strategy import PLANNED
+
+
+_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)
 
 
 def check_passes(config: RunConfig) -> None:
     """Check that the passes of a run can have a graph of the whole model.
 
     Raises:
-        ValueError: its strategy breaks the graph, activations are computed again in backward, or
+        ValueError: a strategy breaks the graph, activations are computed again in backward, or
             experts have a placement.
     """
     if config.passes == "none":
         return
-    if config.strategy != "functional":
-        raise ValueError(
-            f"strategy ({config.strategy}) must be functional for passes {config.passes}: "
-            "others are no part of a graph"
-        )
+    for name in config.strategy.split(","):
+        if name.strip().partition(":")[0] not in _IN_GRAPHS:
+            raise ValueError(
+                f"strategy ({name.strip()}) must be functional, unfused or fused for passes "
+                f"{config.passes}: others are no part of a graph"
+            )
     if config.train.activation_checkpointing:
         raise ValueError(
             f"train.activation_checkpointing (true) must be false for passes {config.passes}"
@@ -40,7 +45,7 @@ def compile_model(
     """Return the model's forward, compiled with the passes of a run at its first call.
 
     Args:
-        model: with the strategy "functional".
+        model: with strategies that ``check_passes`` allows.
         config: of the run.
         device: of the model. On a CPU operators run one by one: Inductor would take minutes.
     """

@@ -11,6 +11,7 @@ from rich.console import Console
 from halley.core.config import RunConfig
 from halley.core.timeline import total_us
 from halley.moe.model import flops_per_token
+from halley.moe.strategy import describe_strategies
 from halley.moe.world import World
 from halley.perf.peak import peak_flops_per_s
 from halley.train.checkpoint import (
@@ -19,6 +20,7 @@ from halley.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from halley.train.planned import describe_plan
 from halley.train.progress import METRICS_FILE, Metrics, Reporter, drop_later_steps
 from halley.train.step import TrainingRun, build_run, train_step
 
@@ -122,9 +124,10 @@ def _describe(run: TrainingRun, first_step: int) -> str:
     config, groups = run.config, run.groups
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     return (
-        f"{config.model.name}: {num_parameters / 1e6:.1f} M parameters a rank, "
+        ("" if run.plan is None else describe_plan(run.plan) + "\n")
+        + f"{config.model.name}: {num_parameters / 1e6:.1f} M parameters a rank, "
         f"{groups.num_ranks} ranks on {run.world.device.type}, ep_size {groups.ep_size}, "
-        f"strategy {config.strategy}, "
+        f"strategy {describe_strategies(config.strategy.split(','))}, "
         + (f"passes {config.passes}, " if config.passes != "none" else "")
         + (f"placement {config.placement}, " if config.placement else "")
         + config.train.dtype

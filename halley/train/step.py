@@ -1,8 +1,9 @@
 """What a training step needs, and the step: forward, backward, sum over ranks, update."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,17 @@ from halley.core.types import DTYPES
 from halley.moe.model import ModelOutput, MoETransformer
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.router import SigmoidRouter
-from halley.moe.strategy import build_strategy, check_strategy
+from halley.moe.strategy import build_strategies, split_strategies
 from halley.moe.world import World
 from halley.train.compiled import check_passes, compile_model
 from halley.train.counts import ExpertCounts
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
 from halley.train.optim import ModelOptimizer, learning_rate
+from halley.train.planned import check_strategies, plan_run
+
+
+if TYPE_CHECKING:
+    from halley.perf.step_plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +34,10 @@ class TrainingRun:
     """The parts of a run on this rank.
 
     Attributes:
+        config: with the strategies that the model has.
         forward: runs the model, compiled if there are passes.
         counts: of the tokens that experts got.
+        plan: that chose the strategies; None where the user did.
     """
 
     config: RunConfig
@@ -41,6 +49,7 @@ class TrainingRun:
     optimizer: ModelOptimizer
     loader: BatchLoader
     counts: ExpertCounts
+    plan: "StepPlan | None" = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -118,7 +127,7 @@ def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement]
         Path(config.placement),
         num_experts=model.moe.num_experts,
         num_ranks=ep_size,
-        num_layers=sum(model.is_moe_layer(index) for index in range(model.num_layers)),
+        num_layers=model.num_moe_layers,
     )
 
 
@@ -129,14 +138,17 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         ValueError: the configuration does not fit the ranks or the data.
     """
     check_vocabulary(config)
-    check_strategy(config.strategy)
+    check_strategies(config)
     check_passes(config)
     groups = build_groups(
         config.ep_size, device_type=world.device.type, tp_size=config.expert_tp_size
     )
+    plan = plan_run(config, world, groups)
+    if plan is not None:
+        config = replace(config, strategy=",".join(plan.strategies))
     recorder = Recorder(world.device, rank=world.rank)
-    strategy = build_strategy(
-        config.strategy,
+    strategies = build_strategies(
+        split_strategies(config.strategy, num_layers=config.model.num_moe_layers),
         groups.ep,
         recorder=recorder,
         device=world.device,
@@ -146,7 +158,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
     )
     model = MoETransformer(
         config.model,
-        strategy=strategy,
+        strategy=strategies,
         groups=groups,
         # A graph has no parts that the host could time.
         recorder=recorder if config.passes == "none" else Recorder(world.device, enabled=False),
@@ -175,6 +187,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
         loader=loader,
         counts=ExpertCounts(),
+        plan=plan,
     )
 
 

@@ -1,6 +1,7 @@
 """``halley plan graph``: times and reasons of a small model, no ranks started."""
 
 import json
+import re
 
 import pytest
 
@@ -19,6 +20,7 @@ MODEL = [
 
 def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
     more = ["--ranks=4", "--num-parts=2", "--memory-margin=4", "--link=1"]
+    more += ["--set=strategy=functional"]
     assert main(["plan", "graph", *MODEL, *more]) == 0
     out, table = capsys.readouterr()
     plan = json.loads(out)
@@ -37,25 +39,47 @@ def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
 def test_timeline_is_drawn(capsys, tmp_path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "step.png"
-    assert main(["plan", "graph", *MODEL, "--passes=wgrad", f"--timeline={path}"]) == 0
+    wanted = ["--passes=wgrad", "--set=strategy=functional,fused", f"--timeline={path}"]
+    assert main(["plan", "graph", *MODEL, *wanted]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert "spans_after" not in json.loads(capsys.readouterr().out)["backward"]
+    plan = json.loads(capsys.readouterr().out)
+    assert "spans_after" not in plan["backward"]
+    assert len(plan["backward"]["windows"]) == 2  # of the functional layer
 
 
 def test_explain_says_why_layers_stay_whole(capsys) -> None:
     router = ["model.moe.top_k=1", "model.moe.router.kind=switch"]
     router += ["model.moe.router.capacity_factor=1.0", "model.moe.router.priority=weight"]
     sets = [f"--set={each}" for each in router]
-    assert main(["plan", "graph", *MODEL, *sets, "--passes=partition", "--explain"]) == 0
+    more = ["--passes=partition", "--explain", "--no-peer-access"]
+    assert main(["plan", "graph", *MODEL, *sets, *more]) == 0
     out, text = capsys.readouterr()
-    assert list(json.loads(out)) == ["forward", "layer_us"]
-    assert "- a layer of experts, forward and backward: fused 0." in text
+    found = json.loads(out)
+    assert list(found) == ["forward", "backward", "plan"]
     assert text.count("stays whole: no range around it is predicted to be faster in parts") == 2
+    assert found["plan"]["strategies"] == ["functional"] * 2
+    assert "- not fused: ranks do not address each other's memory" in text
+
+
+def test_strategies_are_chosen_beside_the_uniform_ones(capsys) -> None:
+    more = ["--set=train.dtype=bfloat16", "--passes=wgrad", "--link=1", "--ranks=4"]
+    assert main(["plan", "graph", *MODEL, *more]) == 0
+    out, text = capsys.readouterr()
+    plan = json.loads(out)["plan"]
+    times_us = plan["uniform_us"]
+    assert set(times_us) == {"functional", "fused"}
+    assert set(plan["unpassed_us"]) == {"sequential", "chunked"}
+    assert plan["step_us"] <= min(times_us.values())
+    for name, us in times_us.items():
+        assert re.search(rf"all {name}\W+{us / 1e3:.2f} ms", text), name
+    assert f"{plan['step_us'] / 1e3:.2f} ms" in text.partition("chosen: ")[2].splitlines()[0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--set strategy=chunked", "strategy (chunked) must be functional, unfused or fused"),
+        ("--set strategy=fused,fused,fused", "must be one, or as many as MoE layers (2)"),
         ("--passes none", "passes (none) must be one of wgrad, partition, both"),
         ("--measure -1", "measure (-1) must be a number of steps, or 0"),
         ("--ranks 1", "ranks (1) must be at least 2: one rank has no all-to-alls"),

@@ -65,3 +65,16 @@ def test_train_on_two_ranks_then_export(
     assert (code, out) == (2, "")
     (line,) = [line for line in err.splitlines() if line.startswith("halley: ")]
     assert line.startswith(f"halley: error: checkpoint ({run}/checkpoints/step-00000002) must fit")
+
+
+def test_strategies_are_planned_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Rank 0 plans in a process of its own, and both ranks run by it."""
+    settings = f"{SMALL} strategy=planned"
+    code, out, err = _run(_train(tmp_path / "run", settings), monkeypatch, capfd)
+    assert code == 0, err
+    assert json.loads(out)["step"] == 2
+    assert err.count("planned: ") == 1
+    assert "not fused: its kernels are interpreted on a CPU" in err
+    assert "strategy sequential, " in err or "strategy chunked, " in err

@@ -161,7 +161,7 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
     ),
     "passes without a whole graph": (
         "train --set passes=both",
-        "strategy (sequential) must be functional for passes both",
+        "strategy (sequential) must be functional, unfused or fused for passes both",
     ),
     "strategy that keeps nothing of the kind": (
         "train --strategy fused:half",

@@ -10,7 +10,7 @@ from torch import fx
 from halley.compiler.partition.axes import BatchFlow, find_axes
 from halley.compiler.partition.rules import all_rules
 from halley.moe.parallel import ParallelGroups
-from tests.compiler.gpt2_model import SEQ_LEN, GPT2MoE
+from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
 from tests.compiler.model_case import whole_graphs
 from tests.moe.model_case import make_tokens
 
@@ -24,7 +24,7 @@ class Captured:
     def __init__(self, gate: Any) -> None:
         from torch._dynamo.backends.common import aot_autograd
 
-        model = GPT2MoE(gate, ParallelGroups(ep=torch.distributed.group.WORLD), num_layers=2)
+        model = build_narrow(gate, ParallelGroups(ep=torch.distributed.group.WORLD), num_layers=2)
         found: list[Any] = []
 
         def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

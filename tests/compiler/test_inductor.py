@@ -12,8 +12,8 @@ from halley.compiler import Backend, OrderReport
 from halley.core.config import MoEConfig
 from halley.moe.layer import MoELayer
 from halley.moe.parallel import ParallelGroups
+from halley.perf.gpt2_moe import ROUTERS
 from halley.strategies.functional import FunctionalStrategy
-from tests.compiler.gpt2_model import ROUTERS
 from tests.compiler.model_case import whole_graphs
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 

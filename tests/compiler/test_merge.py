@@ -12,8 +12,9 @@ from halley.compiler.memory import LiveBytes
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
+from halley.perf.gpt2_moe import TOP_K
 from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes
-from tests.compiler.gpt2_model import SEQ_LEN, TOP_K
+from tests.compiler.gpt2_model import SEQ_LEN
 
 
 NUM_PARTS = 4

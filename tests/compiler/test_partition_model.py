@@ -14,7 +14,8 @@ from halley.compiler.options import Options
 from halley.core.types import DROPPED
 from halley.moe.parallel import build_groups
 from halley.moe.router import AbstractRouter, RouterOutput
-from tests.compiler.gpt2_model import SEQ_LEN, Gate, GPT2MoE
+from halley.perf.gpt2_moe import Gate
+from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
 from tests.compiler.model_case import run_steps, whole_graphs
 from tests.compiler.variants import Variants, compile_variants
 from tests.moe.model_case import destroy, make_tokens
@@ -37,7 +38,7 @@ def _train(
     """Return which results differ by passes, numbers of parts by passes, and what is skipped."""
     groups = build_groups(num_ranks, device_type="cpu")
     variants = Variants({name: Options(passes=name, inner="eager", **ROOM) for name in PASSES})
-    model = GPT2MoE(gate, groups, num_layers=num_layers)
+    model = build_narrow(gate, groups, num_layers=num_layers)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     runs = {}
     with whole_graphs(), warnings.catch_warnings():
@@ -95,7 +96,7 @@ def test_steps_are_equal_bit_for_bit(run_ranks, num_ranks: int, num_layers: int,
 def _count_dropped(rank: int, num_ranks: int, gate: Gate) -> tuple[int, int]:
     """Return the slots that capacity drops from a batch, and from its parts one after another."""
     groups = build_groups(num_ranks, device_type="cpu")
-    model = GPT2MoE(gate, groups, num_layers=4)
+    model = build_narrow(gate, groups, num_layers=4)
     dropped = [0]
 
     def count(router: nn.Module, inputs: object, output: RouterOutput) -> None:

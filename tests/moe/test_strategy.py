@@ -8,9 +8,12 @@ from halley.cost.hardware import CPU as CPU_FIGURES
 from halley.cost.hardware import H100, H200, Hardware
 from halley.moe.strategy import (
     STRATEGIES,
+    build_strategies,
     build_strategy,
     check_strategy,
+    describe_strategies,
     predictor_of,
+    split_strategies,
 )
 from halley.ops.workspaces import Workspaces
 from halley.strategies.auto import AutoStrategy
@@ -51,6 +54,25 @@ def test_strategies_share_the_workspaces_that_they_are_given() -> None:
     for strategy in (fused, unfused, auto.candidates["fused"]):
         assert isinstance(strategy, FusedStrategy)
         assert strategy.workspaces is workspaces
+
+
+def test_strategies_of_layers_share_what_is_alike() -> None:
+    names = split_strategies("fused, sequential,fused:inputs,sequential", num_layers=4)
+    assert names == ("fused", "sequential", "fused:inputs", "sequential")
+    first, second, third, fourth = build_strategies(names, None, recorder=Recorder(CPU), device=CPU)
+    assert second is fourth
+    assert isinstance(first, FusedStrategy)
+    assert isinstance(third, FusedStrategy)
+    assert (first.save, third.save) == ("all", "inputs")
+    assert first.workspaces is third.workspaces
+    assert split_strategies("chunked", num_layers=3) == ("chunked",) * 3
+    assert split_strategies("chunked", num_layers=0) == ()
+
+
+def test_strategies_are_told_in_few_words() -> None:
+    assert describe_strategies(["fused"] * 3) == "fused"
+    assert describe_strategies(["fused", "fused", "auto", "fused"]) == "2 x fused, auto, fused"
+    assert describe_strategies([]) == ""
 
 
 def test_unknown_strategy_is_an_error() -> None:

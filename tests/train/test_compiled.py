@@ -32,8 +32,12 @@ def test_passes_change_no_step(run_ranks, tmp_path: Path) -> None:
 
 def test_passes_want_a_whole_graph(tmp_path: Path) -> None:
     config = dataclasses.replace(make_config(write_text(tmp_path)), passes="wgrad")
-    with pytest.raises(ValueError, match=r"strategy \(sequential\) must be functional for passes"):
+    with pytest.raises(ValueError, match=r"\(sequential\) must be functional, unfused or fused"):
         check_passes(config)
+    with pytest.raises(ValueError, match=r"\(chunked\) must be functional, unfused or fused"):
+        check_passes(dataclasses.replace(config, strategy="fused,chunked"))
+    for strategy in ("planned", "functional, fused:inputs", "unfused"):
+        check_passes(dataclasses.replace(config, strategy=strategy))
     config = dataclasses.replace(config, strategy="functional")
     check_passes(config)
     train = dataclasses.replace(config.train, activation_checkpointing=True)

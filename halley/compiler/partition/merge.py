@@ -6,7 +6,7 @@ all are there, and all of them live beside the whole for that moment.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from math import prod
 from typing import Any, cast, final
@@ -69,11 +69,7 @@ class Merger:
         self._add = add
         self._need = need
         self._wanted = {node for ending, node in region.after if ending == "merge"}
-        self._sizes: dict[str, fx.Node] = {}  # by what is known of it: numbers of rows
-        for stage in region.stages:
-            for node in stage:
-                if isinstance(node.meta.get("val"), torch.SymInt):
-                    self._sizes.setdefault(str(node.meta["val"]), node)
+        self._sizes = find_sizes(region)
         self._in_place = in_place
         self._wholes: dict[fx.Node, fx.Node] = {}
         self._counts: dict[Layout, fx.Node] = {}
@@ -121,15 +117,14 @@ class Merger:
     def _allocate(self, node: fx.Node) -> fx.Node | None:
         """Add the buffer of a whole, as the operator would store it; None if it is not known."""
         value, axis, first = node.meta["val"], self._axes[node], self._parts[0][node]
+        if not fits_in_place(node, axis, self._sizes):
+            return None
         if isinstance(axis, Batch):
             sizes, strides = tuple(value.shape), tuple(value.stride())
-            if any(map(is_symbolic, (*sizes, *strides))) or not _is_dense(sizes, strides):
-                return None
             return self._add(_ATEN.new_empty_strided.default, (first, sizes, strides), like=node)
-        if not isinstance(axis, Rows) or axis.dim != 0 or not _has_rows(value):
-            return None
-        size = self._sizes.get(str(value.shape[0]))
-        if size is None or not self._need(size) or not self._need(axis.layout.node):
+        assert isinstance(axis, Rows)
+        size = self._sizes[str(value.shape[0])]
+        if not self._need(size) or not self._need(axis.layout.node):
             return None
         sizes = [results[size] for results in self._parts]
         num_rows = self._sum(sizes, operator.add, like=size)
@@ -183,6 +178,32 @@ class Merger:
                 places_of_part, (counts, len(self._parts), part, num_rows), like=like
             )
         return self._places[layout, part]
+
+
+def find_sizes(region: Region) -> dict[str, fx.Node]:
+    """Return the nodes of a region that make numbers of rows, by what is known of these."""
+    found: dict[str, fx.Node] = {}
+    for stage in region.stages:
+        for node in stage:
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                found.setdefault(str(node.meta["val"]), node)
+    return found
+
+
+def fits_in_place(node: fx.Node, axis: Axes, sizes: Mapping[str, fx.Node]) -> bool:
+    """Return whether a whole can be allocated ahead of its parts, as the operator would store it.
+
+    Args:
+        node: of a region.
+        axis: of the node.
+        sizes: of the region.
+    """
+    value = node.meta["val"]
+    if isinstance(axis, Batch):
+        shape, strides = tuple(value.shape), tuple(value.stride())
+        return not any(map(is_symbolic, (*shape, *strides))) and _is_dense(shape, strides)
+    is_rows = isinstance(axis, Rows) and axis.dim == 0 and _has_rows(value)
+    return is_rows and str(value.shape[0]) in sizes
 
 
 def is_symbolic(size: object) -> bool:

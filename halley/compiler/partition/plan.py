@@ -120,6 +120,7 @@ def plan_partition(
     sizes: Sizes,
     num_parts: int = 0,
     contention: Contention = NO_CONTENTION,
+    in_place: bool = False,
 ) -> PartitionPlan:
     """Return the ranges that are predicted to be fastest in parts.
 
@@ -131,9 +132,10 @@ def plan_partition(
         sizes: of what nodes return.
         num_parts: runs all that can be in as many parts, fast or not; 0 chooses.
         contention: of computation and communication.
+        in_place: whether parts are written into what is whole, as in ``divide``.
     """
     flow = find_axes(graph, batch_inputs, all_rules(rules))
-    price = PipelineCost(flow, cost=cost, sizes=sizes, contention=contention)
+    price = PipelineCost(flow, cost=cost, sizes=sizes, contention=contention, in_place=in_place)
     return _Planner(graph, flow, price, num_parts).plan()
 
 

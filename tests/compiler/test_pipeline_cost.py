@@ -1,0 +1,57 @@
+"""What a range in parts is predicted to take, against the graph that then runs."""
+
+import dataclasses
+
+import pytest
+from torch import fx
+
+from halley.compiler.graph import GraphFacts
+from halley.compiler.node_cost import ProfiledCost, operations
+from halley.compiler.partition.divide import divide
+from halley.compiler.partition.pipeline_cost import PipelineCost
+from halley.compiler.partition.region import Region, find_region
+from halley.compiler.sizes import Sizes
+from halley.cost.graph_cost import graph_time
+from halley.cost.hardware import H200
+from halley.cost.predict import Predictor
+from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes
+from tests.compiler.gpt2_model import SEQ_LEN
+
+
+# Memory and wire are so slow that bytes count, not launches.
+SLOW = dataclasses.replace(
+    H200, memory_bytes_per_s=1e9, link_bytes_per_s=2e8, link_latency_us=5.0, launch_us=0.5
+)
+NUMBERS = (2, 3, 4, 6)
+
+
+def _makespan_us(graph: fx.Graph, cost: ProfiledCost) -> float:
+    works = operations(GraphFacts(graph), cost)
+    return graph_time(works, range(len(works))).makespan_us
+
+
+def _compare(rank: int, num_ranks: int, in_place: bool) -> list[tuple[float, float]]:
+    """Return, for each number of parts, what was predicted and what the graph takes."""
+    case = Captured("dropless")
+    found: list[tuple[float, float]] = []
+    for num_parts in NUMBERS:
+        graph = case.graph()
+        sizes = Sizes(BATCH_SIZE * SEQ_LEN)
+        cost = ProfiledCost(Predictor(SLOW), sizes=sizes)
+        flow = case.flow(graph)
+        nodes = compute_nodes(graph)
+        region = find_region(flow, nodes)
+        assert isinstance(region, Region), region
+        price = PipelineCost(flow, cost=cost, sizes=sizes, in_place=in_place)
+        assert price.as_is(nodes) == pytest.approx(_makespan_us(graph, cost), rel=1e-6)
+        predicted_us = price.in_parts(region, num_parts)
+        divide(graph, flow, [(region, num_parts)], sizes=sizes, in_place=in_place)
+        found.append((predicted_us, _makespan_us(graph, cost)))
+    return found
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["eager", "inductor"])
+def test_prediction_is_that_of_the_graph_in_parts(run_ranks, in_place: bool) -> None:
+    (found,) = run_ranks(_compare, 1, in_place, timeout_s=120.0)
+    for num_parts, (predicted_us, us) in zip(NUMBERS, found, strict=True):
+        assert predicted_us == pytest.approx(us, rel=0.02), num_parts
