@@ -172,6 +172,18 @@ def test_gradients_of_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> Non
 
 
 @each_size
+def test_loads_of_the_paper(run_ranks: RunRanks, num_ranks: int) -> None:
+    """Standard deviations of COMET's figure 14, over 8 experts of which a token has 2."""
+    cases = [
+        LayerCase(num_tokens_W=(n,) * num_ranks, skew=skew, seed=n, dtype=torch.bfloat16)
+        for n in (MAX_TOKENS, 97)
+        for skew in ("std:0.032", "std:0.05")
+    ]
+    run_ranks(_check, num_ranks, cases, timeout_s=180)
+    run_ranks(_check_gradients, num_ranks, cases, timeout_s=300)
+
+
+@each_size
 def test_ranks_that_share_experts(run_ranks: RunRanks, num_ranks: int) -> None:
     fields = {"tp_size": 2, "top_k": 3, "dropped": 0.2, "dtype": torch.bfloat16}
     cases = _cases(num_ranks, num_experts=12, **fields)

@@ -12,6 +12,7 @@ import torch._dynamo
 from halley.compiler import Backend
 from halley.core.config import RunConfig
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.moe.layer import MoELayer
 from halley.moe.parallel import ParallelGroups
 from halley.perf.step_plan import StepPlan
 from halley.strategies.chunked import ChunkedStrategy
@@ -38,7 +39,7 @@ def _with(config: RunConfig, strategy: str, *, passes: str = "none") -> RunConfi
 
 def _kinds(rank: int, num_ranks: int, config: RunConfig) -> list[type]:
     with built(config, rank=rank, num_ranks=num_ranks) as run:
-        return [type(block.mlp.strategy) for block in run.model.layers]
+        return [type(m.strategy) for m in run.model.modules() if isinstance(m, MoELayer)]
 
 
 def test_mixed_layers_take_the_same_steps(run_ranks: RunRanks, tmp_path: Path) -> None:
