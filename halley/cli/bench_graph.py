@@ -34,8 +34,14 @@ _SLOW_LINKS: dict[str, dict[str, str]] = {
     "none": {},
     # One channel of copies, over the same link: about 150 Gb/s a GPU (4 H200).
     "channels": {"NCCL_MAX_NCHANNELS": "1"},
-    # Each rank as if on a host of its own, over TCP: about 25 Gb/s a GPU.
-    "sockets": {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"},
+    # Each rank as if on a host of its own, over TCP: about 50 Gb/s a GPU, 25 with less threads.
+    "sockets": {
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_NTHREADS": "8",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+    },
 }
 
 
