@@ -89,14 +89,8 @@ def run_passes(
     after = report(facts, order)
     reorder(graph, facts, order)
     was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
-    return replace(
-        after,
-        ranges=plan.reports,
-        skipped=plan.skipped,
-        planning_s=time.perf_counter() - begin_s - cost.measuring_s,
-        measuring_s=cost.measuring_s,
-        **was,
-    )
+    was |= {"ranges": plan.reports, "skipped": plan.skipped, "measuring_s": cost.measuring_s}
+    return replace(after, planning_s=time.perf_counter() - begin_s - cost.measuring_s, **was)
 
 
 def report_as_is(graph: fx.Graph, options: Options) -> OrderReport:
