@@ -13,6 +13,7 @@ from halley.kernels.plan_words import EPOCH, NUM_MARKS
 from halley.kernels.stage import stage_again
 from halley.kernels.status import STATUS_WORDS, check
 from halley.kernels.weight_gemm import weight_gemm
+from halley.ops.workspace import Common
 from halley.symm.heap import AbstractSymmHeap, SymmTensor
 from tests.kernels.kernel_case import (
     GARBAGE,
@@ -93,6 +94,18 @@ class KernelRank:
         """This rank's rows of the pass that was begun last; those before may still be fetched."""
         return self.stages.local[self.epoch % 2]
 
+    @property
+    def _common(self) -> Common:
+        """What the kernels of a call have in common."""
+        return {
+            "layout": self.layout,
+            "marks": self.marks,
+            "num_programs": self.case.knobs.num_programs,
+            "status": self.status,
+            "host_words": self.host_words,
+            "timeout_ns": int(self.timeout_s * 1e9),
+        }
+
     def begin(self) -> None:
         """Leave nothing of the passes before where the next one writes."""
         self.stages.local[(self.epoch + 1) % 2].fill_(torch.nan)
@@ -109,15 +122,10 @@ class KernelRank:
             routing.topk_idx_TK,
             routing.topk_weights_TK,
             rank=self.rank,
-            layout=self.layout,
             stage_HTD=self.stages.local,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
-            marks=self.marks,
-            num_programs=self.case.knobs.num_programs,
-            status=self.status,
-            host_words=self.host_words,
-            timeout_ns=int(self.timeout_s * 1e9),
+            **self._common,
             max_rows=max_rows,
         )
         return int(self.host_words[1])
@@ -158,16 +166,11 @@ class KernelRank:
             rows.pre_RG if keep else None,
             stage_ptrs_W=self.stages.ptrs_W,
             stage_tokens=self.stages.local.shape[1],
-            marks=self.marks,
             plan=self.plan,
             up_LGD=self.experts.up_LGD,
             gated=self.case.num_parts == 2,
-            layout=self.layout,
             knobs=self.case.knobs,
-            num_programs=self.case.knobs.num_programs,
-            status=self.status,
-            host_words=self.host_words,
-            timeout_ns=int(self.timeout_s * 1e9),
+            **self._common,
             fused=fused,
             sends_SD=sends_SD,
             sends_kept=sends_kept,
@@ -187,14 +190,9 @@ class KernelRank:
             home_ptrs_W=self.home.ptrs_W,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
-            marks=self.marks,
             rank=self.rank,
-            layout=self.layout,
             knobs=self.case.knobs,
-            num_programs=self.case.knobs.num_programs,
-            status=self.status,
-            host_words=self.host_words,
-            timeout_ns=int(self.timeout_s * 1e9),
+            **self._common,
             fused=fused,
         )
         return y_TD
@@ -225,15 +223,10 @@ class KernelRank:
             weight_R,
             plan=self.plan,
             rank=self.rank,
-            layout=self.layout,
             stage_HTD=self.stages.local,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
-            marks=self.marks,
-            num_programs=self.case.knobs.num_programs,
-            status=self.status,
-            host_words=self.host_words,
-            timeout_ns=int(self.timeout_s * 1e9),
+            **self._common,
         )
 
     def dispatch_dgrad(
@@ -262,16 +255,11 @@ class KernelRank:
             weight_R=made.weight_R,
             stage_ptrs_W=self.stages.ptrs_W,
             stage_tokens=self.stages.local.shape[1],
-            marks=self.marks,
             plan=self.plan,
             down_LDF=self.experts.down_LDF,
             gated=case.num_parts == 2,
-            layout=self.layout,
             knobs=knobs,
-            num_programs=knobs.num_programs,
-            status=self.status,
-            host_words=self.host_words,
-            timeout_ns=int(self.timeout_s * 1e9),
+            **self._common,
             fused=fused,
         )
         return made
@@ -299,14 +287,9 @@ class KernelRank:
             weights_home_ptrs_W=self.weights_home.ptrs_W,
             words=self.words.local,
             words_ptrs_W=self.words.ptrs_W,
-            marks=self.marks,
             rank=self.rank,
-            layout=self.layout,
             knobs=self.case.knobs,
-            num_programs=self.case.knobs.num_programs,
-            status=self.status,
-            host_words=self.host_words,
-            timeout_ns=int(self.timeout_s * 1e9),
+            **self._common,
             fused=fused,
         )
         return dx_TD, dweights_TK
