@@ -9,73 +9,25 @@ import pytest
 import torch
 
 from halley.core.config import (
-    DataConfig,
-    ModelConfig,
-    MoEConfig,
     OptimizerConfig,
-    RouterConfig,
     RunConfig,
-    TrainConfig,
 )
-from halley.core.models import NAMED_MODELS
 from halley.moe.experts import grouped_experts
 from halley.moe.model import MoETransformer
 from halley.moe.parallel import build_groups
 from halley.train.checkpoint import save_checkpoint
 from halley.train.export import (
     ARCHITECTURES,
-    check_family,
-    differences,
     export_run,
-    hf_config,
     read_run_config,
 )
 from halley.train.optim import ModelOptimizer, kept_views
-from tests.moe.model_case import MODELS as SMALL_MODELS
 from tests.moe.model_case import build_model, destroy, make_tokens
 from tests.rank_pool import RunRanks
+from tests.train.export_case import MODELS, run_config
 
 
 safetensors = pytest.importorskip("safetensors.torch")
-
-_MOE = MoEConfig(num_experts=4, top_k=2, intermediate_size=8)
-_BASE = dataclasses.replace(SMALL_MODELS["softmax"], qk_norm="none", head_dim=4, moe=_MOE)
-_NOT_NORMALIZED = RouterConfig(normalize=False, balance_coefficient=0.25)
-MODELS = {
-    "mixtral": dataclasses.replace(
-        _BASE, hf_family="mixtral", head_dim=8, rope_theta=1e6, norm_eps=1e-3
-    ),
-    "qwen2_moe": dataclasses.replace(
-        _BASE,
-        hf_family="qwen2_moe",
-        attention_bias=True,
-        num_kv_heads=4,
-        moe=dataclasses.replace(
-            _MOE, shared_intermediate_size=12, shared_gate=True, router=_NOT_NORMALIZED
-        ),
-    ),
-    "qwen3_moe": dataclasses.replace(
-        _BASE,
-        hf_family="qwen3_moe",
-        qk_norm="head",
-        head_dim=8,
-        num_layers=4,
-        num_dense_layers=1,
-        moe_interval=2,
-        dense_intermediate_size=24,
-    ),
-    "olmoe": dataclasses.replace(
-        _BASE,
-        hf_family="olmoe",
-        qk_norm="full",
-        moe=dataclasses.replace(_MOE, router=_NOT_NORMALIZED),
-    ),
-}
-
-
-def _config(model: ModelConfig, dtype: str = "float32") -> RunConfig:
-    assert dtype in ("float32", "bfloat16")
-    return RunConfig(model=model, data=DataConfig(seq_len=64), train=TrainConfig(dtype=dtype))
 
 
 def _write_config(folder: Path, config: RunConfig) -> None:
@@ -85,7 +37,7 @@ def _write_config(folder: Path, config: RunConfig) -> None:
 
 def _write_run(folder: Path, family: str, *, dtype: str = "float32") -> MoETransformer:
     """Write what a run leaves; return its model, whose norms differ from one."""
-    config = _config(MODELS[family], dtype)
+    config = run_config(MODELS[family], dtype)
     model = build_model(config.model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -244,7 +196,7 @@ def _save_on_rank(rank: int, num_ranks: int, folder: Path) -> None:
 
 def test_experts_of_all_ranks_come_together(run_ranks: RunRanks, tmp_path: Path):
     run_ranks(_save_on_rank, 2, tmp_path / "run")
-    _write_config(tmp_path / "run", _config(MODELS["mixtral"]))
+    _write_config(tmp_path / "run", run_config(MODELS["mixtral"]))
     export_run(tmp_path / "run", tmp_path / "hf")
     tensors = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
     alone = dict(build_model(MODELS["mixtral"]).named_parameters())
@@ -255,117 +207,8 @@ def test_experts_of_all_ranks_come_together(run_ranks: RunRanks, tmp_path: Path)
             assert torch.equal(tensors[name], down_EDF[e])
 
 
-def test_config_of_mixtral():
-    assert hf_config(_config(MODELS["mixtral"])) == {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "dtype": "float32",
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-3,
-        "rope_theta": 1e6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "tie_word_embeddings": False,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.01,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "intermediate_size": 8,
-        "num_local_experts": 4,
-        "sliding_window": None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("family", "wanted"),
-    [
-        (
-            "qwen2_moe",
-            {
-                "num_experts": 4,
-                "norm_topk_prob": False,
-                "moe_intermediate_size": 8,
-                "shared_expert_intermediate_size": 12,
-                "qkv_bias": True,
-                "mlp_only_layers": [],
-                "router_aux_loss_coef": 0.25,
-            },
-        ),
-        (
-            "qwen3_moe",
-            {
-                "num_experts": 4,
-                "norm_topk_prob": True,
-                "moe_intermediate_size": 8,
-                "intermediate_size": 24,
-                "mlp_only_layers": [0, 1, 3],
-                "decoder_sparse_step": 1,
-            },
-        ),
-        ("olmoe", {"num_experts": 4, "norm_topk_prob": False, "intermediate_size": 8}),
-    ],
-)
-def test_config_of_other_families(family: str, wanted: dict[str, object]):
-    config = hf_config(_config(MODELS[family]))
-    assert {name: config.get(name) for name in wanted} == wanted
-
-
-@pytest.mark.parametrize("name", NAMED_MODELS)
-def test_families_of_named_models(name: str):
-    model = NAMED_MODELS[name]
-    if model.hf_family:
-        check_family(model)
-        return
-    with pytest.raises(ValueError, match=rf"hf_family \(''\).* {name} differs in: "):
-        check_family(model)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "wanted"),
-    [
-        ("mixtral", {"attention_bias": True}, "attention_bias is True, not False"),
-        ("mixtral", {"qk_norm": "head"}, "qk_norm is 'head', not 'none'"),
-        ("qwen3_moe", {"qk_norm": "full"}, "qk_norm is 'full', not 'head'"),
-        ("olmoe", {"head_dim": 8}, "head_dim is 8, not 4"),
-        (
-            "olmoe",
-            {"num_dense_layers": 1, "dense_intermediate_size": 8},
-            "number of dense layers is 1, not 0",
-        ),
-        (
-            "qwen2_moe",
-            {"moe": _MOE},
-            "moe.shared_gate is False, not True; "
-            "moe.shared_intermediate_size is 0, not 'at least 1'",
-        ),
-        (
-            "mixtral",
-            {"moe": dataclasses.replace(_MOE, router=_NOT_NORMALIZED)},
-            "moe.router.normalize is False, not True",
-        ),
-        (
-            "mixtral",
-            {"moe": dataclasses.replace(_MOE, activation="gelu", expert_bias=True)},
-            "moe.activation is 'gelu', not 'swiglu'; moe.expert_bias is True, not False",
-        ),
-    ],
-)
-def test_parts_that_differ(family: str, changes: dict[str, object], wanted: str):
-    model = dataclasses.replace(MODELS[family], **changes)  # pyright: ignore[reportArgumentType]
-    assert "; ".join(differences(model, family)) == wanted
-    with pytest.raises(ValueError, match=rf"model.hf_family \({family}\) must have"):
-        check_family(model)
-
-
 def test_read_run_config(tmp_path: Path):
-    config = _config(MODELS["qwen2_moe"], "bfloat16")
+    config = run_config(MODELS["qwen2_moe"], "bfloat16")
     _write_config(tmp_path, config)
     assert read_run_config(tmp_path) == config
     for text in ("[]", "{", '{"model": {"name": "x"}}'):
@@ -375,7 +218,7 @@ def test_read_run_config(tmp_path: Path):
 
 
 def test_folders_that_do_not_do(tmp_path: Path):
-    _write_config(tmp_path / "run", _config(MODELS["olmoe"]))
+    _write_config(tmp_path / "run", run_config(MODELS["olmoe"]))
     with pytest.raises(ValueError, match=r"must hold a whole checkpoint in checkpoints/"):
         export_run(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -388,7 +231,7 @@ def test_folders_that_do_not_do(tmp_path: Path):
 
 def test_checkpoint_of_another_model(tmp_path: Path):
     _write_run(tmp_path / "run", "olmoe")
-    _write_config(tmp_path / "run", _config(dataclasses.replace(MODELS["olmoe"], num_layers=3)))
+    _write_config(tmp_path / "run", run_config(dataclasses.replace(MODELS["olmoe"], num_layers=3)))
     with pytest.raises(ValueError, match="must fit the model"):
         export_run(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf" / "config.json").exists()
