@@ -236,6 +236,58 @@ WRONG_BENCHES: dict[str, tuple[str, str]] = {
         "({folder}/short.txt/results) must be writable: Not a directory",
     ),
 }
+WRONG_MODEL_BENCHES: dict[str, tuple[str, str]] = {
+    "unknown model": ("--models tinny", "model (tinny) must be one of tiny"),
+    "no layers": ("--layers 0", "layers (0) must be positive integers"),
+    "only dense layers": (
+        "--models deepseek-v3 --layers 3",
+        "layers (3) must be above 3, the dense layers that model deepseek-v3 begins with",
+    ),
+    "no tokens": ("--tokens 1,x", "tokens (1,x) must be positive integers"),
+    "sequences of another length": (
+        "--tokens 100 --seq-len 64",
+        "seq_len (64) must divide tokens (100)",
+    ),
+    "default sequences": ("--tokens 6000", "seq_len (4096) must divide tokens (6000)"),
+    "negative sequences": ("--seq-len -1", "seq_len (-1) must be at least 1, or 0 for all"),
+    "unknown strategy": ("--strategies magic", "strategy (magic) must be one of sequential"),
+    "no strategy": ("--strategies ,", "strategies (,) must name at least one"),
+    "no samples": ("--samples 0", "samples (0) must be at least 1"),
+    "negative seed": ("--seed -1", "seed (-1) must be at least 0"),
+    "dtype without training": (
+        "--dtype float16",
+        "dtype (torch.float16) must be float32 or bfloat16 in training",
+    ),
+    "experts over ranks": ("--nproc 3", "num_experts (8) must be divisible by ep_size (3)"),
+    "more than a rank's memory": (
+        "--models mixtral-8x7b --layers 2000 --nproc 2",
+        "layers (2000) of model mixtral-8x7b must fit the memory of a rank",
+    ),
+    "output below a file": (
+        "--output {folder}/short.txt/results",
+        "({folder}/short.txt/results) must be writable: Not a directory",
+    ),
+}
+WRONG_GRAPH_BENCHES: dict[str, tuple[str, str]] = {
+    "unknown model": ("--models gpt2", "model (gpt2) must be one of gpt2-s-moe, gpt2-l-moe"),
+    "no model": ("--models ,", "models (,) must name at least one"),
+    "unknown variant": ("--variants none,magic", "variants (magic) must be of none, sequential"),
+    "unknown compiler": ("--inner magic", "inner (magic) must be one of inductor, eager"),
+    "unknown gate": ("--gate magic", "gate (magic) must be one of switch, top2"),
+    "negative batch": ("--batch -1", "batch (-1) must be at least 1, or 0 for the model's"),
+    "parts of no batch": ("--num-parts 4", "num_parts (4) must divide batch (6)"),
+    "negative margin": ("--memory-margin -1", "memory_margin (-1.0) must not be negative"),
+    "unknown link": ("--slow-link pigeons", "slow_link (pigeons) must be one of none, channels"),
+    "NCCL's link": ("--slow-link sockets", "slow_link (sockets) must be none without a GPU"),
+    "unknown dtype": ("--dtype float12", "dtype (float12) must be one of"),
+    "no samples": ("--samples 0", "samples (0) must be at least 1"),
+    "negative seed": ("--seed -1", "seed (-1) must be at least 0"),
+    "one rank": ("--nproc 1", "nproc (1) must be at least 2: one rank has no all-to-alls"),
+    "output below a file": (
+        "--output {folder}/short.txt/results",
+        "({folder}/short.txt/results) must be writable: Not a directory",
+    ),
+}
 WRONG_DOCTORS: dict[str, tuple[str, str]] = {
     "unknown model": ("--model tinny", "model (tinny) must be one of tiny"),
     "no tokens": ("--model tiny --tokens 0", "tokens (0) must be at least 1"),
@@ -294,6 +346,11 @@ CASES = {
     **WRONG_MODELS,
     **WRONG_RUNS,
     **{f"bench: {name}": (f"bench layer {a}", t) for name, (a, t) in WRONG_BENCHES.items()},
+    **{
+        f"bench {what}: {name}": (f"bench {what} --device cpu {a}", t)
+        for what, cases in (("model", WRONG_MODEL_BENCHES), ("graph", WRONG_GRAPH_BENCHES))
+        for name, (a, t) in cases.items()
+    },
     **{f"doctor: {name}": (f"doctor {a}", t) for name, (a, t) in WRONG_DOCTORS.items()},
     **{f"tune: {name}": (f"tune {a}", t) for name, (a, t) in WRONG_TUNINGS.items()},
     **{f"export: {name}": case for name, case in WRONG_EXPORTS.items()},
