@@ -98,6 +98,7 @@ def link_kind(device: torch.device) -> str:
     if num_gpus < 2:
         return ""
     driver, has = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuInit(0)  # commands that start ranks ask before torch has done so
     index = torch.cuda.current_device() if device.index is None else device.index
     for peer in range(num_gpus):
         if peer != index:

@@ -98,7 +98,10 @@ def test_links_by_what_the_driver_says(
 ) -> None:
     class Driver:
         def __init__(self, name: str) -> None:
-            self.code = 0 if name == "libcuda.so.1" else 1
+            self.code = 3 if name == "libcuda.so.1" else 1  # CUDA_ERROR_NOT_INITIALIZED
+
+        def cuInit(self, flags: int) -> None:
+            self.code = flags
 
         def cuDeviceGetP2PAttribute(self, value: object, which: int, gpu: int, peer: int) -> int:
             assert (which, gpu) == (3, 2)
