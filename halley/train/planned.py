@@ -42,6 +42,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
 
     Raises:
         ValueError: no strategy can run.
+        RuntimeError: rank 0 made no plan. Both on all ranks.
     """
     if config.strategy != PLANNED:
         return None
@@ -49,20 +50,28 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
 
     hardware = predictor_of(world.device).hardware
     problem = gather(_find_problem(config, world, groups), group=groups.world)
-    plan: StepPlan | None = None
+    plan: StepPlan | Exception | None = None
     if world.is_first:
         why = next(filter(None, problem), "")
         problems = find_problems(config, hardware=hardware, fused_problem=why)
-        # A process of its own: in this one there are ranks, and traced models leave much behind.
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            plan = pool.submit(
-                plan_strategies,
-                config,
-                num_ranks=world.num_ranks,
-                hardware=hardware,
-                problems=problems,
-            ).result()
-    return gather(plan, group=groups.world)[0]
+        try:
+            # A process of its own: in this one are ranks, and traced models leave much behind.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                plan = pool.submit(
+                    plan_strategies,
+                    config,
+                    num_ranks=world.num_ranks,
+                    hardware=hardware,
+                    problems=problems,
+                ).result()
+        except ValueError as error:  # the others wait to hear of it
+            plan = error
+        except Exception as error:
+            plan = RuntimeError(f"rank 0 made no plan: {error!r}")
+    plan = gather(plan, group=groups.world)[0]
+    if isinstance(plan, Exception):
+        raise plan
+    return plan
 
 
 def describe_plan(plan: "StepPlan") -> str:

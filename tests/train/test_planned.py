@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from halley.compiler import Backend
 from halley.core.config import RunConfig
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.layer import MoELayer
-from halley.moe.parallel import ParallelGroups
+from halley.moe.parallel import ParallelGroups, build_groups
 from halley.perf.step_plan import StepPlan
 from halley.strategies.chunked import ChunkedStrategy
 from halley.strategies.fused import FusedStrategy
 from halley.strategies.sequential import SequentialStrategy
+from halley.train import planned
 from halley.train.planned import check_strategies, describe_plan, plan_run
 from halley.train.step import StepResult, train_step
 from tests.rank_pool import RunRanks
@@ -118,6 +120,33 @@ def test_plan_of_a_rank_on_its_own(tmp_path: Path) -> None:
     assert len(plan.strategies) == 2
     assert set(plan.uniform_us) == {"sequential", "chunked"}
     assert plan.problems == {"fused": "its kernels are interpreted on a CPU"}
+
+
+def _plan_nothing(rank: int, num_ranks: int, config: RunConfig, in_thread: bool) -> str:
+    groups = build_groups(0, device_type="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if in_thread:
+            patch.setattr(planned, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
+        with pytest.raises(ValueError if in_thread else RuntimeError) as caught:
+            plan_run(config, make_world(rank, num_ranks), groups)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("in_thread", "text"),
+    [
+        (True, "strategy (planned) must leave one that can run: not functional"),
+        (False, "rank 0 made no plan: AssertionError('daemonic processes"),  # as the pool's are
+    ],
+)
+def test_why_there_is_no_plan_is_told_on_all_ranks(
+    run_ranks: RunRanks, tmp_path: Path, in_thread: bool, text: str
+) -> None:
+    model = dataclasses.replace(SMALL, moe=dataclasses.replace(SMALL.moe, expert_bias=True))
+    config = _with(make_config(write_text(tmp_path), model=model), "planned", passes="both")
+    told = run_ranks(_plan_nothing, 2, config, in_thread)
+    assert told[0] == told[1]
+    assert text in told[0]
 
 
 def test_wrong_strategies_are_named(tmp_path: Path) -> None:
