@@ -115,7 +115,7 @@ def layer(
 def _report(rows: list[Row], output: Path | None) -> None:
     if output is not None:
         draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
-    _print(layer_table(rows), rows)
+    print_rows(layer_table(rows), rows)
 
 
 @app.command("model")
@@ -175,12 +175,13 @@ def model(
         if world.is_first:
             if output is not None:
                 write_rows(rows, output)
-            _print(model_table(rows), rows)
+            print_rows(model_table(rows), rows)
     return 0
 
 
-def _print(table: Table, rows: list[Row]) -> None:
-    Console(width=None if Console().is_terminal else 140).print(table)
+def print_rows(table: Table, rows: list[Row], *, width: int = 140) -> None:
+    """Print a table for people, of that width where there is no terminal, then the lines."""
+    Console(width=None if Console().is_terminal else width).print(table)
     for row in rows:
         typer.echo(json.dumps(row))
 

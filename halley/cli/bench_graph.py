@@ -1,12 +1,10 @@
 """``halley bench graph``: what the compiler's passes bring in training steps of Lancet's models."""
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from halley.cli.bars import step_progress
 from halley.cli.bench import (
@@ -17,6 +15,7 @@ from halley.cli.bench import (
     check_output,
     check_samples,
     check_seed,
+    print_rows,
     split_names,
 )
 from halley.cli.checks import read_dtype
@@ -140,14 +139,10 @@ def _report(rows: list[Row], output: Path | None) -> None:
 
         write_rows(rows, output)
         draw_graph_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
-    console = Console(stderr=True, width=None if Console(stderr=True).is_terminal else 160)
-    console.print(graph_table(rows))
     for row in rows:
         if row["error"]:
-            failed = f"{row['model']} {row['variant']}: {row['error']}"
-            console.print(failed, highlight=False, markup=False, soft_wrap=True)
-    for row in rows:
-        typer.echo(json.dumps(row))
+            typer.echo(f"{row['model']} {row['variant']}: {row['error']}", err=True)
+    print_rows(graph_table(rows), rows, width=160)
 
 
 def _variants(words: str) -> list[str]:

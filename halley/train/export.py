@@ -156,7 +156,7 @@ def differences(config: ModelConfig, family: str) -> list[str]:
     """Return in words which parts of a model a Hugging Face family computes otherwise."""
     moe, router = config.moe, config.moe.router
     qwen2 = family == "qwen2_moe"
-    num_dense = sum(not config.is_moe_layer(index) for index in range(config.num_layers))
+    num_dense = config.num_layers - config.num_moe_layers
     parts: list[tuple[str, object, object]] = [
         ("qk_norm", config.qk_norm, {"qwen3_moe": "head", "olmoe": "full"}.get(family, "none")),
         ("attention_bias", config.attention_bias, qwen2),

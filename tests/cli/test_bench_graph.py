@@ -30,7 +30,7 @@ def test_lines_of_two_ranks(
         assert row["bit_equal"]
         assert row["median_us"] > 0.0
         assert row["link_gb_per_s"] > 0.0
-    assert "Forward and backward on 2 x cpu" in err
+    assert "Forward and backward on 2 x cpu" in out
     (path,) = tmp_path.glob("*/graph.jsonl")
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
