@@ -13,7 +13,8 @@ class GemmTile:
         block_k: depth of one step.
         group: row tiles that share columns of weights before the next columns.
         run: tiles side by side that a program makes in one loop: the loads of the next begin
-            during the last products of the one before, which is stored meanwhile.
+            during the last products of the one before, which is stored meanwhile. 0, of gradients
+            of weights alone, leaves it to the number of rows.
         num_warps: warps of a program.
         per_sm: programs on one multiprocessor: one multiplies while the other stores or combines.
         num_stages: steps in flight.
@@ -68,7 +69,7 @@ class Knobs:
     down: GemmTile = field(default_factory=GemmTile)
     down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     up_grad: GemmTile = field(default_factory=GemmTile)
-    weight: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3, beside=0))
+    weight: GemmTile = field(default_factory=lambda: GemmTile(run=0, num_stages=3, beside=0))
     movers_alone: int = 2
     combiners_beside: int = 1
     combiners_after: int = 3

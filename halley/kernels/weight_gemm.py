@@ -14,43 +14,80 @@ from halley.kernels.parts import end_with_first
 from halley.kernels.tiles import describe, describe_rows, halves, tile_of
 
 
+_BEHIND = tl.constexpr(1 << 30)
+
+
 @triton.jit
 def weight_gemm_kernel(
     grad_desc, rows_desc, out_desc, expert_begin, expert_rows,
     NUM_EXPERTS: tl.constexpr, NUM_M: tl.constexpr, NUM_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    HALVES: tl.constexpr, ACCUMULATE: tl.constexpr, OVERLAPS: tl.constexpr,
+    RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program p makes tiles p, p + programs, and so on, of all experts' gradients.
+    """Program p makes runs p, p + programs, and so on, of all experts' gradients.
 
-    Every element is one sum in one order by one program: no atomics, equal from run to run.
+    A run is some tiles side by side, made in one loop: an expert may have so few rows that loads
+    would be waited for as long as products take, if each tile had to begin anew. Every element is
+    one sum in one order by one program: no atomics, equal from run to run.
     """
-    tiles_an_expert: tl.constexpr = NUM_M * NUM_N
-    for ticket in range(tl.program_id(0), NUM_EXPERTS * tiles_an_expert, tl.num_programs(0)):
-        expert = ticket // tiles_an_expert
-        m, n = tile_of(ticket % tiles_an_expert, NUM_M, NUM_N, GROUP)
+    num_runs: tl.constexpr = (NUM_N + RUN - 1) // RUN
+    runs_an_expert: tl.constexpr = NUM_M * num_runs
+    for ticket in range(tl.program_id(0), NUM_EXPERTS * runs_an_expert, tl.num_programs(0)):
+        expert = ticket // runs_an_expert
+        m, run = tile_of(ticket % runs_an_expert, NUM_M, num_runs, GROUP)
         begin = tl.load(expert_begin + expert)
         steps = tl.cdiv(tl.load(expert_rows + expert), BLOCK_K)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(0, steps):
-            row = begin + step * BLOCK_K
-            grad = grad_desc.load([row, m * BLOCK_M])
-            rows = rows_desc.load([row, n * BLOCK_N])
-            acc = tl.dot(grad.T, rows, acc)
-        if HALVES:
-            left, right = halves(acc, BLOCK_M, BLOCK_N)
-            half: tl.constexpr = BLOCK_N // 2
-            column = n * BLOCK_N
-            _store(left, out_desc, expert, m * BLOCK_M, column, BLOCK_M, half, ACCUMULATE)
-            _store(right, out_desc, expert, m * BLOCK_M, column + half, BLOCK_M, half, ACCUMULATE)
+        if RUN == 1:
+            for step in range(0, steps):
+                acc = _multiply_step(
+                    acc, grad_desc, rows_desc, begin + step * BLOCK_K, m * BLOCK_M, run * BLOCK_N
+                )
+            _store(
+                acc, out_desc, expert, m * BLOCK_M, run * BLOCK_N,
+                BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
+            )  # fmt: skip
         else:
-            _store(acc, out_desc, expert, m * BLOCK_M, n * BLOCK_N, BLOCK_M, BLOCK_N, ACCUMULATE)
+            # An expert without rows takes a step behind all rows, where zeros are read.
+            begin = tl.where(steps > 0, begin, _BEHIND)
+            steps = tl.maximum(steps, 1)
+            first = run * RUN
+            for step in range(0, tl.minimum(NUM_N - first, RUN) * steps):
+                row = begin + (step % steps) * BLOCK_K
+                column = (first + step // steps) * BLOCK_N
+                acc = _multiply_step(acc, grad_desc, rows_desc, row, m * BLOCK_M, column)
+                if step % steps == steps - 1:
+                    _store(
+                        acc, out_desc, expert, m * BLOCK_M, column,
+                        BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
+                    )  # fmt: skip
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if OVERLAPS:
         end_with_first()
 
 
 @triton.jit
+def _multiply_step(acc, grad_desc, rows_desc, row, m, n):
+    grad = grad_desc.load([row, m])
+    return tl.dot(grad.T, rows_desc.load([row, n]), acc)
+
+
+@triton.jit
 def _store(
+    acc, out_desc, expert, row, column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    if HALVES:
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
+        half: tl.constexpr = BLOCK_N // 2
+        _store_block(left, out_desc, expert, row, column, BLOCK_M, half, ACCUMULATE)
+        _store_block(right, out_desc, expert, row, column + half, BLOCK_M, half, ACCUMULATE)
+    else:
+        _store_block(acc, out_desc, expert, row, column, BLOCK_M, BLOCK_N, ACCUMULATE)
+
+
+@triton.jit
+def _store_block(
     acc, out_desc, expert, row, column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
@@ -85,15 +122,20 @@ def weight_gemm(
         expert_begin: each expert's first row, a multiple of ``tile.block_k``, int32 ``(L,)``.
         expert_rows: how many it has, int32 ``(L,)``. Up to the next multiple of ``block_k`` both
             sides must be zero behind them.
-        tile: ``block_n`` columns of the rows, ``block_k`` rows a step.
+        tile: ``block_n`` columns of the rows, ``block_k`` rows a step, ``run`` tiles in a loop; 0
+            is as many as suit experts that all have as many rows.
         block_m: columns of the gradients of one tile.
         accumulate: add to what is there, as gradients that are kept over microbatches want it.
         overlaps: begin while the launch before this one runs, if that lets it: only behind
             ``dgrad_combine``, which neither writes what is read here nor reads what is written.
     """
     num_experts, num_m, num_n = out_LMN.shape
+    run = tile.run or _run_of(len(rows_RN) // num_experts)
+    is_wide, num_stages = out_LMN.dtype == torch.float32, tile.num_stages
     # A whole tile of float32 leaves no room for the steps in flight, or for another's programs.
-    in_halves = (out_LMN.dtype == torch.float32 or overlaps) and tile.block_n > 1
+    in_halves = (is_wide or overlaps or run > 1) and tile.block_n > 1
+    if in_halves and not (is_wide or overlaps or accumulate):
+        num_stages += 1  # in the other half's place
     out_block = [1, block_m, tile.block_n // (2 if in_halves else 1)]
     _launch(
         num_programs,
@@ -112,13 +154,23 @@ def weight_gemm(
             tile.block_n,
             tile.block_k,
             tile.group,
+            run,
             in_halves,
             accumulate,
             overlaps,
         ),
         dtypes=(rows_RN.dtype, out_LMN.dtype),
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=num_stages,
         shares=overlaps,
         overlaps=overlaps,
     )
+
+
+def _run_of(rows_an_expert: int) -> int:
+    """Return how many tiles a program makes in one loop: the more, the shorter each of them is.
+
+    Measured on an H200, experts of five models: of 256 to 1100 rows 4 tiles take up to 16 % less
+    than 1, of 2048 rows 2 up to 6 % less; of 4096 rows 1 is fastest, or as fast.
+    """
+    return 4 if rows_an_expert <= 1280 else 2 if rows_an_expert <= 2560 else 1

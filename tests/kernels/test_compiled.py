@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,8 @@ def _record_launches() -> dict[str, tuple[Any, ...]]:
             if name == "launch":  # of one part, called by launch_parts, called by the launcher
                 part = "multiply" if frame.f_locals["multiply"] else "move"
                 name = f"{sys._getframe(3).f_code.co_name}.{part}"
+            if name == "weight_gemm":
+                name += f".run{frame.f_locals['run']}"
             if options.get("overlaps"):
                 name += ".beside"
             launches.setdefault(name, (kernel, args, constants, options))
@@ -149,9 +151,10 @@ def _launch_all(*, num_experts: int, top_k: int, hidden_size: int, intermediate_
         x_TD, weights_TK, x_RD, pre_RG, dweight_RC, up_LGD=up_LGD, topk_idx_TK=idx_TK,
         weights_home_WTK=weights_TK, weights_home_ptrs_W=table, **home,
     )  # fmt: skip
-    for overlaps in (False, True):
+    for run, overlaps in ((1, False), (4, False), (1, True), (4, True)):
+        tile = replace(knobs.weight, run=run)
         weight_gemm.weight_gemm(
-            down_LDF, x_RD, h_RF, expert_begin=words, expert_rows=words, tile=knobs.weight,
+            down_LDF, x_RD, h_RF, expert_begin=words, expert_rows=words, tile=tile,
             num_programs=132, overlaps=overlaps,
         )  # fmt: skip
 
@@ -281,7 +284,9 @@ def test_what_the_compiler_makes_of_the_kernels(model: str) -> None:
     for name in FUSED:
         _check_tiles(name, compiled[f"{name}.multiply"])
         _check_room(name, compiled[f"{name}.multiply"], compiled[f"{name}.move"])
-    _check_room("weights", compiled["weight_gemm.beside"], compiled["dgrad_combine.move"])
+    for run in (1, 4):
+        beside = compiled[f"weight_gemm.run{run}.beside"]
+        _check_room("weights", beside, compiled["dgrad_combine.move"])
     for name in ("make_plan", "stage_again", "gemm_combine.move", "dgrad_combine.move"):
         _check_signals(name, compiled[name])
     for name in ("dispatch_gemm", "dispatch_dgrad"):

@@ -1,5 +1,7 @@
 """Gradients of stacked weights against the product of each expert's rows, on small integers."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -48,6 +50,7 @@ def _run(
     num_programs: int,
     accumulate: bool = False,
     overlaps: bool = False,
+    run: int = 1,
 ) -> None:
     weight_gemm(
         out_LMN,
@@ -55,7 +58,7 @@ def _run(
         sides["rows_RN"],
         expert_begin=sides["expert_begin"],
         expert_rows=sides["expert_rows"],
-        tile=TILE,
+        tile=dataclasses.replace(TILE, run=run),
         block_m=16,
         num_programs=num_programs,
         accumulate=accumulate,
@@ -72,20 +75,22 @@ def _expected(sides: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("rows_L", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_m", "num_n"), [(32, 64), (40, 72)])
+@pytest.mark.parametrize("run", [0, 1, 2])
 def test_equals_the_product_of_rows(
-    rows_L: list[int], dtype: torch.dtype, num_m: int, num_n: int
+    rows_L: list[int], dtype: torch.dtype, num_m: int, num_n: int, run: int
 ) -> None:
     sides = _make(rows_L, num_m, num_n, dtype)
     out_LMN = torch.full((len(rows_L), num_m, num_n), torch.nan, dtype=dtype)
-    _run(out_LMN, sides, num_programs=3, overlaps=num_m == 40)
+    _run(out_LMN, sides, num_programs=3, overlaps=num_m == 40, run=run)
     assert torch.equal(out_LMN, _expected(sides).to(dtype))
 
 
 @pytest.mark.parametrize("rows_L", ROWS.values(), ids=ROWS.keys())
-def test_adds_to_float32_gradients(rows_L: list[int]) -> None:
+@pytest.mark.parametrize("run", [1, 2])
+def test_adds_to_float32_gradients(rows_L: list[int], run: int) -> None:
     sides = _make(rows_L, 24, 40, torch.bfloat16)
     before_LMN = torch.arange(len(rows_L) * 24 * 40).reshape(-1, 24, 40).float()
     out_LMN = before_LMN.clone()
     for _ in range(2):
-        _run(out_LMN, sides, num_programs=5, accumulate=True)
+        _run(out_LMN, sides, num_programs=5, accumulate=True, run=run)
     assert torch.equal(out_LMN, before_LMN + 2 * _expected(sides))
