@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from halley.core.config import ModelConfig
 from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.moe.compiled import compiled_on_gpu
 from halley.moe.experts import GroupedExperts
 from halley.moe.layer import FeedForward, MoELayer
 from halley.moe.parallel import ParallelGroups
@@ -105,6 +106,7 @@ def rotary_table(config: ModelConfig, seq_len: int, *, device: torch.device | st
     return torch.stack([angle.cos(), angle.sin()])
 
 
+@compiled_on_gpu
 def rotate(x_BHSd: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     """Rotate queries or keys ``(B, heads, S, head_dim)`` by their positions."""
     cos, sin = rotary.to(x_BHSd.dtype)

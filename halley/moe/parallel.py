@@ -28,6 +28,8 @@ class ParallelGroups:
         world: all ranks; None for a rank on its own.
         ep: the group that shares a layer's experts; None for ``ep_size`` 1.
         edp: the group that holds copies of this rank's experts; None for a group of one.
+        sums: all ranks once more; None for a rank on its own. What it carries does not stand in
+            line with the exchanges of the other groups.
         mesh: the mesh; None for a rank on its own.
         expert_mesh: the same, with "ep" as two dimensions where ranks share experts: "ep" of the
             sets, "etp" of the ranks of a set.
@@ -41,6 +43,7 @@ class ParallelGroups:
     world: dist.ProcessGroup | None = None
     ep: dist.ProcessGroup | None = None
     edp: dist.ProcessGroup | None = None
+    sums: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
@@ -76,6 +79,7 @@ class ParallelGroups:
             world=dist.group.WORLD,
             ep=mesh.get_group("ep") if ep_size > 1 else None,
             edp=mesh.get_group("edp") if edp_size > 1 else None,
+            sums=dist.new_group() if mesh.size() > 1 else None,
             mesh=mesh,
             expert_mesh=expert_mesh,
         )

@@ -139,7 +139,7 @@ def bench_model(
             num_samples=num_samples,
             on_progress=report,
         )
-    errors = _check_values(case, subject, candidates=candidates, make_optimizer=make_optimizer)
+    errors = _check_values(case, subject, candidates=candidates)
     right = {n: s for n, s in candidates.items() if errors[n] <= RELATIVE_TOLERANCE[case.dtype]}
     runs = _runners(case, subject, candidates=right, make_optimizer=make_optimizer)
     timings: dict[str, Timing] = {}
@@ -204,7 +204,6 @@ def _check_values(
     subject: Subject,
     *,
     candidates: dict[str, AbstractStrategy],
-    make_optimizer: MakeOptimizer,
 ) -> dict[str, float]:
     """Return how far each candidate's first step is from the first's, the same on all ranks.
 
@@ -215,7 +214,7 @@ def _check_values(
     for name, strategy in candidates.items():
         with memory_named(case, f"strategy {name}"):
             subject.use(strategy)
-            values = subject.values(make_optimizer(subject.model))
+            values = subject.values()
         wanted = values if wanted is None else wanted
         errors.append(max(map(relative_error, values, wanted)))
     worst = torch.tensor(errors, dtype=torch.float64, device=subject.tokens_BS.device)

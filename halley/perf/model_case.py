@@ -8,7 +8,6 @@ from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import ModelConfig, RouterConfig
@@ -17,8 +16,9 @@ from halley.core.routing import local_experts
 from halley.core.timeline import Recorder
 from halley.moe.experts import expert_parameter_names
 from halley.moe.layer import MoELayer
+from halley.moe.loss import next_token_loss
 from halley.moe.model import MoETransformer, flops_per_token
-from halley.moe.parallel import ParallelGroups, global_norm
+from halley.moe.parallel import ParallelGroups, global_norm, sync_gradients
 from halley.moe.router import RouterOutput
 from halley.ops.exchange import gather_table
 from halley.perf.layer_case import LayerTensors
@@ -33,16 +33,16 @@ _STATE_BYTES = {torch.float32: 16, torch.bfloat16: 18}
 class TrainingOptimizer(Protocol):
     """What a step needs of ``halley.train.optim.ModelOptimizer``, which stands a floor above."""
 
-    def accumulate(self) -> None:
-        """Add the gradients of a backward pass to those in float32."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run a backward pass and begin to sum its gradients over the ranks that share them."""
         ...
 
     def sync(self) -> None:
-        """Sum gradients over the ranks that share them."""
+        """Wait for the sums."""
         ...
 
     def clip(self) -> torch.Tensor:
-        """Clip summed gradients; return their global norm before."""
+        """Clip the mean of the gradients over ranks; return its global norm before."""
         ...
 
     def step(self, rate: float) -> None:
@@ -169,34 +169,36 @@ class Subject:
         The optimizer does all its work, but the weights stay, and with them the routing: every
         step of every strategy has the same to do. Selection biases of sigmoid routers stay too.
         """
-        self._backward()
-        self._sum_gradients(optimizer)
+        loss = self._loss()
+        with self.recorder.span("backward"):
+            optimizer.backward(loss)
+        with self.recorder.span("gradients.wait", stream="exposed"):
+            optimizer.sync()
         with self.recorder.span("optimizer"):
             optimizer.clip()
             optimizer.step(0.0)
 
-    def values(self, optimizer: TrainingOptimizer) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """Return what tells a right step from a wrong one; a collective. Leaves no gradient.
 
         These are the loss (of the routers too, mean over ranks), the global norm of the gradients,
         and that of the routed experts' gradients, which are a small part of the former.
-
-        Args:
-            optimizer: a new one, which is not to be used afterwards.
         """
-        loss = self._backward()
+        loss = self._loss()
+        loss.backward()
+        loss = loss.detach() / self.groups.num_ranks
         if self.groups.world is not None:
             dist.all_reduce(loss, group=self.groups.world)
         names = expert_parameter_names(self.model)
-        parameters = [p for name, p in self.model.named_parameters() if name in names]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        expert_norm = global_norm((), gradients, groups=self.groups)
-        self._sum_gradients(optimizer)
-        values = torch.stack([loss, optimizer.clip(), expert_norm]) / torch.tensor(
-            [self.groups.num_ranks, 1, self.groups.num_ranks], device=loss.device
-        )
+        dense: list[torch.Tensor] = []
+        expert: list[torch.Tensor] = []
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            (expert if name in names else dense).append(parameter.grad.float())
+        sync_gradients(dense, expert, groups=self.groups)
+        norms = [global_norm(each, expert, groups=self.groups) for each in (dense, ())]
         self.model.zero_grad()
-        return values.double().cpu()
+        return torch.stack([loss, *norms]).double().cpu()
 
     @torch.no_grad()
     def layers(self) -> list[LayerTensors]:
@@ -222,20 +224,11 @@ class Subject:
             for layer, (x_TD, routed) in zip(layers, calls, strict=True)
         ]
 
-    def _backward(self) -> torch.Tensor:
+    def _loss(self) -> torch.Tensor:
         with self.recorder.span("forward"):
             output = self.model(self.tokens_BS)
         with self.recorder.span("loss"):
-            logits_TV = output.logits_BSV.flatten(0, 1).float()
-            loss = F.cross_entropy(logits_TV, self.targets_BS.flatten()) + output.router_loss
-        with self.recorder.span("backward"):
-            loss.backward()
-        return loss.detach()
-
-    def _sum_gradients(self, optimizer: TrainingOptimizer) -> None:
-        optimizer.accumulate()
-        with self.recorder.span("gradients.wait", stream="exposed"):
-            optimizer.sync()
+            return next_token_loss(output.logits_BSV, self.targets_BS) + output.router_loss
 
     def _moe_layers(self) -> list[MoELayer]:
         return [module for module in self.model.modules() if isinstance(module, MoELayer)]

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from halley.core.config import OptimizerConfig
 from halley.moe.experts import GroupedExperts, grouped_experts
-from halley.moe.parallel import ParallelGroups, global_norm, sync_gradients
+from halley.moe.parallel import ParallelGroups, global_norm
+from halley.train.gradients import Gradients
 from halley.train.shards import ExpertShards
 
 
@@ -32,7 +33,7 @@ def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> floa
 class ModelOptimizer:
     """AdamW or SGD on float32 copies of the parameters, which are the parameters where they can be.
 
-    Gradients of microbatches are added in float32. Decay is for matrices alone.
+    Decay is for matrices alone.
 
     Args:
         model: all its parameters are trained.
@@ -52,6 +53,7 @@ class ModelOptimizer:
             for name, parameter in self.parameters.items()
         }
         self.experts = grouped_experts(model)
+        self.gradients = Gradients(self.parameters, self.experts, groups=groups)
         matrices: list[nn.Parameter] = []
         vectors: list[nn.Parameter] = []
         for name, master in self.masters.items():
@@ -75,40 +77,40 @@ class ModelOptimizer:
                 fused=next(iter(self.masters.values())).is_cuda,
             )
 
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add the gradients of a backward pass to those in float32."""
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if master is parameter or parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad += parameter.grad
-            parameter.grad = None
+    def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
+        """Run the backward pass of a microbatch; add its gradients, in float32, to those before.
+
+        Args:
+            loss: a scalar, this rank's part of a mean over all its microbatches.
+            last: of this step. It begins the sums over the ranks that share a gradient: a
+                collective of all ranks.
+        """
+        with self.gradients.taking(last=last):
+            loss.backward()
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Sum gradients over the ranks that share them; a collective of all ranks."""
-        dense, expert = self._gradients()
-        sync_gradients(dense, expert.values(), groups=self.groups)
-        self._align_replicas(expert)
+        """Wait for the sums of gradients over ranks."""
+        summed = self.gradients.summed()
+        for name, master in self.masters.items():
+            master.grad = summed[name]
+        self._align_replicas({name: summed[name] for name in self.experts})
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Clip summed gradients by their global norm; a collective of all ranks.
+        """Divide summed gradients by the ranks and clip them; a collective of all ranks.
 
         Returns:
-            The norm before clipping, a float32 scalar.
+            The global norm before clipping, of the mean over ranks, a float32 scalar.
         """
         dense, expert = self._gradients()
         once = (self.experts[name].count_once(gradient) for name, gradient in expert.items())
-        norm = global_norm(dense, once, groups=self.groups)
+        norm = global_norm(dense, once, groups=self.groups) / self.groups.num_ranks
+        scale = torch.ones_like(norm)
         if self.config.clip_norm:
             scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in [*dense, *expert.values()]:
-                gradient.mul_(scale)
+        for gradient in [*dense, *expert.values()]:
+            gradient.mul_(scale / self.groups.num_ranks)
         return norm
 
     @torch.no_grad()
@@ -118,6 +120,7 @@ class ModelOptimizer:
             group["lr"] = rate
         self.torch_optimizer.step()
         self.torch_optimizer.zero_grad()
+        self.gradients.clear()
         self.publish()
 
     @torch.no_grad()

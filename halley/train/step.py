@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from halley.core.config import RunConfig
 from halley.core.placement import ExpertPlacement, load_placements
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
+from halley.moe.loss import next_token_loss
 from halley.moe.model import ModelOutput, MoETransformer
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.router import SigmoidRouter
@@ -203,10 +203,12 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
         with recorder.span("forward"):
             output = run.forward(tokens_BS)
         with recorder.span("loss"):
-            loss = F.cross_entropy(output.logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+            loss = next_token_loss(output.logits_BSV, targets_BS)
         with recorder.span("backward"):
-            ((loss + output.router_loss) / num_microbatches).backward()
-        run.optimizer.accumulate()
+            run.optimizer.backward(
+                (loss + output.router_loss) / num_microbatches,
+                last=microbatch + 1 == num_microbatches,
+            )
         losses += torch.stack([loss.detach(), output.router_loss.detach()]) / num_microbatches
         counts_ME = output.counts_ME if counts_ME is None else counts_ME + output.counts_ME
 

@@ -25,9 +25,11 @@ def _linear(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Line
     return model
 
 
-def _set_gradients(model: nn.Module, value: float) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, value)
+def _backward(model: nn.Module, value: float, optimizer: ModelOptimizer | None = None) -> None:
+    """Give each element of all parameters the same gradient."""
+    loss = sum((value * parameter).sum() for parameter in model.parameters())
+    assert isinstance(loss, torch.Tensor)
+    loss.backward() if optimizer is None else optimizer.backward(loss)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_applied_gradient_has_the_norm_of_clipping(clip_norm: float, want: float
     model = _linear(bias=False)
     optimizer = _optimizer(model, clip_norm=clip_norm)
     before = model.weight.detach().clone()
-    _set_gradients(model, math.sqrt(3.0))  # of 12 elements: the norm is 6
+    _backward(model, math.sqrt(3.0), optimizer)  # of 12 elements: the norm is 6
     optimizer.sync()
     norm = optimizer.clip()
     optimizer.step(1.0)
@@ -97,7 +99,7 @@ def test_matrices_alone_decay(kind: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(8.0)
-    _set_gradients(model, 0.0)
+    _backward(model, 0.0, optimizer)
     optimizer.sync()
     optimizer.clip()
     optimizer.step(0.25)
@@ -124,8 +126,9 @@ def test_adamw_is_that_of_torch():
     for step in range(1, 4):
         for group in torch_optimizer.param_groups:
             group["lr"] = 0.5 / step
-        for each in (model, peer):
-            _set_gradients(each, float(step - 2))
+        peer.zero_grad()
+        _backward(peer, float(step - 2))
+        _backward(model, float(step - 2), optimizer)
         optimizer.sync()
         optimizer.clip()
         optimizer.step(0.5 / step)
@@ -143,13 +146,12 @@ def test_bfloat16_gradients_and_updates_are_added_in_float32():
     model = _linear(torch.bfloat16, bias=False)
     optimizer = _optimizer(model)
     for value in (256.0, 1.0, 1.0):  # in bfloat16 256 + 1 is 256
-        _set_gradients(model, value)
-        optimizer.accumulate()
+        _backward(model, value, optimizer)
     assert model.weight.grad is None
+    optimizer.sync()
     grad = optimizer.masters["weight"].grad
     assert grad is not None
     assert grad.unique().tolist() == [258.0]
-    optimizer.sync()
     optimizer.clip()
     master = optimizer.masters["weight"]
     with torch.no_grad():
@@ -166,8 +168,7 @@ def test_state_copied_into_another_optimizer_goes_on_alike(kind: str, dtype: tor
     old, new = _optimizer(first, kind=kind), _optimizer(second, kind=kind)
 
     def take_step(model: nn.Module, optimizer: ModelOptimizer, value: float) -> None:
-        _set_gradients(model, value)
-        optimizer.accumulate()
+        _backward(model, value, optimizer)
         optimizer.sync()
         optimizer.clip()
         optimizer.step(0.125)
