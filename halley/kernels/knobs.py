@@ -14,7 +14,7 @@ class GemmTile:
         group: row tiles that share columns of weights before the next columns.
         run: tiles side by side that a program makes in one loop: the loads of the next begin
             during the last products of the one before, which is stored meanwhile. 0, of gradients
-            of weights alone, leaves it to the number of rows.
+            of weights alone, leaves it and the size of a tile to the number of rows.
         num_warps: warps of a program.
         per_sm: programs on one multiprocessor: one multiplies while the other stores or combines.
         num_stages: steps in flight.
