@@ -1,22 +1,24 @@
 """Gradients of weights: Halley's kernel against torch's, and what they hide in backward.
 
 Part one times the two weight-gradient GEMMs of a layer by both, on a rank's rows, of which all
-experts have as many. Part two takes a fused backward apart: ``comm_us`` is the time of all launches
-that move rows and ``gemm_us`` that of those that multiply, one after another; what backward takes
-beyond ``gemm_us`` is exposed, and ``hidden`` is the part of ``comm_us`` that is not. With and
-without the first weight gradient beside the combine of the tokens' gradients.
+experts have as many. Part two times backward in turn with all launches one after another and with
+those that move rows beside those that multiply, without and with the first weight gradient beside
+the combine of the tokens' gradients. ``comm_us`` is the time of the launches that move rows, alone;
+``hidden`` is the part of it that is gained. Between samples the GPU rests: one that has multiplied
+for long is slowed down by its power limit, by more than there is to gain.
 
     torchrun --nproc-per-node 4 benchmarks/weight_gradients.py benchmarks/results
 """
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from fused_parts import BACKWARD_PARTS, PARTS, kernel_times, launches_of
+from fused_parts import BACKWARD_PARTS, PARTS, kernel_times
 
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
@@ -26,7 +28,7 @@ from halley.kernels.weight_gemm import weight_gemm
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.world import join_world
 from halley.ops.workspaces import Workspaces
-from halley.perf.layer_case import LayerCase, make_tensors, outputs_of
+from halley.perf.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
 from halley.perf.results import Row, machine_keys, write_rows
 from halley.perf.timer import time_interleaved
 from halley.strategies.fused import FusedStrategy
@@ -35,6 +37,8 @@ from halley.strategies.fused import FusedStrategy
 MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")
 NUM_TOKENS = 8192
 MOVES = ("stage", "fetch", "combine")
+REST_S = 0.03
+NUM_SAMPLES = 15
 
 
 def main() -> None:
@@ -109,38 +113,45 @@ def hide(case: LayerCase, groups: ParallelGroups, device: torch.device) -> list[
     """Return a line for backward without and with a weight gradient beside the wire."""
     tensors = make_tensors(case, groups, device=device)
     recorder = Recorder(device, enabled=False)
+    owners = [
+        Workspaces(groups.ep, device, knobs=Knobs().changed([f"weight.beside={beside}"]))
+        for beside in (0, 1)
+    ]
+    unfused, fused, beside = (
+        FusedStrategy(workspaces, recorder=recorder, fused=is_fused)
+        for workspaces, is_fused in ((owners[0], False), (owners[0], True), (owners[1], True))
+    )
+    alone = kernel_times(partial(outputs_of, unfused, tensors), (*PARTS, *BACKWARD_PARTS))
+    parts = [part for part in alone[len(PARTS) :] if part[0] not in ("all", "backward")]
+    comm_us = sum(us for name, us in parts if name in MOVES)
+    runs = {"unfused": unfused, "fused": fused, "beside": beside}
+    variants: dict[str, Callable[[], None]] = {}
+    for name, strategy in runs.items():
+        variants[name] = partial(_backward, tensors.run(strategy), tensors)
+        variants[f"rest after {name}"] = partial(time.sleep, REST_S)
+    timings = time_interleaved(variants, device=device, group=groups.ep, num_samples=NUM_SAMPLES)
+    unfused_us = timings["unfused"].median_us
     lines: list[Row] = []
-    for beside in (0, 1):
-        knobs = Knobs().changed([f"weight.beside={beside}"])
-        workspaces = Workspaces(groups.ep, device, knobs=knobs)
-        runs = {
-            fused: partial(
-                outputs_of, FusedStrategy(workspaces, recorder=recorder, fused=fused), tensors
-            )
-            for fused in (False, True)
-        }
-        whole = time_interleaved(
-            {str(fused): partial(_call, run) for fused, run in runs.items()},
-            device=device, group=groups.ep,
-        )  # fmt: skip
-        alone = kernel_times(runs[False], (*PARTS, *BACKWARD_PARTS))[len(PARTS) :]
-        names = launches_of(knobs.up.beside, knobs.down.beside, first="plan")
-        names += launches_of(knobs.down_grad.beside, knobs.up_grad.beside, first="stage")
-        backward_us = dict(kernel_times(runs[True], (*names, "down.grad", "up.grad")))["backward"]
-        parts = [part for part in alone if part[0] not in ("all", "backward")]
-        comm_us = sum(us for name, us in parts if name in MOVES)
-        gemm_us = sum(us for name, us in parts if name not in MOVES)
+    for index, name in enumerate(("fused", "beside")):
+        timing = timings[name]
+        gained_us = unfused_us - timing.median_us
         lines.append(
             {
-                "part": "backward", "strategy": "fused", "weight_beside": beside,
-                "median_us": backward_us, "floor_us": gemm_us, "gemm_us": gemm_us,
-                "comm_us": comm_us, "exposed_comm_us": backward_us - gemm_us,
-                "hidden": round(1 - (backward_us - gemm_us) / comm_us, 3), "parts": parts,
-                "whole_us": whole["True"].median_us, "unfused_whole_us": whole["False"].median_us,
+                "part": "backward", "strategy": "fused", "weight_beside": index,
+                "median_us": timing.median_us, "p10_us": timing.p10_us, "p90_us": timing.p90_us,
+                "samples": len(timing.samples_us), "floor_us": unfused_us - comm_us,
+                "unfused_us": unfused_us, "comm_us": comm_us,
+                "exposed_comm_us": comm_us - gained_us, "hidden": round(gained_us / comm_us, 3),
+                "parts": parts,
             }
         )  # fmt: skip
+    for workspaces in owners:
         workspaces.close()
     return lines
+
+
+def _backward(y_TD: torch.Tensor, tensors: LayerTensors) -> None:
+    torch.autograd.grad(y_TD, tensors.leaves(), tensors.grad_TD, retain_graph=True)
 
 
 def _call(run: Callable[[], object]) -> None:

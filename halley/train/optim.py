@@ -109,8 +109,8 @@ class ModelOptimizer:
         scale = torch.ones_like(norm)
         if self.config.clip_norm:
             scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in [*dense, *expert.values()]:
-            gradient.mul_(scale / self.groups.num_ranks)
+        gradients = [*dense, *expert.values()]
+        torch._foreach_mul_(gradients, scale / self.groups.num_ranks)  # pyright: ignore[reportPrivateImportUsage]
         return norm
 
     @torch.no_grad()
