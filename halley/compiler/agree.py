@@ -90,10 +90,10 @@ class Council:
                 self._store.set(self._key(what), json.dumps({"made": make()}))
             except Exception as error:
                 self._store.set(self._key(what), json.dumps({"error": repr(error)}))
-                raise
+                raise RuntimeError(self._made_no(what, repr(error))) from error
         found = self._read(what)
         if "error" in found:
-            raise RuntimeError(f"graph {self._number}: rank 0 made no {what}: {found['error']}")
+            raise RuntimeError(self._made_no(what, found["error"]))
         return cast(_T, found["made"])
 
     def _wait_for_all(self, keys: list[str]) -> None:
@@ -124,6 +124,9 @@ class Council:
                 f"graph {self._number}: rank 0 gave no {what} in {self._timeout_s:g} s"
             ) from None
         return cast(dict[str, object], json.loads(self._store.get(key)))
+
+    def _made_no(self, what: str, error: object) -> str:
+        return f"graph {self._number}: rank 0 made no {what}: {error}"
 
     def _key(self, what: str) -> str:
         return f"halley/graph/{self._number}/{what}"

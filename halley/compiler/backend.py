@@ -18,11 +18,12 @@ from torch._dynamo.backends.registry import (
 )
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
+from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import record_function
 
 from halley.compiler.graph import NodeKind, node_kind
 from halley.compiler.options import Options, parse_options
-from halley.compiler.passes import find_batch_inputs, report_as_is, run_passes
+from halley.compiler.passes import device_of, find_batch_inputs, report_as_is, run_passes
 from halley.compiler.plan import OrderReport
 from halley.compiler.step_peak import StepPeak
 
@@ -184,38 +185,33 @@ def _num_undone() -> int:
 
 
 @final
-class _Runner(fx.Interpreter):
-    """Runs a graph node by node; shows the profiler what computes, as a recorder shows its parts.
-
-    Collectives are called past autograd, which has nothing to record here, and whose way leads
-    through Python.
-    """
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        # Torch tells by no public name whether a profiler runs.
-        self._is_traced = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+class _Traced(fx.Interpreter):
+    """Runs a graph node by node, and shows the profiler what computes."""
 
     def run_node(self, n: fx.Node) -> Any:
-        kind = node_kind(n)
-        if kind in (NodeKind.START, NodeKind.WAIT):
-            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-                return super().run_node(n)
-        if self._is_traced and kind in (NodeKind.COMPUTE, NodeKind.FUSED):
-            with record_function(f"halley::{n.name}"):
-                return super().run_node(n)
-        return super().run_node(n)
+        if node_kind(n) not in (NodeKind.COMPUTE, NodeKind.FUSED):
+            return super().run_node(n)
+        with record_function(f"halley::{n.name}"):
+            return super().run_node(n)
 
 
 def _boxed(gm: fx.GraphModule) -> Compiled:
     """Return a function that takes its arguments in a list, empties it, and frees after last use.
 
-    The interpreter does, as torch's own eager backend has it; a generated ``forward`` would hold
-    all arguments until it returns.
+    It runs past autograd, which has nothing to record here, and whose way leads through Python for
+    collectives and for Halley's operators. Code is generated from the graph: an interpreter would
+    take ten microseconds for each node, and the host of a GPU has no more. Only a profiled CPU is
+    shown node by node; a GPU shows its kernels by itself.
     """
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    on_cpu = device_of(gm.graph).type == "cpu"
 
     def call(args: list[Any]) -> Any:
-        return _Runner(gm).boxed_run(args)
+        # Torch tells by no public name whether a profiler runs.
+        is_traced = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+            return _Traced(gm).boxed_run(args) if on_cpu and is_traced else gm.forward(args)
 
     call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return call

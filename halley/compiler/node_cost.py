@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, cast, final
 
@@ -70,8 +71,8 @@ class ProfiledCost:
             return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
         key = node_key(node, self._sizes)
         if self._table is not None:
-            known = self._table.time_us(key)
-            if known is None and self._device is not None and not self._table.offline:
+            known, may = self._table.time_us(key), not self._table.offline
+            if known is None and may and self._device is not None and key not in self.predicted:
                 known = self._measure(node, key, self._table, self._device)
             if known is not None:
                 return known
@@ -87,9 +88,15 @@ class ProfiledCost:
         if operator is None or operator.namespace != "aten" or _value(node) is None:
             return None
         begin_s = time.perf_counter()
-        with with_values():
-            args, kwargs = example_arguments(node, device, self._sizes)
-            found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
+        found = None
+        try:
+            with with_values():
+                args, kwargs = example_arguments(node, device, self._sizes)
+                found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
+        except RuntimeError as error:  # of examples, or of memory; other ranks wait for this one
+            warnings.warn(
+                f"halley predicts {key}, as it failed when measured: {error}", stacklevel=2
+            )
         self.measuring_s += time.perf_counter() - begin_s
         return found
 

@@ -131,6 +131,13 @@ def find_batch_inputs(graph: fx.Graph, positions: Sequence[int]) -> list[str]:
     return [node.name for at, node in enumerate(inputs) if at in positions]
 
 
+def device_of(graph: fx.Graph) -> torch.device:
+    """Return the device of a graph's tensors: one that is no CPU, if there is any."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+
+
 def _partition(
     graph: fx.Graph,
     councils: Sequence[Council],
@@ -236,7 +243,7 @@ def _build_cost(
     graph: fx.Graph, council: Council | None, options: Options, *, sizes: Sizes
 ) -> ProfiledCost:
     """Return the cost of nodes; only that of the rank that plans knows the file of profiles."""
-    device = _device_of(graph)
+    device = device_of(graph)
     predictor = Predictor(options.hardware or _hardware_of(device))
     if not options.profiles:
         return ProfiledCost(predictor, sizes=sizes)
@@ -264,9 +271,3 @@ def _hardware_of(device: torch.device) -> Hardware:
         return find_hardware(torch.cuda.get_device_name(device))
     except ValueError:  # as strategies take a GPU without figures
         return H200
-
-
-def _device_of(graph: fx.Graph) -> torch.device:
-    values = (node.meta.get("val") for node in graph.nodes)
-    devices = (value.device for value in values if isinstance(value, torch.Tensor))
-    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))

@@ -171,21 +171,19 @@ def weight_gemm(
 def _suited(tile: GemmTile, *, rows_an_expert: int, is_plain: bool) -> GemmTile:
     """Return the tile with its loop, and its size, chosen by the rows if ``run`` is 0.
 
-    The fewer rows, the shorter is each tile, and the more of them are made in one loop. Where they
-    are very short, two programs on a multiprocessor, of half the columns each, take turns to store
-    and to multiply; what is added to, and what stands beside other programs, leaves no room for it.
+    The fewer rows, the shorter is each tile, and the more of them are made in one loop. Two
+    programs on a multiprocessor, of half the columns each, take turns to store and to multiply;
+    what is added to, and what stands beside other programs, leaves no room for that.
 
     Measured on an H200, experts of four models, over one tile of 256 columns at a time: 256 rows
-    take 14 to 20 % less, 512 rows 8 to 10 %, 1024 rows 3 to 9 %, 2048 rows up to 3 %; of 4096 rows
-    a tile at a time is as fast.
+    take 14 to 20 % less, 512 rows 4 to 11 %, 1024 rows up to 8 %; of 2048 rows and more a tile at a
+    time is as fast.
     """
     if tile.run:
         return tile
     # The limits leave room for what pads the rows.
-    run = 8 if rows_an_expert <= 400 else 4 if rows_an_expert <= 800 else 2
-    if rows_an_expert > 3000:
-        return replace(tile, run=1)
-    if rows_an_expert > 1600 or not is_plain:
-        return replace(tile, run=run, num_stages=tile.num_stages + is_plain)
+    run = next((n for n, limit in ((8, 400), (4, 800), (2, 1600)) if rows_an_expert <= limit), 1)
+    if run == 1 or not is_plain:
+        return replace(tile, run=run)
     half = {"block_n": tile.block_n // 2, "num_warps": tile.num_warps // 2}
     return replace(tile, run=run, per_sm=2 * tile.per_sm, **half)

@@ -70,6 +70,8 @@ class ParallelGroups:
         if tp_size > 1:
             ranks = mesh.mesh.view(edp_size, ep_size // tp_size, tp_size)
             expert_mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("edp", "ep", "etp"))
+        sums = dist.new_group() if mesh.size() > 1 else None
+        assert sums is None or isinstance(sums, dist.ProcessGroup)  # no number: all ranks are in it
         return ParallelGroups(
             rank=dist.get_rank(),
             num_ranks=mesh.size(),
@@ -79,7 +81,7 @@ class ParallelGroups:
             world=dist.group.WORLD,
             ep=mesh.get_group("ep") if ep_size > 1 else None,
             edp=mesh.get_group("edp") if edp_size > 1 else None,
-            sums=dist.new_group() if mesh.size() > 1 else None,
+            sums=sums,
             mesh=mesh,
             expert_mesh=expert_mesh,
         )

@@ -64,11 +64,12 @@ def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     in_order = topk_idx.t().flatten()
-    chosen = F.one_hot(in_order, used.shape[0])
-    place = (chosen.cumsum(0) + used).gather(1, in_order[:, None])[:, 0]
+    # Counts along the inner dimension: along the outer one a GPU has a thread for each expert.
+    chosen = F.one_hot(in_order, used.shape[0]).t().contiguous()
+    place = (chosen.cumsum(1) + used[:, None]).gather(0, in_order[None])[0]
     kept = (place <= limit).view(topk_idx.t().shape).t()
     # Not contiguous(), which would leave the strides of a single column as they are.
-    return kept.clone(memory_format=torch.contiguous_format), used + chosen.sum(0)
+    return kept.clone(memory_format=torch.contiguous_format), used + chosen.sum(1)
 
 
 def _fake_take_slots(

@@ -3,6 +3,7 @@
 import gc
 import json
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -176,8 +177,7 @@ def _alike_on_all(make: Callable[[], _T], name: str, *, groups: ParallelGroups) 
         made = make()
     except Exception as caught:
         error = caught
-    text = "" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    text = text[:_MAX_ERROR]
+    text = "" if error is None else _describe(error)
     kinds = _tell("" if error is None else type(error).__name__, groups)
     if kinds is None:
         told = text or "this one did"
@@ -188,6 +188,25 @@ def _alike_on_all(make: Callable[[], _T], name: str, *, groups: ParallelGroups) 
         failed = [rank for rank, kind in enumerate(kinds) if kind]
         raise RuntimeError(f"{name} failed on ranks {failed} alone or not alike: {text}") from error
     return cast(_T, made) if error is None else text
+
+
+def _describe(error: Exception) -> str:
+    """Return what an error says, and the innermost line of this package that it came through."""
+    cause: BaseException = error
+    # Dynamo keeps what a backend has raised, without its cause, in an attribute.
+    while inner := getattr(cause, "inner_exception", None) or cause.__cause__:
+        cause = inner
+    package = Path(__file__).parents[1]
+    own = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if Path(frame.filename).is_relative_to(package) and frame.name != _alike_on_all.__name__
+    ]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR]
+    if not own:
+        return text
+    place = Path(own[-1].filename).relative_to(package.parent).as_posix()
+    return f"{text} ({place}:{own[-1].lineno})"
 
 
 def _tell(kind: str, groups: ParallelGroups) -> list[str] | None:

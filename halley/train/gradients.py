@@ -118,7 +118,8 @@ class Gradients:
             if name in self._taken:
                 self._view(name).add_(gradient)
             else:
-                self._view(name).copy_(gradient)
+                # This conversion takes two thirds of the time that ``copy_`` takes.
+                torch._foreach_copy_([self._view(name)], [gradient])  # pyright: ignore[reportPrivateImportUsage]
         parameter.grad = None
         self._taken.add(name)
         bucket.missing.discard(name)

@@ -3,14 +3,17 @@
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from halley.compiler.partition.axes import BatchFlow, find_axes
 from halley.compiler.partition.rules import all_rules
 from halley.moe.parallel import ParallelGroups
 from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
+from tests.compiler.gpu_attention import AsOnGPU, attend_by
 from tests.compiler.model_case import whole_graphs
 from tests.moe.model_case import make_tokens
 
@@ -19,9 +22,14 @@ BATCH_SIZE = 12
 
 
 class Captured:
-    """Forward of a model of one layer of experts, with real inputs to run it on."""
+    """Forward of a model of one layer of experts, with real inputs to run it on.
 
-    def __init__(self, gate: Any) -> None:
+    Args:
+        gate: of its router.
+        attention: the operator of a GPU that attends, by name; "" for a CPU's.
+    """
+
+    def __init__(self, gate: Any, attention: str = "") -> None:
         from torch._dynamo.backends.common import aot_autograd
 
         model = build_narrow(gate, ParallelGroups(ep=torch.distributed.group.WORLD), num_layers=2)
@@ -30,12 +38,17 @@ class Captured:
         def keep(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             def call(args: list[Any]) -> Any:
                 found.append((gm, list(args)))
-                return fx.Interpreter(gm).run(*args)
+                return AsOnGPU(gm).run(*args)
 
             call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
             return call
 
-        with whole_graphs(), warnings.catch_warnings():
+        attend = attend_by(attention) if attention else F.scaled_dot_product_attention
+        with (
+            whole_graphs(),
+            warnings.catch_warnings(),
+            mock.patch.object(F, "scaled_dot_product_attention", attend),
+        ):
             warnings.simplefilter("ignore")
             torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(
                 make_tokens(0, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
@@ -54,7 +67,7 @@ class Captured:
         return find_axes(graph, self.batch_inputs, all_rules({}))
 
     def run(self, graph: fx.Graph) -> list[Any]:
-        return fx.Interpreter(fx.GraphModule(self.module, graph)).run(*self.args)
+        return AsOnGPU(fx.GraphModule(self.module, graph)).run(*self.args)
 
 
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -1,15 +1,20 @@
 """The backend on two ranks: where it changes nothing, warns, or stops all ranks with an error."""
 
 import warnings
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
 
 from halley.compiler import Backend, register
+from halley.compiler.backend import _boxed
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 
 
@@ -188,3 +193,34 @@ def test_rank_0_measures_into_a_file(run_ranks, tmp_path) -> None:
     assert sum('"op": "aten.mm.default' in line for line in lines) >= 4
     assert sum('"contention": {"compute": ' in line for line in lines) == 1
     assert len(lines) == len(set(lines))
+
+
+def test_graph_is_interpreted_only_where_a_profiler_looks() -> None:
+    x = torch.arange(-2.0, 3.0)
+    call, args = _boxed(make_fx(lambda x: torch.relu(x.neg()) + 1.0)(x)), [x]
+    with mock.patch.object(fx.Interpreter, "run_node", side_effect=AssertionError):
+        found = call(args)
+    assert found.tolist() == [3.0, 2.0, 1.0, 1.0, 1.0]
+    assert args == []
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        assert torch.equal(call([x]), found)
+    names = [event.name for event in profiler.events() or [] if event.name.startswith("halley::")]
+    assert names == ["halley::neg", "halley::relu", "halley::add"]
+
+
+def test_what_is_not_read_again_is_freed() -> None:
+    x, alive = torch.ones(3), []
+    reference = weakref.ref(x)
+
+    def look(value: torch.Tensor) -> torch.Tensor:
+        alive.append(reference() is not None)
+        return value
+
+    graph = fx.Graph()
+    first = graph.call_function(look, (graph.placeholder("x"),))
+    graph.output(graph.call_function(look, (graph.call_function(torch.neg, (first,)),)))
+    args = [x]
+    del x
+    found = _boxed(fx.GraphModule(nn.Module(), graph))(args)
+    assert found.tolist() == [-1.0] * 3
+    assert alive == [True, False]

@@ -113,6 +113,19 @@ def test_operators_are_measured_with_values_where_a_compiler_traces_without() ->
     assert alone_us / 5 < measured_us < alone_us * 5
 
 
+def test_operator_that_refuses_examples_is_predicted_after_a_warning() -> None:
+    b = GraphBuilder()
+    facts = b.done(b.call(aten.linalg_cholesky.default, b.input("x", 40, 50, 50), name="root"))
+    node, table = facts.nodes[find(facts, "root")], ProfileTable(None, HERE)
+    cost = ProfiledCost(ROUND, sizes=SIZES, table=table, device=torch.device("cpu"))
+    key = "aten.linalg_cholesky.default(float32[40,50,50])"
+    with pytest.warns(UserWarning, match=r"halley predicts aten.linalg_cholesky.default\(float32"):
+        first = cost(node)
+    assert first == cost(node) == 2 * 40 * 50 * 50 * 4 / 1e3  # bytes in and out; nothing warns now
+    assert cost.predicted == {key}
+    assert table.time_us(key) is None
+
+
 def test_contention_is_read_from_the_table(tmp_path: Path) -> None:
     path = tmp_path / "profiles.jsonl"
     assert ProfiledCost(ROUND, sizes=SIZES).contention == Contention()

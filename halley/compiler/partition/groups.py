@@ -70,11 +70,16 @@ def _whole_spans(flow: BatchFlow, nodes: Sequence[fx.Node]) -> list[Span]:
 
 
 def _must_stay_together(flow: BatchFlow, node: fx.Node) -> bool:
-    """Return whether a result cannot be divided again: rows, their numbers, what is on its way."""
+    """Return whether a result cannot be divided again: rows, their numbers, what is on its way.
+
+    Nor can several results at once, but each of them.
+    """
     axes: Axes = flow.axes.get(node)
     each = axes if isinstance(axes, tuple) else (axes,)
     started = collective_kind(node) is not None and any(map(is_wait, node.users))
-    return started or any(axis is not None and not isinstance(axis, Batch) for axis in each)
+    has_several = isinstance(node.meta.get("val"), tuple | list)
+    undivided = any(axis is not None and not isinstance(axis, Batch) for axis in each)
+    return started or has_several or undivided
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
