@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def _record_launches() -> dict[str, tuple[Any, ...]]:
                 name = f"{sys._getframe(3).f_code.co_name}.{part}"
             if name == "weight_gemm":
                 name += ".{0.run}x{0.block_n}".format(frame.f_locals["tile"])
+                name += ".wide" * frame.f_locals["is_wide"] + ".add" * frame.f_locals["accumulate"]
             if options.get("overlaps"):
                 name += ".beside"
             launches.setdefault(name, (kernel, args, constants, options))
@@ -151,11 +152,17 @@ def _launch_all(*, num_experts: int, top_k: int, hidden_size: int, intermediate_
         x_TD, weights_TK, x_RD, pre_RG, dweight_RC, up_LGD=up_LGD, topk_idx_TK=idx_TK,
         weights_home_WTK=weights_TK, weights_home_ptrs_W=table, **home,
     )  # fmt: skip
-    for run, overlaps in ((1, False), (0, False), (1, True), (0, True)):
-        tile = replace(knobs.weight, run=run)
+    wide_LDF = empty(*down_LDF.shape, dtype=torch.float32)
+    for out_LMN, accumulate, overlaps in (
+        (down_LDF, False, False),
+        (down_LDF, False, True),
+        (down_LDF, True, False),
+        (wide_LDF, False, False),
+        (wide_LDF, True, False),
+    ):
         weight_gemm.weight_gemm(
-            down_LDF, x_RD, h_RF, expert_begin=words, expert_rows=words, tile=tile,
-            num_programs=132, overlaps=overlaps,
+            out_LMN, x_RD, h_RF, expert_begin=words, expert_rows=words, tile=knobs.weight,
+            num_programs=132, accumulate=accumulate, overlaps=overlaps,
         )  # fmt: skip
 
 
@@ -284,13 +291,13 @@ def test_what_the_compiler_makes_of_the_kernels(model: str) -> None:
     for name in FUSED:
         _check_tiles(name, compiled[f"{name}.multiply"])
         _check_room(name, compiled[f"{name}.multiply"], compiled[f"{name}.move"])
-    beside = [name for name in compiled if name.startswith("weight_gemm") and "beside" in name]
-    assert beside
-    for name in beside:
-        _check_room("weights", compiled[name], compiled["dgrad_combine.move"])
-    pairs = [kernel for name, kernel in compiled.items() if name == "weight_gemm.8x128"]
-    assert len(pairs) == (model != "mixtral")  # which has few experts
-    for pair in pairs:
+    weights = {name for name in compiled if name.startswith("weight_gemm")}
+    plain = "1x256" if model == "mixtral" else "8x128"  # which has few experts, of many rows
+    others = ("1x256.beside", "1x256.add", "1x256.wide", "1x256.wide.add")
+    assert weights == {f"weight_gemm.{each}" for each in (plain, *others)}
+    _check_room("weights", compiled["weight_gemm.1x256.beside"], compiled["dgrad_combine.move"])
+    if model != "mixtral":
+        pair = compiled["weight_gemm.8x128"]
         assert 2 * (pair.num_shared_bytes + RESERVED_BYTES) <= MULTIPROCESSOR_BYTES
         assert 2 * 32 * pair.num_warps * pair.num_registers <= MULTIPROCESSOR_REGISTERS
     for name in ("make_plan", "stage_again", "gemm_combine.move", "dgrad_combine.move"):
