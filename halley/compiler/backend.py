@@ -45,7 +45,7 @@ def run(
 
     Args:
         gm: with functional collectives.
-        options: as of the backend; ``inner`` does not matter.
+        options: as of the backend; ``inner`` says what will compile the graph, for its price.
         batch_inputs: names of the inputs that have the batch as their first dimension. Without
             any, as in a graph of backward, nothing runs in parts.
 

@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast, final
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 
 from halley.compiler.collectives import collective_kind, find_operator, group_of, operator_name
 from halley.compiler.fake import with_values
+from halley.compiler.fusion import Border, fused_us, is_fused, is_join
 from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
@@ -42,7 +43,9 @@ class ProfiledCost:
         device: where to measure; None never measures.
 
     Attributes:
-        predicted: keys of the operations that no measurement stands behind.
+        predicted: keys of the operations that no measurement stands behind; not of fused ones.
+        borders: of the nodes of the graph as it is now that Inductor fuses: they cost what crosses
+            the borders of kernels, and are not measured. None prices each operator alone.
         measuring_s: what measurements have taken.
         contention: of the table; none where it has no such figures.
     """
@@ -56,6 +59,7 @@ class ProfiledCost:
         device: torch.device | None = None,
     ) -> None:
         self.predicted: set[str] = set()
+        self.borders: Mapping[fx.Node, Border] | None = None
         self.measuring_s = 0.0
         self.contention = (table and table.contention) or NO_CONTENTION
         self._predictor = predictor
@@ -69,6 +73,8 @@ class ProfiledCost:
             curve = self._table.curve(operator_name(node)) if self._table else None
             sent = self._sizes.num_bytes(_value(node.all_input_nodes[0]))
             return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
+        if self.borders is not None and (is_fused(node) or is_join(node)):
+            return fused_us(node, self.borders, predictor=self._predictor, sizes=self._sizes)
         key = node_key(node, self._sizes)
         if self._table is not None:
             known, may = self._table.time_us(key), not self._table.offline

@@ -18,6 +18,7 @@ from halley.compiler.collectives import (
     signature,
     unknown_collectives,
 )
+from halley.compiler.fusion import find_borders
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
 from halley.compiler.group_cost import measure_group
 from halley.compiler.node_cost import ProfiledCost
@@ -81,6 +82,7 @@ def run_passes(
             sizes=sizes,
             max_bytes=max_bytes,
         )
+        _note_borders(graph, options, cost, sizes)
         facts = GraphFacts(graph)
     order = list(range(len(facts.nodes)))
     if options.moves_gradients:
@@ -246,7 +248,9 @@ def _build_cost(
     device = device_of(graph)
     predictor = Predictor(options.hardware or _hardware_of(device))
     if not options.profiles:
-        return ProfiledCost(predictor, sizes=sizes)
+        cost = ProfiledCost(predictor, sizes=sizes)
+        _note_borders(graph, options, cost, sizes)
+        return cost
     plans = council is None or council.rank == 0
     num_ranks = 1 if council is None else council.num_ranks
     table = ProfileTable(
@@ -261,7 +265,14 @@ def _build_cost(
         predictor, sizes=sizes, table=table, device=device if options.measure and plans else None
     )
     cost.measuring_s = time.perf_counter() - begin_s
+    _note_borders(graph, options, cost, sizes)
     return cost
+
+
+def _note_borders(graph: fx.Graph, options: Options, cost: ProfiledCost, sizes: Sizes) -> None:
+    """Tell a cost what the inner compiler fuses of the graph as it is now."""
+    if options.inner == "inductor":
+        cost.borders = find_borders(graph, sizes)
 
 
 def _hardware_of(device: torch.device) -> Hardware:

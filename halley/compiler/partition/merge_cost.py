@@ -105,7 +105,7 @@ class MergeCost:
             for _ in range(self._num_parts)
         ]
         cat = _ATEN.cat.default
-        time_us = self._price("cat", node, lambda: self._call(cat, parts, result=whole))
+        time_us = self._price("cat", node, lambda: self._call(cat, parts, result=whole, of=node))
         if isinstance(axis, Batch):
             return time_us
         order = self._int64(axis, whole)
@@ -124,8 +124,10 @@ class MergeCost:
             self._known[key] = self._cost(make())
         return self._known[key]
 
-    def _call(self, target: object, *operands: object, result: object) -> fx.Node:
-        return self._shadows.call(target, *operands, result=result)
+    def _call(
+        self, target: object, *operands: object, result: object, of: fx.Node | None = None
+    ) -> fx.Node:
+        return self._shadows.call(target, *operands, result=result, of=of)
 
     def _is_new(self, layout: Layout, part: int | None) -> bool:
         key = (layout, part)

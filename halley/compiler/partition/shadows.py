@@ -6,6 +6,7 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
+from halley.compiler.fusion import WHOLE
 from halley.compiler.partition.axes import Axes, Axis, Batch, BatchFlow, Division, Rows
 from halley.compiler.sizes import Sizes
 
@@ -34,21 +35,32 @@ class Shadows:
             if source.op == "get_attr":
                 return self._graph.create_node("get_attr", source.target)
             axes = call.splits.get(source) or self._flow.axes[source]
-            return self.placeholder(self.value_of_part(source.meta["val"], axes, num_parts))
+            part = self.value_of_part(source.meta["val"], axes, num_parts)
+            return self.placeholder(part, of=source)
 
         args = cast(tuple[Any, ...], fx.map_arg(node.args, operand))
         kwargs = cast(dict[str, Any], fx.map_arg(node.kwargs, operand))
         shadow = self._graph.call_function(cast(Any, node.target), args, kwargs)
         shadow.meta["val"] = self.value_of_part(node.meta["val"], self._flow.axes[node], num_parts)
+        shadow.meta[WHOLE] = node
         return shadow
 
-    def call(self, target: Any, *operands: object, result: object) -> fx.Node:
-        """Return a call of values that returns a value; a list of tensors is one operand."""
+    def call(
+        self, target: Any, *operands: object, result: object, of: fx.Node | None = None
+    ) -> fx.Node:
+        """Return a call of values that returns a value; a list of tensors is one operand.
+
+        Args:
+            target: operator.
+            operands: values.
+            result: value.
+            of: node whose parts the operands are.
+        """
 
         def operand(value: object) -> Any:
             if isinstance(value, list):
                 return list(map(operand, cast(list[object], value)))
-            return self.placeholder(value) if isinstance(value, torch.Tensor) else value
+            return self.placeholder(value, of=of) if isinstance(value, torch.Tensor) else value
 
         node = self._graph.call_function(target, tuple(map(operand, operands)))
         node.meta["val"] = result
@@ -58,10 +70,12 @@ class Shadows:
         """Return the shape of a tensor, sizes that depend on data as they are assumed."""
         return tuple(self._sizes.shape(cast(torch.Tensor, value)))
 
-    def placeholder(self, value: object) -> fx.Node:
-        """Return an input that has a value."""
+    def placeholder(self, value: object, *, of: fx.Node | None = None) -> fx.Node:
+        """Return an input that has a value, that of a node's part if one is given."""
         node = self._graph.create_node("placeholder", "x")
         node.meta["val"] = value
+        if of is not None:
+            node.meta[WHOLE] = of
         return node
 
     def value_of_part(self, value: object, axes: Axes, num_parts: int) -> object:

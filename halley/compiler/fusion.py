@@ -1,0 +1,163 @@
+"""What Inductor makes kernels of itself, and the bytes that cross the borders of those kernels."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from halley.compiler.collectives import find_operator, operator_name
+from halley.compiler.graph import NodeKind, is_empty, is_product, is_random, node_kind, writes
+from halley.compiler.sizes import Sizes
+from halley.cost.predict import Predictor
+
+
+WHOLE = "halley_whole"  # in the meta of a node of a part that is only priced: the graph's node
+_TAGS = frozenset({"pointwise", "reduction"})
+_GATHERS = frozenset(
+    f"aten::{name}"
+    for name in ("embedding", "gather", "index", "_unsafe_index", "index_select", "take")
+)
+# Torch tags no casts, no fills, and none that Inductor first takes to pieces.
+_FUSED = _GATHERS | frozenset(
+    [f"aten::{name}" for name in ("_to_copy", "arange", "full", "full_like", "ones", "zeros")]
+    + [f"aten::{name}" for name in ("ones_like", "zeros_like", "scalar_tensor", "constant_pad_nd")]
+    + [f"aten::{name}" for name in ("native_layer_norm", "native_layer_norm_backward")]
+    + [f"aten::{name}" for name in ("_fused_rms_norm", "_fused_rms_norm_backward")]
+    + [f"aten::{name}" for name in ("_softmax", "_softmax_backward_data", "slice_scatter")]
+    + [f"aten::{name}" for name in ("_log_softmax", "_log_softmax_backward_data")]
+    + [f"aten::{name}" for name in ("nll_loss_forward", "nll_loss_backward", "select_scatter")]
+    + ["prims::iota", "prims::prepare_softmax_online"]
+)
+_JOIN = "aten::cat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Border:
+    """What a node moves that is in a kernel with others.
+
+    Attributes:
+        reads: nodes whose results come from memory, and that no other node of the kernel reads.
+        writes: whether something outside of the kernel reads the result.
+    """
+
+    reads: frozenset[fx.Node]
+    writes: bool
+
+
+def is_fused(node: fx.Node) -> bool:
+    """Return whether Inductor computes a node in a kernel of its own making, with its neighbours.
+
+    Not what it calls as it is: products, attention, sorts, sums along rows, collectives, operators
+    that are not torch's, and what writes to its arguments.
+    """
+    operator = find_operator(node)
+    if operator is None or operator.namespace not in ("aten", "prims"):
+        return False
+    if node_kind(node) is not NodeKind.COMPUTE or writes(node) or is_random(node):
+        return False
+    if is_product(node) or is_empty(node):
+        return False
+    return operator_name(node) in _FUSED or any(tag.name in _TAGS for tag in operator.tags)
+
+
+def is_join(node: fx.Node) -> bool:
+    """Return whether a node joins tensors: Inductor has kernels write right where they belong."""
+    return operator_name(node) == _JOIN
+
+
+def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
+    """Return the borders of all nodes of a graph that Inductor fuses.
+
+    A result stays inside of a kernel where its reader is fused too and does not wait, by another
+    way, for anything that is not: a residual comes from memory behind the product beside it. What
+    two such readers read counts for the first. Kernels are taken as large as that allows.
+    """
+    nodes = list(graph.nodes)
+    fused = {node: at for at, node in enumerate(nodes) if is_fused(node)}
+    above = dict.fromkeys(nodes, 0)  # bit masks of the nodes that each needs
+    behind = dict.fromkeys(nodes, 0)  # of those, the ones on whose way to it something is unfused
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in fused}
+    written: set[fx.Node] = set()
+    for node in nodes:
+        for source in node.all_input_nodes:
+            above[node] |= above[source]
+            behind[node] |= behind[source]
+            if source in fused:
+                above[node] |= 1 << fused[source]
+            elif _root(source) is source:
+                behind[node] |= above[source]
+        if node_kind(node) is NodeKind.VIEW:
+            continue
+        for source in filter(_has_bytes, node.all_input_nodes):
+            root = _root(source)
+            if node in fused and root in fused and not behind[node] >> fused[root] & 1:
+                continue
+            if root in fused:
+                written.add(root)
+            if node in fused:
+                # Two views of all of a tensor are one; two parts of it are not.
+                is_all = sizes.num_bytes(_value(source)) >= sizes.num_bytes(_value(root))
+                known = readers.setdefault(root if is_all else source, [])
+                if all(behind[node] >> fused[other] & 1 for other in known):
+                    reads[node].add(source)
+                known.append(node)
+    return {
+        node: Border(reads=frozenset(found), writes=node in written)
+        for node, found in reads.items()
+    }
+
+
+def fused_us(
+    node: fx.Node, borders: Mapping[fx.Node, Border], *, predictor: Predictor, sizes: Sizes
+) -> float:
+    """Predict a node that is fused, or a join, by the bytes that cross the border of its kernel.
+
+    Who writes out of a kernel pays its launch. A join copies only what kernels do not write right
+    there.
+
+    Args:
+        node: of the graph, or of a part; then ``WHOLE`` in its meta, and in that of its inputs,
+            tells of which nodes. A node without a border is a kernel alone.
+        borders: of the graph.
+        predictor: of passes over memory.
+        sizes: of what nodes return.
+    """
+    if is_join(node):
+        sources = [source for source in node.all_input_nodes if not is_fused(_root(_whole(source)))]
+        copied = sum(sizes.num_bytes(_value(source)) for source in sources)
+        return predictor.memory_us(2 * copied) if copied else 0.0
+    border = borders.get(_whole(node))
+    own = sizes.num_bytes(_value(node))
+    moved = 0
+    for whole, source in {_whole(source): source for source in node.all_input_nodes}.items():
+        if border is None or whole in border.reads:
+            # An expanded tensor is no more than what it is expanded from.
+            given = sizes.num_bytes(_value(source))
+            given = min(given, sizes.num_bytes(_value(_root(whole))))
+            moved += min(given, own) if operator_name(node) in _GATHERS else given
+    if border is None or border.writes:
+        return predictor.memory_us(moved + own)
+    return predictor.memory_us(moved, num_ops=0)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Return the node that a node is a view of, or itself."""
+    while node.op == "call_function" and _has_bytes(node) and node_kind(node) is NodeKind.VIEW:
+        if not node.all_input_nodes:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    return node.meta.get(WHOLE, node)
+
+
+def _has_bytes(node: fx.Node) -> bool:
+    return isinstance(_value(node), torch.Tensor | tuple | list)
+
+
+def _value(node: fx.Node) -> object:
+    return node.meta.get("val")
