@@ -19,16 +19,16 @@ _GATHERS = frozenset(
     for name in ("embedding", "gather", "index", "_unsafe_index", "index_select", "take")
 )
 # Torch tags no casts, no fills, and none that Inductor first takes to pieces.
-_FUSED = _GATHERS | frozenset(
-    [f"aten::{name}" for name in ("_to_copy", "arange", "full", "full_like", "ones", "zeros")]
-    + [f"aten::{name}" for name in ("ones_like", "zeros_like", "scalar_tensor", "constant_pad_nd")]
-    + [f"aten::{name}" for name in ("native_layer_norm", "native_layer_norm_backward")]
-    + [f"aten::{name}" for name in ("_fused_rms_norm", "_fused_rms_norm_backward")]
-    + [f"aten::{name}" for name in ("_softmax", "_softmax_backward_data", "slice_scatter")]
-    + [f"aten::{name}" for name in ("_log_softmax", "_log_softmax_backward_data")]
-    + [f"aten::{name}" for name in ("nll_loss_forward", "nll_loss_backward", "select_scatter")]
-    + ["prims::iota", "prims::prepare_softmax_online"]
-)
+_FUSED = _GATHERS | {
+    "aten::_to_copy", "aten::arange", "aten::scalar_tensor", "aten::constant_pad_nd",
+    "aten::full", "aten::full_like", "aten::ones", "aten::ones_like", "aten::zeros",
+    "aten::zeros_like", "aten::select_scatter", "aten::slice_scatter",
+    "aten::native_layer_norm", "aten::native_layer_norm_backward",
+    "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward",
+    "aten::_softmax", "aten::_softmax_backward_data", "aten::_log_softmax",
+    "aten::_log_softmax_backward_data", "aten::nll_loss_forward", "aten::nll_loss_backward",
+    "prims::iota", "prims::prepare_softmax_online",
+}  # fmt: skip
 _JOIN = "aten::cat"
 
 
