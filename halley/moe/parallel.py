@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from halley.core.sharding import check_tp_size
 
 
-_BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to hold
+BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to begin soon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def _sum_over(
     for gradient in gradients:
         bucket.append(gradient)
         num_bytes += gradient.nbytes
-        if num_bytes >= _BUCKET_BYTES:
+        if num_bytes >= BUCKET_BYTES:
             _sum_bucket(bucket, group=group, scale=scale)
             bucket, num_bytes = [], 0
     if bucket:

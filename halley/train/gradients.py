@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halley.moe.parallel import ParallelGroups
-
-
-_BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to begin soon
+from halley.moe.parallel import BUCKET_BYTES, ParallelGroups
 
 
 @dataclass(kw_only=True)
@@ -157,7 +154,7 @@ def _fill_buckets(
     for name in reversed(list(parameters)):
         is_expert = name in experts
         bucket = open_buckets.get(is_expert)
-        if bucket is None or 4 * bucket.numel >= _BUCKET_BYTES:
+        if bucket is None or 4 * bucket.numel >= BUCKET_BYTES:
             bucket = _Bucket(group=groups.edp if is_expert else groups.sums)
             open_buckets[is_expert] = bucket
         bucket.offsets[name] = bucket.numel

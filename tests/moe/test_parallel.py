@@ -87,10 +87,10 @@ def _sync(rank: int, num_ranks: int, ep_size: int, bucket_bytes: int) -> tuple[l
         torch.zeros(0),
     ]
     expert = [torch.tensor([4.0 * rank]), torch.tensor([4.0])]
-    before = parallel._BUCKET_BYTES
-    parallel._BUCKET_BYTES = bucket_bytes
+    before = parallel.BUCKET_BYTES
+    parallel.BUCKET_BYTES = bucket_bytes
     sync_gradients(iter(dense), iter(expert), groups=groups)
-    parallel._BUCKET_BYTES = before
+    parallel.BUCKET_BYTES = before
     norm = global_norm(iter(dense), iter(expert), groups=groups)
     destroy(groups)
     assert dense[1].dtype == torch.bfloat16

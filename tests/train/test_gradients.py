@@ -85,7 +85,7 @@ def test_microbatches_are_added_in_float32(run_ranks: Callable) -> None:
 
 
 def _small_buckets(rank: int, num_ranks: int, *case) -> tuple[dict, dict, list[int]]:
-    gradients._BUCKET_BYTES = 1  # a parameter each
+    gradients.BUCKET_BYTES = 1  # a parameter each
     return _sums(rank, num_ranks, *case)
 
 
