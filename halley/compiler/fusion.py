@@ -114,8 +114,8 @@ def fused_us(
 ) -> float:
     """Predict a node that is fused, or a join, by the bytes that cross the border of its kernel.
 
-    Who writes out of a kernel pays its launch. A join copies only what kernels do not write right
-    there.
+    Who writes out of a kernel pays for the shortest one at least. A join copies only what kernels
+    do not write right there.
 
     Args:
         node: of the graph, or of a part; then ``WHOLE`` in its meta, and in that of its inputs,
@@ -138,7 +138,7 @@ def fused_us(
             given = min(given, sizes.num_bytes(_value(_root(whole))))
             moved += min(given, own) if operator_name(node) in _GATHERS else given
     if border is None or border.writes:
-        return predictor.memory_us(moved + own)
+        return max(predictor.memory_us(moved + own, num_ops=0), predictor.hardware.kernel_us)
     return predictor.memory_us(moved, num_ops=0)
 
 

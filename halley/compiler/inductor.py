@@ -11,6 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
+from halley.compiler.expand import expand
 from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.options import Options
 from halley.compiler.passes import find_batch_inputs, run_passes
@@ -81,7 +82,9 @@ class InductorPass(CustomGraphPass):
         """Change one graph, forward or backward."""
         names = find_batch_inputs(graph, self._inputs)
         step_peak = self._step_peak.num_bytes
-        if report := run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak):
+        report = run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak)
+        expand(graph)
+        if report is not None:
             pin_order(graph)
             self._keep(report)
 
@@ -90,6 +93,19 @@ class InductorPass(CustomGraphPass):
 
         A rank that found one there would not come to the council, where the others wait for it.
         """
+        return None
+
+
+@final
+class ExpandPass(CustomGraphPass):
+    """Halley's operators as torch's own, for Inductor without the passes."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change one graph."""
+        expand(graph)
+
+    def uuid(self) -> object | None:
+        """Return None, as the passes do."""
         return None
 
 

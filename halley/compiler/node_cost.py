@@ -131,6 +131,10 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     """Predict a node by a roofline: arithmetic of a matrix product, or the bytes that it moves."""
     values = [_value(source) for source in node.all_input_nodes]
+    if not any(isinstance(value, torch.Tensor | tuple | list) for value in (*values, _value(node))):
+        return 0.0  # the host's, of numbers alone
+    if _is_read_by_host(node):
+        return predictor.hardware.read_us
     if collective_kind(node) == "fused":
         return _fused_us(node, predictor, sizes)
     if fills(node):  # reads a part and writes as much
@@ -143,6 +147,17 @@ def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
         return memory_us
     arithmetic_s = _product_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
     return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.launch_us)
+
+
+def _is_read_by_host(node: fx.Node) -> bool:
+    """Return whether a node copies from a GPU to the host's memory."""
+    value = _value(node)
+    sources = [_value(source) for source in node.all_input_nodes]
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and any(isinstance(each, torch.Tensor) and each.is_cuda for each in sources)
+    )
 
 
 def example_arguments(

@@ -85,7 +85,7 @@ def run_passes(
         _note_borders(graph, options, cost, sizes)
         facts = GraphFacts(graph)
     order = list(range(len(facts.nodes)))
-    if options.moves_gradients:
+    if options.moves_gradients or plan.ranges:  # what is put together of parts moves too
         plans = partial(plan_wgrad, cost=cost, sizes=sizes, contention=cost.contention)
         order = _share(councils, "order", partial(plans, facts, max_bytes=max_bytes))
     after = report(facts, order)

@@ -1,7 +1,7 @@
 """The weight-gradient pass's decisions for one graph, within its memory, and what they change."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.headroom import Headroom
@@ -10,9 +10,9 @@ from halley.compiler.node_cost import NodeCost, operations
 from halley.compiler.order import build_order, place_reductions
 from halley.compiler.partition.plan import RangeReport
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad import assign, find_units, label
-from halley.core.timeline import Span
-from halley.cost.graph_cost import GraphTime, graph_spans, time_of
+from halley.compiler.wgrad import Unit, assign, find_units, label
+from halley.core.timeline import Span, exposed_us
+from halley.cost.graph_cost import GraphTime, Operation, graph_spans, time_of
 from halley.cost.simulate import NO_CONTENTION, Contention
 
 
@@ -75,7 +75,7 @@ def plan_wgrad(
     units = find_units(facts, label(facts, all_to_alls), cost=cost)
     # In microseconds of computation as it is alone: so much runs behind an all-to-all.
     stretch = contention.comm / contention.compute
-    times_us = [works[index].duration_us * stretch for index in all_to_alls]
+    times_us = [time_us * stretch for time_us in _exposed_us(works, units, all_to_alls)]
     live = LiveBytes(facts, sizes)
     allowed = max_bytes
     for _ in range(_MAX_TRIES):
@@ -88,6 +88,22 @@ def plan_wgrad(
             return order
         allowed -= peak - max_bytes
     return identity
+
+
+def _exposed_us(
+    works: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
+) -> list[float]:
+    """Return for how long nothing runs beside each all-to-all that stays where it is."""
+    moved = {index for unit in units for index in unit.nodes}
+    stays = [
+        replace(work, duration_us=0.0) if index in moved else work
+        for index, work in enumerate(works)
+    ]
+    spans = graph_spans(stays, range(len(stays)))
+    compute = [span for span in spans if span.stream == "compute"]
+    own = {span.name: span for span in spans if span.stream == "comm"}
+    found = [own.get(works[index].name) for index in all_to_alls]
+    return [0.0 if span is None else exposed_us([span], compute) for span in found]
 
 
 def report_order(

@@ -59,7 +59,9 @@ def label(facts: GraphFacts, all_to_alls: Sequence[int]) -> dict[int, int]:
     """Return the movable nodes, each with the mask of all-to-alls that it may run behind.
 
     Movable is computation that feeds no collective that ranks meet in, that some all-to-all does
-    not feed, and that needs no reduced gradient: what does is the optimizer's.
+    not feed, and that needs no reduced gradient: what does is the optimizer's. It may run behind an
+    all-to-all if no product that it needs comes after the next one, which would have to wait for
+    that.
 
     Args:
         facts: of the graph.
@@ -67,12 +69,24 @@ def label(facts: GraphFacts, all_to_alls: Sequence[int]) -> dict[int, int]:
     """
     met = sum(1 << index for index in facts.find_collectives("all_to_all", "gather", "fused"))
     reduced = sum(1 << index for index in facts.find_collectives("reduce"))
+    movable = [
+        index
+        for index in facts.find(NodeKind.COMPUTE, NodeKind.VIEW)
+        if not (facts.descendants[index] & met or facts.ancestors[index] & reduced)
+        and not _stays(facts, index)
+    ]
+    products = sum(1 << index for index, node in enumerate(facts.nodes) if is_product(node))
+    products &= ~sum(1 << index for index in movable)
+    ends = [*all_to_alls[1:], len(facts.nodes)]
     found: dict[int, int] = {}
-    for index in facts.find(NodeKind.COMPUTE, NodeKind.VIEW):
+    for index in movable:
         ancestors = facts.ancestors[index]
-        if facts.descendants[index] & met or ancestors & reduced or _stays(facts, index):
-            continue
-        mask = sum(1 << at for at, a2a in enumerate(all_to_alls) if not ancestors >> a2a & 1)
+        latest = (ancestors & products).bit_length() - 1
+        mask = sum(
+            1 << at
+            for at, (a2a, end) in enumerate(zip(all_to_alls, ends, strict=True))
+            if not ancestors >> a2a & 1 and latest < end
+        )
         if mask:
             found[index] = mask
     return found

@@ -71,7 +71,8 @@ def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torc
     """
     idx_N = topk_idx_TK.flatten()
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=idx_N.device)
-    counts_E.index_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))  # DROPPED -> E
+    # Not index_add_: of that Inductor makes a sum one by one, half a millisecond on a GPU.
+    counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))  # DROPPED -> E
     return counts_E[:num_experts]
 
 

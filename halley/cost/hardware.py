@@ -15,6 +15,8 @@ class Hardware:
         link_bytes_per_s: all-to-all, bytes out of each device.
         link_latency_us: shortest all-to-all.
         launch_us: host time to issue one operation.
+        kernel_us: shortest kernel, with the gap before the next.
+        read_us: in which the device waits while the host reads a value and goes on.
     """
 
     name: str
@@ -24,6 +26,8 @@ class Hardware:
     link_bytes_per_s: float
     link_latency_us: float
     launch_us: float
+    kernel_us: float
+    read_us: float
 
 
 # Measured on four GPUs of one host with torch 2.11 and NCCL 2.28: grouped GEMM and NCCL
@@ -36,6 +40,8 @@ H200 = Hardware(
     link_bytes_per_s=278e9,
     link_latency_us=40.0,
     launch_us=6.0,
+    kernel_us=3.0,
+    read_us=50.0,
 )
 # The same chip with slower memory.
 H100 = Hardware(
@@ -46,6 +52,8 @@ H100 = Hardware(
     link_bytes_per_s=278e9,
     link_latency_us=40.0,
     launch_us=6.0,
+    kernel_us=3.0,
+    read_us=50.0,
 )
 # Data sheet; rates at the share of it that the H200 reaches.
 A100 = Hardware(
@@ -56,6 +64,8 @@ A100 = Hardware(
     link_bytes_per_s=180e9,
     link_latency_us=40.0,
     launch_us=6.0,
+    kernel_us=3.0,
+    read_us=50.0,
 )
 # One core a rank, gloo over loopback: the order of magnitude is what matters.
 CPU = Hardware(
@@ -66,6 +76,8 @@ CPU = Hardware(
     link_bytes_per_s=1e9,
     link_latency_us=300.0,
     launch_us=10.0,
+    kernel_us=10.0,
+    read_us=0.0,
 )
 
 KNOWN = (H200, H100, A100)

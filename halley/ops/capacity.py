@@ -6,7 +6,6 @@ parts; the second ranks all tokens of the batch, which no part of it can.
 """
 
 import torch
-import torch.nn.functional as F
 
 from halley.ops.library import define
 
@@ -65,7 +64,7 @@ def _take_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     in_order = topk_idx.t().flatten()
     # Counts along the inner dimension: along the outer one a GPU has a thread for each expert.
-    chosen = F.one_hot(in_order, used.shape[0]).t().contiguous()
+    chosen = in_order == torch.arange(used.shape[0], device=used.device)[:, None]
     place = (chosen.cumsum(1) + used[:, None]).gather(0, in_order[None])[0]
     kept = (place <= limit).view(topk_idx.t().shape).t()
     # Not contiguous(), which would leave the strides of a single column as they are.
@@ -96,9 +95,11 @@ _call_take_slots = define(
     "take_slots(Tensor topk_idx, Tensor used, int limit) -> (Tensor kept, Tensor used_after)",
     _take_slots,
     _fake_take_slots,
+    made_of_torch=True,
 )
 _call_take_slots_by_weight = define(
     "take_slots_by_weight(Tensor topk_idx, Tensor weights, int num_experts, int limit) -> Tensor",
     _take_slots_by_weight,
     _fake_take_slots_by_weight,
+    made_of_torch=True,
 )

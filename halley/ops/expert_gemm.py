@@ -79,9 +79,11 @@ _call_expert_gemm = define(
     _fake_expert_gemm,
     setup_context=_setup,
     backward=_backward,
+    made_of_torch=True,
 )
 define(
     "expert_weight_gemm(Tensor rows, Tensor grad, Tensor ends) -> Tensor",
     _expert_weight_gemm,
     _fake_expert_weight_gemm,
+    made_of_torch=True,
 )

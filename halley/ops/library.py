@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 
+# Operators of kernels that torch has too, once a compiler has seen them as one node each: what they
+# do, on tensors of a GPU, by name.
+MADE_OF_TORCH: dict[str, Callable[..., Any]] = {}
+
 _library = torch.library.Library("halley", "FRAGMENT")
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
@@ -27,6 +31,7 @@ def define(
     *,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    made_of_torch: bool = False,
 ) -> Callable[..., Any]:
     """Define ``halley::<schema>``; return what calls it by the shortest way.
 
@@ -36,6 +41,7 @@ def define(
         fake: its results without values.
         setup_context, backward: its gradient, as ``torch.library.register_autograd`` wants them;
             without, wanting one is an error.
+        made_of_torch: whether ``run`` can be traced on tensors of a GPU: it reads none of them.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
@@ -45,6 +51,8 @@ def define(
         f"halley::{name}", backward or _refuse, setup_context=setup_context, lib=_library
     )
     operator = getattr(torch.ops.halley, name).default
+    if made_of_torch:
+        MADE_OF_TORCH[f"halley::{name}"] = run
 
     def call(first: torch.Tensor, *others: object) -> Any:
         return (run if _is_plain(first) else operator)(first, *others)

@@ -107,11 +107,8 @@ def _order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) -> torc
 
     Example: counts [1, 1] and [2, 0] of rows a b and c d: the whole has a c d b, places 0, 2, 3, 1.
     """
-    counts_PS = counts.view(num_parts, -1)
-    place_S = torch.arange(counts_PS.shape[1], device=counts_PS.device)
-    place_PS = place_S.repeat(counts_PS.shape[0])
-    place_R = place_PS.repeat_interleave(counts_PS.flatten(), output_size=num_rows)
-    return place_R.argsort(stable=True)
+    order, *_ = _group_rows(counts.view(num_parts, -1), num_rows)
+    return order
 
 
 def _fake_order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) -> torch.Tensor:
@@ -128,7 +125,7 @@ def _fake_sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Te
 
 
 def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
-    return x.index_select(0, slots[:num_rows] // top_k)
+    return x.index_select(0, _first(slots, num_rows) // top_k)
 
 
 def _fake_gather_rows(
@@ -178,11 +175,11 @@ def _combine_backward(ctx, grad):
 def _combine_rows_backward(
     grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sent = slots[: rows.shape[0]]
+    sent = _first(slots, rows.shape[0])
     grad_of_row = grad.index_select(0, sent // weights.shape[1])
     weight_of_row = weights.to(grad.dtype).flatten().index_select(0, sent)
     grad_weights = _by_slot((grad_of_row * rows).sum(1, keepdim=True), slots)
-    return grad_of_row * weight_of_row[:, None], grad_weights.view_as(weights).to(weights.dtype)
+    return grad_of_row * weight_of_row.unsqueeze(1), grad_weights.view_as(weights).to(weights.dtype)
 
 
 def _fake_combine_rows_backward(
@@ -194,20 +191,35 @@ def _fake_combine_rows_backward(
 def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Return the rows at the places of their slots; zeros for dropped ones."""
     out = rows.new_zeros(slots.shape[0], rows.shape[1])
-    return out.index_copy_(0, slots[: rows.shape[0]], rows)
+    return out.index_copy_(0, _first(slots, rows.shape[0]), rows)
+
+
+def _first(values: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the first so many values; of a number that is not known yet by a look-up.
+
+    A slice would have another number than the one given, as far as a compiler knows.
+    """
+    if isinstance(number, int):
+        return values[:number]
+    return values.index_select(0, torch.arange(number, device=values.device))
 
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
-    num_ranks, num_local = counts.shape
-    expert = torch.arange(num_local, device=counts.device).repeat(num_ranks)
-    expert_R = expert.repeat_interleave(counts.flatten(), output_size=num_rows)
-    order = expert_R.argsort(stable=True)
-    inverse = torch.empty_like(order).scatter_(
-        0, order, torch.arange(num_rows, device=order.device)
-    )
     # Not contiguous(), which would return the input itself where there is one rank.
     by_expert = counts.t().clone(memory_format=torch.contiguous_format)
-    return order, inverse, counts.sum(0).cumsum(0).int(), by_expert
+    ends_WL = counts.flatten().cumsum(0).view_as(counts)
+    ends_LW = by_expert.flatten().cumsum(0).view_as(by_expert)
+    shift_WL = ends_LW.t() - ends_WL  # from arrival to order of expert
+    rows = torch.arange(num_rows, device=counts.device)
+    order = rows - _of_segment(shift_WL.t(), ends_LW, rows)
+    inverse = rows + _of_segment(shift_WL, ends_WL, rows)
+    return order, inverse, ends_LW[:, -1].int(), by_expert
+
+
+def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return, for each row, the value of the segment in which it stands."""
+    segments = torch.searchsorted(ends.flatten(), rows, right=True)
+    return values.flatten().index_select(0, segments)
 
 
 def _fake_group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
@@ -240,6 +252,7 @@ _call_sort_slots = define(
     "sort_slots(Tensor topk_idx, int num_experts) -> (Tensor slots, Tensor counts)",
     _sort_slots,
     _fake_sort_slots,
+    made_of_torch=True,
 )
 _call_gather_rows = define(
     "gather_rows(Tensor x, Tensor slots, SymInt num_rows, int top_k) -> Tensor",
@@ -247,11 +260,13 @@ _call_gather_rows = define(
     _fake_gather_rows,
     setup_context=_gather_setup,
     backward=_gather_backward,
+    made_of_torch=True,
 )
 define(
     "gather_rows_backward(Tensor grad, Tensor slots, int top_k) -> Tensor",
     _gather_rows_backward,
     _fake_gather_rows_backward,
+    made_of_torch=True,
 )
 _call_combine_rows = define(
     "combine_rows(Tensor rows, Tensor slots, Tensor weights) -> Tensor",
@@ -259,18 +274,21 @@ _call_combine_rows = define(
     _fake_combine_rows,
     setup_context=_combine_setup,
     backward=_combine_backward,
+    made_of_torch=True,
 )
 define(
     "combine_rows_backward(Tensor grad, Tensor rows, Tensor slots, Tensor weights)"
     " -> (Tensor grad_rows, Tensor grad_weights)",
     _combine_rows_backward,
     _fake_combine_rows_backward,
+    made_of_torch=True,
 )
 _call_group_rows = define(
     "group_rows(Tensor counts, SymInt num_rows)"
     " -> (Tensor order, Tensor inverse, Tensor ends, Tensor counts_by_expert)",
     _group_rows,
     _fake_group_rows,
+    made_of_torch=True,
 )
 _call_permute_rows = define(
     "permute_rows(Tensor rows, Tensor order, Tensor inverse) -> Tensor",
@@ -278,11 +296,13 @@ _call_permute_rows = define(
     _fake_permute_rows,
     setup_context=_permute_setup,
     backward=_permute_backward,
+    made_of_torch=True,
 )
 define(
     "order_of_parts(Tensor counts, int num_parts, SymInt num_rows) -> Tensor",
     _order_of_parts,
     _fake_order_of_parts,
+    made_of_torch=True,
 )
 # For compilers, which put together what rows of parts were.
 order_of_parts = torch.ops.halley.order_of_parts.default

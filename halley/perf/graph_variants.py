@@ -134,12 +134,16 @@ class Workshop:
     def _overlapped(self) -> Loss:
         """Return the model compiled by Inductor with its own scheduler of overlap.
 
-        Its other settings are Inductor's own. A rank that found a graph in the cache would not come
-        to where the others compare their estimates, so there is none.
+        It sees Halley's operators as it does behind the passes. Its other settings are Inductor's
+        own. A rank that found a graph in the cache would not come to where the others compare their
+        estimates, so there is none.
         """
+        from halley.compiler.inductor import ExpandPass  # imports Triton
+
         options: dict[str, Any] = {
             "aten_distributed_optimizations.enable_overlap_scheduling": True,
             "fx_graph_cache": False,
+            "post_grad_custom_post_pass": ExpandPass(),
         }
         compiled = torch.compile(
             self.subject.whole, backend="inductor", fullgraph=True, options=options

@@ -26,7 +26,12 @@ from tests.compiler.graph_case import GraphBuilder, aten
 SIZES = Sizes(1)
 # 1000 bytes a microsecond.
 SLOW = dataclasses.replace(
-    H200, memory_bytes_per_s=1e9, link_bytes_per_s=2e8, link_latency_us=5.0, launch_us=0.5
+    H200,
+    memory_bytes_per_s=1e9,
+    link_bytes_per_s=2e8,
+    link_latency_us=5.0,
+    launch_us=0.5,
+    kernel_us=0.5,
 )
 
 

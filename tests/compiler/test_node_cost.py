@@ -31,6 +31,8 @@ ROUND = Predictor(
         link_bytes_per_s=1e7,
         link_latency_us=20.0,
         launch_us=5.0,
+        kernel_us=1.0,
+        read_us=2.0,
     )
 )
 

@@ -20,7 +20,12 @@ from tests.compiler.gpt2_model import SEQ_LEN
 
 # Memory and wire are so slow that bytes count, not launches.
 SLOW = dataclasses.replace(
-    H200, memory_bytes_per_s=1e9, link_bytes_per_s=2e8, link_latency_us=5.0, launch_us=0.5
+    H200,
+    memory_bytes_per_s=1e9,
+    link_bytes_per_s=2e8,
+    link_latency_us=5.0,
+    launch_us=0.5,
+    kernel_us=0.5,
 )
 NUMBERS = (2, 3, 4, 6)
 

@@ -75,6 +75,16 @@ def _along(call: Call) -> Division | Refusal:
     return Division(result=axis)
 
 
+def _softmax_sums(call: Call) -> Division | Refusal:
+    """Divide largest elements and sums of exponents, each kept as a dimension of one."""
+    axis = call.axis(call.node.args[0])
+    if not isinstance(axis, Batch | Rows) or axis.dim in _dims(
+        call, len(shape_of(call.node.args[0]))
+    ):
+        return call.refused("goes along the batch")
+    return Division(result=(axis, axis))
+
+
 def _norm(call: Call) -> Division | Refusal:
     axis, shape = call.axis(call.node.args[0]), shape_of(call.node.args[0])
     normalized: Sequence[int] = call.get("normalized_shape")
@@ -183,6 +193,7 @@ MATH_RULES: dict[str, Rule] = {
     "aten::empty_like": pointwise,
     **{f"aten::{name}": _reduce for name in _REDUCTIONS},
     **{f"aten::{name}": _along for name in _ALONG},
+    "prims::prepare_softmax_online": _softmax_sums,
     "aten::native_layer_norm": _norm,
     "aten::_fused_rms_norm": _norm,
     "aten::mm": _mm,

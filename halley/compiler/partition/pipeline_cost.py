@@ -66,8 +66,16 @@ class PipelineCost:
         """Return the time of nodes in their order."""
         return self._time([self._whole_work(node) for node in nodes])
 
-    def in_parts(self, region: Region, num_parts: int) -> float:
-        """Return the time of a region in parts, in the order of the pipeline."""
+    def in_parts(self, region: Region, num_parts: int, *, defers_merges: bool = False) -> float:
+        """Return the time of a region in parts, in the order of the pipeline.
+
+        Args:
+            region: of the graph.
+            num_parts: of the batch.
+            defers_merges: whether parts are put together while others travel, if only backward or
+                nobody waits for the whole: then for free, as long as communication takes longer
+                than all computation.
+        """
         divided = {node for stage in region.stages for node in stage}
         merges = MergeCost(
             region,
@@ -89,15 +97,20 @@ class PipelineCost:
             works.append(_Work((node, part), before, self._part(node, num_parts), role))
             if fill_us := merges.fill(node, part):
                 works.append(_Work((node, -1 - part), [(node, part)], fill_us, "compute"))
+        deferred_us = 0.0
         for ending, node in region.after:
             if ending == "merge":
                 parts = [(node, at) for at in range(-num_parts, num_parts)]
                 merge_us = merges.merge(node)
+                if defers_merges:
+                    deferred_us += merge_us
+                    merge_us = 0.0
                 role = "compute" if merge_us else "free"
                 works.append(_Work((node, None), parts, merge_us, role))
             else:
                 works.append(self._whole_work(node))
-        return self._time(works)
+        compute_us = sum(work.duration_us for work in works if work.role == "compute")
+        return max(self._time(works), compute_us + deferred_us)
 
     def _time(self, works: Sequence[_Work]) -> float:
         """Return the time of works in their order."""

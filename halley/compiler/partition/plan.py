@@ -28,6 +28,9 @@ from halley.compiler.sizes import Sizes
 from halley.cost.simulate import NO_CONTENTION, Contention
 
 
+# Lancet has one layer. With two, the computation between them hides as well; with more, little is
+# gained that the search does not take.
+LAYERS_A_RANGE = 2
 RANGE = "halley_range"  # in a node's meta: the range of a plan that it comes from
 
 
@@ -160,7 +163,7 @@ class _Planner:
 
     def plan(self) -> PartitionPlan:
         steps = [after - before for before, after in pairwise(self._layers)]
-        max_items = max(steps, default=len(self._groups))  # one pipeline a layer
+        max_items = LAYERS_A_RANGE * max(steps, default=len(self._groups))
         chosen = choose_ranges(
             len(self._groups),
             max_items=max_items,
@@ -193,13 +196,16 @@ class _Planner:
             choice = Choice(1, as_is_us)
             if isinstance(region, Region) and self._is_given and self._numbers:
                 number = self._numbers[0]
-                choice = Choice(number, self._price.in_parts(region, number))
+                choice = Choice(number, self._in_parts(region, number))
             elif isinstance(region, Region):
                 choice = choose_parts(
-                    as_is_us, self._numbers, lambda number: self._price.in_parts(region, number)
+                    as_is_us, self._numbers, lambda number: self._in_parts(region, number)
                 )
             self._known[key] = choice, as_is_us
         return self._known[key]
+
+    def _in_parts(self, region: Region, num_parts: int) -> float:
+        return self._price.in_parts(region, num_parts, defers_merges=True)
 
     def _signature(self, start: int, stop: int) -> str:
         """Return what the price of a range depends on: the layers of a model are alike."""

@@ -1,7 +1,9 @@
 """A range of a graph as a pipeline of parts: what comes before, in parts, and after them.
 
-Computation and all-to-alls of the range take turns; each turn is a stage. Parts run stage by stage,
-and within a stage one after another: while the all-to-all of one part travels, the next computes.
+Computation and all-to-alls of rows take turns; each turn is a stage. Parts run stage by stage, and
+within a stage one after another: while the all-to-all of one part travels, the next computes. The
+few bytes that say how many rows there are travel within a stage: were they one of their own, no
+part's rows could leave before the last part has chosen experts.
 
 Source: Lancet (arXiv:2404.19429), section 5.
 """
@@ -14,7 +16,16 @@ from torch import fx
 
 from halley.compiler.collectives import collective_kind
 from halley.compiler.graph import is_random, is_view, writes
-from halley.compiler.partition.axes import Batch, BatchFlow, Counts, Division, Index, Last, Refusal
+from halley.compiler.partition.axes import (
+    Batch,
+    BatchFlow,
+    Counts,
+    Division,
+    Index,
+    Last,
+    Refusal,
+    Rows,
+)
 
 
 # How a node behind the parts comes to be: it runs as before; it ran in parts and runs again on the
@@ -28,7 +39,7 @@ class Region:
 
     Attributes:
         before: nodes that do not wait for parts, in order.
-        stages: nodes that run in parts, in order; all stages but the last end with an all-to-all.
+        stages: nodes that run in parts, in order; all but the last end with an all-to-all of rows.
         after: nodes that wait for parts, and those that ran in parts of which others want the
             whole, in order.
     """
@@ -77,7 +88,7 @@ def find_region(flow: BatchFlow, nodes: Sequence[fx.Node]) -> Region | str:
             return f"{node.name} is waited for outside of the range, or not in parts"
     return Region(
         before=tuple(node for node in nodes if node not in divided and node not in late),
-        stages=_stages([node for node in nodes if node in divided]),
+        stages=_stages(flow, [node for node in nodes if node in divided]),
         after=_ending(flow, nodes, divided, late),
     )
 
@@ -89,11 +100,11 @@ def _runs_in_parts(flow: BatchFlow, node: fx.Node, divided: set[fx.Node]) -> boo
     return all(axis is None or isinstance(axis, Batch) for axis in given)
 
 
-def _stages(divided: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
+def _stages(flow: BatchFlow, divided: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
     stages: list[list[fx.Node]] = [[]]
     for node in divided:
         stages[-1].append(node)
-        if collective_kind(node) == "all_to_all":
+        if collective_kind(node) == "all_to_all" and isinstance(flow.axes[node], Rows):
             stages.append([])
     return tuple(map(tuple, stages))
 

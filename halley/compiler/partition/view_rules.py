@@ -180,4 +180,5 @@ VIEW_RULES: dict[str, Rule] = {
     "aten::alias": _copy,
     "aten::_to_copy": _copy,
     "prims::convert_element_type": _copy,
+    "prims::device_put": _copy,  # as Inductor has counts that the host reads
 }
