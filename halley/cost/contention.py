@@ -38,9 +38,10 @@ def measure_contention(
     product_us = measure_us(product, device=device)
     alone_us = measure_us(lambda: exchange().wait(), device=device)
     beside = _beside_on_gpu if device.type == "cuda" else _beside_on_cpu
-    trials = [
-        beside(product, exchange, _PRODUCTS_BESIDE * alone_us / product_us) for _ in range(_TRIALS)
-    ]
+    trials: list[tuple[float, float]] = []
+    for _ in range(_TRIALS):
+        exchange().wait()  # ranks meet: one still at its products would seem a slow collective
+        trials.append(beside(product, exchange, _PRODUCTS_BESIDE * alone_us / product_us))
     return Contention(
         compute=max(1.0, median(us / max(1.0, count) for us, count in trials) / product_us),
         comm=max(1.0, median(us for us, _ in trials) / alone_us),

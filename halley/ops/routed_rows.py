@@ -45,6 +45,20 @@ def sort_slots(topk_idx_TK: torch.Tensor, *, num_experts: int) -> tuple[torch.Te
     return _call_sort_slots(topk_idx_TK, num_experts)
 
 
+def read_counts(
+    sent_WL: torch.Tensor, arrived_WL: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many rows go to each rank and come from each, in the host's memory, ``(W,)`` each.
+
+    The host waits once for both.
+
+    Args:
+        sent_WL: rows for each local expert of each rank, int64.
+        arrived_WL: rows of each rank for each local expert here, int64.
+    """
+    return _call_read_counts(sent_WL, arrived_WL)
+
+
 def gather_rows(
     x_TD: torch.Tensor, slots_N: torch.Tensor, *, num_rows: int, top_k: int
 ) -> torch.Tensor:
@@ -122,6 +136,18 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 
 def _fake_sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     return topk_idx.new_empty(topk_idx.numel()), topk_idx.new_empty(num_experts)
+
+
+def _read_counts(sent: torch.Tensor, arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.stack([sent.sum(1), arrived.sum(1)]).cpu()
+    return both[0].clone(), both[1].clone()
+
+
+def _fake_read_counts(
+    sent: torch.Tensor, arrived: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    own, others = (counts.new_empty(counts.shape[0], device="cpu") for counts in (sent, arrived))
+    return own, others
 
 
 def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
@@ -252,6 +278,12 @@ _call_sort_slots = define(
     "sort_slots(Tensor topk_idx, int num_experts) -> (Tensor slots, Tensor counts)",
     _sort_slots,
     _fake_sort_slots,
+    made_of_torch=True,
+)
+_call_read_counts = define(
+    "read_counts(Tensor sent, Tensor arrived) -> (Tensor sent_splits, Tensor arrived_splits)",
+    _read_counts,
+    _fake_read_counts,
     made_of_torch=True,
 )
 _call_gather_rows = define(

@@ -19,7 +19,14 @@ from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.ops.expert_gemm import expert_gemm
 from halley.ops.experts import check_alignment
-from halley.ops.routed_rows import combine_rows, gather_rows, group_rows, permute_rows, sort_slots
+from halley.ops.routed_rows import (
+    combine_rows,
+    gather_rows,
+    group_rows,
+    permute_rows,
+    read_counts,
+    sort_slots,
+)
 from halley.strategies.base import AbstractStrategy, check_inputs, under_autocast
 from halley.strategies.sketch import pipeline_tasks
 
@@ -52,7 +59,7 @@ class FunctionalStrategy(AbstractStrategy):
         slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
         sent_WL = counts_E.view(self.ep_size, num_local)
         arrived_WL = self._exchange_counts(sent_WL)
-        send_splits, recv_splits = _read_splits(sent_WL), _read_splits(arrived_WL)
+        send_splits, recv_splits = _read_splits(sent_WL, arrived_WL)
 
         rows_ND = gather_rows(x_TD, slots_N, num_rows=sum(send_splits), top_k=idx_TK.shape[1])
         arrived_RD = self._exchange(rows_ND, send_splits, recv_splits)
@@ -83,9 +90,10 @@ class FunctionalStrategy(AbstractStrategy):
         return fc.wait_tensor(arrived_RD)
 
 
-def _read_splits(counts_WL: torch.Tensor) -> list[int]:
-    splits = counts_WL.sum(dim=1).cpu().tolist()  # the host waits once, and not for each number
-    for split in splits:
+def _read_splits(sent_WL: torch.Tensor, arrived_WL: torch.Tensor) -> tuple[list[int], list[int]]:
+    sent_W, arrived_W = read_counts(sent_WL, arrived_WL)
+    splits = sent_W.tolist(), arrived_W.tolist()
+    for split in (*splits[0], *splits[1]):
         torch._check(split >= 0)
     return splits
 

@@ -41,6 +41,7 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     order_R, inverse_R, *_ = ops.group_rows(counts_WL, 10)
     return {
         "sort_slots": (lambda idx: ops.sort_slots(idx, E), (idx_TK,)),
+        "read_counts": (ops.read_counts.default, (counts_WL, counts_WL.flip(0))),
         "gather_rows": (lambda x, s: ops.gather_rows(x, s, num_rows, K), (x_TD, slots_N)),
         "gather_rows_backward": (
             lambda g, s: ops.gather_rows_backward(g, s, K),
@@ -110,8 +111,8 @@ def test_sizes_that_depend_on_data_stay_what_they_are(run_ranks) -> None:
     for same, before, after in run_ranks(_expanded_on_cpu, 2):
         assert before - after == {
             f"halley::{name}"
-            for name in ("take_slots", "sort_slots", "gather_rows", "group_rows", "permute_rows")
-        } | {"halley::combine_rows"}
+            for name in ("take_slots", "sort_slots", "read_counts", "gather_rows", "group_rows")
+        } | {"halley::permute_rows", "halley::combine_rows"}
         assert after == {"halley::expert_gemm"}
         assert same
 

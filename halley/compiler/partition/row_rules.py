@@ -53,6 +53,13 @@ def _sort_slots(call: Call) -> Division | Refusal:
     return Division(result=(Index(layout), Counts(layout)))
 
 
+def _read_counts(call: Call) -> Division | Refusal:
+    sent, arrived = (call.axis(argument) for argument in call.node.args[:2])
+    if isinstance(sent, Counts) and isinstance(arrived, Counts):
+        return Division(result=(sent, arrived))
+    return call.refused("reads what is not counted over the batch")
+
+
 def _gather_rows(call: Call) -> Division | Refusal:
     x, slots, num_rows = (call.axis(argument) for argument in call.node.args[:3])
     if isinstance(x, Batch) and isinstance(slots, Index) and num_rows == Counts(slots.layout):
@@ -137,6 +144,7 @@ ROW_RULES: dict[str, Rule] = {
     "halley::take_slots": _take_slots,
     "halley::take_slots_by_weight": _take_slots_by_weight,
     "halley::sort_slots": _sort_slots,
+    "halley::read_counts": _read_counts,
     "halley::gather_rows": _gather_rows,
     "halley::combine_rows": _combine_rows,
     "halley::group_rows": _group_rows,
