@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 
 from halley.compiler.collectives import collective_kind, find_operator, group_of, operator_name
 from halley.compiler.fake import with_values
-from halley.compiler.fusion import Border, fused_us, is_fused, is_join
+from halley.compiler.fusion import WHOLE, Border, fused_us, is_fused, is_join
 from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
@@ -20,6 +20,7 @@ from halley.cost.profiles import ProfileTable, operation_key
 from halley.cost.simulate import NO_CONTENTION
 
 
+_STEP = 7919  # a prime: neighbours' places are far apart
 NodeCost = Callable[[fx.Node], float]
 ROLES: dict[NodeKind, Role] = {
     NodeKind.INPUT: "free",
@@ -73,6 +74,8 @@ class ProfiledCost:
             curve = self._table.curve(operator_name(node)) if self._table else None
             sent = self._sizes.num_bytes(_value(node.all_input_nodes[0]))
             return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
+        if is_read(node):
+            return self._predictor.hardware.read_us
         if self.borders is not None and (is_fused(node) or is_join(node)):
             return fused_us(node, self.borders, predictor=self._predictor, sizes=self._sizes)
         key = node_key(node, self._sizes)
@@ -84,6 +87,17 @@ class ProfiledCost:
                 return known
         self.predicted.add(key)
         return predict_us(node, self._predictor, self._sizes)
+
+    def host_us(self, node: fx.Node) -> float:
+        """Return the microseconds that the host takes to issue a node."""
+        hardware = self._predictor.hardware
+        if group_of(node) is not None:
+            return hardware.collective_us
+        if self.borders is None or not (is_fused(node) or is_join(node)):
+            return hardware.call_us if has_tensors(node) else 0.0
+        border = self.borders.get(node.meta.get(WHOLE, node))
+        is_kernel = border is None or border.writes
+        return hardware.launch_us if is_kernel and hardware.call_us else 0.0
 
     def _measure(
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
@@ -114,8 +128,38 @@ def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:
         role = ROLES[facts.kinds[index]]
         duration_us = cost(node) if role in ("compute", "start") else 0.0
         needs = facts.needs[index] if role != "free" else _data_needs(facts, index)
-        found.append(Operation(name=node.name, role=role, duration_us=duration_us, needs=needs))
+        found.append(
+            Operation(
+                name=node.name,
+                role=role,
+                duration_us=duration_us,
+                needs=needs,
+                host_us=host_us(node, cost) if duration_us else 0.0,
+                is_read=is_read(node),
+            )
+        )
     return found
+
+
+def host_us(node: fx.Node, cost: NodeCost) -> float:
+    """Return the microseconds that the host takes to issue a node, where a cost knows them."""
+    return cost.host_us(node) if isinstance(cost, ProfiledCost) else 0.0
+
+
+def is_read(node: fx.Node) -> bool:
+    """Return whether a node copies from a GPU to the host's memory: the host waits for it."""
+    values = [_value(source) for source in node.all_input_nodes]
+    from_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in values)
+    found = _value(node)
+    results = cast(Sequence[object], found) if isinstance(found, tuple | list) else (found,)
+    to_host = any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in results)
+    return from_gpu and to_host
+
+
+def has_tensors(node: fx.Node) -> bool:
+    """Return whether a node reads or returns tensors, and not numbers of the host alone."""
+    values = (*map(_value, node.all_input_nodes), _value(node))
+    return any(isinstance(value, torch.Tensor | tuple | list) for value in values)
 
 
 def node_key(node: fx.Node, sizes: Sizes) -> str:
@@ -131,45 +175,45 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     """Predict a node by a roofline: arithmetic of a matrix product, or the bytes that it moves."""
     values = [_value(source) for source in node.all_input_nodes]
-    if not any(isinstance(value, torch.Tensor | tuple | list) for value in (*values, _value(node))):
-        return 0.0  # the host's, of numbers alone
-    if _is_read_by_host(node):
-        return predictor.hardware.read_us
+    if not has_tensors(node):
+        return 0.0
     if collective_kind(node) == "fused":
         return _fused_us(node, predictor, sizes)
     if fills(node):  # reads a part and writes as much
-        return predictor.memory_us(2 * sizes.num_bytes(values[1]))
+        return _memory_us(2 * sizes.num_bytes(values[1]), predictor)
     if is_empty(node):
-        return predictor.hardware.launch_us
+        return predictor.hardware.kernel_us
     moved = sum(map(sizes.num_bytes, values)) + sizes.num_bytes(_value(node))
-    memory_us = predictor.memory_us(moved)
+    memory_us = _memory_us(moved, predictor)
     if not is_product(node):
         return memory_us
     arithmetic_s = _product_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
-    return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.launch_us)
+    return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.kernel_us)
 
 
-def _is_read_by_host(node: fx.Node) -> bool:
-    """Return whether a node copies from a GPU to the host's memory."""
-    value = _value(node)
-    sources = [_value(source) for source in node.all_input_nodes]
-    return (
-        isinstance(value, torch.Tensor)
-        and value.device.type == "cpu"
-        and any(isinstance(each, torch.Tensor) and each.is_cuda for each in sources)
-    )
+def _memory_us(num_bytes: float, predictor: Predictor) -> float:
+    return max(predictor.memory_us(num_bytes, num_ops=0), predictor.hardware.kernel_us)
 
 
 def example_arguments(
     node: fx.Node, device: torch.device, sizes: Sizes
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a node's shapes, to run it alone; indices are all 0, floats all 1."""
+    """Return arguments of a node's shapes, to run it alone.
+
+    Floats are all 1. Rows that are looked up or added to are spread over the table, as most are:
+    on a GPU sums that meet wait for each other. Other integers are all 0.
+    """
+    tables = _tables(node)
 
     def example(source: fx.Node) -> Any:
         value = _value(source)
         if isinstance(value, torch.Tensor):
+            shape = sizes.shape(value)
+            if source in tables:
+                places = torch.arange(math.prod(shape), device=device) * _STEP
+                return (places % tables[source]).view(shape)
             fill = torch.ones if value.is_floating_point() else torch.zeros
-            return fill(sizes.shape(value), dtype=value.dtype, device=device)
+            return fill(shape, dtype=value.dtype, device=device)
         if isinstance(value, tuple | list):
             raise ValueError(f"{source.name} returns several tensors, and {node.name} takes all")
         return sizes.number(cast(int | torch.SymInt, value))
@@ -178,6 +222,24 @@ def example_arguments(
         cast(tuple[Any, ...], fx.map_arg(node.args, example)),
         cast(dict[str, Any], fx.map_arg(node.kwargs, example)),
     )
+
+
+def _tables(node: fx.Node) -> dict[fx.Node, int]:
+    """Return, for operands of int64 that are places in another operand, how many there are."""
+    table = _value(node.all_input_nodes[0]) if node.all_input_nodes else None
+    name, places = operator_name(node), node.args[1] if len(node.args) > 1 else None
+    if not isinstance(table, torch.Tensor):
+        return {}
+    if name == "aten::embedding" and isinstance(places, fx.Node):
+        return {places: int(table.shape[0])}
+    if name not in ("aten::index", "aten::index_put") or not isinstance(places, Sequence):
+        return {}
+    found: dict[fx.Node, int] = {}
+    for place, size in zip(cast(Sequence[object], places), table.shape, strict=False):
+        value = place.meta.get("val") if isinstance(place, fx.Node) else None
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and isinstance(size, int):
+            found[cast(fx.Node, place)] = size
+    return found
 
 
 def _fused_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halley.core.timeline import Span, exposed_us, total_us
-from halley.cost.simulate import NO_CONTENTION, Contention, Task, simulate
+from halley.cost.simulate import HOST, NO_CONTENTION, Contention, Task, simulate
 
 
 Role = Literal["compute", "start", "wait", "free"]
@@ -21,12 +21,16 @@ class Operation:
             stream until what it needs has ended; "free" takes no time.
         duration_us: of the computation, or of the collective; 0 for the others.
         needs: indices of the operations whose results it takes.
+        host_us: that the host takes to issue it.
+        is_read: whether the host waits for its end before it goes on.
     """
 
     name: str
     role: Role
     duration_us: float
     needs: tuple[int, ...] = ()
+    host_us: float = 0.0
+    is_read: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +53,14 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 
     A collective starts once all computation that was issued before it has ended, needed or not:
     its stream waits for the compute stream at the moment of issue. So a weight gradient that is
-    issued ahead of a collective delays it.
+    issued ahead of a collective delays it. Nothing starts before the host has issued it.
 
     Args:
         operations: of the graph.
         order: a permutation of their indices in which each stands after what it needs.
     """
     tasks: list[Task] = []
-    last_compute = ""
+    last_compute = last_read = ""
     ends: dict[int, tuple[str, ...]] = {}  # tasks that make an operation's result
     for index in order:
         operation = operations[index]
@@ -67,6 +71,16 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
         stream = "comm" if operation.role == "start" else "compute"
         if operation.role == "start" and last_compute and last_compute not in needs:
             needs = (*needs, last_compute)
+        if operation.host_us or last_read:
+            issue = Task(
+                name=f"{operation.name} issued",
+                stream=HOST,
+                duration_us=operation.host_us,
+                needs=(last_read,) if last_read else (),
+            )
+            tasks.append(issue)
+            needs = (*needs, issue.name)
+            last_read = ""
         tasks.append(
             Task(
                 name=operation.name,
@@ -78,6 +92,8 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
         ends[index] = (operation.name,)
         if stream == "compute":
             last_compute = operation.name
+        if operation.is_read:
+            last_read = operation.name
     return tasks
 
 
@@ -86,9 +102,9 @@ def graph_spans(
     order: Sequence[int],
     contention: Contention = NO_CONTENTION,
 ) -> list[Span]:
-    """Return when each operation runs; operations that take no time leave no span."""
-    tasks = graph_tasks(operations, order)
-    return [span for span in simulate(tasks, contention) if span.duration_us > 0.0]
+    """Return when each operation runs; operations that take no time leave no span, nor the host."""
+    spans = simulate(graph_tasks(operations, order), contention)
+    return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 
 
 def graph_time(

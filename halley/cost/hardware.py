@@ -14,9 +14,11 @@ class Hardware:
         memory_bytes_per_s: a large copy, bytes read plus bytes written.
         link_bytes_per_s: all-to-all, bytes out of each device.
         link_latency_us: shortest all-to-all.
-        launch_us: host time to issue one operation.
+        launch_us: host time to issue one kernel.
+        call_us: host time to call one operator through torch.
+        collective_us: host time to start one collective.
         kernel_us: shortest kernel, with the gap before the next.
-        read_us: in which the device waits while the host reads a value and goes on.
+        read_us: until the host has read a value that the device made.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Hardware:
     link_bytes_per_s: float
     link_latency_us: float
     launch_us: float
+    call_us: float
+    collective_us: float
     kernel_us: float
     read_us: float
 
@@ -40,8 +44,10 @@ H200 = Hardware(
     link_bytes_per_s=278e9,
     link_latency_us=40.0,
     launch_us=6.0,
+    call_us=20.0,
+    collective_us=100.0,
     kernel_us=3.0,
-    read_us=50.0,
+    read_us=20.0,
 )
 # The same chip with slower memory.
 H100 = Hardware(
@@ -52,8 +58,10 @@ H100 = Hardware(
     link_bytes_per_s=278e9,
     link_latency_us=40.0,
     launch_us=6.0,
+    call_us=20.0,
+    collective_us=100.0,
     kernel_us=3.0,
-    read_us=50.0,
+    read_us=20.0,
 )
 # Data sheet; rates at the share of it that the H200 reaches.
 A100 = Hardware(
@@ -64,8 +72,10 @@ A100 = Hardware(
     link_bytes_per_s=180e9,
     link_latency_us=40.0,
     launch_us=6.0,
+    call_us=20.0,
+    collective_us=100.0,
     kernel_us=3.0,
-    read_us=50.0,
+    read_us=20.0,
 )
 # One core a rank, gloo over loopback: the order of magnitude is what matters.
 CPU = Hardware(
@@ -76,6 +86,8 @@ CPU = Hardware(
     link_bytes_per_s=1e9,
     link_latency_us=300.0,
     launch_us=10.0,
+    call_us=0.0,  # the host computes
+    collective_us=0.0,
     kernel_us=10.0,
     read_us=0.0,
 )

@@ -9,6 +9,7 @@ from halley.core.timeline import Span
 
 
 _COMM = "comm"
+HOST = "host"
 _ROUNDING_US = 1e-6
 
 
@@ -18,7 +19,7 @@ class Task:
 
     Attributes:
         name: unique in its task list.
-        stream: "compute" or "comm"; tasks of one stream of one rank never overlap.
+        stream: "compute", "comm" or "host"; tasks of one stream of one rank never overlap.
         duration_us: predicted run time.
         needs: names of tasks, of any rank, that must end first.
     """
@@ -62,7 +63,8 @@ def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[
 
     Args:
         tasks: in the order in which each stream would issue them.
-        contention: of the streams of a rank; "comm" is communication, all others computation.
+        contention: of the streams of a rank; "comm" is communication, all others computation, but
+            for the host, which slows nothing down.
 
     Raises:
         ValueError: a name is used twice, or a task needs one that is not listed before it.
@@ -153,7 +155,10 @@ class _Contended:
 
     def _rate(self, lane: tuple[int, str]) -> float:
         rank, is_comm = lane[0], lane[1] == _COMM
-        beside = any(r == rank and (stream == _COMM) != is_comm for r, stream in self._left_us)
+        beside = lane[1] != HOST and any(
+            r == rank and stream != HOST and (stream == _COMM) != is_comm
+            for r, stream in self._left_us
+        )
         return self._rates[is_comm] if beside else 1.0
 
 

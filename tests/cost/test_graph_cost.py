@@ -1,6 +1,7 @@
 """Times of small graphs, worked out by hand."""
 
 from halley.cost.graph_cost import GraphTime, Operation, graph_spans, graph_time
+from halley.cost.simulate import Contention
 
 
 # dX, then an all-to-all that needs it, its wait, and what follows; dW needs nothing of these.
@@ -42,3 +43,29 @@ def test_collectives_stand_in_one_queue() -> None:
 
 def test_graph_without_operations() -> None:
     assert graph_time([], []) == GraphTime(makespan_us=0.0, comm_us=0.0, exposed_us=0.0)
+
+
+def test_nothing_starts_before_the_host_has_issued_it() -> None:
+    # Issued at 20, 40, 60: kernels of 5 wait for the host, and so does a collective of 50.
+    operations = [
+        Operation(name="a", role="compute", duration_us=5.0, host_us=20.0),
+        Operation(name="b", role="compute", duration_us=5.0, host_us=20.0, needs=(0,)),
+        Operation(name="c", role="start", duration_us=50.0, host_us=20.0, needs=(1,)),
+    ]
+    spans = {span.name: span.start_us for span in graph_spans(operations, [0, 1, 2])}
+    assert spans == {"a": 20.0, "b": 40.0, "c": 60.0}
+    for contention in (Contention(), Contention(compute=1.5, comm=1.5)):
+        assert graph_time(operations, [0, 1, 2], contention).makespan_us == 110.0
+
+
+def test_host_waits_for_what_it_reads() -> None:
+    # a 5-105 is read; b, which the host issues in 5 us, starts at 110 although it needs nothing.
+    operations = [
+        Operation(name="a", role="compute", duration_us=100.0, host_us=5.0, is_read=True),
+        Operation(name="b", role="compute", duration_us=10.0, host_us=5.0),
+        Operation(name="c", role="compute", duration_us=10.0, host_us=5.0),
+    ]
+    spans = {span.name: span.start_us for span in graph_spans(operations, [0, 1, 2])}
+    assert spans == {"a": 5.0, "b": 110.0, "c": 120.0}
+    spans = {span.name: span.start_us for span in graph_spans(operations, [1, 0, 2])}
+    assert spans == {"b": 5.0, "a": 15.0, "c": 120.0}

@@ -44,7 +44,13 @@ def _config(num_layers: int, *, passes: str = "wgrad") -> RunConfig:
 
 def _hardware(gb_per_s: float) -> Hardware:
     return dataclasses.replace(
-        H200, link_bytes_per_s=gb_per_s * 1e9, link_latency_us=2.0, launch_us=0.5, kernel_us=0.5
+        H200,
+        link_bytes_per_s=gb_per_s * 1e9,
+        link_latency_us=2.0,
+        launch_us=0.5,
+        kernel_us=0.5,
+        call_us=0.0,
+        collective_us=0.0,
     )
 
 

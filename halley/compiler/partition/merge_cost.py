@@ -1,12 +1,13 @@
 """Microseconds of what puts parts together, operator by operator as ``merge`` adds them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast, final
 
 import torch
 from torch import fx
 
-from halley.compiler.node_cost import NodeCost
+from halley.compiler.node_cost import NodeCost, host_us
 from halley.compiler.partition.axes import Axis, Batch, BatchFlow, Counts, Layout, Rows
 from halley.compiler.partition.merge import find_sizes, fits_in_place
 from halley.compiler.partition.region import Region
@@ -16,7 +17,20 @@ from halley.ops.routed_rows import order_of_parts
 
 
 _ATEN = torch.ops.aten
-Known = dict[tuple[object, ...], float]
+
+
+@dataclass(frozen=True)
+class Price:
+    """Microseconds on the device, and those that the host takes to issue it."""
+
+    device_us: float = 0.0
+    host_us: float = 0.0
+
+    def __add__(self, other: "Price") -> "Price":
+        return Price(self.device_us + other.device_us, self.host_us + other.host_us)
+
+
+Known = dict[tuple[object, ...], Price]
 
 
 @final
@@ -60,68 +74,71 @@ class MergeCost:
         }
         self._seen: set[object] = set()
 
-    def fill(self, node: fx.Node, part: int) -> float:
-        """Return the time to write a part into its whole; 0 where that is not done."""
+    def fill(self, node: fx.Node, part: int) -> Price:
+        """Return what it takes to write a part into its whole; 0 where that is not done."""
         if node not in self._filled:
-            return 0.0
+            return Price()
         axis, whole = cast(Batch | Rows, self._flow.axes[node]), node.meta["val"]
         own = self._shadows.value_of_part(whole, axis, self._num_parts)
         empty = _ATEN.new_empty.default
-        time_us = 0.0
+        price = Price()
         if part == 0:
             shape = self._shadows.shape(whole)
-            time_us = self._price("new", node, lambda: self._call(empty, own, shape, result=whole))
+            price = self._price("new", node, lambda: self._call(empty, own, shape, result=whole))
         if isinstance(axis, Batch):
             fill = self._price(
                 "fill", node, lambda: self._call(fill_range, whole, own, result=whole)
             )
-            return time_us + fill
+            return price + fill
         places = self._int64(axis, own)
         if self._is_new(axis.layout, part):
             counts = self._counts(axis.layout)
-            time_us += self._counts_us(axis.layout) + self._price(
+            price += self._join_counts(axis.layout) + self._price(
                 "places",
                 node,
                 lambda: self._call(places_of_part, counts, result=places),
             )
-        return time_us + self._price(
+        return price + self._price(
             "fill", node, lambda: self._call(fill_rows, whole, own, places, result=whole)
         )
 
-    def merge(self, node: fx.Node) -> float:
-        """Return the time to put all parts together; 0 where they were written into the whole."""
+    def merge(self, node: fx.Node) -> Price:
+        """Return what it takes to put all parts together; 0 where they are in the whole already."""
         axis, whole = cast(Axis, self._flow.axes[node]), node.meta["val"]
         if node in self._filled or not isinstance(whole, torch.Tensor):
-            return 0.0
+            return Price()
         if isinstance(axis, Counts):
             add = self._price(
                 "add", node, lambda: self._call(_ATEN.add.Tensor, whole, whole, result=whole)
             )
-            return (self._num_parts - 1) * add
+            return sum([add] * (self._num_parts - 1), Price())
         if not isinstance(axis, Batch | Rows):
-            return 0.0
+            return Price()
         parts = [
             self._shadows.value_of_part(whole, axis, self._num_parts)
             for _ in range(self._num_parts)
         ]
         cat = _ATEN.cat.default
-        time_us = self._price("cat", node, lambda: self._call(cat, parts, result=whole, of=node))
+        price = self._price("cat", node, lambda: self._call(cat, parts, result=whole, of=node))
         if isinstance(axis, Batch):
-            return time_us
+            return price
         order = self._int64(axis, whole)
         if self._is_new(axis.layout, None):
             counts = self._counts(axis.layout)
-            time_us += self._counts_us(axis.layout) + self._price(
+            price += self._join_counts(axis.layout) + self._price(
                 "order", node, lambda: self._call(order_of_parts, counts, result=order)
             )
-        return time_us + self._price(
+        return price + self._price(
             "index", node, lambda: self._call(_ATEN.index.Tensor, whole, [order], result=whole)
         )
 
-    def _price(self, what: str, node: fx.Node, make: Callable[[], fx.Node]) -> float:
+    def _price(self, what: str, node: fx.Node, make: Callable[[], fx.Node]) -> Price:
         key = (what, node, self._num_parts)
         if key not in self._known:
-            self._known[key] = self._cost(make())
+            made = make()
+            device_us = self._cost(made)
+            issue_us = host_us(made, self._cost) if device_us else 0.0
+            self._known[key] = Price(device_us, issue_us)
         return self._known[key]
 
     def _call(
@@ -141,10 +158,10 @@ class MergeCost:
         one = value if layout.output is None else value[layout.output]
         return torch.empty(one.numel() * self._num_parts, dtype=one.dtype, device="meta")
 
-    def _counts_us(self, layout: Layout) -> float:
-        """Return the time to join the numbers of all parts, once for a layout."""
+    def _join_counts(self, layout: Layout) -> Price:
+        """Return what it takes to join the numbers of all parts, once for a layout."""
         if not self._is_new(layout, -1):
-            return 0.0
+            return Price()
         counts = self._counts(layout)
         parts: list[object] = list(counts.chunk(self._num_parts))
         cat = _ATEN.cat.default

@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeAlias, final
 from torch import fx
 
 from halley.compiler.graph import node_kind
-from halley.compiler.node_cost import ROLES, NodeCost
+from halley.compiler.node_cost import ROLES, NodeCost, host_us, is_read
 from halley.compiler.partition.axes import BatchFlow, Division
-from halley.compiler.partition.merge_cost import Known, MergeCost
+from halley.compiler.partition.merge_cost import Known, MergeCost, Price
 from halley.compiler.partition.region import Region
 from halley.compiler.partition.shadows import Shadows
 from halley.compiler.sizes import Sizes
@@ -27,6 +27,7 @@ class _Work(NamedTuple):
     needs: Sequence[_Key]
     duration_us: float
     role: Role
+    host_us: float = 0.0
 
 
 @final
@@ -94,29 +95,33 @@ class PipelineCost:
                 before.append((node, part - 1))
             before += [(source, part) for source in node.all_input_nodes if source in divided]
             role = ROLES[node_kind(node)]
-            works.append(_Work((node, part), before, self._part(node, num_parts), role))
-            if fill_us := merges.fill(node, part):
-                works.append(_Work((node, -1 - part), [(node, part)], fill_us, "compute"))
-        deferred_us = 0.0
+            part_us = self._part(node, num_parts)
+            works.append(_Work((node, part), before, part_us, role, self._host(node, part_us)))
+            fill = merges.fill(node, part)
+            if fill.device_us:
+                key = (node, -1 - part)
+                works.append(_Work(key, [(node, part)], fill.device_us, "compute", fill.host_us))
+        deferred = Price()
         for ending, node in region.after:
             if ending == "merge":
                 parts = [(node, at) for at in range(-num_parts, num_parts)]
-                merge_us = merges.merge(node)
+                merge = merges.merge(node)
                 if defers_merges:
-                    deferred_us += merge_us
-                    merge_us = 0.0
-                role = "compute" if merge_us else "free"
-                works.append(_Work((node, None), parts, merge_us, role))
+                    deferred += merge
+                    merge = Price()
+                role = "compute" if merge.device_us else "free"
+                works.append(_Work((node, None), parts, merge.device_us, role, merge.host_us))
             else:
                 works.append(self._whole_work(node))
         compute_us = sum(work.duration_us for work in works if work.role == "compute")
-        return max(self._time(works), compute_us + deferred_us)
+        issue_us = sum(work.host_us for work in works)
+        return max(self._time(works), compute_us + deferred.device_us, issue_us + deferred.host_us)
 
     def _time(self, works: Sequence[_Work]) -> float:
         """Return the time of works in their order."""
         position = {work.key: at for at, work in enumerate(works)}
         operations: list[Operation] = []
-        for (node, part), more, duration_us, role in works:
+        for (node, part), more, duration_us, role, issue_us in works:
             inputs: list[_Key] = [(source, None) for source in node.all_input_nodes]
             needs = {position[key] for key in (*inputs, *more) if key in position}
             operations.append(
@@ -125,12 +130,19 @@ class PipelineCost:
                     role=role,
                     duration_us=duration_us,
                     needs=tuple(sorted(at for at in needs if at < len(operations))),
+                    host_us=issue_us,
+                    is_read=is_read(node) and role == "compute",
                 )
             )
         return graph_time(operations, range(len(operations)), self._contention).makespan_us
 
     def _whole_work(self, node: fx.Node) -> _Work:
-        return _Work((node, None), (), self._whole(node), ROLES[node_kind(node)])
+        whole_us = self._whole(node)
+        role = ROLES[node_kind(node)]
+        return _Work((node, None), (), whole_us, role, self._host(node, whole_us))
+
+    def _host(self, node: fx.Node, duration_us: float) -> float:
+        return host_us(node, self._cost) if duration_us else 0.0
 
     def _whole(self, node: fx.Node) -> float:
         if (node, None) not in self._known:
