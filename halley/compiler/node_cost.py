@@ -203,7 +203,7 @@ def example_arguments(
     Floats are all 1. Rows that are looked up or added to are spread over the table, as most are:
     on a GPU sums that meet wait for each other. Other integers are all 0.
     """
-    tables = _tables(node)
+    tables = _tables(node, sizes)
 
     def example(source: fx.Node) -> Any:
         value = _value(source)
@@ -224,20 +224,20 @@ def example_arguments(
     )
 
 
-def _tables(node: fx.Node) -> dict[fx.Node, int]:
+def _tables(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
     """Return, for operands of int64 that are places in another operand, how many there are."""
     table = _value(node.all_input_nodes[0]) if node.all_input_nodes else None
     name, places = operator_name(node), node.args[1] if len(node.args) > 1 else None
     if not isinstance(table, torch.Tensor):
         return {}
     if name == "aten::embedding" and isinstance(places, fx.Node):
-        return {places: int(table.shape[0])}
+        return {places: sizes.shape(table)[0]}
     if name not in ("aten::index", "aten::index_put") or not isinstance(places, Sequence):
         return {}
     found: dict[fx.Node, int] = {}
-    for place, size in zip(cast(Sequence[object], places), table.shape, strict=False):
+    for place, size in zip(cast(Sequence[object], places), sizes.shape(table), strict=False):
         value = place.meta.get("val") if isinstance(place, fx.Node) else None
-        if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and isinstance(size, int):
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
             found[cast(fx.Node, place)] = size
     return found
 
