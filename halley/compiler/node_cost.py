@@ -97,7 +97,7 @@ class ProfiledCost:
             return hardware.call_us if has_tensors(node) else 0.0
         border = self.borders.get(node.meta.get(WHOLE, node))
         is_kernel = border is None or border.writes
-        return hardware.launch_us if is_kernel and hardware.call_us else 0.0
+        return hardware.call_us / 3 if is_kernel else 0.0
 
     def _measure(
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device

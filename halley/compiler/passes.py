@@ -21,12 +21,13 @@ from halley.compiler.collectives import (
 from halley.compiler.fusion import find_borders
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
 from halley.compiler.group_cost import measure_group
-from halley.compiler.node_cost import ProfiledCost
+from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.options import Options
-from halley.compiler.partition.fit import fit_memory
+from halley.compiler.partition.fit import fit_memory, fit_time
 from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition, read_plan
 from halley.compiler.plan import OrderReport, plan_wgrad, report_order
 from halley.compiler.sizes import Sizes
+from halley.cost.graph_cost import graph_time
 from halley.cost.hardware import CPU, H200, Hardware, find_hardware
 from halley.cost.predict import Predictor
 from halley.cost.profiles import ProfileTable, find_environment
@@ -154,6 +155,14 @@ def _partition(
     # Inductor writes what it joins into one buffer itself, and knows no operators that write.
     in_place = options.inner == "eager"
 
+    def time_us(whole: fx.Graph) -> float:
+        _note_borders(whole, options, cost, sizes)
+        facts = GraphFacts(whole)
+        order = plan_wgrad(
+            facts, cost=cost, sizes=sizes, max_bytes=max_bytes, contention=cost.contention
+        )
+        return graph_time(operations(facts, cost), order, cost.contention).makespan_us
+
     def make_plan() -> dict[str, object]:
         plan = plan_partition(
             graph,
@@ -174,6 +183,16 @@ def _partition(
             max_bytes=max_bytes,
             in_place=in_place,
         )
+        if not options.num_parts:
+            plan = fit_time(
+                graph,
+                plan,
+                time_us,
+                batch_inputs=batch_inputs,
+                rules=options.rules,
+                sizes=sizes,
+                in_place=in_place,
+            )
         return asdict(plan)
 
     plan = read_plan(_share(councils, "partition", make_plan))

@@ -51,7 +51,7 @@ def test_explain_says_why_layers_stay_whole(capsys) -> None:
     router = ["model.moe.top_k=1", "model.moe.router.kind=switch"]
     router += ["model.moe.router.capacity_factor=1.0", "model.moe.router.priority=weight"]
     sets = [f"--set={each}" for each in router]
-    more = ["--passes=partition", "--explain", "--no-peer-access"]
+    more = ["--passes=partition", "--explain", "--no-peer-access", "--set=train.batch_size=2"]
     assert main(["plan", "graph", *MODEL, *sets, *more]) == 0
     out, text = capsys.readouterr()
     found = json.loads(out)
@@ -63,6 +63,7 @@ def test_explain_says_why_layers_stay_whole(capsys) -> None:
 
 def test_strategies_are_chosen_beside_the_uniform_ones(capsys) -> None:
     more = ["--set=train.dtype=bfloat16", "--passes=wgrad", "--link=1", "--ranks=4"]
+    more += ["--set=train.batch_size=2"]
     assert main(["plan", "graph", *MODEL, *more]) == 0
     out, text = capsys.readouterr()
     plan = json.loads(out)["plan"]

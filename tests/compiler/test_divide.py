@@ -11,8 +11,8 @@ from halley.compiler import run
 from halley.compiler.collectives import collective_kind, is_wait
 from halley.compiler.partition.axes import find_axes
 from halley.compiler.partition.divide import divide
-from halley.compiler.partition.fit import fit_memory
-from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition
+from halley.compiler.partition.fit import fit_memory, fit_time
+from halley.compiler.partition.plan import PartitionPlan, RangeReport, partition, plan_partition
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes
@@ -72,6 +72,27 @@ def _check_pipeline(graph: fx.Graph, num_parts: int) -> None:
 @pytest.mark.parametrize("gate", ["switch", "dropless"])
 def test_forward_in_parts_is_the_same(run_ranks, gate: str) -> None:
     run_ranks(_divided, 1, gate, timeout_s=120.0)
+
+
+def _fitted(rank: int, num_ranks: int) -> None:
+    case = Captured("switch")
+    graph = case.graph()
+    nodes = list(graph.nodes)
+    span = [nodes.index(each) for each in (compute_nodes(graph)[0], compute_nodes(graph)[-1])]
+    report = RangeReport(
+        first="a", last="b", exchanges=("c",), num_parts=2, before_us=2.0, after_us=1.0
+    )
+    plan = PartitionPlan(ranges=((span[0], span[1] + 1, 2),), reports=(report,), skipped=("why",))
+    batch = {"batch_inputs": case.batch_inputs, "rules": {}, "sizes": SIZES}
+    assert fit_time(graph, plan, lambda graph: -len(graph.nodes), **batch) == plan
+    dropped = fit_time(graph, plan, lambda graph: 1e3 * (len(graph.nodes) > len(nodes)), **batch)
+    reason = "c stays whole: with all ranges in parts forward would take 1.00 ms, and 0.00 without"
+    assert dropped == PartitionPlan(skipped=("why", reason))
+    assert list(graph.nodes) == nodes
+
+
+def test_ranges_that_make_the_whole_slower_are_dropped(run_ranks) -> None:
+    run_ranks(_fitted, 1, timeout_s=120.0)
 
 
 def _by_run(rank: int, num_ranks: int) -> None:

@@ -160,16 +160,16 @@ def test_places_of_examples_are_spread_over_the_table() -> None:
 
 
 def test_host_takes_longer_for_calls_than_for_kernels_and_waits_for_what_it_reads() -> None:
-    fast = dataclasses.replace(ROUND.hardware, call_us=20.0, collective_us=100.0)
+    fast = dataclasses.replace(ROUND.hardware, call_us=30.0, collective_us=100.0)
     b = GraphBuilder()
     x, w = b.input("x", 40, 50), b.input("w", 50, 60)
     product, sine = b.mm(x, w, name="mm"), b.call(aten.sin.default, x, name="sin")
     start, _ = b.all_to_all(sine, "a2a")
     facts = b.done(product, start)
     cost = ProfiledCost(Predictor(fast), sizes=SIZES)
-    assert [host_us(node, cost) for node in (product, sine, start)] == [20.0, 20.0, 100.0]
+    assert [host_us(node, cost) for node in (product, sine, start)] == [30.0, 30.0, 100.0]
     cost.borders = find_borders(b.graph, SIZES)
-    assert [host_us(node, cost) for node in (product, sine, start)] == [20.0, 5.0, 100.0]
+    assert [host_us(node, cost) for node in (product, sine, start)] == [30.0, 10.0, 100.0]
     assert [each.host_us for each in operations(facts, cost) if each.role == "free"] == [0.0] * 3
     assert host_us(product, lambda node: 1.0) == 0.0
 

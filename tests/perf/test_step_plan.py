@@ -37,8 +37,8 @@ def _config(num_layers: int, *, passes: str = "wgrad") -> RunConfig:
         qk_norm="none",
         moe=dataclasses.replace(tiny.moe, intermediate_size=512),
     )
-    train = dataclasses.replace(TrainConfig(), batch_size=4, dtype="bfloat16")
-    config = RunConfig(model=model, data=DataConfig(seq_len=1024), train=train)
+    train = dataclasses.replace(TrainConfig(), batch_size=2, dtype="bfloat16")
+    config = RunConfig(model=model, data=DataConfig(seq_len=2048), train=train)
     return dataclasses.replace(config, passes=passes)
 
 

@@ -1,7 +1,7 @@
-"""Plans of the partition pass within memory: ranges that cost too much of it stay whole."""
+"""Plans of the partition pass on the whole graph: within memory, and no slower than without."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -34,15 +34,8 @@ def fit_memory(
         max_bytes: that may be alive.
     """
     while plan.ranges:
-        copy = fx.Graph(owning_module=graph.owning_module)
-        copy.output(copy.graph_copy(graph, {}))
-        partition(
-            copy,
-            plan.ranges,
-            batch_inputs=batch_inputs,
-            rules=rules,
-            sizes=sizes,
-            in_place=in_place,
+        copy = _divided(
+            graph, plan, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
         )
         too_high: set[int] = set()
         latest = 0
@@ -54,6 +47,61 @@ def fit_memory(
             break
         plan = _without(plan, too_high)
     return plan
+
+
+def fit_time(
+    graph: fx.Graph,
+    plan: PartitionPlan,
+    time_us: Callable[[fx.Graph], float],
+    *,
+    batch_inputs: Sequence[str],
+    rules: Mapping[str, Rule],
+    sizes: Sizes,
+    in_place: bool = False,
+) -> PartitionPlan:
+    """Return the plan if the whole graph is faster by it, else one without ranges.
+
+    A range is priced alone, and its merges as if all of them were hidden; the whole tells.
+
+    Args:
+        graph: of forward; a copy of it is divided.
+        plan: of the graph.
+        time_us: predicts a graph in the order that it will get.
+        batch_inputs, rules, sizes, in_place: as of ``partition``.
+    """
+    if not plan.ranges:
+        return plan
+    whole_us = time_us(graph)
+    divided = _divided(
+        graph, plan, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
+    )
+    parts_us = time_us(divided)
+    if parts_us < whole_us:
+        return plan
+    reasons = [
+        f"{report.exchanges[0]} stays whole: with all ranges in parts forward would take "
+        f"{parts_us / 1e3:.2f} ms, and {whole_us / 1e3:.2f} without"
+        for report in plan.reports
+    ]
+    return PartitionPlan(skipped=(*plan.skipped, *reasons))
+
+
+def _divided(
+    graph: fx.Graph,
+    plan: PartitionPlan,
+    *,
+    batch_inputs: Sequence[str],
+    rules: Mapping[str, Rule],
+    sizes: Sizes,
+    in_place: bool,
+) -> fx.Graph:
+    """Return a copy of a graph, divided."""
+    copy = fx.Graph(owning_module=graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    partition(
+        copy, plan.ranges, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
+    )
+    return copy
 
 
 def _alive(graph: fx.Graph, sizes: Sizes) -> list[int]:
