@@ -109,6 +109,11 @@ def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
     }
 
 
+def inside_kernels(borders: Mapping[fx.Node, Border]) -> frozenset[fx.Node]:
+    """Return the nodes whose results never come to memory."""
+    return frozenset(node for node, border in borders.items() if not border.writes)
+
+
 def fused_us(
     node: fx.Node, borders: Mapping[fx.Node, Border], *, predictor: Predictor, sizes: Sizes
 ) -> float:

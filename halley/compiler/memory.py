@@ -1,6 +1,6 @@
 """How many bytes a graph holds at its worst moment, in a given order."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast, final
 
 from torch import fx
@@ -21,13 +21,17 @@ class LiveBytes:
     Args:
         facts: of the graph.
         sizes: of what its nodes return.
+        inside: nodes whose results never come to memory, as they stay inside of kernels: who reads
+            one reads what it is made of.
 
     Attributes:
         readers: indices of the nodes that keep the buffer of each node alive, ascending.
         num_bytes: of each node's buffer, 0 where it has none.
     """
 
-    def __init__(self, facts: GraphFacts, sizes: Sizes) -> None:
+    def __init__(
+        self, facts: GraphFacts, sizes: Sizes, *, inside: Collection[fx.Node] = frozenset()
+    ) -> None:
         self._facts = facts
         self.readers: list[list[int]] = [[] for _ in facts.nodes]
         self.num_bytes = [0] * len(facts.nodes)
@@ -42,14 +46,15 @@ class LiveBytes:
                 held.append({buffer for buffer in read if facts.kinds[buffer] is NodeKind.START})
             elif kind is NodeKind.START:
                 held.append({index} | read)
-            elif kind is NodeKind.VIEW:
+            elif kind is NodeKind.VIEW or node in inside:
                 held.append(read)
+                continue
             elif fills(node):
                 held.append(held[position[cast(fx.Node, node.args[0])]])
                 continue
             else:
                 held.append({index})
-            if kind not in (NodeKind.WAIT, NodeKind.VIEW, NodeKind.OUTPUT) and not _is_owned(node):
+            if kind not in (NodeKind.WAIT, NodeKind.OUTPUT) and not _is_owned(node):
                 self.num_bytes[index] = sizes.num_bytes(node.meta.get("val"))
 
     def peak(self, order: Sequence[int]) -> tuple[int, int]:

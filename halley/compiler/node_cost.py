@@ -11,7 +11,14 @@ from torch import fx
 
 from halley.compiler.collectives import collective_kind, find_operator, group_of, operator_name
 from halley.compiler.fake import with_values
-from halley.compiler.fusion import WHOLE, Border, fused_us, is_fused, is_join
+from halley.compiler.fusion import (
+    WHOLE,
+    Border,
+    fused_us,
+    inside_kernels,
+    is_fused,
+    is_join,
+)
 from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
@@ -87,6 +94,11 @@ class ProfiledCost:
                 return known
         self.predicted.add(key)
         return predict_us(node, self._predictor, self._sizes)
+
+    @property
+    def inside(self) -> frozenset[fx.Node]:
+        """Nodes whose results never come to memory, as they stay inside of kernels."""
+        return frozenset() if self.borders is None else inside_kernels(self.borders)
 
     def host_us(self, node: fx.Node) -> float:
         """Return the microseconds that the host takes to issue a node."""

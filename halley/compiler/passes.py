@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from halley.compiler.collectives import (
     signature,
     unknown_collectives,
 )
-from halley.compiler.fusion import find_borders
+from halley.compiler.fusion import find_borders, inside_kernels
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
 from halley.compiler.group_cost import measure_group
 from halley.compiler.node_cost import ProfiledCost, operations
@@ -70,7 +70,7 @@ def run_passes(
     sizes = Sizes(options.unknown_size)
     cost = _build_cost(graph, _largest(councils), options, sizes=sizes)
     report = partial(report_order, cost=cost, sizes=sizes, contention=cost.contention)
-    before = report(facts, range(len(facts.nodes)))
+    before = report(facts, range(len(facts.nodes)), inside=cost.inside)
     max_bytes = (1.0 + options.memory_margin) * max(before.peak_before, step_peak)
     plan = PartitionPlan()
     if divides:
@@ -88,8 +88,9 @@ def run_passes(
     order = list(range(len(facts.nodes)))
     if options.moves_gradients or plan.ranges:  # what is put together of parts moves too
         plans = partial(plan_wgrad, cost=cost, sizes=sizes, contention=cost.contention)
-        order = _share(councils, "order", partial(plans, facts, max_bytes=max_bytes))
-    after = report(facts, order)
+        make = partial(plans, facts, max_bytes=max_bytes, inside=cost.inside)
+        order = _share(councils, "order", make)
+    after = report(facts, order, inside=cost.inside)
     reorder(graph, facts, order)
     was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
     was |= {"ranges": plan.reports, "skipped": plan.skipped, "measuring_s": cost.measuring_s}
@@ -155,11 +156,19 @@ def _partition(
     # Inductor writes what it joins into one buffer itself, and knows no operators that write.
     in_place = options.inner == "eager"
 
+    def inside(whole: fx.Graph) -> Collection[fx.Node]:
+        return inside_kernels(find_borders(whole, sizes)) if not in_place else ()
+
     def time_us(whole: fx.Graph) -> float:
         _note_borders(whole, options, cost, sizes)
         facts = GraphFacts(whole)
         order = plan_wgrad(
-            facts, cost=cost, sizes=sizes, max_bytes=max_bytes, contention=cost.contention
+            facts,
+            cost=cost,
+            sizes=sizes,
+            max_bytes=max_bytes,
+            contention=cost.contention,
+            inside=cost.inside,
         )
         return graph_time(operations(facts, cost), order, cost.contention).makespan_us
 
@@ -181,6 +190,7 @@ def _partition(
             rules=options.rules,
             sizes=sizes,
             max_bytes=max_bytes,
+            inside=inside,
             in_place=in_place,
         )
         if not options.num_parts:

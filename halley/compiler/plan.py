@@ -1,7 +1,9 @@
 """The weight-gradient pass's decisions for one graph, within its memory, and what they change."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.headroom import Headroom
@@ -54,6 +56,7 @@ def plan_wgrad(
     sizes: Sizes,
     max_bytes: float,
     contention: Contention = NO_CONTENTION,
+    inside: Collection[fx.Node] = frozenset(),
 ) -> list[int]:
     """Return the order of the weight-gradient pass.
 
@@ -63,6 +66,7 @@ def plan_wgrad(
         sizes: of what nodes return.
         max_bytes: that may be alive.
         contention: of computation and communication.
+        inside: nodes whose results never come to memory, as of ``LiveBytes``.
 
     Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
     operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
@@ -76,7 +80,7 @@ def plan_wgrad(
     # In microseconds of computation as it is alone: so much runs behind an all-to-all.
     stretch = contention.comm / contention.compute
     times_us = [time_us * stretch for time_us in _exposed_us(works, units, all_to_alls)]
-    live = LiveBytes(facts, sizes)
+    live = LiveBytes(facts, sizes, inside=inside)
     allowed = max_bytes
     for _ in range(_MAX_TRIES):
         room = Headroom(facts, live, units=units, all_to_alls=all_to_alls, limit=allowed)
@@ -113,6 +117,7 @@ def report_order(
     cost: NodeCost,
     sizes: Sizes,
     contention: Contention = NO_CONTENTION,
+    inside: Collection[fx.Node] = frozenset(),
 ) -> OrderReport:
     """Return what an order does to a graph.
 
@@ -122,8 +127,9 @@ def report_order(
         cost: microseconds of a node.
         sizes: of what nodes return.
         contention: of computation and communication.
+        inside: nodes whose results never come to memory, as of ``LiveBytes``.
     """
-    works, live = operations(facts, cost), LiveBytes(facts, sizes)
+    works, live = operations(facts, cost), LiveBytes(facts, sizes, inside=inside)
     identity = range(len(facts.nodes))
     before, after = (graph_spans(works, each, contention) for each in (identity, order))
     return OrderReport(

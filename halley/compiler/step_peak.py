@@ -6,6 +6,7 @@ from typing import Any, final
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from halley.compiler.fusion import find_borders, inside_kernels
 from halley.compiler.graph import GraphFacts
 from halley.compiler.memory import LiveBytes
 from halley.compiler.sizes import Sizes
@@ -24,6 +25,7 @@ class StepPeak:
     Args:
         unknown_size: taken for sizes that depend on data.
         divide: a joint graph into forward and backward.
+        fuses: whether what compiles the halves makes kernels of several nodes, as Inductor does.
 
     Attributes:
         num_bytes: at the worst moment of both; 0 before the call, and without backward.
@@ -33,10 +35,13 @@ class StepPeak:
         self,
         unknown_size: int,
         divide: Callable[..., Halves] = min_cut_rematerialization_partition,
+        *,
+        fuses: bool = False,
     ) -> None:
         self.num_bytes = 0
         self._unknown_size = unknown_size
         self._divide = divide
+        self._fuses = fuses
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
         """Return forward and backward."""
@@ -44,6 +49,8 @@ class StepPeak:
         sizes = Sizes(self._unknown_size)
         for half in halves:
             facts = GraphFacts(half.graph)
-            peak, _ = LiveBytes(facts, sizes).peak(range(len(facts.nodes)))
+            borders = find_borders(half.graph, sizes) if self._fuses else {}
+            inside = inside_kernels(borders)
+            peak, _ = LiveBytes(facts, sizes, inside=inside).peak(range(len(facts.nodes)))
             self.num_bytes = max(self.num_bytes, peak)
         return halves

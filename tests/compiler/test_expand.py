@@ -134,4 +134,4 @@ def _same(one: object, other: object) -> bool:
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple | list) else (value,)
+    return tuple(value) if isinstance(value, tuple | list) else (value,)

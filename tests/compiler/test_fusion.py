@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import fx
 
-from halley.compiler.fusion import WHOLE, find_borders, is_fused
+from halley.compiler.fusion import WHOLE, find_borders, inside_kernels, is_fused
 from halley.compiler.graph import GraphFacts
+from halley.compiler.memory import LiveBytes
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.pipeline_cost import PipelineCost
@@ -192,3 +193,20 @@ def test_prediction_is_near_that_of_the_graph_in_parts(run_ranks) -> None:
     (found,) = run_ranks(_compare, 1, timeout_s=120.0)
     for predicted_us, us in found:
         assert predicted_us == pytest.approx(us, rel=0.05)
+
+
+def test_what_stays_inside_of_a_kernel_takes_no_memory() -> None:
+    """sin, cos and their sum are one kernel, which reads x and writes what the product reads."""
+    b = GraphBuilder()
+    x, w = b.input("tangents_x", 10, 10), b.input("tangents_w", 10, 10)
+    first = b.call(aten.sin.default, x)
+    last = b.call(aten.cos.default, b.call(aten.t.default, first))
+    product = b.call(aten.mm.default, last, w)
+    facts = b.done(product)
+    inside = inside_kernels(find_borders(b.graph, SIZES))
+    assert inside == {first}
+    order, size = range(len(facts.nodes)), 10 * 10 * 4
+    # x and w; sin as well, then cos beside x and w: x is let go only where cos has read it.
+    assert LiveBytes(facts, SIZES).alive(order) == [n * size for n in (2, 2, 3, 2, 3, 3, 1)]
+    found = LiveBytes(facts, SIZES, inside=inside).alive(order)
+    assert found == [n * size for n in (2, 2, 2, 2, 3, 3, 1)]

@@ -12,6 +12,10 @@ from halley.compiler.partition.plan import RANGE, PartitionPlan, partition
 from halley.compiler.sizes import Sizes
 
 
+def _nothing(graph: fx.Graph) -> Collection[fx.Node]:
+    return ()
+
+
 def fit_memory(
     graph: fx.Graph,
     plan: PartitionPlan,
@@ -20,6 +24,7 @@ def fit_memory(
     rules: Mapping[str, Rule],
     sizes: Sizes,
     max_bytes: float,
+    inside: Callable[[fx.Graph], Collection[fx.Node]] = _nothing,
     in_place: bool = False,
 ) -> PartitionPlan:
     """Return a plan without the ranges at which a graph's live bytes would rise too high.
@@ -32,6 +37,7 @@ def fit_memory(
         plan: of the graph.
         batch_inputs, rules, sizes, in_place: as of ``partition``.
         max_bytes: that may be alive.
+        inside: finds the nodes whose results never come to memory, as of ``LiveBytes``.
     """
     while plan.ranges:
         copy = _divided(
@@ -39,7 +45,7 @@ def fit_memory(
         )
         too_high: set[int] = set()
         latest = 0
-        for node, num_bytes in zip(copy.nodes, _alive(copy, sizes), strict=True):
+        for node, num_bytes in zip(copy.nodes, _alive(copy, sizes, inside(copy)), strict=True):
             latest = node.meta.get(RANGE, latest)
             if num_bytes > max_bytes:
                 too_high.add(latest)
@@ -104,9 +110,9 @@ def _divided(
     return copy
 
 
-def _alive(graph: fx.Graph, sizes: Sizes) -> list[int]:
+def _alive(graph: fx.Graph, sizes: Sizes, inside: Collection[fx.Node]) -> list[int]:
     facts = GraphFacts(graph)
-    return LiveBytes(facts, sizes).alive(range(len(facts.nodes)))
+    return LiveBytes(facts, sizes, inside=inside).alive(range(len(facts.nodes)))
 
 
 def _without(plan: PartitionPlan, dropped: Collection[int]) -> PartitionPlan:
