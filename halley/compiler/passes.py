@@ -18,12 +18,12 @@ from halley.compiler.collectives import (
     signature,
     unknown_collectives,
 )
-from halley.compiler.fusion import find_borders, inside_kernels
+from halley.compiler.fusion import find_borders
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
 from halley.compiler.group_cost import measure_group
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.options import Options
-from halley.compiler.partition.fit import fit_memory, fit_time
+from halley.compiler.partition.fit import divided_copy, fit_memory, fit_time
 from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition, read_plan
 from halley.compiler.plan import OrderReport, plan_wgrad, report_order
 from halley.compiler.sizes import Sizes
@@ -153,68 +153,73 @@ def _partition(
     max_bytes: float,
 ) -> PartitionPlan:
     """Run ranges of forward in parts by rank 0's plan, and return that."""
-    # Inductor writes what it joins into one buffer itself, and knows no operators that write.
-    in_place = options.inner == "eager"
-
-    def inside(whole: fx.Graph) -> Collection[fx.Node]:
-        return inside_kernels(find_borders(whole, sizes)) if not in_place else ()
-
-    def time_us(whole: fx.Graph) -> float:
-        _note_borders(whole, options, cost, sizes)
-        facts = GraphFacts(whole)
-        order = plan_wgrad(
-            facts,
-            cost=cost,
-            sizes=sizes,
-            max_bytes=max_bytes,
-            contention=cost.contention,
-            inside=cost.inside,
-        )
-        return graph_time(operations(facts, cost), order, cost.contention).makespan_us
-
-    def make_plan() -> dict[str, object]:
-        plan = plan_partition(
-            graph,
-            batch_inputs=batch_inputs,
-            rules=options.rules,
-            cost=cost,
-            sizes=sizes,
-            num_parts=options.num_parts,
-            contention=cost.contention,
-            in_place=in_place,
-        )
-        plan = fit_memory(
-            graph,
-            plan,
-            batch_inputs=batch_inputs,
-            rules=options.rules,
-            sizes=sizes,
-            max_bytes=max_bytes,
-            inside=inside,
-            in_place=in_place,
-        )
-        if not options.num_parts:
-            plan = fit_time(
-                graph,
-                plan,
-                time_us,
-                batch_inputs=batch_inputs,
-                rules=options.rules,
-                sizes=sizes,
-                in_place=in_place,
-            )
-        return asdict(plan)
-
-    plan = read_plan(_share(councils, "partition", make_plan))
+    make_plan = partial(
+        _choose_ranges,
+        graph,
+        options,
+        batch_inputs=batch_inputs,
+        cost=cost,
+        sizes=sizes,
+        max_bytes=max_bytes,
+    )
+    plan = read_plan(_share(councils, "partition", lambda: asdict(make_plan())))
     partition(
         graph,
         plan.ranges,
         batch_inputs=batch_inputs,
         rules=options.rules,
         sizes=sizes,
-        in_place=in_place,
+        in_place=_is_in_place(options),
     )
     return plan
+
+
+def _choose_ranges(
+    graph: fx.Graph,
+    options: Options,
+    *,
+    batch_inputs: Sequence[str],
+    cost: ProfiledCost,
+    sizes: Sizes,
+    max_bytes: float,
+) -> PartitionPlan:
+    """Return the ranges that pay, within memory."""
+
+    def inside(whole: fx.Graph) -> Collection[fx.Node]:
+        _note_borders(whole, options, cost, sizes)
+        return cost.inside
+
+    def time_us(whole: fx.Graph) -> float:
+        kept, facts = inside(whole), GraphFacts(whole)
+        plans = partial(plan_wgrad, cost=cost, sizes=sizes, contention=cost.contention)
+        order = plans(facts, max_bytes=max_bytes, inside=kept)
+        return graph_time(operations(facts, cost), order, cost.contention).makespan_us
+
+    divided = partial(
+        divided_copy,
+        graph,
+        batch_inputs=batch_inputs,
+        rules=options.rules,
+        sizes=sizes,
+        in_place=_is_in_place(options),
+    )
+    plan = plan_partition(
+        graph,
+        batch_inputs=batch_inputs,
+        rules=options.rules,
+        cost=cost,
+        sizes=sizes,
+        num_parts=options.num_parts,
+        contention=cost.contention,
+        in_place=_is_in_place(options),
+    )
+    plan = fit_memory(plan, divided, sizes=sizes, max_bytes=max_bytes, inside=inside)
+    return plan if options.num_parts else fit_time(graph, plan, divided, time_us)
+
+
+def _is_in_place(options: Options) -> bool:
+    """Return whether parts are written into the whole: Inductor knows no operators that write."""
+    return options.inner == "eager"
 
 
 def _share(councils: Sequence[Council], what: str, make: Callable[[], _T]) -> _T:

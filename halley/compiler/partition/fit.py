@@ -12,20 +12,37 @@ from halley.compiler.partition.plan import RANGE, PartitionPlan, partition
 from halley.compiler.sizes import Sizes
 
 
-def _nothing(graph: fx.Graph) -> Collection[fx.Node]:
-    return ()
-
-
-def fit_memory(
+def divided_copy(
     graph: fx.Graph,
     plan: PartitionPlan,
     *,
     batch_inputs: Sequence[str],
     rules: Mapping[str, Rule],
     sizes: Sizes,
-    max_bytes: float,
-    inside: Callable[[fx.Graph], Collection[fx.Node]] = _nothing,
     in_place: bool = False,
+) -> fx.Graph:
+    """Return a copy of a graph of forward, divided by a plan of it.
+
+    Args:
+        graph: of forward.
+        plan: of the graph.
+        batch_inputs, rules, sizes, in_place: as of ``partition``.
+    """
+    copy = fx.Graph(owning_module=graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    partition(
+        copy, plan.ranges, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
+    )
+    return copy
+
+
+def fit_memory(
+    plan: PartitionPlan,
+    divided: Callable[[PartitionPlan], fx.Graph],
+    *,
+    sizes: Sizes,
+    max_bytes: float,
+    inside: Callable[[fx.Graph], Collection[fx.Node]] = lambda graph: (),
 ) -> PartitionPlan:
     """Return a plan without the ranges at which a graph's live bytes would rise too high.
 
@@ -33,19 +50,18 @@ def fit_memory(
     parts are on their way at once.
 
     Args:
-        graph: of forward; a copy of it is divided.
-        plan: of the graph.
-        batch_inputs, rules, sizes, in_place: as of ``partition``.
+        plan: of a graph of forward.
+        divided: makes a copy of that, divided by a plan.
+        sizes: of what nodes return.
         max_bytes: that may be alive.
         inside: finds the nodes whose results never come to memory, as of ``LiveBytes``.
     """
     while plan.ranges:
-        copy = _divided(
-            graph, plan, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
-        )
+        copy = divided(plan)
+        alive = _alive(copy, sizes, inside(copy))
         too_high: set[int] = set()
         latest = 0
-        for node, num_bytes in zip(copy.nodes, _alive(copy, sizes, inside(copy)), strict=True):
+        for node, num_bytes in zip(copy.nodes, alive, strict=True):
             latest = node.meta.get(RANGE, latest)
             if num_bytes > max_bytes:
                 too_high.add(latest)
@@ -58,30 +74,22 @@ def fit_memory(
 def fit_time(
     graph: fx.Graph,
     plan: PartitionPlan,
+    divided: Callable[[PartitionPlan], fx.Graph],
     time_us: Callable[[fx.Graph], float],
-    *,
-    batch_inputs: Sequence[str],
-    rules: Mapping[str, Rule],
-    sizes: Sizes,
-    in_place: bool = False,
 ) -> PartitionPlan:
     """Return the plan if the whole graph is faster by it, else one without ranges.
 
     A range is priced alone, and its merges as if all of them were hidden; the whole tells.
 
     Args:
-        graph: of forward; a copy of it is divided.
+        graph: of forward.
         plan: of the graph.
+        divided: makes a copy of that, divided by a plan.
         time_us: predicts a graph in the order that it will get.
-        batch_inputs, rules, sizes, in_place: as of ``partition``.
     """
     if not plan.ranges:
         return plan
-    whole_us = time_us(graph)
-    divided = _divided(
-        graph, plan, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
-    )
-    parts_us = time_us(divided)
+    whole_us, parts_us = time_us(graph), time_us(divided(plan))
     if parts_us < whole_us:
         return plan
     reasons = [
@@ -90,24 +98,6 @@ def fit_time(
         for report in plan.reports
     ]
     return PartitionPlan(skipped=(*plan.skipped, *reasons))
-
-
-def _divided(
-    graph: fx.Graph,
-    plan: PartitionPlan,
-    *,
-    batch_inputs: Sequence[str],
-    rules: Mapping[str, Rule],
-    sizes: Sizes,
-    in_place: bool,
-) -> fx.Graph:
-    """Return a copy of a graph, divided."""
-    copy = fx.Graph(owning_module=graph.owning_module)
-    copy.output(copy.graph_copy(graph, {}))
-    partition(
-        copy, plan.ranges, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
-    )
-    return copy
 
 
 def _alive(graph: fx.Graph, sizes: Sizes, inside: Collection[fx.Node]) -> list[int]:
