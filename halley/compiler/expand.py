@@ -15,8 +15,8 @@ from halley.ops.library import MADE_OF_TORCH
 def expand(graph: fx.Graph) -> None:
     """Put torch's operators in the place of Halley's that are made of them, on a GPU.
 
-    Inductor then fuses them with what stands around, and calls no Python while the graph runs. On a
-    CPU they stay: experts' products read there where rows end.
+    Inductor then fuses them with what stands around, and launches kernels instead of operators that
+    are written in Python. On a CPU they stay: experts' products read there where rows end.
 
     Args:
         graph: of operators, changed. Its values have no data.

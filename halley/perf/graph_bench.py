@@ -26,6 +26,7 @@ from halley.perf.tracing import exposed_comm_us, trace_step
 
 _TRACES = 3
 _SHOWN_NAMES = 4  # of gradients that differ
+_SHOWN_REASONS = 4  # why layers stay whole
 Key = tuple[str, str]  # variant and setting
 
 
@@ -167,7 +168,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
     is_plain = variant in (SEQUENTIAL, CHUNKED)
     figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us predicted_us"
     figures += " predicted_exposed_us predicted_over_measured compile_s optimise_s plan_s peak_mib"
-    figures += " max_rel_err bit_equal num_differing differing parts filled_windows baseline"
+    figures += " max_rel_err bit_equal num_differing differing parts skipped filled_windows baseline"
     figures += " speedup exposed_over_baseline peak_over_none error"
     return {
         "case": "graph",
@@ -226,6 +227,8 @@ def _figures(
         row["optimise_s"] = round(planning_s + measuring_s, 2)
         row["plan_s"] = round(planning_s, 2)
         row["parts"] = [found.num_parts for report in each.reports for found in report.ranges]
+        reasons = dict.fromkeys(reason for report in each.reports for reason in report.skipped)
+        row["skipped"] = list(reasons)[:_SHOWN_REASONS]
         windows = [behind for report in each.reports for behind in report.windows.values()]
         row["filled_windows"] = f"{sum(map(bool, windows))}/{len(windows)}"
     return row
