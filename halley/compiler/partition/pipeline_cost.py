@@ -62,6 +62,9 @@ class PipelineCost:
         self._shadows = Shadows(flow, sizes)
         self._known: dict[_Key, float] = {}
         self._merges: Known = {}
+        self._roles: dict[fx.Node, Role] = {}
+        self._reads: dict[fx.Node, bool] = {}
+        self._host_us: dict[fx.Node, float] = {}
 
     def as_is(self, nodes: Sequence[fx.Node]) -> float:
         """Return the time of nodes in their order."""
@@ -94,7 +97,7 @@ class PipelineCost:
             if isinstance(call, Division) and call.carry is not None and part > 0:
                 before.append((node, part - 1))
             before += [(source, part) for source in node.all_input_nodes if source in divided]
-            role = ROLES[node_kind(node)]
+            role = self._role(node)
             part_us = self._part(node, num_parts)
             works.append(_Work((node, part), before, part_us, role, self._host(node, part_us)))
             fill = merges.fill(node, part)
@@ -131,28 +134,41 @@ class PipelineCost:
                     duration_us=duration_us,
                     needs=tuple(sorted(at for at in needs if at < len(operations))),
                     host_us=issue_us,
-                    is_read=is_read(node) and role == "compute",
+                    is_read=role == "compute" and self._is_read(node),
                 )
             )
         return graph_time(operations, range(len(operations)), self._contention).makespan_us
 
     def _whole_work(self, node: fx.Node) -> _Work:
         whole_us = self._whole(node)
-        role = ROLES[node_kind(node)]
-        return _Work((node, None), (), whole_us, role, self._host(node, whole_us))
+        return _Work((node, None), (), whole_us, self._role(node), self._host(node, whole_us))
+
+    def _role(self, node: fx.Node) -> Role:
+        if node not in self._roles:
+            self._roles[node] = ROLES[node_kind(node)]
+        return self._roles[node]
+
+    def _is_read(self, node: fx.Node) -> bool:
+        if node not in self._reads:
+            self._reads[node] = is_read(node)
+        return self._reads[node]
 
     def _host(self, node: fx.Node, duration_us: float) -> float:
-        return host_us(node, self._cost) if duration_us else 0.0
+        if not duration_us:
+            return 0.0
+        if node not in self._host_us:
+            self._host_us[node] = host_us(node, self._cost)
+        return self._host_us[node]
 
     def _whole(self, node: fx.Node) -> float:
         if (node, None) not in self._known:
-            role = ROLES[node_kind(node)]
+            role = self._role(node)
             self._known[node, None] = self._cost(node) if role in ("compute", "start") else 0.0
         return self._known[node, None]
 
     def _part(self, node: fx.Node, num_parts: int) -> float:
         if (node, num_parts) not in self._known:
-            takes_time = ROLES[node_kind(node)] in ("compute", "start")
+            takes_time = self._role(node) in ("compute", "start")
             time_us = self._cost(self._shadows.of_part(node, num_parts)) if takes_time else 0.0
             self._known[node, num_parts] = time_us
         return self._known[node, num_parts]
