@@ -113,6 +113,29 @@ def test_attention_divides_samples() -> None:
     assert flow.axes[_result(graph)] == Batch(0)
 
 
+def test_sums_of_a_softmax_and_copies_to_the_host_as_inductor_has_them() -> None:
+    prims = torch.ops.prims
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(B, S, D, device="meta")
+    calls = [
+        graph.call_function(target, (x, argument))
+        for target, argument in (
+            (prims.prepare_softmax_online.default, -1),
+            (prims.prepare_softmax_online.default, 0),
+            (prims.device_put.default, torch.device("cpu")),
+        )
+    ]
+    graph.output(tuple(calls))
+    flow = find_axes(graph, ["x"], all_rules({}))
+    along, over, copy = calls
+    assert flow.axes[along] == (Batch(0), Batch(0))
+    refusal = flow.calls[over]
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.endswith("(prims::prepare_softmax_online) goes along the batch")
+    assert flow.axes[copy] == Batch(0)
+
+
 def test_whole_operand_gives_its_range() -> None:
     graph, flow = _flow(lambda x, w: x.transpose(0, 1) + torch.arange(x.numel()).view(S, B, D))
     (add,) = graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)

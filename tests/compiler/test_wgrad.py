@@ -29,6 +29,20 @@ def test_labels_are_the_all_to_alls_that_neither_need_nor_feed() -> None:
     }  # fmt: skip
 
 
+def test_no_product_is_brought_forward_past_the_next_all_to_all() -> None:
+    b = GraphBuilder()
+    x, w = b.input("x", 4, 4), b.input("w", 4, 4)
+    b.all_to_all(x, "first")
+    early = b.mm(x, w, name="early")
+    b.all_to_all(early, "second")
+    late = b.mm(w, w, name="late")
+    joined = [b.call(aten.neg.default, each, name=f"of_{each.name}") for each in (early, late)]
+    b.all_to_all(late, "third")
+    facts = b.done(*joined)
+    # Both need no all-to-all; what reads "late" would bring it ahead of the second.
+    assert _labels(facts) == {"of_early": 0b111, "of_late": 0b110}
+
+
 def test_what_a_collective_of_another_kind_waits_for_stays() -> None:
     b = GraphBuilder()
     x, w = b.input("x", 4, 4), b.input("w", 4, 4)

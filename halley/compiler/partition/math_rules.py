@@ -77,10 +77,8 @@ def _along(call: Call) -> Division | Refusal:
 
 def _softmax_sums(call: Call) -> Division | Refusal:
     """Divide largest elements and sums of exponents, each kept as a dimension of one."""
-    axis = call.axis(call.node.args[0])
-    if not isinstance(axis, Batch | Rows) or axis.dim in _dims(
-        call, len(shape_of(call.node.args[0]))
-    ):
+    axis, shape = call.axis(call.node.args[0]), shape_of(call.node.args[0])
+    if not isinstance(axis, Batch | Rows) or axis.dim in _dims(call, len(shape)):
         return call.refused("goes along the batch")
     return Division(result=(axis, axis))
 
