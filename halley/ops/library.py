@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 
-# Operators of kernels that torch has too, once a compiler has seen them as one node each: what they
-# do, on tensors of a GPU, by name.
+# By name, the functions of operators that torch's own could stand for. One node each is what
+# compilers want that move or divide them; one that makes kernels wants to see inside.
 MADE_OF_TORCH: dict[str, Callable[..., Any]] = {}
 
 _library = torch.library.Library("halley", "FRAGMENT")
