@@ -106,7 +106,7 @@ class ProfiledCost:
         if group_of(node) is not None:
             return hardware.collective_us
         if self.borders is None or not (is_fused(node) or is_join(node)):
-            return hardware.call_us if has_tensors(node) else 0.0
+            return hardware.call_us
         border = self.borders.get(node.meta.get(WHOLE, node))
         is_kernel = border is None or border.writes
         return hardware.call_us / 3 if is_kernel else 0.0

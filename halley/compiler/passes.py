@@ -23,7 +23,7 @@ from halley.compiler.graph import GraphFacts, NodeKind, apply_order
 from halley.compiler.group_cost import measure_group
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.options import Options
-from halley.compiler.partition.fit import divided_copy, fit_memory, fit_time
+from halley.compiler.partition.fit import fit_memory, fit_time
 from halley.compiler.partition.plan import PartitionPlan, partition, plan_partition, read_plan
 from halley.compiler.plan import OrderReport, plan_wgrad, report_order
 from halley.compiler.sizes import Sizes
@@ -87,8 +87,7 @@ def run_passes(
         facts = GraphFacts(graph)
     order = list(range(len(facts.nodes)))
     if options.moves_gradients or plan.ranges:  # what is put together of parts moves too
-        plans = partial(plan_wgrad, cost=cost, sizes=sizes, contention=cost.contention)
-        make = partial(plans, facts, max_bytes=max_bytes, inside=cost.inside)
+        make = partial(_find_order, facts, cost, sizes, max_bytes=max_bytes)
         order = _share(councils, "order", make)
     after = report(facts, order, inside=cost.inside)
     reorder(graph, facts, order)
@@ -153,68 +152,55 @@ def _partition(
     max_bytes: float,
 ) -> PartitionPlan:
     """Run ranges of forward in parts by rank 0's plan, and return that."""
-    make_plan = partial(
-        _choose_ranges,
-        graph,
-        options,
-        batch_inputs=batch_inputs,
-        cost=cost,
-        sizes=sizes,
-        max_bytes=max_bytes,
-    )
-    plan = read_plan(_share(councils, "partition", lambda: asdict(make_plan())))
-    partition(
-        graph,
-        plan.ranges,
+    divide = partial(
+        partition,
         batch_inputs=batch_inputs,
         rules=options.rules,
         sizes=sizes,
         in_place=_is_in_place(options),
     )
-    return plan
-
-
-def _choose_ranges(
-    graph: fx.Graph,
-    options: Options,
-    *,
-    batch_inputs: Sequence[str],
-    cost: ProfiledCost,
-    sizes: Sizes,
-    max_bytes: float,
-) -> PartitionPlan:
-    """Return the ranges that pay, within memory."""
 
     def inside(whole: fx.Graph) -> Collection[fx.Node]:
         _note_borders(whole, options, cost, sizes)
         return cost.inside
 
     def time_us(whole: fx.Graph) -> float:
-        kept, facts = inside(whole), GraphFacts(whole)
-        plans = partial(plan_wgrad, cost=cost, sizes=sizes, contention=cost.contention)
-        order = plans(facts, max_bytes=max_bytes, inside=kept)
+        _note_borders(whole, options, cost, sizes)
+        facts = GraphFacts(whole)
+        order = _find_order(facts, cost, sizes, max_bytes=max_bytes)
         return graph_time(operations(facts, cost), order, cost.contention).makespan_us
 
-    divided = partial(
-        divided_copy,
-        graph,
-        batch_inputs=batch_inputs,
-        rules=options.rules,
-        sizes=sizes,
-        in_place=_is_in_place(options),
-    )
-    plan = plan_partition(
-        graph,
-        batch_inputs=batch_inputs,
-        rules=options.rules,
+    def make_plan() -> dict[str, object]:
+        plan = plan_partition(
+            graph,
+            batch_inputs=batch_inputs,
+            rules=options.rules,
+            cost=cost,
+            sizes=sizes,
+            num_parts=options.num_parts,
+            contention=cost.contention,
+            in_place=_is_in_place(options),
+        )
+        plan = fit_memory(graph, plan, divide, sizes=sizes, max_bytes=max_bytes, inside=inside)
+        return asdict(plan if options.num_parts else fit_time(graph, plan, divide, time_us))
+
+    plan = read_plan(_share(councils, "partition", make_plan))
+    divide(graph, plan.ranges)
+    return plan
+
+
+def _find_order(
+    facts: GraphFacts, cost: ProfiledCost, sizes: Sizes, *, max_bytes: float
+) -> list[int]:
+    """Return the order of the weight-gradient pass; the cost knows the graph as it is now."""
+    return plan_wgrad(
+        facts,
         cost=cost,
         sizes=sizes,
-        num_parts=options.num_parts,
+        max_bytes=max_bytes,
         contention=cost.contention,
-        in_place=_is_in_place(options),
+        inside=cost.inside,
     )
-    plan = fit_memory(plan, divided, sizes=sizes, max_bytes=max_bytes, inside=inside)
-    return plan if options.num_parts else fit_time(graph, plan, divided, time_us)
 
 
 def _is_in_place(options: Options) -> bool:

@@ -58,7 +58,7 @@ def plan_wgrad(
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
 ) -> list[int]:
-    """Return the order of the weight-gradient pass.
+    """Return the order of the weight-gradient pass; in forward, what joins parts moves like those.
 
     Args:
         facts: of the graph.

@@ -14,8 +14,9 @@ class Hardware:
         memory_bytes_per_s: a large copy, bytes read plus bytes written.
         link_bytes_per_s: all-to-all, bytes out of each device.
         link_latency_us: shortest all-to-all.
-        launch_us: host time to issue one kernel.
-        call_us: host time of compiled code to call one operator; a kernel of its own takes a third.
+        launch_us: host time to issue one operation of a layer that is not compiled.
+        call_us: host time of a compiled graph to call one operator; a kernel that the compiler made
+            takes a third.
         collective_us: host time to start one collective.
         kernel_us: shortest kernel, with the gap before the next.
         read_us: until the host has read a value that the device made.

@@ -1,5 +1,6 @@
 """Forward of a small GPT-2 with experts, caught on its way to be compiled, to run it changed."""
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx
 
 from halley.compiler.partition.axes import BatchFlow, find_axes
 from halley.compiler.partition.rules import all_rules
+from halley.cost.hardware import H200
 from halley.moe.parallel import ParallelGroups
 from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
 from tests.compiler.gpu_attention import AsOnGPU, attend_by
@@ -19,6 +21,15 @@ from tests.moe.model_case import make_tokens
 
 
 BATCH_SIZE = 12
+# Memory and wire are so slow that bytes count, not launches: 1000 bytes of memory a microsecond.
+SLOW = dataclasses.replace(
+    H200,
+    memory_bytes_per_s=1e9,
+    link_bytes_per_s=2e8,
+    link_latency_us=5.0,
+    launch_us=0.5,
+    kernel_us=0.5,
+)
 
 
 class Captured:

@@ -12,7 +12,7 @@ from halley.compiler import run
 from halley.compiler.collectives import collective_kind, is_wait
 from halley.compiler.partition.axes import find_axes
 from halley.compiler.partition.divide import divide
-from halley.compiler.partition.fit import divided_copy, fit_memory, fit_time
+from halley.compiler.partition.fit import fit_memory, fit_time
 from halley.compiler.partition.plan import PartitionPlan, RangeReport, partition, plan_partition
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
@@ -84,9 +84,9 @@ def _fitted(rank: int, num_ranks: int) -> None:
         first="a", last="b", exchanges=("c",), num_parts=2, before_us=2.0, after_us=1.0
     )
     plan = PartitionPlan(ranges=((span[0], span[1] + 1, 2),), reports=(report,), skipped=("why",))
-    divided = partial(divided_copy, graph, batch_inputs=case.batch_inputs, rules={}, sizes=SIZES)
-    assert fit_time(graph, plan, divided, lambda graph: -len(graph.nodes)) == plan
-    dropped = fit_time(graph, plan, divided, lambda graph: 1e3 * (len(graph.nodes) > len(nodes)))
+    divide = partial(partition, batch_inputs=case.batch_inputs, rules={}, sizes=SIZES)
+    assert fit_time(graph, plan, divide, lambda graph: -len(graph.nodes)) == plan
+    dropped = fit_time(graph, plan, divide, lambda graph: 1e3 * (len(graph.nodes) > len(nodes)))
     reason = "c stays whole: with all ranges in parts forward would take 1.00 ms, and 0.00 without"
     assert dropped == PartitionPlan(skipped=("why", reason))
     assert list(graph.nodes) == nodes
@@ -164,9 +164,9 @@ def _in_memory(rank: int, num_ranks: int) -> tuple[PartitionPlan, PartitionPlan,
     wants = {"batch_inputs": case.batch_inputs, "rules": {}, "sizes": SIZES}
     plan = plan_partition(graph, cost=lambda node: 1.0, num_parts=4, **wants)
     names = [node.name for node in graph.nodes]
-    divided = partial(divided_copy, graph, **wants)
+    divide = partial(partition, **wants)
     roomy, tight = (
-        fit_memory(plan, divided, sizes=SIZES, max_bytes=most) for most in (2**30, 2**10)
+        fit_memory(graph, plan, divide, sizes=SIZES, max_bytes=most) for most in (2**30, 2**10)
     )
     assert [node.name for node in graph.nodes] == names  # copies were divided
     return plan, roomy, tight

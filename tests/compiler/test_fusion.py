@@ -1,6 +1,5 @@
 """Prices of nodes that Inductor fuses: bytes across the borders of kernels, by hand."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -16,24 +15,14 @@ from halley.compiler.partition.pipeline_cost import PipelineCost
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import graph_time
-from halley.cost.hardware import H200
 from halley.cost.predict import Predictor
 from halley.cost.profiles import Environment, ProfileTable
-from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes
+from tests.compiler.captured_case import BATCH_SIZE, SLOW, Captured, compute_nodes
 from tests.compiler.gpt2_model import SEQ_LEN
 from tests.compiler.graph_case import GraphBuilder, aten
 
 
 SIZES = Sizes(1)
-# 1000 bytes a microsecond.
-SLOW = dataclasses.replace(
-    H200,
-    memory_bytes_per_s=1e9,
-    link_bytes_per_s=2e8,
-    link_latency_us=5.0,
-    launch_us=0.5,
-    kernel_us=0.5,
-)
 
 
 def _cost(facts: GraphFacts, *, fuses: bool = True) -> ProfiledCost:

@@ -1,7 +1,5 @@
 """What a range in parts is predicted to take, against the graph that then runs."""
 
-import dataclasses
-
 import pytest
 from torch import fx
 
@@ -12,21 +10,11 @@ from halley.compiler.partition.pipeline_cost import PipelineCost
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import graph_time
-from halley.cost.hardware import H200
 from halley.cost.predict import Predictor
-from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes
+from tests.compiler.captured_case import BATCH_SIZE, SLOW, Captured, compute_nodes
 from tests.compiler.gpt2_model import SEQ_LEN
 
 
-# Memory and wire are so slow that bytes count, not launches.
-SLOW = dataclasses.replace(
-    H200,
-    memory_bytes_per_s=1e9,
-    link_bytes_per_s=2e8,
-    link_latency_us=5.0,
-    launch_us=0.5,
-    kernel_us=0.5,
-)
 NUMBERS = (2, 3, 4, 6)
 
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from typing import final
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 from halley.cost.contention import measure_contention
 
 
-@final
 class _Sleep:
     """A collective that takes some time, on a thread of its own."""
 
@@ -37,3 +35,22 @@ def test_factors_of_what_slows_down_are_found() -> None:
     found = measure_contention(product, exchange, device=torch.device("cpu"))
     assert found.compute == pytest.approx(1.0, abs=0.3)
     assert found.comm == pytest.approx(1.0, abs=0.3)
+
+
+def test_ranks_meet_before_each_trial() -> None:
+    polled: list[bool] = []  # of each collective: whether products ran beside it
+
+    class Short(_Sleep):
+        def __init__(self) -> None:
+            super().__init__(0.002)
+            self.number = len(polled)
+            polled.append(False)
+
+        def is_completed(self) -> bool:
+            polled[self.number] = True
+            return super().is_completed()
+
+    measure_contention(lambda: time.sleep(0.0005), Short, device=torch.device("cpu"))
+    first = polled.index(True)
+    assert polled[first - 1 :] == [False, True] * 7
+    assert first - 1 == 20  # of the measure of a collective alone

@@ -1,44 +1,23 @@
 """Plans of the partition pass on the whole graph: within memory, and no slower than without."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import fx
 
 from halley.compiler.graph import GraphFacts
 from halley.compiler.memory import LiveBytes
-from halley.compiler.partition.axes import Rule
-from halley.compiler.partition.plan import RANGE, PartitionPlan, partition
+from halley.compiler.partition.plan import RANGE, PartitionPlan
 from halley.compiler.sizes import Sizes
 
 
-def divided_copy(
-    graph: fx.Graph,
-    plan: PartitionPlan,
-    *,
-    batch_inputs: Sequence[str],
-    rules: Mapping[str, Rule],
-    sizes: Sizes,
-    in_place: bool = False,
-) -> fx.Graph:
-    """Return a copy of a graph of forward, divided by a plan of it.
-
-    Args:
-        graph: of forward.
-        plan: of the graph.
-        batch_inputs, rules, sizes, in_place: as of ``partition``.
-    """
-    copy = fx.Graph(owning_module=graph.owning_module)
-    copy.output(copy.graph_copy(graph, {}))
-    partition(
-        copy, plan.ranges, batch_inputs=batch_inputs, rules=rules, sizes=sizes, in_place=in_place
-    )
-    return copy
+Divide = Callable[[fx.Graph, Iterable[Sequence[int]]], None]
 
 
 def fit_memory(
+    graph: fx.Graph,
     plan: PartitionPlan,
-    divided: Callable[[PartitionPlan], fx.Graph],
+    divide: Divide,
     *,
     sizes: Sizes,
     max_bytes: float,
@@ -50,14 +29,15 @@ def fit_memory(
     parts are on their way at once.
 
     Args:
-        plan: of a graph of forward.
-        divided: makes a copy of that, divided by a plan.
+        graph: of forward; copies of it are divided.
+        plan: of the graph.
+        divide: runs ranges of a graph in parts, as ``partition`` does.
         sizes: of what nodes return.
         max_bytes: that may be alive.
         inside: finds the nodes whose results never come to memory, as of ``LiveBytes``.
     """
     while plan.ranges:
-        copy = divided(plan)
+        copy = _divided(graph, plan, divide)
         alive = _alive(copy, sizes, inside(copy))
         too_high: set[int] = set()
         latest = 0
@@ -74,7 +54,7 @@ def fit_memory(
 def fit_time(
     graph: fx.Graph,
     plan: PartitionPlan,
-    divided: Callable[[PartitionPlan], fx.Graph],
+    divide: Divide,
     time_us: Callable[[fx.Graph], float],
 ) -> PartitionPlan:
     """Return the plan if the whole graph is faster by it, else one without ranges.
@@ -82,14 +62,14 @@ def fit_time(
     A range is priced alone, and its merges as if all of them were hidden; the whole tells.
 
     Args:
-        graph: of forward.
+        graph: of forward; a copy of it is divided.
         plan: of the graph.
-        divided: makes a copy of that, divided by a plan.
+        divide: runs ranges of a graph in parts, as ``partition`` does.
         time_us: predicts a graph in the order that it will get.
     """
     if not plan.ranges:
         return plan
-    whole_us, parts_us = time_us(graph), time_us(divided(plan))
+    whole_us, parts_us = time_us(graph), time_us(_divided(graph, plan, divide))
     if parts_us < whole_us:
         return plan
     reasons = [
@@ -98,6 +78,13 @@ def fit_time(
         for report in plan.reports
     ]
     return PartitionPlan(skipped=(*plan.skipped, *reasons))
+
+
+def _divided(graph: fx.Graph, plan: PartitionPlan, divide: Divide) -> fx.Graph:
+    copy = fx.Graph(owning_module=graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    divide(copy, plan.ranges)
+    return copy
 
 
 def _alive(graph: fx.Graph, sizes: Sizes, inside: Collection[fx.Node]) -> list[int]:
