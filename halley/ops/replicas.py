@@ -1,6 +1,6 @@
 """Replicas of experts stay alike: each gets the sum of the gradients of all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -37,27 +37,26 @@ class Replicas:
         recorder: Recorder,
     ) -> None:
         own = placement.experts_WL[rank]
-        replicated = set(placement.replicated)
         self.rank = rank
         self.group = group
         self.recorder = recorder
-        shared = [expert for expert in own if expert in replicated]
-        # Of each rank, the places among ``shared`` of the experts that it holds too.
-        common = [
-            [place for place, expert in enumerate(shared) if expert in experts]
-            for experts in placement.experts_WL
-        ]
         firsts = [place for place, e in enumerate(own) if placement.ranks_of(e)[0] == rank]
-
-        def index(places: list[int]) -> torch.Tensor:
-            return torch.tensor(places, dtype=torch.int64, device=device)
-
-        self.first = index(firsts)
-        self._places_S = index([own.index(expert) for expert in shared])
-        self._common = [index(places) for places in common]
-        others = [c for r, c in enumerate(self._common) if r != rank]
-        self._sent_R = self._places_S[torch.cat(others)]
-        self._splits = [0 if r == rank else len(c) for r, c in enumerate(common)]
+        self.first = torch.tensor(firsts, dtype=torch.int64, device=device)
+        # The ranks that hold the expert in a place, in order, if others than this one do.
+        self._ranks: dict[int, tuple[int, ...]] = {
+            place: tuple(placement.ranks_of(expert))
+            for place, expert in enumerate(own)
+            if len(placement.ranks_of(expert)) > 1
+        }
+        # What goes to the others and comes from them, in the order of the exchange: both sides of a
+        # pair list what they share by the number of the expert.
+        shared = sorted(self._ranks, key=lambda place: own[place])
+        self._pairs = [
+            (other, place)
+            for other in range(placement.num_ranks)
+            for place in shared
+            if other != rank and other in self._ranks[place]
+        ]
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients with those of replicas summed over their ranks; a collective.
@@ -67,13 +66,7 @@ class Replicas:
         Args:
             gradients: ``(L, ...)`` each, of one dtype.
         """
-        summed: list[torch.Tensor] = []
-        for gradient, sources in zip(gradients, self._exchange(gradients), strict=True):
-            total_SN = torch.zeros_like(sources[self.rank], dtype=torch.float32)
-            for common, rows_CN in zip(self._common, sources, strict=True):
-                total_SN[common] += rows_CN
-            summed.append(self._replace(gradient, total_SN))
-        return summed
+        return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients with those of each replica's first rank; a collective.
@@ -84,39 +77,62 @@ class Replicas:
         Args:
             gradients: ``(L, ...)`` each, of one dtype.
         """
-        taken: list[torch.Tensor] = []
-        for gradient, sources in zip(gradients, self._exchange(gradients), strict=True):
-            first_SN = torch.empty_like(sources[self.rank])
-            for common, rows_CN in reversed(list(zip(self._common, sources, strict=True))):
-                first_SN[common] = rows_CN
-            taken.append(self._replace(gradient, first_SN))
-        return taken
+        return self._merge(gradients, _take_first_into)
 
-    def _exchange(self, gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return of each gradient, from each rank, the rows of what it shares with this one.
+    def _merge(
+        self,
+        gradients: Sequence[torch.Tensor],
+        merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], None],
+    ) -> list[torch.Tensor]:
+        """Return copies of the gradients, with what a place shares made of that of all its ranks."""
+        received = self._exchange(gradients)
+        merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
+        for place, ranks in self._ranks.items():
+            for index, gradient in enumerate(gradients):
+                own = gradient[place].flatten()
+                sources = [own if r == self.rank else received[r, place][index] for r in ranks]
+                merge(merged[index][place].view(-1), sources)
+        return merged
+
+    def _exchange(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
+        """Return what each rank that shares a place has there, of each gradient.
 
         One all-to-all for all gradients, with those of an expert side by side.
         """
         flat = [gradient.flatten(1) for gradient in gradients]
-        sent_RN = torch.cat([part[self._sent_R] for part in flat], dim=1)
-        received_RN = torch.empty_like(sent_RN)
+        sizes = [part.shape[1] for part in flat]
+        splits = [0] * self.group.size()
+        for other, _ in self._pairs:
+            splits[other] += sum(sizes)
+        parts = [part[place] for _, place in self._pairs for part in flat]
+        sent = torch.cat(parts) if parts else gradients[0].new_empty(0)
+        received = torch.empty_like(sent)
         work = dist.all_to_all_single(
-            received_RN, sent_RN, self._splits, self._splits, group=self.group, async_op=True
+            received, sent, splits, splits, group=self.group, async_op=True
         )
         assert work is not None
         with self.recorder.span("replicas.wait", stream="exposed"):
             work.wait()
-        columns = received_RN.split([part.shape[1] for part in flat], dim=1)
-        found: list[list[torch.Tensor]] = []
-        for part, rows_RN in zip(flat, columns, strict=True):
-            sources = list(rows_RN.split(self._splits))
-            sources[self.rank] = part[self._places_S]
-            found.append(sources)
-        return found
+        of_pairs = received.split(sum(sizes))
+        return {
+            pair: part.split(sizes) for pair, part in zip(self._pairs, of_pairs, strict=False)
+        }
 
-    def _replace(self, gradient: torch.Tensor, rows_SN: torch.Tensor) -> torch.Tensor:
-        rows = rows_SN.to(gradient.dtype).view(-1, *gradient.shape[1:])
-        return gradient.index_copy(0, self._places_S, rows)
+
+def _sum_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    if len(sources) == 2:  # added in float32 and rounded once, in one pass over memory
+        torch.add(sources[0], sources[1], out=out)
+        return
+    total = sources[0].float()
+    for source in sources[1:]:
+        total += source
+    out.copy_(total)
+
+
+def _take_first_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    out.copy_(sources[0])
 
 
 class _ShareGradients(torch.autograd.Function):

@@ -5,15 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from triton import OutOfResources
 
 from halley.core.models import find_model
 from halley.kernels.knobs import Knobs
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.ops.tuned import Tuned
 from halley.perf import tune
-from halley.perf.layer_case import LayerCase, make_tensors
+from halley.perf.layer_case import LayerCase, LayerTensors, make_tensors
 from halley.perf.sweep_chart import draw_sweeps, gains
 from halley.perf.tune import SPACE, fits, tune_layer
+from halley.strategies.fused import FusedStrategy
 from tests.moe.model_case import destroy
 from tests.rank_pool import RunRanks
 
@@ -64,13 +66,28 @@ def test_fastest_wins_unless_its_values_are_wrong(monkeypatch: pytest.MonkeyPatc
     assert found.sweeps["home_rows"] == {"": 100.0}
 
 
+def test_what_the_compiler_cannot_fit_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tune.outputs_of
+
+    def outputs_of(strategy: FusedStrategy, tensors: LayerTensors) -> list[torch.Tensor]:
+        if strategy.workspaces.knobs.home_rows == 2:
+            raise OutOfResources(262176, 232448, "shared memory")
+        return run(strategy, tensors)
+
+    monkeypatch.setattr(tune, "outputs_of", outputs_of)
+    space = {"home_rows": (FEWER,)}
+    found = tune_layer(CASE, groups=ParallelGroups(), device=CPU, space=space, num_samples=1)
+    assert found.settings == ()
+    assert found.sweeps["home_rows"].keys() == {""}
+
+
 def test_what_does_not_fit_is_not_tried() -> None:
     case = LayerCase(model=find_model("tiny"), num_tokens=8)
     tensors = make_tensors(case, ParallelGroups(), device=CPU)
     for values in SPACE.values():
         assert any(fits(Knobs().changed(value.split()), tensors) for value in values)
     combine = "combine_rows=8 combine_stages=8"
-    for settings in ("up.num_stages=5", "down.per_sm=2", "chunk_columns=128", combine):
+    for settings in ("up.num_stages=5", "up.run=2", "down.per_sm=2", "chunk_columns=128", combine):
         assert not fits(Knobs().changed(settings.split()), tensors), settings
 
 
