@@ -84,7 +84,7 @@ class Replicas:
         gradients: Sequence[torch.Tensor],
         merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], None],
     ) -> list[torch.Tensor]:
-        """Return copies of the gradients, with what a place shares made of that of all its ranks."""
+        """Return copies of the gradients; what a place shares is made of that of all its ranks."""
         received = self._exchange(gradients)
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
         for place, ranks in self._ranks.items():

@@ -49,7 +49,7 @@ def _paired(tile: str) -> str:
 
 
 def _in_one_loop(tile: str) -> str:
-    """Return the settings for two tiles in one loop; the one that is stored takes a stage's room."""
+    """Return the settings for two tiles in one loop; what is stored takes the room of a stage."""
     return f"{tile}.run=2 {tile}.num_stages=3"
 
 
@@ -126,7 +126,7 @@ def tune_layer(
     if best:  # both once more, in turn
         times_us = _time({"": (), "best": best}, base, tensors, groups, num_samples=num_samples)
         default_us, best_us = times_us[""], times_us["best"]
-        if best_us > default_us:
+        if best_us > (1 - _MIN_GAIN) * default_us:
             best = ()
     if not best:
         best_us = default_us
