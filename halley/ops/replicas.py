@@ -116,9 +116,7 @@ class Replicas:
         with self.recorder.span("replicas.wait", stream="exposed"):
             work.wait()
         of_pairs = received.split(sum(sizes))
-        return {
-            pair: part.split(sizes) for pair, part in zip(self._pairs, of_pairs, strict=False)
-        }
+        return {pair: part.split(sizes) for pair, part in zip(self._pairs, of_pairs, strict=False)}
 
 
 def _sum_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
