@@ -245,6 +245,8 @@ class TrainConfig:
         dtype: of parameters and activations; optimizer state is float32 always.
         activation_checkpointing: keep only each layer's input and compute it again in backward,
             communication included.
+        deterministic: the same bits in every run. On GPUs attention's gradient, which otherwise
+            adds up in the order in which parts of it come, takes a slower kernel.
         log_every: steps between lines of the log when there is no terminal.
         tensorboard: write TensorBoard events beside the metrics.
     """
@@ -255,6 +257,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     activation_checkpointing: bool = False
+    deterministic: bool = False
     log_every: int = 10
     tensorboard: bool = False
 

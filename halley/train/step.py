@@ -1,5 +1,6 @@
 """What a training step needs, and the step: forward, backward, sum over ranks, update."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,6 +141,8 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
     check_vocabulary(config)
     check_strategies(config)
     check_passes(config)
+    if config.train.deterministic:
+        _make_deterministic()
     groups = build_groups(
         config.ep_size, device_type=world.device.type, tp_size=config.expert_tp_size
     )
@@ -189,6 +192,17 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         counts=ExpertCounts(),
         plan=plan,
     )
+
+
+def _make_deterministic() -> None:
+    """Let torch choose kernels that give the same bits each time, for the rest of the process.
+
+    Source: torch's notes on reproducibility; the workspaces are what cuBLAS asks for.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads what was not written; filling it would take time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def train_step(run: TrainingRun, step: int) -> StepResult:

@@ -1,6 +1,7 @@
 """Steps that must not depend on how the same batch is spread over ranks and microbatches."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,28 @@ def test_activation_checkpointing_changes_no_bit(run_ranks: RunRanks, text: Path
     for got, want in zip(curves[1], curves[0], strict=True):
         assert got[:2] == want[:2]
         torch.testing.assert_close(got[2], want[2], rtol=0, atol=0)
+
+
+@pytest.fixture
+def deterministic_ends() -> Iterator[None]:
+    """What a run sets for its process does not outlive the test."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.mark.usefixtures("deterministic_ends")
+def test_deterministic_runs_have_the_same_bits(text: Path):
+    """All that a step calls has a kernel for it: torch raises where there is none."""
+    curves = []
+    for on in (True, True, False):
+        assert torch.are_deterministic_algorithms_enabled() == bool(curves)
+        config = make_config(text, model=SIGMOID, deterministic=on)
+        curves.append(_take_steps(0, 1, config, 3))
+    for other in curves[1:]:
+        assert other[:2] == curves[0][:2]
+        torch.testing.assert_close(other[2], curves[0][2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
