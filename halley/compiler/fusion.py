@@ -30,6 +30,8 @@ _FUSED = _GATHERS | {
     "prims::iota", "prims::prepare_softmax_online",
 }  # fmt: skip
 _JOIN = "aten::cat"
+_SUM = "aten::sum"
+_SPLIT_ROWS = 1024  # from which on a sum over rows is one of partial sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,25 @@ def is_fused(node: fx.Node) -> bool:
 def is_join(node: fx.Node) -> bool:
     """Return whether a node joins tensors: Inductor has kernels write right where they belong."""
     return operator_name(node) == _JOIN
+
+
+def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
+    """Return whether a node is a sum over many rows: a bias's gradient, a norm's weight's.
+
+    Inductor makes partial sums beside what it fuses with them, and adds these in a kernel of their
+    own, which it has torch launch.
+    """
+    if operator_name(node) != _SUM or len(node.args) < 2:
+        return False
+    source, own = _value(node.all_input_nodes[0]), _value(node)
+    if not isinstance(source, torch.Tensor) or not isinstance(own, torch.Tensor):
+        return False
+    dims = node.args[1]
+    if not isinstance(dims, list | tuple) or {-1, source.dim() - 1} & set(dims):
+        return False
+    num_summed = sizes.num_bytes(source) // source.itemsize
+    num_sums = sizes.num_bytes(own) // own.itemsize
+    return num_summed >= _SPLIT_ROWS * max(1, num_sums)
 
 
 def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
@@ -134,6 +155,7 @@ def fused_us(
         copied = sum(sizes.num_bytes(_value(source)) for source in sources)
         return predictor.memory_us(2 * copied) if copied else 0.0
     border = borders.get(_whole(node))
+    second_us = predictor.hardware.split_sum_us if is_split_sum(_whole(node), sizes) else 0.0
     own = sizes.num_bytes(_value(node))
     moved = 0
     for whole, source in {_whole(source): source for source in node.all_input_nodes}.items():
@@ -143,8 +165,9 @@ def fused_us(
             given = min(given, sizes.num_bytes(_value(_root(whole))))
             moved += min(given, own) if operator_name(node) in _GATHERS else given
     if border is None or border.writes:
-        return max(predictor.memory_us(moved + own, num_ops=0), predictor.hardware.kernel_us)
-    return predictor.memory_us(moved, num_ops=0)
+        first_us = predictor.memory_us(moved + own, num_ops=0)
+        return max(first_us, predictor.hardware.kernel_us) + second_us
+    return predictor.memory_us(moved, num_ops=0) + second_us
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -18,6 +18,7 @@ from halley.compiler.fusion import (
     inside_kernels,
     is_fused,
     is_join,
+    is_split_sum,
 )
 from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
 from halley.compiler.sizes import Sizes
@@ -107,7 +108,10 @@ class ProfiledCost:
             return hardware.collective_us
         if self.borders is None or not (is_fused(node) or is_join(node)):
             return hardware.call_us
-        border = self.borders.get(node.meta.get(WHOLE, node))
+        whole = node.meta.get(WHOLE, node)
+        if is_split_sum(whole, self._sizes):
+            return hardware.call_us
+        border = self.borders.get(whole)
         is_kernel = border is None or border.writes
         return hardware.call_us / 3 if is_kernel else 0.0
 

@@ -19,6 +19,8 @@ class Hardware:
             takes a third.
         collective_us: host time to start one collective.
         kernel_us: shortest kernel, with the gap before the next.
+        split_sum_us: the second kernel of a sum over many rows, which adds what the programs of the
+            first have summed: few programs, few bytes.
         read_us: until the host has read a value that the device made.
     """
 
@@ -32,6 +34,7 @@ class Hardware:
     call_us: float
     collective_us: float
     kernel_us: float
+    split_sum_us: float
     read_us: float
 
 
@@ -50,6 +53,7 @@ H200 = Hardware(
     call_us=30.0,
     collective_us=120.0,
     kernel_us=3.0,
+    split_sum_us=15.0,
     read_us=20.0,
 )
 # The same chip with slower memory.
@@ -64,6 +68,7 @@ H100 = Hardware(
     call_us=30.0,
     collective_us=120.0,
     kernel_us=3.0,
+    split_sum_us=15.0,
     read_us=20.0,
 )
 # Data sheet; rates at the share of it that the H200 reaches.
@@ -78,6 +83,7 @@ A100 = Hardware(
     call_us=30.0,
     collective_us=120.0,
     kernel_us=3.0,
+    split_sum_us=15.0,
     read_us=20.0,
 )
 # One core a rank, gloo over loopback: the order of magnitude is what matters.
@@ -92,6 +98,7 @@ CPU = Hardware(
     call_us=0.0,  # the host computes
     collective_us=0.0,
     kernel_us=10.0,
+    split_sum_us=0.0,
     read_us=0.0,
 )
 

@@ -29,6 +29,7 @@ SLOW = dataclasses.replace(
     link_latency_us=5.0,
     launch_us=0.5,
     kernel_us=0.5,
+    split_sum_us=0.0,
 )
 
 

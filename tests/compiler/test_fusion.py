@@ -1,5 +1,6 @@
 """Prices of nodes that Inductor fuses: bytes across the borders of kernels, by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,25 @@ def test_gather_reads_what_it_returns_and_join_copies_what_kernels_did_not_write
     assert times["taken"] == pytest.approx(0.8)  # 400 bytes of the table, 400 into the join
     assert times["joined"] == pytest.approx(0.8)  # the product's 400 bytes, in and out
     assert "rows" not in times
+
+
+def test_sum_over_many_rows_takes_a_second_kernel() -> None:
+    """A sum along the columns does not, nor one over few rows."""
+    hardware = replace(SLOW, split_sum_us=7.0, call_us=30.0)
+    for shape, dims, second in (
+        ((2048, 10), [0], True),
+        ((2048, 10), [1], False),
+        ((100, 10), [0], False),
+    ):
+        b = GraphBuilder()
+        doubled = b.call(aten.mul.Tensor, b.input("x", *shape), 2.0, name="doubled")
+        facts = b.done(b.call(aten.sum.dim_IntList, doubled, dims, name="summed"))
+        cost = ProfiledCost(Predictor(hardware), sizes=SIZES)
+        cost.borders = find_borders(facts.nodes[0].graph, SIZES)
+        node = next(node for node in facts.nodes if node.name == "summed")
+        first_us = max(4 * node.meta["val"].numel() / 1000, hardware.kernel_us)
+        assert cost(node) == pytest.approx(first_us + 7.0 * second)
+        assert cost.host_us(node) == (30.0 if second else 10.0)  # which torch launches
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4])

@@ -44,6 +44,7 @@ ROUND = Predictor(
         call_us=0.0,
         collective_us=0.0,
         kernel_us=1.0,
+        split_sum_us=0.0,
         read_us=2.0,
     )
 )

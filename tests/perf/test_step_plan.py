@@ -49,6 +49,7 @@ def _hardware(gb_per_s: float) -> Hardware:
         link_latency_us=2.0,
         launch_us=0.5,
         kernel_us=0.5,
+        split_sum_us=0.0,
         call_us=0.0,
         collective_us=0.0,
     )

@@ -127,10 +127,9 @@ def test_activation_checkpointing_changes_no_bit(run_ranks: RunRanks, text: Path
 @pytest.fixture
 def deterministic_ends() -> Iterator[None]:
     """What a run sets for its process does not outlive the test."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
 
 
 @pytest.mark.usefixtures("deterministic_ends")
