@@ -101,6 +101,11 @@ class ProfiledCost:
         """Nodes whose results never come to memory, as they stay inside of kernels."""
         return frozenset() if self.borders is None else inside_kernels(self.borders)
 
+    @property
+    def graph_us(self) -> float:
+        """Microseconds of the host before it issues the first node."""
+        return self._predictor.hardware.graph_us
+
     def host_us(self, node: fx.Node) -> float:
         """Return the microseconds that the host takes to issue a node."""
         hardware = self._predictor.hardware
@@ -140,6 +145,7 @@ class ProfiledCost:
 def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:
     """Return the nodes of a graph as the cost model takes them."""
     found: list[Operation] = []
+    begin_us = cost.graph_us if isinstance(cost, ProfiledCost) else 0.0
     for index, node in enumerate(facts.nodes):
         role = ROLES[facts.kinds[index]]
         duration_us = cost(node) if role in ("compute", "start") else 0.0
@@ -150,10 +156,11 @@ def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:
                 role=role,
                 duration_us=duration_us,
                 needs=needs,
-                host_us=host_us(node, cost) if duration_us else 0.0,
+                host_us=begin_us + host_us(node, cost) if duration_us else 0.0,
                 is_read=is_read(node),
             )
         )
+        begin_us = 0.0 if duration_us else begin_us
     return found
 
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 import torch
+import torch.distributed as dist
 
 from halley.core.tolerance import relative_error
 from halley.moe.parallel import ParallelGroups
-from halley.perf.gpt2_moe import TOP_K, Gate, GPT2MoE, GPT2Shape, TrainingLoss
+from halley.moe.router import capacity
+from halley.perf.gpt2_moe import ROUTERS, TOP_K, Gate, GPT2MoE, GPT2Shape, TrainingLoss
 from halley.strategies.functional import FunctionalStrategy
 
 
@@ -77,6 +79,11 @@ class GraphCase:
         """Tokens of each rank."""
         return self.batch_size * self.shape.seq_len
 
+    @property
+    def num_slots(self) -> int:
+        """Experts that the tokens of each rank pick together, those that are full included."""
+        return self.num_tokens * TOP_K[self.gate]
+
     def settings(self, variant: str) -> list[str]:
         """Return the settings at which a variant runs; chunks are of a rank's experts."""
         if variant != CHUNKED:
@@ -90,7 +97,7 @@ class GraphCase:
             "inner": self.inner,
             "num_parts": self.num_parts,
             "memory_margin": self.memory_margin,
-            "unknown_size": self.num_tokens * TOP_K[self.gate],  # rows of a rank if load is even
+            "unknown_size": self.num_slots,  # rows of a rank if load is even
         }
 
 
@@ -110,6 +117,7 @@ class GraphSubject:
                 case.shape, case.gate, groups, strategy=strategy, dtype=case.dtype, device=place
             )
 
+        self._case, self._groups = case, groups
         model, twin = build(device), build("meta")
         twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
         self.whole, self.plain = TrainingLoss(model), TrainingLoss(twin)
@@ -118,6 +126,24 @@ class GraphSubject:
         text = torch.randint(case.shape.vocab_size, shape, generator=generator).to(device)
         self.tokens_BS = text[:, :-1].contiguous()
         self.targets_BS = text[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def mean_rows(self) -> int:
+        """Return how many rows a rank sends in a layer, over layers and ranks; a collective.
+
+        Fewer than its slots, where experts are full.
+        """
+        counts_ME = self.plain.model(self.tokens_BS).counts_ME
+        factor = ROUTERS[self._case.gate].capacity_factor
+        if factor:
+            num_experts = counts_ME.shape[1]
+            counts_ME = counts_ME.clamp_max(
+                capacity(factor, self._case.num_slots, num_experts=num_experts)
+            )
+        rows = counts_ME.sum(1).double().mean()
+        if self._groups.ep is not None:
+            dist.all_reduce(rows, group=self._groups.ep)
+        return max(1, round(rows.item() / self._groups.ep_size))
 
     def step(self, loss: Loss) -> None:
         """Run forward and backward; a collective. Leaves no gradient."""

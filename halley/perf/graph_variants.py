@@ -69,6 +69,7 @@ class Workshop:
     ) -> None:
         self.case, self.groups, self.device = case, groups, device
         self.subject = GraphSubject(case, groups, device)
+        self._num_rows = self.subject.mean_rows()
         self._profiles = profiles
         self._recorder = Recorder(device, enabled=False)
         self._wanted: Values | None = None
@@ -102,7 +103,7 @@ class Workshop:
         if variant == OVERLAP:
             return self._first_step(self._overlapped())
         backend = Backend()
-        options = self.case.options(variant)
+        options = self.case.options(variant) | {"unknown_size": self._num_rows}
         if variant == NONE:
             return self._first_step(self._compiled(backend, options))
         options |= {"profiles": self._profiles, "measure": True, "timeout_s": 600.0}

@@ -28,6 +28,7 @@ SLOW = dataclasses.replace(
     link_bytes_per_s=2e8,
     link_latency_us=5.0,
     launch_us=0.5,
+    graph_us=0.0,
     kernel_us=0.5,
     split_sum_us=0.0,
 )

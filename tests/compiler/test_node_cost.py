@@ -41,6 +41,7 @@ ROUND = Predictor(
         link_bytes_per_s=1e7,
         link_latency_us=20.0,
         launch_us=5.0,
+        graph_us=0.0,
         call_us=0.0,
         collective_us=0.0,
         kernel_us=1.0,
@@ -173,6 +174,9 @@ def test_host_takes_longer_for_calls_than_for_kernels_and_waits_for_what_it_read
     assert [host_us(node, cost) for node in (product, sine, start)] == [30.0, 10.0, 100.0]
     assert [each.host_us for each in operations(facts, cost) if each.role == "free"] == [0.0] * 3
     assert host_us(product, lambda node: 1.0) == 0.0
+    called = ProfiledCost(Predictor(dataclasses.replace(fast, graph_us=700.0)), sizes=SIZES)
+    firsts = [each.host_us for each in operations(facts, called) if each.duration_us]
+    assert firsts == [730.0, 30.0, 100.0]  # once, before the first
 
     with FakeTensorMode():
         read = b.graph.call_function(aten._to_copy.default, (x,))

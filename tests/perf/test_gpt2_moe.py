@@ -7,7 +7,9 @@ import torch
 
 from halley.core.timeline import Recorder
 from halley.core.tolerance import relative_error
+from halley.core.types import DROPPED
 from halley.moe.parallel import ParallelGroups, build_groups
+from halley.moe.router import AbstractRouter, RouterOutput
 from halley.perf.gpt2_moe import Gate, GPT2MoE, check_gate, find_shape
 from halley.perf.graph_case import GraphCase, GraphSubject, check_inner, compare
 from halley.strategies.functional import FunctionalStrategy
@@ -64,6 +66,29 @@ def test_twins_share_weights_and_agree(run_ranks, gate: Gate) -> None:
         assert same == 0.0
         assert sequential < 1e-6
         assert norm > 0.0
+
+
+def _rows(rank: int, num_ranks: int, gate: Gate) -> tuple[int, list[int], int]:
+    """Return what is told of rows, those that routers let through, and what tokens pick."""
+    groups = build_groups(0, device_type="cpu")
+    subject, given = GraphSubject(_case(gate), groups, CPU), []
+
+    def note(_: object, __: object, out: RouterOutput) -> None:
+        given.append(int((out.routing.topk_idx_TK != DROPPED).sum()))
+
+    for module in subject.plain.modules():
+        if isinstance(module, AbstractRouter):
+            module.register_forward_hook(note)
+    return subject.mean_rows(), given, _case(gate).num_slots
+
+
+@pytest.mark.parametrize("gate", ["switch", "top2", "dropless"])
+def test_rows_are_counted_without_those_that_find_no_room(run_ranks, gate: Gate) -> None:
+    ranks = run_ranks(_rows, 2, gate)
+    given = [rows for _, of_rank, _ in ranks for rows in of_rank]
+    for told, _, num_slots in ranks:
+        assert told == round(sum(given) / len(given))
+        assert (told < num_slots) == (gate != "dropless")
 
 
 def test_values_are_compared_by_name() -> None:

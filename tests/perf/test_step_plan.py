@@ -48,6 +48,7 @@ def _hardware(gb_per_s: float) -> Hardware:
         link_bytes_per_s=gb_per_s * 1e9,
         link_latency_us=2.0,
         launch_us=0.5,
+        graph_us=0.0,
         kernel_us=0.5,
         split_sum_us=0.0,
         call_us=0.0,
