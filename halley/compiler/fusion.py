@@ -165,9 +165,9 @@ def fused_us(
             given = min(given, sizes.num_bytes(_value(_root(whole))))
             moved += min(given, own) if operator_name(node) in _GATHERS else given
     if border is None or border.writes:
-        first_us = predictor.memory_us(moved + own, num_ops=0)
+        first_us = 1e6 * (moved + own) / predictor.hardware.fused_bytes_per_s
         return max(first_us, predictor.hardware.kernel_us) + second_us
-    return predictor.memory_us(moved, num_ops=0) + second_us
+    return 1e6 * moved / predictor.hardware.fused_bytes_per_s + second_us
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -25,6 +25,7 @@ BATCH_SIZE = 12
 SLOW = dataclasses.replace(
     H200,
     memory_bytes_per_s=1e9,
+    fused_bytes_per_s=1e9,
     link_bytes_per_s=2e8,
     link_latency_us=5.0,
     launch_us=0.5,

@@ -38,6 +38,7 @@ ROUND = Predictor(
         gemm_flops_per_s=1e9,
         peak_flops_per_s=None,
         memory_bytes_per_s=1e9,
+        fused_bytes_per_s=1e9,
         link_bytes_per_s=1e7,
         link_latency_us=20.0,
         launch_us=5.0,

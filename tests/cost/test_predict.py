@@ -14,6 +14,7 @@ ROUND = Hardware(
     gemm_flops_per_s=1e12,
     peak_flops_per_s=None,
     memory_bytes_per_s=1e9,
+    fused_bytes_per_s=1e9,
     link_bytes_per_s=1e8,
     link_latency_us=20.0,
     launch_us=5.0,
