@@ -15,6 +15,10 @@ from halley.kernels.switch import INTERPRETED
 from halley.kernels.tape import note_launch
 
 
+# Raised as a kernel is first launched that wants more than a multiprocessor has.
+OutOfResources = triton.OutOfResources
+
+
 class LaunchOptions(TypedDict, total=False):
     """How a kernel is compiled and launched.
 

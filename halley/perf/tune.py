@@ -13,12 +13,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from triton import OutOfResources
 
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.kernels.knobs import Knobs
-from halley.kernels.launch import compile_only
+from halley.kernels.launch import OutOfResources, compile_only
 from halley.moe.parallel import ParallelGroups
 from halley.ops.tuned import Tuned, TunedShape
 from halley.ops.workspaces import Workspaces, default_knobs

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from triton import OutOfResources
 
 from halley.core.models import find_model
 from halley.kernels.knobs import Knobs
+from halley.kernels.launch import OutOfResources
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.ops.tuned import Tuned
 from halley.perf import tune
