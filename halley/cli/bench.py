@@ -1,8 +1,9 @@
 """``halley bench``: measure layers and training steps of whole models."""
 
 import json
+import math
 import os
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,7 @@ TokensOption = Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")]
 StrategiesOption = Annotated[str, typer.Option(help="Strategies.")]
 DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16, float32 or default.")]
 SamplesOption = Annotated[int, typer.Option(help="Counted samples of each variant.")]
+SkewOption = Annotated[str, typer.Option(help="Of balanced, std:X, cv:X, zipf:X, one-hot.")]
 SpareOption = Annotated[
     int | None, typer.Option(help="Place experts by the routing, with so many spare a rank.")
 ]
@@ -54,10 +56,10 @@ def layer(
     models: ModelsOption = "default",
     tokens: TokensOption = "default",
     strategies: StrategiesOption = "sequential,chunked",
-    skew: Annotated[str, typer.Option(help="Of balanced, std:X, zipf:X, one-hot.")] = "balanced",
-    tp_size: Annotated[int, typer.Option(help="Ranks that share each expert.")] = 1,
+    skew: SkewOption = "balanced",
+    tp_size: Annotated[str, typer.Option(help="Numbers of ranks that share each expert.")] = "1",
     max_load: Annotated[float, typer.Option(help="Also CUDA graphs, with that room; 0 none.")] = 0,
-    link: Annotated[float, typer.Option(help="GB/s of a link to emulate; 0 is the link.")] = 0,
+    link: Annotated[str, typer.Option(help="GB/s of links to emulate; 0 is the link.")] = "0",
     spare: SpareOption = None,
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
@@ -69,7 +71,8 @@ def layer(
 ) -> int:
     """Measure the MoE layer of models: forward, and forward with backward, by each strategy.
 
-    Prints a table, then one JSON line for each measurement.
+    Prints a table, then one JSON line for each measurement. Words with commas between are measured
+    one by one.
     """
     num_ranks = count_ranks(nproc, device=device)
     on_gpu = pick_device(device).type == "cuda"
@@ -84,38 +87,51 @@ def layer(
     names = _strategies(strategies)
     check_samples(samples)
     _check_graphs(max_load, on_gpu=on_gpu)
-    _check_link(link, names)
-    for case in cases:
-        check_experts(case, ep_size=num_ranks, tp_size=tp_size)
+    links = _links(link, names)
+    tp_sizes = _positive_integers(tp_size, option="tp_size")
+    for case, size in product(cases, tp_sizes):
+        check_experts(case, ep_size=num_ranks, tp_size=size)
     check_output(output)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
 
-    with joined(device) as (world, _):
-        groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
-        with step_progress(world) as on_progress:
-            rows = measure_layers(
-                cases,
-                names,
-                groups=groups,
-                device=world.device,
-                num_samples=samples,
-                commit=commit,
-                max_load=max_load,
-                link_gb_per_s=link,
-                on_progress=on_progress,
-                on_rows=partial(write_rows, folder=output) if output and world.is_first else None,
-            )
-        if world.is_first:
-            _report(rows, output)
-    return 0
+    with joined(device) as (world, _), step_progress(world) as on_progress:
+        rows: list[Row] = []
+
+        def write(found: list[Row]) -> None:
+            if output is not None and world.is_first:
+                write_rows(rows + found, output)
+
+        for size, gb_per_s in product(tp_sizes, links):
+            rows += measure_layers(
+                cases, names, groups=build_groups(0, device_type=world.device.type, tp_size=size),
+                device=world.device, num_samples=samples, commit=commit, max_load=max_load,
+                link_gb_per_s=gb_per_s, case_name=_case_name(cases, tp_sizes, links, max_load),
+                on_progress=on_progress, on_rows=write,
+            )  # fmt: skip
+    return _report(rows, output) if world.is_first else 0
 
 
-def _report(rows: list[Row], output: Path | None) -> None:
-    if output is not None:
+def _case_name(
+    cases: list[LayerCase], tp_sizes: list[int], links: list[float], max_load: float
+) -> str:
+    """Return the name of the lines, and of their file, by what is not plain about them."""
+    named = {
+        "skew": any(case.skew != "balanced" for case in cases),
+        "placed": any(case.spare is not None for case in cases),
+        "tp": tp_sizes != [1],
+        "graph": bool(max_load),
+        "link": any(links),
+    }
+    return "-".join(["layer", *(name for name, is_so in named.items() if is_so)])
+
+
+def _report(rows: list[Row], output: Path | None) -> int:
+    if output is not None and rows[0]["case"] == "layer":  # a chart has one bar a strategy
         draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
     print_rows(layer_table(rows), rows)
+    return 0
 
 
 @app.command("model")
@@ -240,17 +256,25 @@ def check_output(output: Path | None) -> None:
         check_writable(output)
 
 
-def _check_link(gb_per_s: float, strategies: list[str]) -> None:
-    if gb_per_s < 0 or 0 < gb_per_s < 0.001:
-        raise ValueError(
-            f"link ({gb_per_s}) must be at least 0.001 GB/s, or 0 for the link there is"
-        )
+def _links(text: str, strategies: list[str]) -> list[float]:
+    """Return the rates that the words between commas name, in GB/s; 0 is the link there is."""
     others = [name for name in strategies if name.partition(":")[0] not in ("fused", "unfused")]
-    if gb_per_s and others:
-        raise ValueError(
-            f"strategies ({', '.join(others)}) must be fused or unfused with link ({gb_per_s}): "
-            "only their kernels emulate one"
-        )
+    links: list[float] = []
+    for word in split_names(text, option="link"):
+        try:
+            links.append(float(word))
+        except ValueError:
+            links.append(math.nan)
+        if not (links[-1] == 0 or 0.001 <= links[-1] < math.inf):
+            raise ValueError(
+                f"link ({word}) must be at least 0.001 GB/s, or 0 for the link there is"
+            )
+        if links[-1] and others:
+            raise ValueError(
+                f"strategies ({', '.join(others)}) must be fused or unfused with link ({word}): "
+                "only their kernels emulate one"
+            )
+    return links
 
 
 def _check_graphs(max_load: float, *, on_gpu: bool) -> None:

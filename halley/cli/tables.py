@@ -30,16 +30,16 @@ _PARTS = {
 
 def layer_table(rows: list[Row]) -> Table:
     """Return the result lines of the layer benchmark, one row each, times in microseconds."""
-    gpu, count, tp_size = (rows[0][key] for key in ("gpu", "num_gpus", "tp_size"))
-    sharing = f", {tp_size} an expert" if tp_size != 1 else ""
+    gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
     table = Table(
-        title=f"MoE layer on {count} x {gpu}{sharing}: slowest rank, us",
-        caption="floor: the bare GEMMs or the wire; error: of the worst tensor; = same bits; "
-        "routing +N: experts placed by it, N spare a rank",
+        title=f"MoE layer on {count} x {gpu}: slowest rank, us",
+        caption="routing +N: experts placed by it, N spare a rank; /N: ranks an expert; floor: the "
+        "bare GEMMs or the wire; hidden: gained over unfused, of the wire's time; error: of the "
+        "worst tensor; = same bits",
     )
     for name in ("model", "tokens", "routing", "pass", "strategy"):
         table.add_column(name, no_wrap=True)
-    for name in ("median", "p90", "floor", "/ floor", "exposed", "MiB", "error"):
+    for name in ("median", "p90", "floor", "/ floor", "exposed", "hidden", "MiB", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         setting = f" {row['setting']}" if row["setting"] else ""
@@ -47,7 +47,7 @@ def layer_table(rows: list[Row]) -> Table:
         table.add_row(
             str(row["model"]),
             str(row["num_tokens"]),
-            str(row["skew"]) + ("" if row.get("spare") is None else f" +{row['spare']}"),
+            _routing(row),
             "fwd" if row["direction"] == "forward" else "fwd+bwd",
             f"{row['strategy']}{setting}",
             _number(median) if median else "[red]wrong",
@@ -55,10 +55,19 @@ def layer_table(rows: list[Row]) -> Table:
             _number(floor),
             f"{_float(median) / _float(floor):.2f}" if median else "",
             _number(row["exposed_comm_us"]),
+            "" if row.get("hidden") is None else f"{_float(row['hidden']):.0%}",
             _number(row["peak_mib"]),
             f"{_float(row['max_rel_err']):.0e}" + ("=" if row["bit_equal"] else " "),
         )
     return table
+
+
+def _routing(row: Row) -> str:
+    """Return the load of a layer, and how experts and links differ from the plain ones."""
+    placed = "" if row.get("spare") is None else f" +{row['spare']}"
+    shared = "" if row["tp_size"] == 1 else f" /{row['tp_size']}"
+    link = f" {row['link_gb_per_s']:g} GB/s" if row.get("link_gb_per_s") else ""
+    return f"{row['skew']}{placed}{shared}{link}"
 
 
 def model_table(rows: list[Row]) -> Table:

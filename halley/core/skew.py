@@ -61,7 +61,10 @@ def one_hot_load(num_experts: int, *, top_k: int, hot_expert: int = 0) -> torch.
 
 
 def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
-    """Return the load that a word names: "balanced", "std:0.032", "zipf:1.2" or "one-hot".
+    """Return the load that a word names, such as "balanced", "std:0.032", "zipf:1.2" or "one-hot".
+
+    "cv:0.256" is a standard deviation of 0.256 times the mean share, the same as "std:0.032" for 8
+    experts, and as uneven for any other number of them.
 
     Raises:
         ValueError: the word names no load, or its number is not one.
@@ -77,9 +80,13 @@ def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
         value = math.nan
     if kind == "std" and math.isfinite(value):
         return load_with_std(num_experts, std=value, top_k=top_k)
+    if kind == "cv" and math.isfinite(value):
+        return load_with_std(num_experts, std=value / num_experts, top_k=top_k)
     if kind == "zipf" and math.isfinite(value):
         return zipf_load(num_experts, exponent=value, top_k=top_k)
-    raise ValueError(f"skew ({text}) must be balanced, std:NUMBER, zipf:NUMBER or one-hot")
+    raise ValueError(
+        f"skew ({text}) must be balanced, std:NUMBER, cv:NUMBER, zipf:NUMBER or one-hot"
+    )
 
 
 def sample_routing(

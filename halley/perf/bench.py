@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,24 @@ def bench_layer(
                 row |= _extras(runs[name], recorder, device=device, groups=groups)
                 row["symm_mib"] = _symm_mib(candidates[name])
             rows.append(row)
-    return rows
+    return [row | {"hidden": _hidden(row, rows)} for row in rows]
+
+
+def _hidden(row: Row, rows: list[Row]) -> float | None:
+    """Return what ``fused`` gains over ``unfused`` as a share of the wire's time, at most 1.
+
+    None for other strategies, and where one of the two was not measured. Rows that are copied on
+    their own rank are hidden too, so that more than the wire's time may be gained.
+    """
+    beside = [each for each in rows if each["direction"] == row["direction"]]
+    unfused_us = [each["median_us"] for each in beside if each["strategy"] == "unfused"]
+    fused_us, wire_us = row["median_us"], row["wire_us"]
+    if row["strategy"] != "fused" or not all(unfused_us) or not (unfused_us and fused_us):
+        return None
+    if not isinstance(wire_us, float) or not wire_us:
+        return None
+    gained_us = cast(float, unfused_us[0]) - cast(float, fused_us)
+    return round(min(1.0, gained_us / wire_us), 4)
 
 
 def _check_values(
@@ -279,6 +297,7 @@ def measure_layers(
     commit: str | None,
     max_load: float = 0.0,
     link_gb_per_s: float = 0.0,
+    case_name: str = "layer",
     on_progress: Progress | None = None,
     on_rows: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
@@ -288,6 +307,7 @@ def measure_layers(
         on_rows: called on every rank after each case, with the lines so far.
         max_load: if not 0, fused layers are measured as CUDA graphs, too, with that much room.
         link_gb_per_s: if not 0, the rate of a link that the fused kernels emulate.
+        case_name: of the lines, and of the file that is theirs.
     """
     # Only here: commands that need no kernels run where there is no Triton.
     from halley.ops.workspaces import Workspaces, default_knobs
@@ -297,6 +317,7 @@ def measure_layers(
         link = min(link, 1e9 * link_gb_per_s)
         knobs = default_knobs(device).changed([f"link_bytes_per_us={round(1e3 * link_gb_per_s)}"])
     machine = machine_keys(groups, device=device, commit=commit)
+    machine |= {"case": case_name, "link_gb_per_s": link_gb_per_s or None}
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
     where = {"groups": groups, "recorder": recorder, "device": device}
@@ -307,7 +328,7 @@ def measure_layers(
     for case in cases:
         candidates = build(case, strategies, workspaces=workspaces, bounded=bounded)
         found = bench(case, candidates, link_bytes_per_s=link, on_progress=on_progress)
-        rows += [row | machine | {"link_gb_per_s": link_gb_per_s or None} for row in found]
+        rows += [row | machine for row in found]
         workspaces.close()
         if bounded is not None:
             bounded.check()

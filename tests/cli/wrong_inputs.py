@@ -133,7 +133,11 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
     ),
     "a link that only some emulate": (
         "bench layer --link 25 --strategies sequential,fused --device cpu",
-        "strategies (sequential) must be fused or unfused with link (25.0)",
+        "strategies (sequential) must be fused or unfused with link (25)",
+    ),
+    "a link that is no rate": (
+        "bench layer --link 25,fast --strategies fused --device cpu",
+        "link (fast) must be at least 0.001 GB/s, or 0 for the link there is",
     ),
     "experts over ranks": (
         "train --nproc 3",
@@ -205,7 +209,7 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
 WRONG_BENCHES: dict[str, tuple[str, str]] = {
     "unknown skew": (
         "--skew steep",
-        "skew (steep) must be balanced, std:NUMBER, zipf:NUMBER or one-hot",
+        "skew (steep) must be balanced, std:NUMBER, cv:NUMBER, zipf:NUMBER or one-hot",
     ),
     "skew without a number": ("--skew zipf:x", "skew (zipf:x) must be balanced"),
     "std too large": (

@@ -104,6 +104,7 @@ def test_parse_load_reads_each_word() -> None:
     for text, want in {
         "balanced": balanced_load(8),
         "std:0.03": load_with_std(8, std=0.03, top_k=2),
+        "cv:0.24": load_with_std(8, std=0.03, top_k=2),
         "zipf:1.5": zipf_load(8, exponent=1.5, top_k=2),
         "one-hot": one_hot_load(8, top_k=2),
     }.items():

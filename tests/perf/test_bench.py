@@ -15,7 +15,7 @@ from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.moe.parallel import ParallelGroups, build_groups
-from halley.perf.bench import bench_layer, measure_layers
+from halley.perf.bench import _hidden, bench_layer, measure_layers
 from halley.perf.candidates import build_candidates, check_experts
 from halley.perf.floor import wire_us
 from halley.perf.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
@@ -167,6 +167,24 @@ def test_experts_that_do_not_divide_want_a_placement() -> None:
     with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by ep_size \(4\)"):
         check_experts(case, ep_size=4)
     assert check_experts(dataclasses.replace(case, spare=0), ep_size=4) == 2
+
+
+def test_what_fused_gains_over_unfused_is_a_share_of_the_wire() -> None:
+    def row(strategy: str, direction: str, median_us: float | None, wire_us: float) -> Row:
+        keys = {"strategy": strategy, "direction": direction, "median_us": median_us}
+        return keys | {"wire_us": wire_us}
+
+    rows = [
+        row("unfused", "forward", 100.0, 40.0),
+        row("fused", "forward", 70.0, 40.0),
+        row("unfused", "forward_backward", 300.0, 80.0),
+        row("fused", "forward_backward", 200.0, 80.0),
+    ]
+    assert [_hidden(each, rows) for each in rows] == [None, 0.75, None, 1.0]
+    for wrong in (rows[1:], [row("unfused", "forward", None, 40.0), *rows[1:]]):
+        assert _hidden(rows[1], wrong) is None  # nothing beside it
+    alone = [row("unfused", "forward", 9.0, 0.0), row("fused", "forward", 9.0, 0.0)]
+    assert _hidden(alone[1], alone) is None  # one rank
 
 
 def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
