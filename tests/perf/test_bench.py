@@ -171,8 +171,8 @@ def test_experts_that_do_not_divide_want_a_placement() -> None:
 
 def test_what_fused_gains_over_unfused_is_a_share_of_the_wire() -> None:
     def row(strategy: str, direction: str, median_us: float | None, wire_us: float) -> Row:
-        keys = {"strategy": strategy, "direction": direction, "median_us": median_us}
-        return keys | {"wire_us": wire_us}
+        keys: Row = {"strategy": strategy, "direction": direction}
+        return keys | {"median_us": median_us, "wire_us": wire_us}
 
     rows = [
         row("unfused", "forward", 100.0, 40.0),
