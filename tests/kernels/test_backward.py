@@ -94,22 +94,22 @@ def _assert_same(got: list[list[Gradients]], wanted: list[list[Gradients]], what
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_bits_in_every_schedule(name: str) -> None:
+def test_values_and_bits(name: str) -> None:
     case = CASES[name]
     unfused = _train(case, fused=False)
     _assert_values(unfused, case)
-    first = 2 * list(CASES).index(name)
-    for seed, starve in ((first, 0.0), (first + 1, 0.02)):
-        fused = _train(case, fused=True, seed=seed, starve=starve)
-        _assert_same(fused, unfused, f"seed {seed}")
+    seed = list(CASES).index(name)  # a schedule of its own
+    fused = _train(case, fused=True, seed=seed, starve=0.02 * (seed % 2))
+    _assert_same(fused, unfused, f"seed {seed}")
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_one_launch_that_does_both_by_turns(seed: int) -> None:
+def test_one_launch_that_does_both_by_turns() -> None:
     case = replace(TWO, num_tokens_CW=((18, 5),))
     wanted = _train(case, fused=False)
     turns = replace(case, knobs=in_one_launch(case.knobs))
-    _assert_same(_train(turns, fused=True, seed=seed, starve=0.02 * (seed % 2)), wanted, "turns")
+    for seed in range(6):
+        got = _train(turns, fused=True, seed=seed, starve=0.02 * (seed % 2))
+        _assert_same(got, wanted, f"seed {seed}")
 
 
 @pytest.mark.parametrize("one_launch", [False, True])

@@ -42,18 +42,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_bits_in_every_schedule(name: str) -> None:
+def test_values_and_bits(name: str) -> None:
     case = CASES[name]
     reference, unfused = expected_outputs(case), run_forward(case, fused=False)
     for rank, outputs in enumerate(unfused):
         for call, y_TD in enumerate(outputs):
             assert_close(y_TD, reference[rank][call], f"rank {rank}, call {call}")
-    first = 2 * list(CASES).index(name)
-    for seed, starve in ((first, 0.0), (first + 1, 0.02)):
-        fused = run_forward(case, fused=True, seed=seed, starve=starve)
-        for outputs, wanted in zip(fused, unfused, strict=True):
-            for y_TD, wanted_TD in zip(outputs, wanted, strict=True):
-                assert torch.equal(y_TD, wanted_TD), f"seed {seed}"
+    seed = list(CASES).index(name)  # a schedule of its own
+    fused = run_forward(case, fused=True, seed=seed, starve=0.02 * (seed % 2))
+    for outputs, wanted in zip(fused, unfused, strict=True):
+        for y_TD, wanted_TD in zip(outputs, wanted, strict=True):
+            assert torch.equal(y_TD, wanted_TD), f"seed {seed}"
 
 
 @pytest.mark.parametrize(("up", "down", "chunk_columns"), [(2, 3, 64), (3, 2, 128)])

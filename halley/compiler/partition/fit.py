@@ -11,6 +11,7 @@ from halley.compiler.partition.plan import RANGE, PartitionPlan
 from halley.compiler.sizes import Sizes
 
 
+_MIN_GAIN = 0.05  # of forward's time: as much as predictions of it err by
 Divide = Callable[[fx.Graph, Iterable[Sequence[int]]], None]
 
 
@@ -57,9 +58,10 @@ def fit_time(
     divide: Divide,
     time_us: Callable[[fx.Graph], float],
 ) -> PartitionPlan:
-    """Return the plan if the whole graph is faster by it, else one without ranges.
+    """Return the plan if the whole graph is clearly faster by it, else one without ranges.
 
-    A range is priced alone, and its merges as if all of them were hidden; the whole tells.
+    A range is priced alone, and its merges as if all of them were hidden; the whole tells. Parts
+    that gain less than predictions err by may as well lose.
 
     Args:
         graph: of forward; a copy of it is divided.
@@ -70,11 +72,12 @@ def fit_time(
     if not plan.ranges:
         return plan
     whole_us, parts_us = time_us(graph), time_us(_divided(graph, plan, divide))
-    if parts_us < whole_us:
+    if parts_us < (1 - _MIN_GAIN) * whole_us:
         return plan
     reasons = [
         f"{report.exchanges[0]} stays whole: with all ranges in parts forward would take "
-        f"{parts_us / 1e3:.2f} ms, and {whole_us / 1e3:.2f} without"
+        f"{parts_us / 1e3:.2f} ms, and {whole_us / 1e3:.2f} without: "
+        f"{_MIN_GAIN:.0%} less is asked for"
         for report in plan.reports
     ]
     return PartitionPlan(skipped=(*plan.skipped, *reasons))
