@@ -128,10 +128,11 @@ class GraphSubject:
         self.targets_BS = text[:, 1:].contiguous()
 
     @torch.no_grad()
-    def mean_rows(self) -> int:
-        """Return how many rows a rank sends in a layer, over layers and ranks; a collective.
+    def fullest_rows(self) -> int:
+        """Return how many rows the fullest rank receives in a layer, over layers; a collective.
 
-        Fewer than its slots, where experts are full.
+        Others wait for it. Experts that are full take fewer than the slots, popular ones more than
+        a rank's share.
         """
         counts_ME = self.plain.model(self.tokens_BS).counts_ME
         factor = ROUTERS[self._case.gate].capacity_factor
@@ -140,10 +141,10 @@ class GraphSubject:
             counts_ME = counts_ME.clamp_max(
                 capacity(factor, self._case.num_slots, num_experts=num_experts)
             )
-        rows = counts_ME.sum(1).double().mean()
+        rows_MR = counts_ME.unflatten(1, (self._groups.ep_size, -1)).sum(2)
         if self._groups.ep is not None:
-            dist.all_reduce(rows, group=self._groups.ep)
-        return max(1, round(rows.item() / self._groups.ep_size))
+            dist.all_reduce(rows_MR, group=self._groups.ep)
+        return max(1, round(rows_MR.amax(1).double().mean().item()))
 
     def step(self, loss: Loss) -> None:
         """Run forward and backward; a collective. Leaves no gradient."""

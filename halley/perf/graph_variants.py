@@ -69,7 +69,7 @@ class Workshop:
     ) -> None:
         self.case, self.groups, self.device = case, groups, device
         self.subject = GraphSubject(case, groups, device)
-        self._num_rows = self.subject.mean_rows()
+        self._num_rows = self.subject.fullest_rows()
         self._profiles = profiles
         self._recorder = Recorder(device, enabled=False)
         self._wanted: Values | None = None

@@ -68,27 +68,30 @@ def test_twins_share_weights_and_agree(run_ranks, gate: Gate) -> None:
         assert norm > 0.0
 
 
-def _rows(rank: int, num_ranks: int, gate: Gate) -> tuple[int, list[int], int]:
-    """Return what is told of rows, those that routers let through, and what tokens pick."""
-    groups = build_groups(0, device_type="cpu")
-    subject, given = GraphSubject(_case(gate), groups, CPU), []
+def _rows(rank: int, num_ranks: int, gate: Gate) -> tuple[int, list[list[int]], int]:
+    """Return what is told of rows, those that this rank sends each rank, and what tokens pick."""
+    groups, case = build_groups(0, device_type="cpu"), _case(gate)
+    subject, given = GraphSubject(case, groups, CPU), []
 
     def note(_: object, __: object, out: RouterOutput) -> None:
-        given.append(int((out.routing.topk_idx_TK != DROPPED).sum()))
+        idx_TK = out.routing.topk_idx_TK
+        owners = idx_TK[idx_TK != DROPPED] // case.shape.experts_per_rank
+        given.append(owners.bincount(minlength=num_ranks).tolist())
 
     for module in subject.plain.modules():
         if isinstance(module, AbstractRouter):
             module.register_forward_hook(note)
-    return subject.mean_rows(), given, _case(gate).num_slots
+    return subject.fullest_rows(), given, case.num_slots
 
 
 @pytest.mark.parametrize("gate", ["switch", "top2", "dropless"])
-def test_rows_are_counted_without_those_that_find_no_room(run_ranks, gate: Gate) -> None:
+def test_rows_of_the_fullest_rank_without_those_that_find_no_room(run_ranks, gate: Gate) -> None:
     ranks = run_ranks(_rows, 2, gate)
-    given = [rows for _, of_rank, _ in ranks for rows in of_rank]
-    for told, _, num_slots in ranks:
-        assert told == round(sum(given) / len(given))
-        assert (told < num_slots) == (gate != "dropless")
+    layers = zip(*(given for _, given, _ in ranks), strict=True)
+    fullest = [max(map(sum, zip(*sent, strict=True))) for sent in layers]
+    for told, given, num_slots in ranks:
+        assert told == round(sum(fullest) / len(fullest))
+        assert (sum(map(sum, given)) < len(fullest) * num_slots) == (gate != "dropless")
 
 
 def test_values_are_compared_by_name() -> None:
