@@ -22,6 +22,12 @@ from typing import Protocol, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _world,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.distributed.tensor.debug import (
+    _clear_sharding_prop_cache,  # pyright: ignore[reportPrivateUsage]
+)
 
 
 T = TypeVar("T")
@@ -202,6 +208,7 @@ def _serve(rank: int, num_ranks: int, folder: str, connection: Connection) -> No
 
 def _call(rank: int, num_ranks: int, request: bytes) -> bytes:
     try:
+        _forget_groups()
         fn, args = pickle.loads(request)
         torch.manual_seed(rank)
         with warnings.catch_warnings():
@@ -209,3 +216,14 @@ def _call(rank: int, num_ranks: int, request: bytes) -> bytes:
             return pickle.dumps((True, fn(rank, num_ranks, *args)))
     except BaseException:  # SystemExit and pytest.fail too: the pool must answer
         return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
+
+
+def _forget_groups() -> None:
+    """Destroy the groups that the call before has made, which no rank uses any more.
+
+    The threads of a group of gloo wake up a hundred times a second for as long as it lives. What
+    DTensor keeps of a mesh it gives for others of the same shape, with groups that are no more.
+    """
+    _clear_sharding_prop_cache()
+    for group in set(_world.pg_map) - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
