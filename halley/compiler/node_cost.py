@@ -104,21 +104,28 @@ class ProfiledCost:
     @property
     def graph_us(self) -> float:
         """Microseconds of the host before it issues the first node."""
-        return self._predictor.hardware.graph_us
+        return self._predictor.hardware.graph_us * self._host_factor
 
     def host_us(self, node: fx.Node) -> float:
         """Return the microseconds that the host takes to issue a node."""
         hardware = self._predictor.hardware
+        call_us = hardware.call_us * self._host_factor
         if group_of(node) is not None:
-            return hardware.collective_us
+            return hardware.collective_us * self._host_factor
         if self.borders is None or not (is_fused(node) or is_join(node)):
-            return hardware.call_us
+            return call_us
         whole = node.meta.get(WHOLE, node)
         if is_split_sum(whole, self._sizes):
-            return hardware.call_us
+            return call_us
         border = self.borders.get(whole)
         is_kernel = border is None or border.writes
-        return hardware.call_us / 3 if is_kernel else 0.0
+        return call_us / 3 if is_kernel else 0.0
+
+    @property
+    def _host_factor(self) -> float:
+        """How many times as long as the hardware's figures the slowest rank's host takes."""
+        measured_us = self._table.issue_us if self._table else None
+        return measured_us / self._predictor.hardware.issue_us if measured_us else 1.0
 
     def _measure(
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device

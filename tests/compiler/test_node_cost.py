@@ -42,6 +42,7 @@ ROUND = Predictor(
         link_bytes_per_s=1e7,
         link_latency_us=20.0,
         launch_us=5.0,
+        issue_us=5.0,
         graph_us=0.0,
         call_us=0.0,
         collective_us=0.0,
@@ -178,6 +179,14 @@ def test_host_takes_longer_for_calls_than_for_kernels_and_waits_for_what_it_read
     called = ProfiledCost(Predictor(dataclasses.replace(fast, graph_us=700.0)), sizes=SIZES)
     firsts = [each.host_us for each in operations(facts, called) if each.duration_us]
     assert firsts == [730.0, 30.0, 100.0]  # once, before the first
+    table = ProfileTable(None, HERE)
+    table.add_issue(10.0)  # twice that of the figures
+    slow = ProfiledCost(
+        Predictor(dataclasses.replace(fast, graph_us=700.0)), sizes=SIZES, table=table
+    )
+    assert [each.host_us for each in operations(facts, slow) if each.duration_us] == [
+        2 * first for first in firsts
+    ]
 
     with FakeTensorMode():
         read = b.graph.call_function(aten._to_copy.default, (x,))
