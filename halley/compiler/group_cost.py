@@ -1,4 +1,4 @@
-"""What the ranks of a group measure together: all-to-alls, beside computation too, and hosts."""
+"""What the ranks of a group measure together: all-to-alls, alone and beside computation."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast, final
@@ -6,10 +6,7 @@ from typing import cast, final
 import torch
 from torch import fx
 from torch._C._distributed_c10d import (
-    AllreduceOptions,
     AllToAllOptions,
-    ProcessGroup,
-    ReduceOp,
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
 
@@ -17,7 +14,7 @@ from halley.compiler.agree import Council
 from halley.compiler.collectives import ALL_TO_ALL, operator_name
 from halley.compiler.sizes import Sizes
 from halley.cost.contention import Work, measure_contention
-from halley.cost.profiles import Curve, ProfileTable, measure_curve, measure_issue_us
+from halley.cost.profiles import Curve, ProfileTable, measure_curve
 from halley.cost.simulate import Contention
 
 
@@ -57,17 +54,6 @@ def _measure_missing(
         table.add_curve(ALL_TO_ALL, curve)
     if council.share("contention", lambda: table.contention is None):
         table.add_contention(_measure_contention(council, device))
-    if council.share("issue", lambda: table.issue_us is None):
-        table.add_issue(_slowest(measure_issue_us(device), council, device))
-
-
-def _slowest(time_us: float, council: Council, device: torch.device) -> float:
-    """Return the longest time of any rank; a collective."""
-    found = torch.tensor(time_us, device=device)
-    options = AllreduceOptions()
-    options.reduceOp = ReduceOp(ReduceOp.MAX)
-    _group_of(council).allreduce([found], options).wait()
-    return found.item()
 
 
 def _measure_contention(council: Council, device: torch.device) -> Contention:
@@ -102,10 +88,6 @@ def measure_all_to_all(
     return measure_curve(lambda size: exchanges[size].start().wait(), points, device=device)
 
 
-def _group_of(council: Council) -> ProcessGroup:
-    return _resolve_process_group(council.group_name)  # pyright: ignore[reportArgumentType]
-
-
 @final
 class _Exchange:
     """An equal all-to-all of a group, always of the same tensors; one at a time."""
@@ -114,7 +96,7 @@ class _Exchange:
         num_bytes = max(1, num_bytes // council.num_ranks) * council.num_ranks
         self._sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
         self._received = torch.empty_like(self._sent)
-        self._group = _group_of(council)
+        self._group = _resolve_process_group(council.group_name)  # pyright: ignore[reportArgumentType]
         self._work: Work | None = None
 
     def start(self) -> "_Exchange":

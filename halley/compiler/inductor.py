@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.utils._ordered_set import OrderedSet
 
 from halley.compiler.expand import expand
@@ -51,7 +53,26 @@ def compile_by_inductor(
         ),
         "custom_partitioner_fn": _Partitioner(step_peak),
     }
-    return compile_fx(gm, example_inputs, config_patches=patches)  # pyright: ignore[reportReturnType]
+    return compile_fx(  # pyright: ignore[reportReturnType]
+        gm, example_inputs, inner_compile=_compile_below_autograd, config_patches=patches
+    )
+
+
+def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
+    """Compile a graph that runs past autograd, which has nothing to record there.
+
+    Collectives and Halley's operators are called by way of it in Python, which takes the host as
+    long as a kernel.
+    """
+    compiled = compile_fx_inner(*args, **kwargs)
+    if isinstance(compiled, CompiledFxGraph) and (run := compiled.current_callable):
+
+        def call(inputs: Sequence[Any]) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+                return run(inputs)
+
+        compiled.current_callable = call
+    return compiled
 
 
 @final

@@ -104,28 +104,21 @@ class ProfiledCost:
     @property
     def graph_us(self) -> float:
         """Microseconds of the host before it issues the first node."""
-        return self._predictor.hardware.graph_us * self._host_factor
+        return self._predictor.hardware.graph_us
 
     def host_us(self, node: fx.Node) -> float:
         """Return the microseconds that the host takes to issue a node."""
         hardware = self._predictor.hardware
-        call_us = hardware.call_us * self._host_factor
         if group_of(node) is not None:
-            return hardware.collective_us * self._host_factor
+            return hardware.collective_us
         if self.borders is None or not (is_fused(node) or is_join(node)):
-            return call_us
+            return hardware.call_us
         whole = node.meta.get(WHOLE, node)
         if is_split_sum(whole, self._sizes):
-            return call_us
+            return hardware.call_us
         border = self.borders.get(whole)
         is_kernel = border is None or border.writes
-        return call_us / 3 if is_kernel else 0.0
-
-    @property
-    def _host_factor(self) -> float:
-        """How many times as long as the hardware's figures the slowest rank's host takes."""
-        measured_us = self._table.issue_us if self._table else None
-        return measured_us / self._predictor.hardware.issue_us if measured_us else 1.0
+        return hardware.call_us / 3 if is_kernel else 0.0
 
     def _measure(
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
@@ -177,7 +170,12 @@ def host_us(node: fx.Node, cost: NodeCost) -> float:
 
 
 def is_read(node: fx.Node) -> bool:
-    """Return whether a node copies from a GPU to the host's memory: the host waits for it."""
+    """Return whether a node copies from a GPU to the host's memory: the host waits for it.
+
+    Where a plan is made for another device than the graph's, that is known by the name alone.
+    """
+    if operator_name(node) == "halley::read_counts":
+        return True
     values = [_value(source) for source in node.all_input_nodes]
     from_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in values)
     found = _value(node)

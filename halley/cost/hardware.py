@@ -16,8 +16,6 @@ class Hardware:
         link_bytes_per_s: all-to-all, bytes out of each device.
         link_latency_us: shortest all-to-all.
         launch_us: host time to issue one operation of a layer that is not compiled.
-        issue_us: the same of a sum in place of a few numbers, called in a loop, on a host for which
-            ``graph_us``, ``call_us`` and ``collective_us`` hold; on others they change with it.
         graph_us: host time from the call of a compiled graph to its first operator.
         call_us: host time of a compiled graph to call one operator; a kernel that the compiler made
             takes a third.
@@ -36,7 +34,6 @@ class Hardware:
     link_bytes_per_s: float
     link_latency_us: float
     launch_us: float
-    issue_us: float
     graph_us: float
     call_us: float
     collective_us: float
@@ -46,13 +43,11 @@ class Hardware:
 
 
 # Measured on four GPUs of one host with torch 2.11 and NCCL 2.28: grouped GEMM and NCCL all-to-all
-# of 32 MiB a peer; peak from the vendor's data sheet (SXM, dense bf16). Times of the host fit two
-# graphs of GPT-2 with experts compiled by Inductor, which it issues in 9.2 and, waiting for the
-# device in each of six layers, in 16.8 ms; that of a call is what traces of these show before the
-# first kernel of forward and between forward and backward (0.9 and 0.8 ms, profiled), and kernels
-# that Inductor makes take 6.0 ms there for what a copy moves in 4.7. How fast that host was is not
-# known. 7 us is a guess: hosts of 9.9 us, which there are, then take 1.4 times as long, as a graph
-# of twice the layers did.
+# of 32 MiB a peer; peak from the vendor's data sheet (SXM, dense bf16). Times of the host fit
+# forward of GPT2-L-MoE compiled by Inductor: 47 ms in two parts a range, 42 whole, where the host
+# waits for counts once for each part of twelve layers. That of a graph is what traces show before
+# the first kernel of forward and between forward and backward (0.9 and 0.8 ms, profiled), and
+# kernels that Inductor makes take 6.0 ms in GPT2-S-MoE for what a copy moves in 4.7.
 H200 = Hardware(
     name="NVIDIA H200",
     gemm_flops_per_s=700e12,
@@ -62,10 +57,9 @@ H200 = Hardware(
     link_bytes_per_s=278e9,
     link_latency_us=40.0,
     launch_us=6.0,
-    issue_us=7.0,
     graph_us=700.0,
-    call_us=30.0,
-    collective_us=120.0,
+    call_us=42.0,
+    collective_us=170.0,
     kernel_us=3.0,
     split_sum_us=15.0,
     read_us=20.0,
@@ -80,10 +74,9 @@ H100 = Hardware(
     link_bytes_per_s=278e9,
     link_latency_us=40.0,
     launch_us=6.0,
-    issue_us=7.0,
     graph_us=700.0,
-    call_us=30.0,
-    collective_us=120.0,
+    call_us=42.0,
+    collective_us=170.0,
     kernel_us=3.0,
     split_sum_us=15.0,
     read_us=20.0,
@@ -98,10 +91,9 @@ A100 = Hardware(
     link_bytes_per_s=180e9,
     link_latency_us=40.0,
     launch_us=6.0,
-    issue_us=7.0,
     graph_us=700.0,
-    call_us=30.0,
-    collective_us=120.0,
+    call_us=42.0,
+    collective_us=170.0,
     kernel_us=3.0,
     split_sum_us=15.0,
     read_us=20.0,
@@ -116,7 +108,6 @@ CPU = Hardware(
     link_bytes_per_s=1e9,
     link_latency_us=300.0,
     launch_us=10.0,
-    issue_us=1.0,
     graph_us=0.0,
     call_us=0.0,  # the host computes
     collective_us=0.0,

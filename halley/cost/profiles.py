@@ -26,7 +26,6 @@ _WARMUP = 10
 _COUNT = 10
 _FLUSH_BYTES = 64 * 2**20  # more than the L2 cache of any GPU
 _BUSY_CYCLES = 1_000_000  # half a millisecond in which the host gets ahead
-_ISSUES, _ISSUE_ROUNDS = 200, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,6 @@ class ProfileTable:
 
     Attributes:
         contention: of computation and communication, or None if it is unknown.
-        issue_us: what the slowest rank's host takes to issue a small operation, or None.
 
     Raises:
         ValueError: a line of the file is not what this class writes, or offline without a file.
@@ -156,7 +154,6 @@ class ProfileTable:
         self._times_us: dict[str, float] = {}
         self._curves: dict[str, Curve] = {}
         self.contention: Contention | None = None
-        self.issue_us: float | None = None
         if path is not None and path.exists():
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
                 self._read(line, where=f"{path}:{number}")
@@ -196,11 +193,6 @@ class ProfileTable:
         self.contention = contention
         self._write({"contention": asdict(contention)})
 
-    def add_issue(self, duration_us: float) -> None:
-        """Keep what the slowest rank's host takes to issue a small operation."""
-        self.issue_us = duration_us
-        self._write({"issue_us": duration_us})
-
     def _write(self, entry: dict[str, object]) -> None:
         if self._path is None:
             return
@@ -219,8 +211,6 @@ class ProfileTable:
                 self._times_us[str(entry["op"])] = float(cast(float, entry["us"]))
             elif "contention" in entry:
                 self.contention = Contention(**cast(dict[str, float], entry["contention"]))
-            elif "issue_us" in entry:
-                self.issue_us = float(cast(float, entry["issue_us"]))
             else:
                 points = cast(list[tuple[int, float]], entry["points"])
                 curve = Curve(tuple((int(size), float(us)) for size, us in points))
@@ -243,23 +233,6 @@ def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
     timed = _event_us if device.type == "cuda" else _wall_us
     samples = sorted(timed(run, device) for _ in range(_COUNT))
     return sum(samples[1:-1]) / (_COUNT - 2)
-
-
-def measure_issue_us(device: torch.device) -> float:
-    """Return what this host takes to issue a sum in place of a few numbers, in microseconds.
-
-    The best of rounds of calls, which fit in a GPU's queue: nothing waits for the device.
-    """
-    numbers = torch.zeros(8, device=device)
-    rounds_us: list[float] = []
-    for _ in range(_ISSUE_ROUNDS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter_ns()
-        for _ in range(_ISSUES):
-            numbers.add_(1.0)
-        rounds_us.append((time.perf_counter_ns() - begin) / 1e3 / _ISSUES)
-    return min(rounds_us)
 
 
 def measure_curve(

@@ -18,7 +18,6 @@ ROUND = Hardware(
     link_bytes_per_s=1e8,
     link_latency_us=20.0,
     launch_us=5.0,
-    issue_us=5.0,
     graph_us=0.0,
     call_us=0.0,
     collective_us=0.0,

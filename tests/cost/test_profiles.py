@@ -13,7 +13,6 @@ from halley.cost.profiles import (
     ProfileTable,
     find_environment,
     measure_curve,
-    measure_issue_us,
     measure_us,
     operation_key,
 )
@@ -63,11 +62,9 @@ def test_file_keeps_environments_apart_and_the_last_line_counts(tmp_path: Path) 
     for environment, duration_us in ((HERE, 1.0), (other, 5.0), (HERE, 2.0)):
         ProfileTable(path, environment).add_time("op", duration_us)
     ProfileTable(path, other).add_curve("all_to_all", Curve(((8, 3.0), (16, 4.0))))
-    ProfileTable(path, other).add_issue(7.0)
     assert ProfileTable(path, HERE).time_us("op") == 2.0
     assert ProfileTable(path, HERE).curve("all_to_all") is None
     assert ProfileTable(path, other).time_us("op") == 5.0
-    assert (ProfileTable(path, HERE).issue_us, ProfileTable(path, other).issue_us) == (None, 7.0)
     assert ProfileTable(path, other).curve("all_to_all") == Curve(((8, 3.0), (16, 4.0)))
     assert all(json.loads(line)["environment"] for line in path.read_text().splitlines())
 
@@ -100,11 +97,6 @@ def test_slower_work_is_measured_slower() -> None:
     curve = measure_curve(lambda size: torch.ones(size // 4).sum(), [4, 4_000_000], device=CPU)
     assert [size for size, _ in curve.points] == [4, 4_000_000]
     assert curve.points[0][1] < curve.points[1][1]
-
-
-def test_issue_of_a_small_operation_is_a_part_of_a_large_one() -> None:
-    large = torch.ones(512, 512)
-    assert 0.0 < measure_issue_us(CPU) < measure_us(lambda: large @ large, device=CPU)
 
 
 def test_environment_of_a_cpu() -> None:
