@@ -49,6 +49,7 @@ def _replace(node: fx.Node, run: Any) -> None:
         traced = make_fx(torch.func.functionalize(call), select_decomp_table())(*values)
     traced.graph.eliminate_dead_code()
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True))
+    known = set(node.graph.nodes)
     with node.graph.inserting_before(node):
         made = node.graph.graph_copy(traced.graph, cast(Any, inputs))
     if isinstance(made, fx.Node):
@@ -58,7 +59,11 @@ def _replace(node: fx.Node, run: Any) -> None:
         for user in list(node.users):  # each takes one of the results
             user.replace_all_uses_with(results[cast(int, user.args[1])])
             node.graph.erase_node(user)
-    node.graph.erase_node(node)
+    # What makes results that nobody reads goes: Inductor's scheduler of overlap in torch 2.11 fails
+    # on nodes without users.
+    for each in reversed(node.graph.nodes):
+        if each is node or (each not in known and not each.users):
+            node.graph.erase_node(each)
 
 
 def _value(node: fx.Node) -> Any:

@@ -88,6 +88,15 @@ def test_expanded_operators_return_the_same(monkeypatch, name: str) -> None:
         assert torch.equal(one, other)
 
 
+def test_nothing_is_left_of_results_that_nobody_reads(monkeypatch) -> None:
+    monkeypatch.setattr(expand_module, "_is_on_gpu", lambda node: True)
+    counts_WL = torch.tensor([[3, 0, 2], [1, 4, 0]])
+    traced = make_fx(lambda c: ops.group_rows(c, 10)[2], tracing_mode="fake")(counts_WL)
+    expand(traced.graph)
+    assert all(node.users for node in traced.graph.nodes if node.op != "output")
+    assert torch.equal(traced(counts_WL), ops.group_rows(counts_WL, 10)[2])
+
+
 def test_products_of_experts_are_grouped_products_on_a_gpu() -> None:
     with FakeTensorMode():
         rows = torch.empty(T, D, dtype=torch.bfloat16, device="cuda")
