@@ -38,7 +38,11 @@ class _Emitter:
 
 
 def build_order(
-    facts: GraphFacts, units: Sequence[Unit], windows: Mapping[int, Sequence[int]]
+    facts: GraphFacts,
+    units: Sequence[Unit],
+    windows: Mapping[int, Sequence[int]],
+    *,
+    early: Sequence[int] = (),
 ) -> list[int]:
     """Return the nodes with units behind the start of their all-to-all.
 
@@ -50,6 +54,7 @@ def build_order(
         facts: of the graph.
         units: what may move.
         windows: by index of an all-to-all's node, the units that run behind it, in order.
+        early: nodes, ascending, that come as soon as what they need is there.
     """
     moved = sum(1 << node for ats in windows.values() for at in ats for node in units[at].nodes)
     reduced = sum(1 << index for index in facts.find_collectives("reduce"))
@@ -69,6 +74,7 @@ def build_order(
                 emitter.emit(node)
         if index in windows:
             emitter.emit_ready(late)
+        emitter.emit_ready(early)
     for index in (*late, *range(len(facts.nodes))):
         if facts.kinds[index] is not NodeKind.OUTPUT:
             emitter.emit(index)

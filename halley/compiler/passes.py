@@ -200,6 +200,7 @@ def _find_order(
         max_bytes=max_bytes,
         contention=cost.contention,
         inside=cost.inside,
+        products_alone=cost.borders is not None,
     )
 
 

@@ -57,6 +57,7 @@ def plan_wgrad(
     max_bytes: float,
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
+    products_alone: bool = False,
 ) -> list[int]:
     """Return the order of the weight-gradient pass; in forward, what joins parts moves like those.
 
@@ -67,6 +68,7 @@ def plan_wgrad(
         max_bytes: that may be alive.
         contention: of computation and communication.
         inside: nodes whose results never come to memory, as of ``LiveBytes``.
+        products_alone: as of ``find_units``.
 
     Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
     operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
@@ -76,17 +78,22 @@ def plan_wgrad(
     if not all_to_alls:
         return identity
     works = operations(facts, cost)
-    units = find_units(facts, label(facts, all_to_alls), cost=cost)
+    labels = label(facts, all_to_alls)
+    units = find_units(facts, labels, cost=cost, products_alone=products_alone)
     # In microseconds of computation as it is alone: so much runs behind an all-to-all.
     stretch = contention.comm / contention.compute
     times_us = [time_us * stretch for time_us in _exposed_us(works, units, all_to_alls)]
+    # Inductor computes these where what they read is made.
+    in_units = {index for unit in units for index in unit.nodes}
+    early = sorted(labels.keys() - in_units) if products_alone else []
     live = LiveBytes(facts, sizes, inside=inside)
     allowed = max_bytes
     for _ in range(_MAX_TRIES):
         room = Headroom(facts, live, units=units, all_to_alls=all_to_alls, limit=allowed)
         assignment = assign(units, times_us, fits=room.take)
         windows = dict(zip(all_to_alls, assignment.windows, strict=True))
-        order = place_reductions(facts, works, build_order(facts, units, windows))
+        order = build_order(facts, units, windows, early=early)
+        order = place_reductions(facts, works, order)
         peak = live.peak(order)[0]
         if peak <= max_bytes:
             return order

@@ -92,7 +92,9 @@ def label(facts: GraphFacts, all_to_alls: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def find_units(facts: GraphFacts, labels: dict[int, int], *, cost: NodeCost) -> list[Unit]:
+def find_units(
+    facts: GraphFacts, labels: dict[int, int], *, cost: NodeCost, products_alone: bool = False
+) -> list[Unit]:
     """Return the movable nodes in units.
 
     A node that reads a gradient and may run where it may joins it (a transpose, a cast, a sum with
@@ -102,6 +104,8 @@ def find_units(facts: GraphFacts, labels: dict[int, int], *, cost: NodeCost) -> 
         facts: of the graph.
         labels: as ``label`` returns them.
         cost: microseconds of a node that computes.
+        products_alone: whether units without a product stay: Inductor computes sums of biases and
+            norms in the kernels that make what they add up.
     """
     units: list[Unit] = []
     owner: dict[int, int] = {}
@@ -118,7 +122,11 @@ def find_units(facts: GraphFacts, labels: dict[int, int], *, cost: NodeCost) -> 
         units[home].needs |= above - {home}
         if product:
             _absorb(units, home, owner=owner, readers=readers)
-    kept = [at for at, unit in enumerate(units) if unit.nodes]
+    kept = [
+        at
+        for at, unit in enumerate(units)
+        if unit.nodes and (unit.is_product or not products_alone)
+    ]
     renamed = {old: new for new, old in enumerate(kept)}
     for at in kept:
         unit = units[at]

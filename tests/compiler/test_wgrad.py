@@ -4,7 +4,8 @@ import pytest
 
 from halley.compiler.graph import GraphFacts
 from halley.compiler.order import build_order, place_reductions
-from halley.compiler.plan import hidden_products
+from halley.compiler.plan import hidden_products, plan_wgrad
+from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad import Unit, assign, find_units, label
 from halley.cost.graph_cost import Operation
 from tests.compiler.graph_case import GraphBuilder, aten, find, names, two_layers
@@ -142,6 +143,28 @@ def test_a_gradient_may_pass_over_the_next_all_to_all() -> None:
     order = build_order(facts, units, {find(facts, "a2a_1"): [1, 0]})
     facts.check_order(order)
     assert hidden_products(facts, order) == {"a2a_0": (), "a2a_1": ("dw_1", "dw_0")}
+
+
+def test_sums_stay_with_what_they_add_up_where_a_compiler_fuses_them() -> None:
+    b = GraphBuilder()
+    grad, x, w = (b.input(name, 4, 4) for name in ("tangents_1", "x", "w"))
+    dx = b.mm(grad, w, name="dx")
+    start, wait = b.all_to_all(dx, "a2a")
+    dw, bias = b.mm(x, grad, name="dw"), b.call(aten.sum.dim_IntList, grad, [0], name="bias")
+    facts = b.done(b.mm(wait, w, name="last"), dw, bias)
+
+    def order(products_alone: bool) -> list[str]:
+        found = plan_wgrad(
+            facts,
+            cost=lambda node: 100.0 if node is start else 10.0,
+            sizes=Sizes(1),
+            max_bytes=1e9,
+            products_alone=products_alone,
+        )
+        return names(facts, found)[3:]
+
+    assert order(False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]
+    assert order(True) == ["bias", "dx", "a2a", "dw", "wait_a2a", "last", "output"]
 
 
 def _with_reductions() -> GraphFacts:
