@@ -58,7 +58,7 @@ class PipelineCost:
         self._cost = cost
         self.sizes = sizes
         self._contention = contention
-        self._in_place = in_place
+        self.in_place = in_place
         self._shadows = Shadows(flow, sizes)
         self._known: dict[_Key, float] = {}
         self._merges: Known = {}
@@ -88,7 +88,7 @@ class PipelineCost:
             cost=self._cost,
             shadows=self._shadows,
             known=self._merges,
-            in_place=self._in_place,
+            in_place=self.in_place,
         )
         works = [self._whole_work(node) for node in region.before]
         for node, part in region.steps(num_parts):

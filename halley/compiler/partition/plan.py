@@ -205,7 +205,8 @@ class _Planner:
         return self._known[key]
 
     def _in_parts(self, region: Region, num_parts: int) -> float:
-        return self._price.in_parts(region, num_parts, defers_merges=True)
+        # Inductor joins parts where they end: what it makes kernels of does not move.
+        return self._price.in_parts(region, num_parts, defers_merges=self._price.in_place)
 
     def _signature(self, start: int, stop: int) -> str:
         """Return what the price of a range depends on: the layers of a model are alike."""
