@@ -1,6 +1,6 @@
 """What a device and its links can do: the figures that predictions start from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,38 +65,16 @@ H200 = Hardware(
     read_us=20.0,
 )
 # The same chip with slower memory.
-H100 = Hardware(
-    name="NVIDIA H100",
-    gemm_flops_per_s=700e12,
-    peak_flops_per_s=989e12,
-    memory_bytes_per_s=3.0e12,
-    fused_bytes_per_s=2.4e12,
-    link_bytes_per_s=278e9,
-    link_latency_us=40.0,
-    launch_us=6.0,
-    graph_us=700.0,
-    call_us=42.0,
-    collective_us=170.0,
-    kernel_us=3.0,
-    split_sum_us=15.0,
-    read_us=20.0,
-)
-# Data sheet; rates at the share of it that the H200 reaches.
-A100 = Hardware(
+H100 = replace(H200, name="NVIDIA H100", memory_bytes_per_s=3.0e12, fused_bytes_per_s=2.4e12)
+# Data sheet; rates at the share of it that the H200 reaches, and its times.
+A100 = replace(
+    H200,
     name="NVIDIA A100",
     gemm_flops_per_s=220e12,
     peak_flops_per_s=312e12,
     memory_bytes_per_s=1.7e12,
     fused_bytes_per_s=1.35e12,
     link_bytes_per_s=180e9,
-    link_latency_us=40.0,
-    launch_us=6.0,
-    graph_us=700.0,
-    call_us=42.0,
-    collective_us=170.0,
-    kernel_us=3.0,
-    split_sum_us=15.0,
-    read_us=20.0,
 )
 # One core a rank, gloo over loopback: the order of magnitude is what matters.
 CPU = Hardware(
