@@ -15,6 +15,7 @@ from torch import fx
 from halley.compiler.agree import Council, open_council
 from halley.compiler.collectives import (
     graph_groups,
+    merge_waits,
     signature,
     unknown_collectives,
 )
@@ -59,6 +60,7 @@ def run_passes(
         RuntimeError: ranks have different collectives, or one did not come in time; then before
             the graph has run anywhere.
     """
+    merge_waits(graph)
     divides = options.divides and bool(batch_inputs)
     if not divides and not options.moves_gradients:
         return None

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import fx
 
-from halley.compiler.collectives import graph_groups, signature, unknown_collectives
+from halley.compiler.collectives import (
+    graph_groups,
+    merge_waits,
+    signature,
+    unknown_collectives,
+)
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order, bits, is_product
 from halley.compiler.wgrad import label
 from tests.compiler.graph_case import GraphBuilder, aten, c10d, find, names, two_layers
@@ -43,6 +48,17 @@ def test_kinds_of_nodes() -> None:
         copied.name: NodeKind.VIEW,
         "output": NodeKind.OUTPUT,
     }
+
+
+def test_what_was_waited_for_is_not_waited_for_again() -> None:
+    b = GraphBuilder()
+    _, wait = b.all_to_all(b.input("x", 4, 4), "a2a")
+    again = b.call(c10d.wait_tensor.default, b.call(c10d.wait_tensor.default, wait))
+    b.done(b.call(aten.neg.default, again, name="neg"))
+    merge_waits(b.graph)
+    assert [node.name for node in b.graph.nodes] == [
+        "x", "a2a", "wait_a2a", "neg", "output",
+    ]  # fmt: skip
 
 
 def test_ancestors_and_descendants() -> None:
