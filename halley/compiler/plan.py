@@ -59,7 +59,7 @@ def plan_wgrad(
     inside: Collection[fx.Node] = frozenset(),
     products_alone: bool = False,
 ) -> list[int]:
-    """Return the order of the weight-gradient pass; in forward, what joins parts moves like those.
+    """Return the order of the weight-gradient pass; in forward, what joins parts moves, too.
 
     Args:
         facts: of the graph.
