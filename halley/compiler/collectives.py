@@ -63,8 +63,9 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def merge_waits(graph: fx.Graph) -> None:
-    """Drop waits for what was waited for: traced functional collectives wait by themselves, and
-    then again where a model says so. Each takes the host ten microseconds.
+    """Drop waits for what was waited for, each ten microseconds of the host.
+
+    Traced functional collectives wait by themselves, and then again where a model does.
     """
     for node in list(graph.nodes):
         if is_wait(node) and is_wait(source := node.all_input_nodes[0]):

@@ -44,6 +44,7 @@ def run_passes(
 
     A graph without all-to-alls, or with an operator that communicates in a way unknown here (one
     warning), stays as it is, and so does one whose structure differs between ranks (one warning).
+    Waits for what was waited for go from any.
 
     Args:
         graph: of operators, as aot_autograd or Inductor makes it.

@@ -205,7 +205,7 @@ class _Planner:
         return self._known[key]
 
     def _in_parts(self, region: Region, num_parts: int) -> float:
-        # Inductor joins parts where they end: what it makes kernels of does not move.
+        # Inductor joins parts where it likes: what it makes kernels of is not tied to a window.
         return self._price.in_parts(region, num_parts, defers_merges=self._price.in_place)
 
     def _signature(self, start: int, stop: int) -> str:
