@@ -89,6 +89,7 @@ def write(
             "num_tokens": config.train.batch_size * config.data.seq_len,
             "ep_size": machine["num_gpus"], "tp_size": 1, "skew": "routers", "dtype": "bfloat16",
             "strategy": strategy, "run": run, "direction": "step", "samples": len(losses),
+            "learning_rate": LEARNING_RATE,
             "median_us": seconds / len(losses) * 1e6, "floor_us": None, "losses": losses,
             "max_difference": farthest, "bit_equal": first == second, **machine,
         }

@@ -48,10 +48,10 @@ def _replace(node: fx.Node, run: Any) -> None:
     with mode, torch.no_grad():
         traced = make_fx(torch.func.functionalize(call), select_decomp_table())(*values)
     traced.graph.eliminate_dead_code()
-    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True))
-    known = set(node.graph.nodes)
+    inputs = traced.graph.find_nodes(op="placeholder")
+    copies = dict(zip(inputs, sources, strict=True))  # and, once copied, all other nodes
     with node.graph.inserting_before(node):
-        made = node.graph.graph_copy(traced.graph, cast(Any, inputs))
+        made = node.graph.graph_copy(traced.graph, cast(Any, copies))
     if isinstance(made, fx.Node):
         node.replace_all_uses_with(made)
     else:
@@ -59,11 +59,12 @@ def _replace(node: fx.Node, run: Any) -> None:
         for user in list(node.users):  # each takes one of the results
             user.replace_all_uses_with(results[cast(int, user.args[1])])
             node.graph.erase_node(user)
+    node.graph.erase_node(node)
     # What makes results that nobody reads goes: Inductor's scheduler of overlap in torch 2.11 fails
     # on nodes without users.
-    for each in reversed(node.graph.nodes):
-        if each is node or (each not in known and not each.users):
-            node.graph.erase_node(each)
+    for each in reversed(copies):
+        if each not in inputs and not copies[each].users:
+            copies[each].graph.erase_node(copies[each])
 
 
 def _value(node: fx.Node) -> Any:

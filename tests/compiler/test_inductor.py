@@ -131,3 +131,35 @@ def test_parts_by_inductor_are_equal_bit_for_bit(run_ranks) -> None:
     assert [each.num_parts for each in forward.ranges] == [NUM_PARTS]
     assert len(forward.windows) == 3 * NUM_PARTS
     assert any(backward.windows.values())
+
+
+def _count_autograd(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return how often a compiled graph's second run goes by way of autograd, and a plain call."""
+    seen: list[torch.Tensor] = []
+
+    def pass_on(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+            return torch.ops.halley_tests.twice(x)
+
+    with torch.library._scoped_library("halley_tests", "FRAGMENT") as library:  # pyright: ignore[reportPrivateUsage]
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+        library.impl("twice", pass_on, "AutogradCPU")
+        options: Any = {"inner": "inductor"}
+        run = torch.compile(
+            lambda x, w: torch.ops.halley_tests.twice(x) * w, backend=Backend(), options=options
+        )
+        x, w = torch.ones(4), torch.ones(4, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(x, w)
+        num_traced = len(seen)
+        assert torch.equal(run(x, w), torch.full((4,), 2.0))
+        num_compiled = len(seen) - num_traced
+        torch.ops.halley_tests.twice(x)
+        return num_compiled, len(seen) - num_traced - num_compiled
+
+
+def test_compiled_graphs_run_past_autograd(run_ranks) -> None:
+    assert run_ranks(_count_autograd, 1, timeout_s=120.0) == [(0, 1)]

@@ -43,6 +43,9 @@ class PipelineCost:
         sizes: of what nodes return.
         contention: of computation and communication.
         in_place: whether parts are written into what is whole, as in ``divide``.
+
+    Attributes:
+        sizes, in_place: as given.
     """
 
     def __init__(
