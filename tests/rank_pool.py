@@ -42,6 +42,7 @@ _PRELOAD = (
     "tests.rank_pool",
 )
 _FRAMEWORKS = ("transformers.modeling_utils",)  # seconds each, so only where tests want them
+_KEEP_GROUPS = ("deepspeed", "megatron")
 _START_TIMEOUT_S = 120.0
 _GRACE_S = 2.0  # what the other ranks get to report in once one has failed
 _STACK_S = 0.3  # what a signalled rank gets to write its stack
@@ -223,7 +224,10 @@ def _forget_groups() -> None:
 
     The threads of a group of gloo wake up a hundred times a second for as long as it lives. What
     DTensor keeps of a mesh it gives for others of the same shape, with groups that are no more.
+    Frameworks make theirs once a process, and find them again in the next call.
     """
+    if any(name in sys.modules for name in _KEEP_GROUPS):
+        return
     _clear_sharding_prop_cache()
     for group in set(_world.pg_map) - {dist.group.WORLD}:
         dist.destroy_process_group(group)

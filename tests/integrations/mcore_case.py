@@ -57,6 +57,9 @@ class Case:
 class _NoStream:
     """A stream of a device that has none."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self
 
@@ -74,8 +77,8 @@ def on_cpu() -> Iterator[None]:
 
     cuda = {
         "current_device": lambda: torch.device("cpu"),
-        "Stream": lambda *args, **kwargs: _NoStream(),
-        "Event": lambda *args, **kwargs: _NoStream(),
+        "Stream": _NoStream,  # types, which annotations name
+        "Event": _NoStream,
         "current_stream": lambda *args, **kwargs: _NoStream(),
         "synchronize": lambda *args: None,
         "empty_cache": lambda: None,
