@@ -91,7 +91,7 @@ def dispatch_gemm_kernel(
     FETCH: tl.constexpr, MULTIPLY: tl.constexpr,
     LAYOUT: tl.constexpr, FORM: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINK: tl.constexpr, OWN_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Fetch and multiply by tickets, or one of the two.
@@ -128,6 +128,9 @@ def dispatch_gemm_kernel(
         ready = False
         if MULTIPLY:
             tile, run = tile_of(ticket % tl.maximum(total, 1), num_tiles, num_runs, GROUP)
+            if OWN_FIRST:
+                order = plan + LAYOUT.tile_order + tile
+                tile = tl.load(order, mask=tile < num_tiles, other=0)
             expert = tl.load(plan + LAYOUT.tile_expert + tile)
             num_rows = tl.load(plan + LAYOUT.tile_rows + tile)
             need = num_rows
@@ -330,7 +333,7 @@ def _constants(
     return (
         layout, form, hidden_size, inner_size, form.tile_columns(tile),
         *knobs.fetch_block(hidden_size, num_warps=shape.num_warps), knobs.link_bytes_per_us,
-        tile.block_n, tile.block_k, tile.group, tile.run,
+        knobs.own_first, tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip
 
 

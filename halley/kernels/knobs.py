@@ -52,6 +52,8 @@ class Knobs:
             fetch their own rank's rows, and more while their next tile is not ready.
         fetch_elements: what a warp that fetches keeps in flight; those of a program together keep
             some whole rows, or a part of one.
+        own_first: 1 if tiles of this rank's own rows are made before all others, while rows of
+            other ranks are on their way; 0 makes tiles by expert, and reads weights once.
         num_combiners: in one launch, programs that combine while others multiply, as far as they
             must to keep pace; a quarter of them adds up at home meanwhile.
         combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
@@ -76,6 +78,7 @@ class Knobs:
     mover_warps: int = 4
     num_fetchers: int = 8
     fetch_elements: int = 2048
+    own_first: int = 0
     num_combiners: int = 48
     combine_rows: int = 8
     combine_stages: int = 1

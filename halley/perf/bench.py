@@ -315,7 +315,8 @@ def measure_layers(
     link, knobs = measure_link(groups, device=device), None
     if link_gb_per_s:
         link = min(link, 1e9 * link_gb_per_s)
-        knobs = default_knobs(device).changed([f"link_bytes_per_us={round(1e3 * link_gb_per_s)}"])
+        rate = f"link_bytes_per_us={round(1e3 * link_gb_per_s)}"
+        knobs = default_knobs(device).changed([rate, "own_first=1"])
     machine = machine_keys(groups, device=device, commit=commit)
     machine |= {"case": case_name, "link_gb_per_s": link_gb_per_s or None}
     rows: list[Row] = []

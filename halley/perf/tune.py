@@ -60,6 +60,7 @@ SPACE: Space = {
         for sums in ("", "chunk_columns=1024 combine_rows=16 combine_stages=4 home_rows=16")
     ),
     "num_combiners": tuple(f"num_combiners={n}" for n in (16, 24)),
+    "own_first": ("own_first=1",),
     "fetch_elements": tuple(f"fetch_elements={n}" for n in (1024, 4096)),
     "chunk_columns": ("chunk_columns=256", "chunk_columns=1024 combine_rows=4"),
     "combine_rows": ("combine_rows=4", "combine_rows=4 home_rows=4"),

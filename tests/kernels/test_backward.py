@@ -112,6 +112,14 @@ def test_one_launch_that_does_both_by_turns() -> None:
         _assert_same(got, wanted, f"seed {seed}")
 
 
+@pytest.mark.parametrize("name", ["two ranks", "skewed", "no tokens", "large tiles"])
+def test_tiles_of_own_rows_first(name: str) -> None:
+    case = CASES[name]
+    case = replace(case, num_tokens_CW=(tuple(3 * n for n in case.num_tokens_CW[0]),))
+    own_first = replace(case, knobs=replace(case.knobs, own_first=1))
+    _assert_same(_train(own_first, fused=True, seed=3), _train(case, fused=False), name)
+
+
 @pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("resident", [1, 2, 8])
 def test_any_number_of_resident_programs(resident: int, one_launch: bool) -> None:

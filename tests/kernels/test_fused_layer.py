@@ -55,6 +55,18 @@ def test_values_and_bits(name: str) -> None:
             assert torch.equal(y_TD, wanted_TD), f"seed {seed}"
 
 
+@pytest.mark.parametrize("one_launch", [False, True])
+@pytest.mark.parametrize("name", ["skewed", "empty expert", "one takes all", "no tokens"])
+def test_tiles_of_own_rows_first(name: str, one_launch: bool) -> None:
+    """With many tokens, so that experts have tiles of both kinds; any order gives the same bits."""
+    case = CASES[name]
+    case = replace(case, num_tokens_CW=(tuple(3 * n for n in case.num_tokens_CW[0]),))
+    knobs = in_one_launch(case.knobs) if one_launch else case.knobs
+    got = run_forward(replace(case, knobs=replace(knobs, own_first=1)), seed=2 + one_launch)
+    for outputs, wanted in zip(got, run_forward(case, fused=False), strict=True):
+        assert torch.equal(outputs[0], wanted[0])
+
+
 @pytest.mark.parametrize(("up", "down", "chunk_columns"), [(2, 3, 64), (3, 2, 128)])
 def test_tiles_made_in_runs(up: int, down: int, chunk_columns: int) -> None:
     """Runs that end with a row of tiles, with a chunk, or in their midst, give the same bits."""
