@@ -11,9 +11,9 @@ Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T
   C  chunks of a pipelined layer   V  vocabulary
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -66,28 +66,23 @@ class Experts:
     def num_local_experts(self) -> int:
         return self.up_LGD.shape[0]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the weights, and the biases if there are any, by attribute."""
+        names = ("up_LGD", "down_LDF", "up_bias_LG", "down_bias_LD")
+        found: dict[str, torch.Tensor | None] = {name: getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "Experts":
+        """Return the experts with other weights or biases, by attribute."""
+        changes: dict[str, Any] = dict(tensors)
+        return replace(self, **changes)
+
     def split(self, sizes: list[int]) -> list["Experts"]:
         """Return consecutive ranges of experts as views, one of each given size."""
-
-        def parts(weight: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-            return [None] * len(sizes) if weight is None else torch.split(weight, sizes)
-
-        ranges = zip(
-            torch.split(self.up_LGD, sizes),
-            torch.split(self.down_LDF, sizes),
-            parts(self.up_bias_LG),
-            parts(self.down_bias_LD),
-            strict=True,
-        )
+        parts = {name: torch.split(tensor, sizes) for name, tensor in self.tensors().items()}
         return [
-            Experts(
-                up_LGD=up,
-                down_LDF=down,
-                up_bias_LG=up_bias,
-                down_bias_LD=down_bias,
-                activation=self.activation,
-            )
-            for up, down, up_bias, down_bias in ranges
+            self.with_tensors({name: part[index] for name, part in parts.items()})
+            for index in range(len(sizes))
         ]
 
 

@@ -8,6 +8,7 @@ once, and a tape keeps what it launched. On a CPU every pass runs as it is writt
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias, final
 
 import torch
@@ -48,6 +49,12 @@ def drop(tensor: torch.Tensor) -> None:
         steps.append(_Dropped(tensor))
 
 
+def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether some of the tensors overlap."""
+    ranges = sorted(_range_of(tensor) for tensor in tensors if tensor.numel())
+    return any(begin + size > after for (begin, size), (after, _) in pairwise(ranges))
+
+
 def record(
     run: Callable[[], Results], inputs: Sequence[torch.Tensor], lasting: Iterable[torch.Tensor]
 ) -> tuple[Results, "Tape"]:
@@ -55,7 +62,7 @@ def record(
 
     Args:
         run: the pass. All it does on the device are launches of this package's kernels.
-        inputs: the tensors that it gets, contiguous and on multiples of 16 bytes.
+        inputs: the tensors that it gets, contiguous, on multiples of 16 bytes, none over another.
         lasting: the other tensors that outlive the tape, at their places. All else that is
             launched on is made by the pass.
 

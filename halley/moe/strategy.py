@@ -38,6 +38,7 @@ def build_strategy(
     tp_size: int = 1,
     num_chunks: int = 0,
     max_load: float = 0.0,
+    timeout_s: float = 600.0,
     workspaces: "Workspaces | None" = None,
 ) -> AbstractStrategy:
     """Return the strategy of that name for the ranks of ``group``.
@@ -49,6 +50,7 @@ def build_strategy(
         tp_size: neighbours in rank that share each expert, see ``core.sharding``.
         num_chunks: chunks of "chunked"; 0 lets the cost model choose.
         max_load: of the workspaces of the fused kernels, if none are given.
+        timeout_s: how long a fused kernel waits for a peer, if no workspaces are given.
         workspaces: buffers of the fused kernels, which several strategies may share; None for its
             own, which all layers that the strategy runs share.
 
@@ -70,19 +72,28 @@ def build_strategy(
     if name == "functional":
         return FunctionalStrategy(group, tp_size=tp_size)
     if name == "auto":
-        options = {"tp_size": tp_size, "num_chunks": num_chunks, "max_load": max_load}
+        options: dict[str, Any] = {
+            "tp_size": tp_size,
+            "num_chunks": num_chunks,
+            "max_load": max_load,
+            "timeout_s": timeout_s,
+        }
         candidates = {
             each: build_strategy(
                 each, group, recorder=recorder, device=device, workspaces=workspaces, **options
             )
             for each in _measured(tp_size=tp_size, num_ranks=num_ranks)
         }
-        return AutoStrategy(candidates, group=group, device=device, recorder=recorder)
+        return AutoStrategy(
+            candidates, group=group, device=device, recorder=recorder, releases=workspaces is None
+        )
     # Only where they are wanted: Triton is not there on every platform, and slow to import.
     from halley.ops.workspaces import Workspaces
     from halley.strategies.fused import FusedStrategy
 
-    workspaces = workspaces or Workspaces(group, device, tp_size=tp_size, max_load=max_load)
+    workspaces = workspaces or Workspaces(
+        group, device, tp_size=tp_size, max_load=max_load, timeout_s=timeout_s
+    )
     kind, _, save = name.partition(":")
     return FusedStrategy(
         workspaces, recorder=recorder, fused=kind == "fused", save=cast(Save, save or "all")

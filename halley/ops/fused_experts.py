@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from halley.core.types import Save
 from halley.kernels.launch import compile_only, is_aligned
 from halley.kernels.tape import Results, drop
 from halley.ops.library import define
@@ -14,8 +13,8 @@ from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgra
 from halley.ops.passes import run_pass
 from halley.ops.turns import end_pass
 from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
-from halley.ops.workspace import Workspace, rows_in_steps
-from halley.ops.workspaces import find_workspaces
+from halley.ops.workspace import rows_in_steps
+from halley.ops.workspaces import Workspaces, find_workspaces
 
 
 def fused_experts(
@@ -117,11 +116,12 @@ def _check_main_grad(weight: torch.Tensor) -> None:
     if buffer is None:
         return
     is_like = buffer.shape == weight.shape and buffer.device == weight.device
-    if not (is_like and buffer.is_contiguous() and buffer.dtype in (torch.float32, weight.dtype)):
+    if not (is_like and is_aligned(buffer) and buffer.dtype in (torch.float32, weight.dtype)):
         raise ValueError(
             f"main_grad ({buffer.dtype}, shape {tuple(buffer.shape)}, strides {buffer.stride()}, "
-            f"{buffer.device}) must be contiguous, of float32 or {weight.dtype}, "
-            f"of shape {tuple(weight.shape)}, on {weight.device}"
+            f"{buffer.device}, at {buffer.data_ptr():#x}) must be contiguous, begin on a multiple "
+            f"of 16 bytes, be of float32 or {weight.dtype}, of shape {tuple(weight.shape)}, on "
+            f"{weight.device}"
         )
 
 
@@ -183,7 +183,7 @@ def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor |
 def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Go backward where no compiler looks, with what an earlier pass launched if that fits."""
     rows, plan, pre_RG, up, down, idx = ctx.saved_tensors
-    owner = find_workspaces(ctx.common["workspaces"])
+    owner: Workspaces = ctx.owner
     workspace = owner.of_plan(
         plan,
         num_experts=owner.num_experts(up.shape[0]),
@@ -193,11 +193,19 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
     buffers = [
         weight.main_grad for weight in (ctx.buffered_up, ctx.buffered_down) if weight is not None
     ]
-    num_rows = _num_rows(ctx.save, rows, pre_RG, workspace)
-    if ctx.save != "recompute":
-        rows = _with_room(rows, num_rows if ctx.save == "all" else _rows_of_memory(rows))
-    is_last = _is_last_backward()
-    saved = (rows, plan, _with_room(pre_RG, num_rows), up, down, idx)
+    is_own = (_memory_of(rows), _memory_of(pre_RG)) == ctx.memory  # not what a hook unpacked
+    num_rows = rows_in_steps(pre_RG.shape[0], block_m=workspace.knobs.block_m)
+    if ctx.save == "all":
+        num_rows = pre_RG.shape[0]
+        if is_own:
+            num_rows = min(_rows_of_memory(rows), _rows_of_memory(pre_RG))
+        rows, pre_RG = _with_room(rows, num_rows), _with_room(pre_RG, num_rows)
+    else:
+        pre_RG = pre_RG.new_empty(num_rows, 0)
+        if ctx.save == "inputs" and is_own:
+            rows = _with_room(rows, _rows_of_memory(rows))
+    is_last = is_own and _is_last_backward()
+    saved = (rows, plan, pre_RG, up, down, idx)
     key = None
     if all(is_aligned(tensor) for tensor in (dy_TD, *saved, *buffers)):
         key = (
@@ -213,21 +221,16 @@ def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, 
     return _finish(ctx, gradients)
 
 
-def _num_rows(save: Save, rows: torch.Tensor, pre_RG: torch.Tensor, workspace: Workspace) -> int:
-    """Return for how many rows backward makes room.
-
-    Where rows are kept as many as forward did, which are more than there are but change less from
-    pass to pass: what is kept shows those that there are, at the begin of its memory.
-    """
-    if save == "all":
-        return min(_rows_of_memory(rows), _rows_of_memory(pre_RG))
-    return rows_in_steps(pre_RG.shape[0], block_m=workspace.knobs.block_m)
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor begins, and the bytes of its memory: the same for no other tensor."""
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
 
 
 def _rows_of_memory(rows: torch.Tensor) -> int:
-    """Return for how many rows the memory has room that a tensor begins, or those it has."""
-    if rows.storage_offset():  # hooks on saved tensors may have put it behind others
-        return rows.shape[0]
+    """Return for how many rows forward made room, in memory that begins with them.
+
+    Those that are kept are fewer, and change more from pass to pass.
+    """
     return rows.untyped_storage().nbytes() // (rows.shape[1] * rows.itemsize)
 
 
@@ -306,6 +309,9 @@ class _FusedExperts(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         *inputs, output = args
         _setup_context(ctx, (*inputs, None), output)
+        kept = inputs[0] if ctx.save == "recompute" else output[2]
+        ctx.memory = _memory_of(kept), _memory_of(output[3])
+        ctx.owner = find_workspaces(ctx.common["workspaces"])  # backward may outlive the layer
         return output[0]
 
     @staticmethod

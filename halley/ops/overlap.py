@@ -127,7 +127,9 @@ def _dispatch_gemm(
             plan = _launch_plan(workspace, x, topk_idx, topk_weights)
         return (plan, *layer0(plan, num_rows, num_sends)) if num_rows else (plan,)
 
-    size, results = _run_by_plan(workspace, partial(launch, None), launch, save=save)
+    size, results = _run_by_plan(
+        workspace, partial(launch, None), launch, save=save, layer=up.data_ptr()
+    )
     plan, h_RF, rows, pre_RG = results
     assert plan is not None
     assert h_RF is not None
@@ -180,7 +182,7 @@ def forward_pass(
         inputs = (x, topk_idx, topk_weights, up, down)
         return run_pass(workspace, key, inputs, partial(launch, None, num_rows, num_sends))
 
-    size, results = _run_by_plan(workspace, start, launch, save=save)
+    size, results = _run_by_plan(workspace, start, launch, save=save, layer=up.data_ptr())
     plan, y_TD, rows, pre_RG = results
     assert plan is not None
     assert y_TD is not None
@@ -198,6 +200,7 @@ def _run_by_plan(
     launch: Callable[[torch.Tensor, int, int], Results],
     *,
     save: Kept,
+    layer: int,
 ) -> tuple[PlanSize, Results]:
     """Make a plan and run by it; return its size, of one tile at least, and the results.
 
@@ -205,16 +208,19 @@ def _run_by_plan(
         start: makes the plan, and runs in tensors of that many rows and sends at once, unless it is
             0 rows. If there are more, nothing is done.
         launch: runs by the plan, whose numbers of rows and sends it gets.
+        layer: by which the size of its last plan is known, see ``Workspace.expect``.
     """
     while True:
         # Before the host knows whether all rows fit, so that it reads meanwhile.
-        room = workspace.capacity if save == "none" else workspace.expected_rows
+        expected = workspace.expect(layer)
+        room = workspace.capacity if save == "none" else expected.num_rows
         room = min(room, workspace.capacity)
-        room_sends = workspace.expected_sends if save == "inputs" else ANY_SENDS
+        room_sends = expected.num_sends if save == "inputs" else ANY_SENDS
         results = start(room, room_sends)
-        size = workspace.read_plan()
+        size = workspace.read_plan(layer)
         if not size.wanted_tokens:
             break
+        del results
         workspace.grow(size.wanted_tokens)  # all ranks read the same, and come here together
     size = replace(size, num_rows=max(size.num_rows, workspace.knobs.block_m))
     if size.num_rows > workspace.capacity:
@@ -223,6 +229,7 @@ def _run_by_plan(
         return size, results
     plan = results[0]
     assert plan is not None
+    del results  # of no use, and as large as those that come
     return size, launch(plan, size.num_rows, size.num_sends)
 
 

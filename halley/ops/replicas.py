@@ -1,8 +1,7 @@
 """Replicas of experts stay alike: each gets the sum of the gradients of all of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -123,7 +122,7 @@ def _sum_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
     if len(sources) == 2:  # added in float32 and rounded once, in one pass over memory
         torch.add(sources[0], sources[1], out=out)
         return
-    total = sources[0].float()
+    total = sources[0].to(torch.float32, copy=True)  # lest the gradient that came be written to
     for source in sources[1:]:
         total += source
     out.copy_(total)
@@ -154,13 +153,13 @@ def share_gradients(experts: Experts, replicas: Replicas) -> Experts:
     Raises:
         ValueError: a weight has a ``main_grad``: fused layers add to it where no sum sees it.
     """
-    names = ("up_LGD", "down_LDF", "up_bias_LG", "down_bias_LD")
-    weights = {name: getattr(experts, name) for name in names}
-    weights = {name: weight for name, weight in weights.items() if weight is not None}
+    weights = {name: t for name, t in experts.tensors().items() if t.requires_grad}
     if any(getattr(weight, "main_grad", None) is not None for weight in weights.values()):
         raise ValueError(
             "main_grad (a buffer) must be None on experts of which other ranks hold replicas: "
             "their gradients are summed by autograd, which does not see the buffer"
         )
-    shared = _ShareGradients.apply(replicas, *weights.values())
-    return replace(experts, **dict(zip(weights, shared, strict=True)))  # pyright: ignore[reportArgumentType]
+    if not weights:
+        return experts
+    shared: Any = _ShareGradients.apply(replicas, *weights.values())
+    return experts.with_tensors(dict(zip(weights, shared, strict=True)))

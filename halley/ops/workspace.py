@@ -1,6 +1,7 @@
 """What fused layers of a shape share: symmetric buffers, scratch, and what the device told."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypedDict, final
 
 import torch
@@ -19,6 +20,7 @@ _FAILURE, _ROWS, _WANTED_TOKENS, _SENDS = range(4)  # words of host_words, see k
 _EXPECTED_MARGIN = 64  # the part of a plan by which the next may have more rows
 _ROOM = 1.25  # how much more than was asked for a buffer gets when it grows
 _TOKEN_MULTIPLE = 64
+_MOST_LAYERS = 1024  # whose last plans are remembered
 
 
 class ShapeClass(NamedTuple):
@@ -141,14 +143,21 @@ class Workspace:
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_made = torch.cuda.Event() if on_gpu else None
         self._layouts: dict[int, Layout] = {}
-        self._last_rows = self._last_sends = 0
+        self._last = PlanSize(num_rows=0, num_sends=0, wanted_tokens=0)
+        self._last_of: dict[int, PlanSize] = {}
         self.tapes: dict[tuple[object, ...], Tape] = {}
         self.compiled: set[tuple[object, ...]] = set()
         self.in_flight: tuple[torch.Tensor, ...] = ()
         self._buffers = self._allocate(max_tokens)
         balanced = max_tokens * shape.top_k * shape.tp_size
         room = int((max_load or _ROOM) * balanced) + knobs.block_m * self.layout.num_local
-        self.rows_RD = self._make_rows(min(room, self.layout.max_tiles * knobs.block_m))
+        room = min(room, self.layout.max_tiles * knobs.block_m)
+        num_bytes = room * shape.hidden_size * shape.dtype.itemsize
+        try:
+            self.rows_RD = heap.on_all_ranks(num_bytes, partial(self._make_rows, room))
+        except MemoryError:
+            self._free(*self._buffers.symmetric())
+            raise
         self.max_rows = self.capacity if max_load else 0
         self.mark_plan = _Mark(None if self.max_rows else self._plan_made, self._stream)
 
@@ -252,18 +261,20 @@ class Workspace:
         if self._told[_FAILURE]:
             check(self.host_words, rank=self.heap.rank, timeout_s=self.timeout_s)
 
-    def read_plan(self) -> PlanSize:
+    def read_plan(self, layer: int = 0) -> PlanSize:
         """Return the size of the plan last made, or with ``max_rows`` what any plan has at most.
 
         Waits for ``mark_plan``, and for nothing that came after it; not at all with ``max_rows``.
+
+        Args:
+            layer: by which its size is found again, see ``expect``.
 
         Raises:
             RuntimeError: a peer did not publish, or a CUDA graph is captured that would read.
         """
         if self.max_rows:
             self.check()  # on a CPU the plan is made by now
-            num_sends = self.expected_sends
-            return PlanSize(num_rows=self.max_rows, num_sends=num_sends, wanted_tokens=0)
+            return self.expect(layer)
         if self._plan_made is not None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -272,30 +283,36 @@ class Workspace:
                 )
             self._plan_made.synchronize()
         self.check()
-        self._last_rows, self._last_sends = int(self._told[_ROWS]), int(self._told[_SENDS])
-        return PlanSize(
-            num_rows=self._last_rows,
-            num_sends=self._last_sends,
+        size = PlanSize(
+            num_rows=int(self._told[_ROWS]),
+            num_sends=int(self._told[_SENDS]),
             wanted_tokens=int(self._told[_WANTED_TOKENS]),
         )
+        if not size.wanted_tokens:
+            if len(self._last_of) == _MOST_LAYERS:
+                self._last_of.clear()
+            self._last = self._last_of[layer] = size
+        return size
 
-    @property
-    def expected_rows(self) -> int:
-        """Rows that are likely to be enough for the next plan, or 0: a little more than the last.
+    def expect(self, layer: int = 0) -> PlanSize:
+        """Return a size that is likely to be enough for a layer's next plan, 0 rows if unknown.
 
-        Who makes tensors of that many need not wait for ``read_plan``, only look whether they were
+        A little more than its last, or where that is not known, the last of any layer. Who makes
+        tensors of that many rows need not wait for ``read_plan``, only look whether they were
         enough.
-        """
-        if self.max_rows or not self._last_rows:
-            return self.max_rows
-        return rows_with_margin(self._last_rows, block_m=self.knobs.block_m)
 
-    @property
-    def expected_sends(self) -> int:
-        """Sends that are likely to be enough for the next plan, or 0; see ``expected_rows``."""
+        Args:
+            layer: a number that tells layers apart, such as the address of its weights.
+        """
         if self.max_rows:
-            return min(self.max_rows + 2 * TASK_ROWS, self.layout.max_sends)
-        return rows_with_margin(self._last_sends, block_m=TASK_ROWS)
+            num_sends = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_sends)
+            return PlanSize(num_rows=self.max_rows, num_sends=num_sends, wanted_tokens=0)
+        last = self._last_of.get(layer, self._last)
+        return PlanSize(
+            num_rows=rows_with_margin(last.num_rows, block_m=self.knobs.block_m),
+            num_sends=rows_with_margin(last.num_sends, block_m=TASK_ROWS),
+            wanted_tokens=0,
+        )
 
     def layout_of(self, plan: torch.Tensor) -> Layout:
         """Return the layout that a plan was made with, by its length."""

@@ -62,7 +62,8 @@ class Workspaces:
         max_load: 0, or for how many times the rows of a balanced load each rank makes room. With it
             no call asks the device how many rows it has: layers can be captured in a CUDA graph,
             and rows or tokens for which there is no room raise an error. All ranks say the same.
-        timeout_s: how long a kernel waits for a peer.
+        timeout_s: how long a kernel waits for a peer; as long as NCCL, unless said otherwise, since
+            ranks are apart for minutes where one writes a checkpoint or compiles.
         knobs: of the kernels; None for those that were tuned on this machine, see ``tuned``, else
             the defaults of the device.
 
@@ -80,7 +81,7 @@ class Workspaces:
         tp_size: int = 1,
         max_tokens: int = 0,
         max_load: float = 0.0,
-        timeout_s: float = 30.0,
+        timeout_s: float = 600.0,
         knobs: Knobs | None = None,
     ) -> None:
         if max_tokens < 0:
@@ -99,7 +100,8 @@ class Workspaces:
             environment = tuning_environment(device, num_ranks=self.num_ranks, tp_size=tp_size)
             self._tuned = KnobTable(knobs_path(), environment)
         self.handle = next(_next_handle)
-        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        with torch.inference_mode(mode=False):  # training may come later
+            self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._heap: AbstractSymmHeap | None = None
         self._by_shape: dict[ShapeClass, Workspace] = {}
         self._by_plan: dict[tuple[object, ...], Workspace] = {}

@@ -38,6 +38,7 @@ class AutoStrategy(AbstractStrategy):
         device: of this rank.
         recorder: that of the candidates; silent while they are measured.
         shares_memory: the candidates that need memory which all ranks can address.
+        releases: whether these give their buffers back where no shape runs by one of them.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class AutoStrategy(AbstractStrategy):
         device: torch.device,
         recorder: Recorder,
         shares_memory: tuple[str, ...] = ("unfused", "fused"),
+        releases: bool = False,
     ) -> None:
         self.candidates = candidates
         self.group, self.device, self.recorder = group, device, recorder
         self.tp_size = next(iter(candidates.values())).tp_size
         self.num_sets = (1 if group is None else dist.get_world_size(group)) // self.tp_size
-        self._shares_memory = shares_memory
+        self._shares_memory, self._releases = shares_memory, releases
         self._no_access: str | None = None  # not asked yet
         self._choices: dict[_Key, str] = {}
         self._reasons: dict[_Key, str] = {}
@@ -122,13 +124,19 @@ class AutoStrategy(AbstractStrategy):
             name = "chunked"
             text += f"chunked, as the fused kernels cannot run here: {self._no_access}"
         else:
-            times_us = self._measure(names, x_TD, routing, experts, gradients=gradients)
+            times_us, without_room = self._measure(
+                names, x_TD, routing, experts, gradients=gradients
+            )
+            problems |= without_room
             self._times_us[key] = times_us
-            name = min(names, key=lambda name: times_us[name])
-            shown = ", ".join(f"{name} {times_us[name]:.0f} us" for name in names)
+            name = min(times_us, key=lambda name: times_us[name])
+            shown = ", ".join(f"{name} {us:.0f} us" for name, us in times_us.items())
             text += f"{name} is fastest of {shown}"
             text += "".join(f"; not {name}: {why}" for name, why in problems.items())
         self._choices[key], self._reasons[key] = name, text
+        if self._releases and not set(self._shares_memory) & set(self._choices.values()):
+            for each in set(self._shares_memory) & set(names):
+                self.candidates[each].release()
         return name
 
     def _able(self, experts: Experts, *, top_k: int) -> tuple[list[str], dict[str, str]]:
@@ -152,8 +160,11 @@ class AutoStrategy(AbstractStrategy):
         experts: Experts,
         *,
         gradients: bool,
-    ) -> dict[str, float]:
-        """Return each candidate's time, the same on all ranks; a collective."""
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        """Return the time of each candidate, or why there is no room for it; a collective.
+
+        The same on all ranks.
+        """
 
         def run(name: str) -> None:
             y_TD = self.candidates[name].forward(x_TD, routing, experts)
@@ -162,29 +173,39 @@ class AutoStrategy(AbstractStrategy):
 
         # Leaves of their own: backward must end at the layer, leave the caller's graph whole, and
         # add nothing to buffers that hang on weights.
-        parts = tuple(
-            part.detach().requires_grad_(part.requires_grad)
-            for part in (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
-        )
-        x_TD, weights_TK, up_LGD, down_LDF = parts
-        routing = replace(routing, topk_weights_TK=weights_TK)
-        experts = replace(experts, up_LGD=up_LGD, down_LDF=down_LDF)
-        leaves = [part for part in parts if part.requires_grad]
-        samples = torch.zeros(_NUM_SAMPLES, len(names), dtype=torch.float64)
+        leaves: list[torch.Tensor] = []
+
+        def leaf(part: torch.Tensor) -> torch.Tensor:
+            part = part.detach().requires_grad_(part.requires_grad)
+            leaves.extend([part] if part.requires_grad else [])
+            return part
+
+        x_TD = leaf(x_TD)
+        routing = replace(routing, topk_weights_TK=leaf(routing.topk_weights_TK))
+        experts = experts.with_tensors({name: leaf(t) for name, t in experts.tensors().items()})
+        problems: dict[str, str] = {}
         enabled, self.recorder.enabled = self.recorder.enabled, False
         # Hooks of the caller, such as those of activation checkpointing, must see one forward.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            for sample in range(-1, _NUM_SAMPLES):  # the first makes buffers and compiles
+            for name in names:
+                try:
+                    run(name)  # makes buffers and compiles
+                except MemoryError as error:  # on all ranks
+                    problems[name] = str(error)
+            names = [name for name in names if name not in problems]
+            samples = torch.zeros(_NUM_SAMPLES, len(names), dtype=torch.float64)
+            for sample in samples:
                 for index, name in enumerate(names):
                     start = self._now()
                     run(name)
-                    samples[max(sample, 0), index] = self._now() - start
+                    sample[index] = self._now() - start
         self.recorder.enabled = enabled
         slowest = samples.to(self.device)
         if self.group is not None:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
         columns = slowest.t().tolist()
-        return {name: median(column) * 1e6 for name, column in zip(names, columns, strict=True)}
+        columns = [median(column) * 1e6 for column in columns]
+        return dict(zip(names, columns, strict=True)), problems
 
     def _now(self) -> float:
         if self.device.type == "cuda":

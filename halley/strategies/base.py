@@ -4,7 +4,6 @@ A strategy says twice what it does: ``forward`` runs it, ``tasks`` sketches it f
 """
 
 import abc
-from dataclasses import replace
 
 import torch
 
@@ -54,6 +53,9 @@ class AbstractStrategy(abc.ABC):
         """
         return ""
 
+    def release(self) -> None:  # noqa: B027 - most keep nothing
+        """Give back what is kept from call to call; a collective. The next call makes it anew."""
+
     @abc.abstractmethod
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         """Return the work of one forward and backward pass on one rank, in order of issue."""
@@ -61,15 +63,8 @@ class AbstractStrategy(abc.ABC):
 
 def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> bool:
     """Return whether autograd would record a layer of these."""
-    tensors = (
-        x_TD,
-        routing.topk_weights_TK,
-        experts.up_LGD,
-        experts.down_LDF,
-        experts.up_bias_LG,
-        experts.down_bias_LD,
-    )
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    tensors = (x_TD, routing.topk_weights_TK, *experts.tensors().values())
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
@@ -100,14 +95,4 @@ def under_autocast(experts: Experts) -> Experts:
     if not torch.is_autocast_enabled(kind):
         return experts
     dtype = torch.get_autocast_dtype(kind)
-
-    def cast(bias: torch.Tensor | None) -> torch.Tensor | None:
-        return None if bias is None else bias.to(dtype)
-
-    return replace(
-        experts,
-        up_LGD=experts.up_LGD.to(dtype),
-        down_LDF=experts.down_LDF.to(dtype),
-        up_bias_LG=cast(experts.up_bias_LG),
-        down_bias_LD=cast(experts.down_bias_LD),
-    )
+    return experts.with_tensors({name: t.to(dtype) for name, t in experts.tensors().items()})

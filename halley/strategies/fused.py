@@ -16,6 +16,7 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Save
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
+from halley.kernels.launch import is_aligned
 from halley.kernels.layout import MAX_CHUNKS
 from halley.kernels.switch import INTERPRETED
 from halley.ops.fused_experts import compile_fused_experts, fused_experts
@@ -64,7 +65,7 @@ class FusedStrategy(AbstractStrategy):
         self.recorder = recorder
         self.fused = fused
         self.save: Save = save
-        self._checked: list[object] = []
+        self._checked: set[tuple[object, ...]] = set()
 
     @property
     def gemm(self) -> str:
@@ -120,26 +121,19 @@ class FusedStrategy(AbstractStrategy):
 
         What a layer of new sizes launches is compiled then.
         """
-        tensors = (
-            x_TD,
-            routing.topk_idx_TK,
-            routing.topk_weights_TK,
-            experts.up_LGD,
-            experts.down_LDF,
-            experts.up_bias_LG,
-            experts.down_bias_LD,
-        )
+        tensors = (x_TD, routing.topk_idx_TK, routing.topk_weights_TK, *experts.tensors().values())
         # What is kept from call to call would make a compiler trace each call anew.
         if torch.compiler.is_compiling() or not x_TD.is_cuda:
             self._check_all(x_TD, routing, experts)
         else:
-            kinds: list[object] = [
-                t if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in tensors
-            ]
-            kinds.append(backward)
-            if kinds != self._checked:
+            kind: tuple[object, ...] = tuple(
+                (t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % _ROW_ALIGNMENT)
+                for t in tensors
+            )
+            kind += (backward, experts.activation)
+            if kind not in self._checked:
                 self._compile_once(x_TD, routing, experts, backward=backward)
-                self._checked = kinds
+                self._checked.add(kind)
 
     def _compile_once(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
@@ -161,6 +155,9 @@ class FusedStrategy(AbstractStrategy):
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         if problem := self.find_problem(experts, top_k=routing.topk_idx_TK.shape[1]):
             raise ValueError(problem)
+
+    def release(self) -> None:
+        self.workspaces.close()
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         weight, num_ranks = experts.down_LDF, self.workspaces.num_ranks
@@ -187,6 +184,13 @@ class FusedStrategy(AbstractStrategy):
             )
         if not (experts.up_LGD.is_contiguous() and weight.is_contiguous()):
             return "the experts' weights (strided) must be contiguous for strategy fused"
+        if not torch.compiler.is_compiling():  # which knows no addresses
+            for name, tensor in experts.tensors().items():
+                if not is_aligned(tensor):
+                    return (
+                        f"{name} (at {tensor.data_ptr():#x}) must begin on a multiple of "
+                        f"{_ROW_ALIGNMENT} bytes for strategy fused"
+                    )
         multiple = _ROW_ALIGNMENT // weight.itemsize
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             if size % multiple:

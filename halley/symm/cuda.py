@@ -59,11 +59,11 @@ class CudaHeap(AbstractSymmHeap):
 
     def _allocate(self, num_bytes: int) -> Segment:
         if self._group is None or self.num_ranks == 1:
-            local = self._on_all_ranks(num_bytes, lambda: self._new(num_bytes).zero_())
+            local = self.on_all_ranks(num_bytes, lambda: self._new(num_bytes).zero_())
             return Segment(local=local, addresses=[local.data_ptr()], told=[])
         # Not symm_mem.empty: its pool carves tensors out of larger allocations, and how it does
         # differs between ranks that are in different groups. Their rendezvous would not match.
-        local = self._on_all_ranks(num_bytes, lambda: self._new_symmetric(num_bytes).zero_())
+        local = self.on_all_ranks(num_bytes, lambda: self._new_symmetric(num_bytes).zero_())
         with _multicast_off():
             handle = symm_mem.rendezvous(local, self._group)
         addresses = list(handle.buffer_ptrs)

@@ -151,8 +151,18 @@ class AbstractSymmHeap(abc.ABC):
     def _gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank."""
 
-    def _on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
-        """Return what ``act`` does; if it fails on any rank, raise on all, so that none waits."""
+    def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
+        """Return what ``act`` does; if it fails on any rank, raise on all, so that none waits.
+
+        A collective.
+
+        Args:
+            num_bytes: that ``act`` allocates, on each rank.
+
+        Raises:
+            MemoryError: a rank failed.
+            RuntimeError: the ranks asked for different numbers of bytes.
+        """
         failure: Exception | None = None
         result: list[T] = []
         try:
@@ -166,8 +176,8 @@ class AbstractSymmHeap(abc.ABC):
         for rank, (_, problem) in enumerate(answers):
             if problem:
                 raise MemoryError(
-                    f"rank {rank} of {self.num_ranks} has no {num_bytes} bytes of symmetric memory"
-                    f" besides the {self.num_bytes} it holds: {problem}"
+                    f"rank {rank} of {self.num_ranks} has no {num_bytes} bytes of memory besides "
+                    f"the {self.num_bytes} symmetric ones it holds: {problem}"
                 ) from failure
         return result[0]
 

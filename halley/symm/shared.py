@@ -63,11 +63,11 @@ class SharedHeap(AbstractSymmHeap):
 
     def _allocate(self, num_bytes: int) -> Segment:
         with ExitStack() as stack:
-            file = self._on_all_ranks(
+            file = self.on_all_ranks(
                 num_bytes, lambda: stack.enter_context(_open_segment(num_bytes))
             )
             paths = self._gather(f"/proc/{os.getpid()}/fd/{file}")
-            copies = self._on_all_ranks(num_bytes, lambda: [_map(p, num_bytes) for p in paths])
+            copies = self.on_all_ranks(num_bytes, lambda: [_map(p, num_bytes) for p in paths])
         addresses = [copy.data_ptr() for copy in copies]
         return Segment(local=copies[self.rank], addresses=addresses, told=addresses, keep=copies)
 

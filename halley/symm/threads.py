@@ -81,7 +81,7 @@ class ThreadHeap(AbstractSymmHeap):
         self._world.barrier.wait()
 
     def _allocate(self, num_bytes: int) -> Segment:
-        local = self._on_all_ranks(num_bytes, lambda: _aligned_zeros(num_bytes))
+        local = self.on_all_ranks(num_bytes, lambda: _aligned_zeros(num_bytes))
         addresses = self._gather(local.data_ptr())
         return Segment(local=local, addresses=addresses, told=[addresses[self.rank]])
 

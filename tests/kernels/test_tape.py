@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halley.kernels import driver
 from halley.kernels.driver import MAP_BYTES, DirectLaunch
-from halley.kernels.tape import note_call, note_launch, record
+from halley.kernels.tape import note_call, note_launch, record, share_memory
 
 
 DESC = "tensordesc<fp32[2, 4]>"
@@ -210,3 +210,10 @@ def test_more_of_a_tensor_than_the_pass_was_given(calls: list[Call]) -> None:
         record(lambda: layer.run(x, weight), (x[:3], weight), [layer.buffer])
     with pytest.raises(RuntimeError, match=r"argument 3 of kernel .* reaches beyond a tensor"):
         record(lambda: layer.run(x, weight), (x, weight), [layer.buffer[:50]])
+
+
+def test_inputs_that_overlap() -> None:
+    rows = torch.zeros(4, 4)
+    assert share_memory([rows, torch.zeros(2), rows])
+    assert share_memory([rows[1:3], torch.zeros(2), rows])
+    assert not share_memory([rows[:2], torch.zeros(2), rows[2:], torch.zeros(4, 0), rows[:0]])

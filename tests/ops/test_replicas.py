@@ -1,5 +1,6 @@
 """Gradients of replicas on four ranks, by hand: whose are summed, in which order, and who sends."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,8 +93,8 @@ def test_each_expert_is_first_on_one_rank(run_ranks: RunRanks) -> None:
     assert run_ranks(_firsts, 4) == [[0, 1], [1], [], [0, 1]]
 
 
-def _sent(rank: int, num_ranks: int) -> int:
-    """Return the elements that this rank sends."""
+def _count_sent(act: Callable[[], object]) -> int:
+    """Return the elements that this rank sends meanwhile."""
     sent: list[int] = []
     exchange = dist.all_to_all_single
 
@@ -103,10 +104,30 @@ def _sent(rank: int, num_ranks: int) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", count)
-        _replicas(rank).sum([torch.ones(2, 5)])
+        act()
     return sum(sent)
+
+
+def _sum_ones(rank: int, num_ranks: int) -> int:
+    return _count_sent(lambda: _replicas(rank).sum([torch.ones(2, 5)]))
 
 
 def test_only_gradients_of_replicas_travel(run_ranks: RunRanks) -> None:
     """Expert 0 goes to two ranks from each of three, expert 1 to one."""
-    assert run_ranks(_sent, 4) == [15, 10, 15, 0]
+    assert run_ranks(_sum_ones, 4) == [15, 10, 15, 0]
+
+
+def _freeze(rank: int, num_ranks: int) -> int:
+    experts = _experts(rank)
+    experts.up_LGD.requires_grad = False
+    shared = share_gradients(experts, _replicas(rank))
+    assert shared.up_LGD is experts.up_LGD
+    num_sent = _count_sent(shared.down_LDF.sum().backward)
+    assert experts.up_LGD.grad is None
+    assert experts.down_LDF.grad is not None
+    return num_sent
+
+
+def test_gradients_of_frozen_weights_are_nobodys(run_ranks: RunRanks) -> None:
+    """Those of an expert's down projection, 3, and bias, 2, travel as above."""
+    assert run_ranks(_freeze, 4) == [15, 10, 15, 0]

@@ -83,10 +83,11 @@ def test_as_said(save: Save, activation: Activation) -> None:
     finally:
         gc.unfreeze()
     (workspace,) = workspaces.all()
+    expected = workspace.expect(experts.up_LGD.data_ptr())
     counts = RowCounts(
-        room_rows=workspace.expected_rows,
+        room_rows=expected.num_rows,
         num_rows=rows_in_steps(workspace.read_plan().num_rows, block_m=workspace.knobs.block_m),
-        num_sends=workspace.expected_sends,
+        num_sends=expected.num_sends,
         plan_words=workspace.layout.plan_words,
         num_parts=dgrad_columns(SIZES["intermediate_size"], workspace.knobs),
     )

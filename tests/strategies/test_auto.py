@@ -46,16 +46,21 @@ SHAPE = LayerShape(
 class _Slow(AbstractStrategy):
     """The reference on one rank, after a wait, counting its calls."""
 
-    def __init__(self, delay_s: float, *, backward_s: float = 0.0, problem: str = "") -> None:
+    def __init__(
+        self, delay_s: float, *, backward_s: float = 0.0, problem: str = "", room: bool = True
+    ) -> None:
         self.delay_s = delay_s
         self.backward_s = backward_s
-        self.num_calls = 0
+        self.num_calls = self.num_releases = 0
         self._problem = problem
+        self._room = room
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return self._problem
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        if not self._room:
+            raise MemoryError("rank 1 of 2 has no 12 bytes")
         self.num_calls += 1
         time.sleep(self.delay_s)
         y_TD = moe_reference(x_TD, routing, experts)
@@ -63,14 +68,21 @@ class _Slow(AbstractStrategy):
             y_TD.register_hook(lambda _: time.sleep(self.backward_s))
         return y_TD
 
+    def release(self) -> None:
+        self.num_releases += 1
+
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         return [Task(name="all", stream="compute", duration_us=self.delay_s * 1e6)]
 
 
 def _auto(
-    candidates: dict[str, AbstractStrategy], group: dist.ProcessGroup | None = None
+    candidates: dict[str, AbstractStrategy],
+    group: dist.ProcessGroup | None = None,
+    *,
+    releases: bool = False,
 ) -> AutoStrategy:
-    return AutoStrategy(candidates, group=group, device=CPU, recorder=Recorder(CPU))
+    recorder = Recorder(CPU)
+    return AutoStrategy(candidates, group=group, device=CPU, recorder=recorder, releases=releases)
 
 
 def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torch.Tensor:
@@ -118,6 +130,43 @@ def test_shapes_that_a_candidate_cannot_run() -> None:
         _forward(auto, LayerCase(num_tokens_W=(8,)))
     assert auto.choice(SHAPE, gradients=False) == "chunked"
     assert auto.reasons[0].endswith("; not fused: top_k (2) is a pair")
+
+
+def test_candidate_without_room() -> None:
+    auto = _auto({"chunked": _Slow(0.02), "fused": _Slow(0.0, room=False)})
+    with torch.no_grad():
+        _forward(auto, LayerCase(num_tokens_W=(8,)))
+    assert auto.times_us(SHAPE, gradients=False).keys() == {"chunked"}
+    assert auto.reasons[0].endswith("; not fused: rank 1 of 2 has no 12 bytes")
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_buffers_stay_where_a_shape_needs_them(releases: bool) -> None:
+    fused = _Slow(0.0, backward_s=0.12)
+    auto = _auto({"chunked": _Slow(0.03), "fused": fused}, releases=releases)
+    case = LayerCase(num_tokens_W=(8,))
+    _forward(auto, case).sum().backward()
+    assert auto.choice(SHAPE, gradients=True) == "chunked"
+    assert fused.num_releases == releases
+    with torch.no_grad():
+        _forward(auto, case)
+    assert auto.choice(SHAPE, gradients=False) == "fused"
+    _forward(auto, dataclasses.replace(case, top_k=3)).sum().backward()
+    assert fused.num_releases == releases
+
+
+def test_biases_alone_are_trained() -> None:
+    auto = _auto({"chunked": _Slow(0.0)})
+    case = LayerCase(num_tokens_W=(8,), bias=True)
+    x_TD, routing, _ = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    frozen = (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
+    for tensor in frozen:
+        tensor.requires_grad = False
+    auto.forward(x_TD, routing, experts).sum().backward()
+    assert experts.up_bias_LG is not None
+    assert experts.up_bias_LG.grad is not None
+    assert all(tensor.grad is None for tensor in frozen)
 
 
 def test_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts
 from halley.kernels.interpreter import sanitizer
-from halley.ops.workspace import roomy_tokens
+from halley.ops.workspace import Workspace, roomy_tokens
 from halley.ops.workspaces import Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
@@ -187,6 +187,44 @@ def test_layers_of_two_shapes_share_workspaces(run_ranks: RunRanks) -> None:
     run_ranks(_run_layers, 2)
 
 
+def test_size_of_a_plan_is_foretold_by_its_layer() -> None:
+    """Layers in turn have unlike loads; each gets room for its own."""
+    workspaces = Workspaces(None, CPU)
+    strategy = _build(workspaces)
+    cases = [LayerCase(num_tokens_W=(40,), dropped=dropped) for dropped in (0.0, 0.9)]
+    layers = [local_experts_of(case, 0) for case in cases]
+    for _ in range(2):
+        for case, experts in zip(cases, layers, strict=True):
+            x_TD, routing, _ = make_tokens(case, 0)
+            strategy.forward(x_TD, routing, experts)
+    (workspace,) = workspaces.all()
+    many, few = (workspace.expect(experts.up_LGD.data_ptr()).num_rows for experts in layers)
+    assert few < many
+    assert workspace.expect(1).num_rows == few  # of a layer that never ran: the last of any
+
+
+def _have_no_room(rank: int, num_ranks: int) -> None:
+    workspaces = Workspaces(dist.group.WORLD, CPU, timeout_s=60)
+    strategy = _build(workspaces)
+    case = LayerCase(num_tokens_W=(8, 5))
+
+    def fail(self: Workspace, num_rows: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("pretended")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Workspace, "_make_rows", fail)
+        with pytest.raises(MemoryError, match=r"rank 1 of 2 has no \d+ bytes .*pretended"):
+            _output(strategy, case, rank)
+    assert workspaces.all() == []
+    _check_case(strategy, case, rank)  # once there is room
+    workspaces.close()
+
+
+def test_one_rank_without_room_is_an_error_on_all(run_ranks: RunRanks) -> None:
+    run_ranks(_have_no_room, 2)
+
+
 def _leave_alone(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU)
     strategy = _build(workspaces)
@@ -272,6 +310,11 @@ _PLAIN = _experts()
             dataclasses.replace(_PLAIN, down_LDF=torch.zeros(4, 16, 16).transpose(1, 2)),
             2,
             "must be contiguous",
+        ),
+        (
+            dataclasses.replace(_PLAIN, down_LDF=torch.zeros(1025)[1:].view(4, 16, 16)),
+            2,
+            r"down_LDF \(at 0x\w+\) must begin on a multiple of 16 bytes",
         ),
     ],
 )

@@ -147,8 +147,8 @@ def check_memory_is_out(heap: AbstractSymmHeap) -> None:
     held = heap.num_bytes
     with pytest.raises(
         MemoryError,
-        match=rf"rank 0 of {heap.num_ranks} has no {TOO_MANY} bytes of symmetric memory "
-        rf"besides the {held} it holds: .+",
+        match=rf"rank 0 of {heap.num_ranks} has no {TOO_MANY} bytes of memory "
+        rf"besides the {held} symmetric ones it holds: .+",
     ):
         heap.zeros((TOO_MANY,), torch.uint8)
     assert heap.num_bytes == held

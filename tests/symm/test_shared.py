@@ -126,7 +126,7 @@ def _fail_on_rank_1(rank: int, num_ranks: int, name: str) -> None:
             patch.setattr(shared, name, fail)
         with pytest.raises(
             MemoryError,
-            match=r"rank 1 of 3 has no 24 bytes of symmetric memory besides the 0 it holds: "
+            match=r"rank 1 of 3 has no 24 bytes of memory besides the 0 symmetric ones it holds: "
             r"\[Errno 28\] No space left on device",
         ):
             heap.zeros((3, 2), torch.float32)
