@@ -34,7 +34,7 @@ def _load_sends(first, plan, LAYOUT: tl.constexpr, WEIGHTED: tl.constexpr, ROWS:
 
 @triton.jit
 def combine_task(
-    task, chunk, z_RD, plan, home_ptrs_W, rank, status,
+    task, chunk, z_RD, plan, home_ptrs_W, home_tokens, rank, status,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, WEIGHTED: tl.constexpr, LINK: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,17 @@ def combine_task(
                     LAYOUT, HIDDEN_SIZE, WEIGHTED,
                 )  # fmt: skip
             _store_sums(
-                acc, origin, z_RD, home_ptrs_W, rank, column, inside, LAYOUT, HIDDEN_SIZE, ROWS
+                acc,
+                origin,
+                z_RD,
+                home_ptrs_W,
+                home_tokens,
+                rank,
+                column,
+                inside,
+                LAYOUT,
+                HIDDEN_SIZE,
+                ROWS,
             )
     else:
         acc = tl.zeros((ROWS, CHUNK), tl.float32)
@@ -77,7 +87,17 @@ def combine_task(
             )  # fmt: skip
             if slot == most - 1:
                 _store_sums(
-                    acc, origin, z_RD, home_ptrs_W, rank, column, inside, LAYOUT, HIDDEN_SIZE, ROWS
+                    acc,
+                    origin,
+                    z_RD,
+                    home_ptrs_W,
+                    home_tokens,
+                    rank,
+                    column,
+                    inside,
+                    LAYOUT,
+                    HIDDEN_SIZE,
+                    ROWS,
                 )
                 acc = tl.zeros((ROWS, CHUNK), tl.float32)
     if LINK > 0:  # before the caller tells the peers that the sums stand
@@ -107,7 +127,7 @@ def _add_rows(
 
 @triton.jit
 def _store_sums(
-    acc, origin, z_RD, home_ptrs_W, rank, column, inside,
+    acc, origin, z_RD, home_ptrs_W, home_tokens, rank, column, inside,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of some sends at the homes of their tokens."""
@@ -119,14 +139,14 @@ def _store_sums(
         address = tl.load(home_ptrs_W + peer)
         home = tl.where(origin // LAYOUT.max_tokens == peer, address, home)
     home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
-    to = ((rank * LAYOUT.max_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
+    to = ((rank * home_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
     mask = (origin >= 0)[:, None] & inside
     tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def send_weight_gradients(
-    task, dweight_RC, plan, weights_home_ptrs_W, rank,
+    task, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of the gradients of some sends' routing weights and store them at home.
@@ -145,7 +165,7 @@ def send_weight_gradients(
         token = (origin % LAYOUT.max_tokens).to(tl.int64)
         home = tl.load(weights_home_ptrs_W + origin // LAYOUT.max_tokens, mask=origin >= 0, other=0)
         home = home.to(dweight_RC.dtype)[:, None]
-        to = ((rank * LAYOUT.max_tokens + token) * LAYOUT.top_k)[:, None] + k[None, :]
+        to = ((rank * home_tokens + token) * LAYOUT.top_k)[:, None] + k[None, :]
         tl.store(home + to, acc, mask=row_RK >= 0)
 
 

@@ -81,12 +81,13 @@ def _leave(num_leaving, plan, words, status, host_words, LAYOUT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "num_tokens", "capacity", "send_capacity", "rank", "num_combiners", "num_leaving", "timeout_ns",
+    "num_tokens", "home_tokens", "capacity", "send_capacity", "rank", "num_combiners",
+    "num_leaving", "timeout_ns",
 ])  # fmt: skip
 def gemm_combine_kernel(
     y_TD, z_RD, plan, a_desc, b_desc, z_desc, home_WTD, home_ptrs_W, words, words_ptrs_W,
     dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-    num_tokens, capacity, send_capacity, marks, rank, num_combiners, num_leaving,
+    num_tokens, home_tokens, capacity, send_capacity, marks, rank, num_combiners, num_leaving,
     status, host_words, timeout_ns: tl.int64,
     MULTIPLY: tl.constexpr, COMBINE: tl.constexpr,
     LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
@@ -150,13 +151,13 @@ def gemm_combine_kernel(
         if combine:
             if COMBINE:
                 combine_task(
-                    which, chunk, z_RD, plan, home_ptrs_W, rank, status,
+                    which, chunk, z_RD, plan, home_ptrs_W, home_tokens, rank, status,
                     LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD, LINK,
                 )  # fmt: skip
                 if BACKWARD:
                     if chunk == 0:
                         send_weight_gradients(
-                            which, dweight_RC, plan, weights_home_ptrs_W, rank,
+                            which, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
                             LAYOUT, NUM_PARTS, ROWS,
                         )  # fmt: skip
                 count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
@@ -165,7 +166,7 @@ def gemm_combine_kernel(
             if COMBINE:
                 arrived = home // homes_a_chunk
                 take_home(
-                    home % homes_a_chunk, arrived, y_TD, home_WTD, plan, num_tokens,
+                    home % homes_a_chunk, arrived, y_TD, home_WTD, home_tokens, plan, num_tokens,
                     idx_TK, dweights_TK, weights_home_WTK,
                     LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
                 )  # fmt: skip
@@ -195,9 +196,10 @@ def gemm_combine_kernel(
                 task = num_tasks
     if COMBINE:
         take_the_rest_home(
-            home, num_homes, homes_a_chunk, arrived, tickets + _HOME_TICKET, y_TD, home_WTD, plan,
-            num_tokens, idx_TK, dweights_TK, weights_home_WTK, words, epoch,
-            rank, status, host_words, timeout_ns, LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
+            home, num_homes, homes_a_chunk, arrived, tickets + _HOME_TICKET, y_TD,
+            home_WTD, home_tokens, plan, num_tokens, idx_TK, dweights_TK, weights_home_WTK, words,
+            epoch, rank, status, host_words, timeout_ns,
+            LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
         )  # fmt: skip
     _leave(num_leaving, plan, words, status, host_words, LAYOUT)
     if not MULTIPLY:
@@ -237,7 +239,7 @@ def gemm_combine(
         h_RF: activations of ``dispatch_gemm``.
         plan: made by ``make_plan`` for this call.
         down_LDF: stacked weights, ``(L, D, F)``.
-        home_WTD: this rank's copy of the symmetric home buffer, ``(W, max_tokens, D)``: each rank
+        home_WTD: this rank's copy of the symmetric home buffer, ``(W, tokens, D)``: each rank
             writes its own part of it on every rank.
         home_ptrs_W: addresses of all ranks' home buffers.
         marks: as for ``make_plan``.
@@ -254,7 +256,7 @@ def gemm_combine(
         _launch(
             shape.num_programs,
             (y_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
-             status, status, status, status, status, y_TD.shape[0],
+             status, status, status, status, status, y_TD.shape[0], home_WTD.shape[1],
              min(z_RD.shape[0], h_RF.shape[0]), send_capacity, marks, rank,
              knobs.num_combiners, shape.num_leaving, status, host_words, timeout_ns),
             (multiply, move, *_constants(z_RD, h_RF, 0, tile, layout, knobs)),
@@ -319,8 +321,8 @@ def dgrad_combine(
             shape.num_programs,
             (dx_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
              dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-             dx_TD.shape[0], dpre_RG.shape[0], ANY_SENDS, marks, rank, knobs.num_combiners,
-             shape.num_leaving, status, host_words, timeout_ns),
+             dx_TD.shape[0], home_WTD.shape[1], dpre_RG.shape[0], ANY_SENDS, marks, rank,
+             knobs.num_combiners, shape.num_leaving, status, host_words, timeout_ns),
             (multiply, move,
              *_constants(z_RD, dpre_RG, dweight_RC.shape[1], tile, layout, knobs)),
             dtypes=(z_RD.dtype, idx_TK.dtype), **shape.options,

@@ -60,7 +60,7 @@ def look_for_overflow(words, status, host_words, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _sum_at_home(
-    task, chunk, y_TD, home_WTD, plan, num_tokens,
+    task, chunk, y_TD, home_WTD, home_tokens, plan, num_tokens,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Add up what the ranks sent for some tokens, in the order of ranks."""
@@ -72,7 +72,7 @@ def _sum_at_home(
     acc = tl.zeros((ROWS, CHUNK), tl.float32)
     for source in tl.static_range(NUM_RANKS):
         has = ((ranks >> source) & 1) != 0
-        row = source * LAYOUT.max_tokens + token.to(tl.int64)
+        row = source * home_tokens + token.to(tl.int64)
         at = (row * HIDDEN_SIZE)[:, None] + column[None, :]
         value = tl.load(home_WTD + at, mask=has[:, None] & inside, other=0.0)
         acc += value.to(tl.float32)
@@ -83,7 +83,7 @@ def _sum_at_home(
 
 @triton.jit
 def _take_weight_gradients(
-    task, idx_TK, dweights_TK, weights_home_WTK, num_tokens,
+    task, idx_TK, dweights_TK, weights_home_WTK, home_tokens, num_tokens,
     LAYOUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Put the gradients that the ranks sent for some tokens in the order of the tokens' choices.
@@ -109,7 +109,7 @@ def _take_weight_gradients(
     value = tl.zeros((ROWS, PADDED_K), tl.float32)
     for shard in tl.static_range(TP_SIZE):
         source = owner.to(tl.int64) * TP_SIZE + shard
-        row = source * LAYOUT.max_tokens + token.to(tl.int64)[:, None]
+        row = source * home_tokens + token.to(tl.int64)[:, None]
         at_home = weights_home_WTK + row * LAYOUT.top_k + slot
         value += tl.load(at_home, mask=real & (owner >= 0), other=0.0)
     tl.store(dweights_TK + at, value, mask=real)
@@ -117,22 +117,25 @@ def _take_weight_gradients(
 
 @triton.jit
 def take_home(
-    task, chunk, y_TD, home_WTD, plan, num_tokens, idx_TK, dweights_TK, weights_home_WTK,
+    task, chunk, y_TD, home_WTD, home_tokens, plan, num_tokens,
+    idx_TK, dweights_TK, weights_home_WTK,
     LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Add up what came for some tokens; what is sent with the first chunk is taken with it."""
-    _sum_at_home(task, chunk, y_TD, home_WTD, plan, num_tokens, LAYOUT, HIDDEN_SIZE, ROWS, CHUNK)
+    _sum_at_home(
+        task, chunk, y_TD, home_WTD, home_tokens, plan, num_tokens, LAYOUT, HIDDEN_SIZE, ROWS, CHUNK
+    )
     if BACKWARD:
         if chunk == 0:
             _take_weight_gradients(
-                task, idx_TK, dweights_TK, weights_home_WTK, num_tokens, LAYOUT, ROWS
+                task, idx_TK, dweights_TK, weights_home_WTK, home_tokens, num_tokens, LAYOUT, ROWS
             )
 
 
 @triton.jit
 def take_the_rest_home(
-    home, num_homes, homes_a_chunk, arrived, ticket, y_TD, home_WTD, plan,
+    home, num_homes, homes_a_chunk, arrived, ticket, y_TD, home_WTD, home_tokens, plan,
     num_tokens, idx_TK, dweights_TK, weights_home_WTK, words, epoch,
     rank, status, host_words, timeout_ns, LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -153,7 +156,7 @@ def take_the_rest_home(
                 num_homes = 0
         if num_homes > 0:
             take_home(
-                home % homes_a_chunk, chunk, y_TD, home_WTD, plan, num_tokens,
+                home % homes_a_chunk, chunk, y_TD, home_WTD, home_tokens, plan, num_tokens,
                 idx_TK, dweights_TK, weights_home_WTK, LAYOUT, BACKWARD, HIDDEN_SIZE, ROWS, CHUNK,
             )  # fmt: skip
         home = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")

@@ -64,7 +64,7 @@ class Layout:
         tp_size: neighbours in rank that hold a shard of each of the same experts. A token goes to
             all of them, and what comes home from them is added up as from any ranks.
         top_k: experts of a token, K.
-        max_tokens: the most tokens that a rank may bring, T.
+        max_tokens: tokens of a rank that have numbers, T; buffers of rows may have room for fewer.
         block_m: rows of a tile.
         block_slots: slots that one program ranks and counts, padded; a power of two.
     """

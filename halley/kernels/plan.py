@@ -148,7 +148,7 @@ def make_plan(
 
     Args:
         plan: written: ``(layout.plan_words,)`` int32, any content before.
-        x_TD: tokens of this rank. If they are more than ``layout.max_tokens``, none is published
+        x_TD: tokens of this rank. If they are more than a stage has room for, none is published
             but their number.
         topk_idx_TK: expert ids in ``[0, E)`` or ``DROPPED``, an int dtype.
         topk_weights_TK: weights, a float dtype.
@@ -172,7 +172,7 @@ def make_plan(
     x_TD, idx_TK, weights_TK = aligned(x_TD), aligned(topk_idx_TK), aligned(topk_weights_TK)
     num_tokens, hidden_size = x_TD.shape
     wanted_tokens = 0
-    if num_tokens > layout.max_tokens:
+    if num_tokens > stage_HTD.shape[1]:
         num_tokens, wanted_tokens = 0, num_tokens
     tokens_a_task = min(_STAGE_ROWS, layout.block_tokens)
     num_tasks = max(1, -(-num_tokens // tokens_a_task))

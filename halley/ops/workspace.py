@@ -101,7 +101,7 @@ class Workspace:
         shape: the class.
         heap: where the symmetric buffers come from.
         knobs: of the kernels.
-        max_tokens: the most tokens that a rank brings, the same on all ranks.
+        max_tokens: the most tokens that a rank brings, the same on all ranks; more make it grow.
         max_load: 0, or for how many times the rows of a balanced load there is room: then no call
             asks the device how many rows it has, and more are a failure.
         timeout_s: how long a kernel waits for a peer.
@@ -352,7 +352,8 @@ class Workspace:
             num_experts=shape.num_experts,
             top_k=shape.top_k,
             tp_size=shape.tp_size,
-            max_tokens=max_tokens,
+            # Kernels are compiled for a layout: so for few, and again only for twice the tokens.
+            max_tokens=1 << (max_tokens - 1).bit_length(),
             block_m=self.knobs.block_m,
             **sizes,
         )

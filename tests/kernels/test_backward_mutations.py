@@ -78,7 +78,7 @@ _SEND_WEIGHT_GRADIENTS = """\
                 if BACKWARD:
                     if chunk == 0:
                         send_weight_gradients(
-                            which, dweight_RC, plan, weights_home_ptrs_W, rank,
+                            which, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
                             LAYOUT, NUM_PARTS, ROWS,
                         )  # fmt: skip
 """

@@ -193,7 +193,7 @@ MUTATIONS = {
         timeout_s=SHORT_S,
     ),
     "combine: sums in the place of the other rank": Mutation(
-        function=combine._store_sums, edits=(("((rank * LAYOUT", "(((1 - rank) * LAYOUT"),)
+        function=combine._store_sums, edits=(("((rank * home", "(((1 - rank) * home"),)
     ),
     "home: does not wait": Mutation(
         function=home.wait_for_chunk,
