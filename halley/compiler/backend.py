@@ -54,8 +54,11 @@ def run(
 
     Raises:
         RuntimeError: ranks have different collectives, or one did not come in time.
-        ValueError: an option is unknown or not allowed.
+        ValueError: an option is unknown or not allowed, or there is no such input.
     """
+    names = {node.name for node in gm.graph.find_nodes(op="placeholder")}
+    if unknown := sorted(set(batch_inputs) - names):
+        raise ValueError(f"batch_inputs ({', '.join(unknown)}) must be inputs of the graph")
     report = run_passes(gm.graph, parse_options(options), batch_inputs=batch_inputs)
     gm.recompile()
     return report

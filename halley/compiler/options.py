@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
+from types import NoneType
 from typing import Literal, get_args
 
 from halley.compiler.partition.axes import Rule
@@ -12,6 +14,17 @@ from halley.cost.hardware import Hardware
 MAX_PARTS = 8  # Lancet's; in its paper more than 4 are never best
 Passes = Literal["none", "wgrad", "partition", "both"]
 Inner = Literal["eager", "inductor"]
+_TYPES: dict[str, tuple[type, ...]] = {
+    "memory_margin": (float, int),
+    "profiles": (str, Path),
+    "measure": (bool,),
+    "num_parts": (int,),
+    "rules": (Mapping,),
+    "hardware": (Hardware, NoneType),
+    "unknown_size": (int,),
+    "agree": (bool,),
+    "timeout_s": (float, int),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +66,28 @@ class Options:
         Raises:
             ValueError: one is not allowed.
         """
+        for name, kinds in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                names = " or ".join(kind.__name__ for kind in kinds)
+                raise ValueError(f"{name} ({value!r}) must be of type {names}")
         for name, allowed in (("passes", get_args(Passes)), ("inner", get_args(Inner))):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} ({value}) must be one of {', '.join(allowed)}")
-        if self.memory_margin < 0.0:
-            raise ValueError(f"memory_margin ({self.memory_margin}) must not be negative")
+        if not 0.0 <= self.memory_margin < inf:
+            raise ValueError(f"memory_margin ({self.memory_margin}) must be finite and at least 0")
         for name in ("timeout_s", "unknown_size"):
-            if (value := getattr(self, name)) <= 0:
-                raise ValueError(f"{name} ({value}) must be positive")
+            if not 0 < (value := getattr(self, name)) < inf:
+                raise ValueError(f"{name} ({value}) must be finite and positive")
         if self.num_parts != 0 and not 2 <= self.num_parts <= MAX_PARTS:
             raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {MAX_PARTS}")
-        for name in self.rules:
+        for name, rule in self.rules.items():
             if "::" not in name:
                 raise ValueError(f"rules ({name}) must be named namespace::operator")
+            if not callable(rule):
+                raise ValueError(f"rules[{name}] ({rule!r}) must be a function of a Call")
         if self.measure and not self.profiles:
             raise ValueError("profiles must name a file when measure is set")
-        if self.profiles and not self.measure and not Path(self.profiles).exists():
-            raise ValueError(f"profiles ({self.profiles}) must be a file unless measure is set")
 
     @property
     def moves_gradients(self) -> bool:

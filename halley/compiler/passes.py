@@ -195,8 +195,11 @@ def _partition(
 def _find_order(
     facts: GraphFacts, cost: ProfiledCost, sizes: Sizes, *, max_bytes: float
 ) -> list[int]:
-    """Return the order of the weight-gradient pass; the cost knows the graph as it is now."""
-    return plan_wgrad(
+    """Return the order of the weight-gradient pass, or that of the graph if none is faster.
+
+    The cost knows the graph as it is now.
+    """
+    order = plan_wgrad(
         facts,
         cost=cost,
         sizes=sizes,
@@ -205,6 +208,9 @@ def _find_order(
         inside=cost.inside,
         products_alone=cost.borders is not None,
     )
+    as_is, todo = list(range(len(facts.nodes))), operations(facts, cost)
+    times_us = [graph_time(todo, each, cost.contention).makespan_us for each in (order, as_is)]
+    return order if times_us[0] < times_us[1] else as_is
 
 
 def _is_in_place(options: Options) -> bool:
@@ -277,11 +283,17 @@ def _build_cost(
         return cost
     plans = council is None or council.rank == 0
     num_ranks = 1 if council is None else council.num_ranks
-    table = ProfileTable(
-        Path(options.profiles) if plans else None,
-        find_environment(device, topology=f"ranks {num_ranks}"),
-        offline=plans and not options.measure,
-    )
+    environment = find_environment(device, topology=f"ranks {num_ranks}")
+    table = ProfileTable(None, environment)
+
+    def read() -> None:
+        nonlocal table
+        path = Path(options.profiles)
+        if not options.measure and not path.exists():
+            raise ValueError(f"profiles ({path}) must be a file unless measure is set")
+        table = ProfileTable(path, environment, offline=not options.measure)
+
+    _share([] if council is None else [council], "profiles", read)
     begin_s = time.perf_counter()
     if council is not None and options.measure:
         measure_group(graph, council, table, sizes=sizes, device=device)

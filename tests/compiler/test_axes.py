@@ -186,6 +186,30 @@ def test_own_rule_wins() -> None:
     assert flow.axes[_result(graph)] == Batch(0)
 
 
+def _fail(call: Call) -> Division:
+    raise KeyError("dim")
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (lambda call: None, TypeError, "must return a Division or a Refusal for .*, not None"),
+        (lambda call: Division(result=(Batch(0),)), TypeError, "say how the one result of"),
+        (_fail, RuntimeError, r"failed for .*: KeyError\('dim'\)"),
+    ],
+    ids=["nothing", "several results", "error"],
+)
+def test_rule_that_is_wrong_is_named(rule: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"the rule of aten::_fft_r2c .*{message}"):
+        _flow(lambda x, w: torch.fft.rfft(x), **{"aten::_fft_r2c": rule})
+
+
+def test_what_follows_a_dropout_is_divided() -> None:
+    drop = torch.ops.aten.native_dropout.default
+    graph, flow = _flow(lambda x, w: drop(x, 0.5, True)[0] * 2)
+    assert flow.axes[_result(graph)] == Batch(0)
+
+
 def test_weights_and_constants_are_whole() -> None:
     graph, flow = _flow(lambda x, w: w @ w.t() + torch.arange(D))
     assert flow.axes[_result(graph)] is None

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import fx
 
-from halley.compiler import run
+from halley.compiler import node_cost, run
 from halley.compiler.options import Options, parse_options
 from halley.compiler.passes import reorder, run_passes
 from halley.cost.profiles import ProfileTable, find_environment
+from halley.cost.simulate import Contention
 from tests.compiler.forward_case import ForwardCase, build_forward
 from tests.compiler.graph_case import GraphBuilder, find, two_layers
 
@@ -100,16 +101,48 @@ def test_plan_from_a_table_without_measuring(tmp_path: Path) -> None:
         ({"num_parts": 1}, r"num_parts \(1\) must be 0, or 2 to 8"),
         ({"rules": {"mm": None}}, r"rules \(mm\) must be named namespace::operator"),
         ({"inner": "tvm"}, r"inner \(tvm\) must be one of eager, inductor"),
-        ({"memory_margin": -0.1}, r"memory_margin \(-0.1\) must not be negative"),
-        ({"timeout_s": 0.0}, r"timeout_s \(0.0\) must be positive"),
-        ({"unknown_size": 0}, r"unknown_size \(0\) must be positive"),
+        ({"rules": {"my::op": 3}}, r"rules\[my::op\] \(3\) must be a function of a Call"),
+        ({"memory_margin": -0.1}, r"memory_margin \(-0.1\) must be finite and at least 0"),
+        ({"memory_margin": float("nan")}, r"memory_margin \(nan\) must be finite"),
+        ({"memory_margin": "0.1"}, r"memory_margin \('0.1'\) must be of type float or int"),
+        ({"num_parts": 2.0}, r"num_parts \(2.0\) must be of type int"),
+        ({"num_parts": True}, r"num_parts \(True\) must be of type int"),
+        ({"agree": "no"}, r"agree \('no'\) must be of type bool"),
+        ({"hardware": "H200"}, r"hardware \('H200'\) must be of type Hardware or NoneType"),
+        ({"timeout_s": 0.0}, r"timeout_s \(0.0\) must be finite and positive"),
+        ({"unknown_size": 0}, r"unknown_size \(0\) must be finite and positive"),
         ({"measure": True}, "profiles must name a file when measure is set"),
-        ({"profiles": "/nowhere"}, r"profiles \(/nowhere\) must be a file unless measure is set"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_options(options)
+
+
+def test_profiles_that_are_not_there() -> None:
+    b, facts = two_layers()
+    with pytest.raises(ValueError, match=r"profiles \(/nowhere\) must be a file unless measure is"):
+        run_passes(b.graph, Options(agree=False, profiles="/nowhere"))
+    assert list(b.graph.nodes) == facts.nodes
+
+
+def test_inputs_that_are_not_there() -> None:
+    b, _ = two_layers()
+    module = fx.GraphModule(torch.nn.Module(), b.graph)
+    with pytest.raises(ValueError, match=r"batch_inputs \(batch, no\) must be inputs of the graph"):
+        run(module, options={"agree": False}, batch_inputs=["no", "batch"])
+
+
+def test_order_that_is_predicted_to_be_slower_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all-to-alls and products slow each other down by more than what is hidden."""
+    b, facts = two_layers()
+    monkeypatch.setattr(node_cost, "NO_CONTENTION", Contention(compute=4.0, comm=4.0))
+    report = run_passes(b.graph, ALONE)
+    assert report is not None
+    assert list(b.graph.nodes) == facts.nodes
+    assert report.time_after == report.time_before
 
 
 def test_unknown_operator_keeps_its_layer_whole_and_is_named() -> None:

@@ -212,13 +212,33 @@ def _judge(
             result=source[cast(int, node.args[1])] if isinstance(source, tuple) else source
         )
     if is_random(node):
-        return call.refused("draws random numbers, which would be others in parts")
+        reason = "draws random numbers, which would be others in parts"
+        axis = call.axis(node.args[0]) if node.args else None
+        is_dropout = call.name == "aten::native_dropout"  # whose results are as what it gets
+        return call.refused(reason, (axis, axis) if is_dropout else None)
     if writes(node):
         return call.refused("writes to its arguments")
     rule = rules.get(call.name)
     if rule is None and operator is not None and torch.Tag.pointwise in operator.tags:
         rule = rules["pointwise"]
-    return call.refused("has no rule") if rule is None else rule(call)
+    if rule is None:
+        return call.refused("has no rule")
+    try:
+        found = cast(object, rule(call))  # a user's rule may return anything
+    except Exception as error:
+        raise RuntimeError(f"the rule of {call.name} failed for {node.name}: {error!r}") from error
+    if not isinstance(found, Division | Refusal):
+        raise TypeError(
+            f"the rule of {call.name} must return a Division or a Refusal for {node.name}, "
+            f"not {found!r}"
+        )
+    is_one = isinstance(node.meta.get("val"), torch.Tensor)
+    if isinstance(found, Division) and isinstance(found.result, tuple) and is_one:
+        raise TypeError(
+            f"the rule of {call.name} must say how the one result of {node.name} is divided, "
+            f"not {found.result!r}"
+        )
+    return found
 
 
 def _first_size(node: fx.Node) -> int:
