@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Plan without ranks and without a GPU.", no_args_is_help=True)
 app.command("balance")(balance)
+_DEVICE = "NVIDIA H200"  # where none is named
 _DIRECTIONS = ("forward", "backward")
 
 
@@ -39,7 +40,7 @@ def graph(
     overrides: SetOption = None,
     passes: Annotated[str, typer.Option(help="wgrad, partition or both.")] = "both",
     ranks: Annotated[int, typer.Option(help="Ranks of the run.")] = 8,
-    device: Annotated[str, typer.Option(help="A device with known figures.")] = "NVIDIA H200",
+    device: Annotated[str, typer.Option(help="A device with known figures.")] = _DEVICE,
     link: Annotated[float, typer.Option(help="GB/s out of each device; 0 is the device's.")] = 0.0,
     num_parts: Annotated[int, typer.Option(help="Parts of the batch; 0 chooses.")] = 0,
     memory_margin: Annotated[float, typer.Option(help="How much memory may rise.")] = 0.02,
@@ -60,8 +61,10 @@ def graph(
     run_config = read_config(config, overrides)
     _check(run_config, passes=passes, ranks=ranks, measure=measure)
     run_config = dataclasses.replace(run_config, passes=cast(Any, passes))
+    if measure:
+        _check_measured(run_config, device=device, link=link)
     if run_config.strategy == RunConfig.strategy:  # the default says nothing of graphs
-        run_config = dataclasses.replace(run_config, strategy=PLANNED)
+        run_config = dataclasses.replace(run_config, strategy="functional" if measure else PLANNED)
     check_strategies(run_config)
     check_passes(run_config)
     if timeline is not None:
@@ -124,6 +127,25 @@ def _check(config: RunConfig, *, passes: str, ranks: int, measure: int) -> None:
     if ep_size < 2 or ranks % ep_size:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({ranks}), above 1")
     local_experts(config.model.moe.num_experts, ep_size=ep_size)
+
+
+def _check_measured(config: RunConfig, *, device: str, link: float) -> None:
+    """Check that what is to be measured is what this host runs.
+
+    Raises:
+        ValueError: another device, link or strategy is asked for.
+    """
+    told = (("device", device, _DEVICE), ("link", link, 0.0))
+    for name, value, default in told:
+        if value != default:
+            raise ValueError(
+                f"{name} ({value}) must be left out with measure, which runs on this host"
+            )
+    if config.strategy not in (RunConfig.strategy, "functional"):
+        raise ValueError(
+            f"strategy ({config.strategy}) must be functional with measure: fused layers are one "
+            "operator, of which no part is seen"
+        )
 
 
 def _show(

@@ -159,10 +159,14 @@ class Backend:
             )
 
 
-def register() -> None:
-    """Make ``torch.compile(model, backend="halley")`` known; again is no error."""
+def register() -> Backend:
+    """Return what ``torch.compile(model, backend="halley")`` uses, with its reports.
+
+    Makes the name known where the package runs without being installed; again is no error.
+    """
     if NAME not in list_backends():
-        register_backend(Backend(), name=NAME)  # pyright: ignore[reportArgumentType]
+        register_backend(BACKEND, name=NAME)  # pyright: ignore[reportArgumentType]
+    return BACKEND
 
 
 def _find_inputs(example_inputs: Sequence[Any]) -> list[int]:
@@ -218,3 +222,6 @@ def _boxed(gm: fx.GraphModule) -> Compiled:
 
     call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return call
+
+
+BACKEND = Backend()  # of that name; torch finds it by the entry point in pyproject.toml

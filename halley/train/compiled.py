@@ -28,6 +28,11 @@ def check_passes(config: RunConfig) -> None:
                 f"strategy ({name.strip()}) must be functional, unfused or fused for passes "
                 f"{config.passes}: others are no part of a graph"
             )
+    if config.model.moe.expert_bias:
+        raise ValueError(
+            f"model.moe.expert_bias (true) must be false for passes {config.passes}: strategies "
+            "that are part of a graph add no bias"
+        )
     if config.train.activation_checkpointing:
         raise ValueError(
             f"train.activation_checkpointing (true) must be false for passes {config.passes}"

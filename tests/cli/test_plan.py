@@ -83,13 +83,16 @@ def test_strategies_are_chosen_beside_the_uniform_ones(capsys) -> None:
         ("--set strategy=fused,fused,fused", "must be one, or as many as MoE layers (2)"),
         ("--passes none", "passes (none) must be one of wgrad, partition, both"),
         ("--measure -1", "measure (-1) must be a number of steps, or 0"),
+        ("--measure 3 --link 5", "link (5.0) must be left out with measure"),
+        ("--measure 3 --device abacus", "device (abacus) must be left out with measure"),
+        ("--measure 3 --set strategy=functional,fused", "must be functional with measure"),
         ("--ranks 1", "ranks (1) must be at least 2: one rank has no all-to-alls"),
         ("--ranks 3", "num_experts (8) must be divisible by ep_size (3)"),
         ("--ranks 4 --set ep_size=3", "ep_size (3) must divide the number of ranks (4)"),
         ("--link -1", "link (-1.0) must be positive, or 0 for the device's own"),
         ("--device abacus", "device_name (abacus) must be one of those with figures"),
         ("--num-parts 9", "num_parts (9) must be 0, or 2 to 8"),
-        ("--memory-margin -1", "memory_margin (-1.0) must not be negative"),
+        ("--memory-margin -1", "memory_margin (-1.0) must be finite and at least 0"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments: str, message: str) -> None:

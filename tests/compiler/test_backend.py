@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from importlib.metadata import entry_points
 from typing import Any
 from unittest import mock
 
@@ -110,6 +111,11 @@ def _registered(rank: int, num_ranks: int) -> bool:
 
 def test_backend_has_a_name(run_ranks) -> None:
     assert run_ranks(_registered, 2) == [True, True]
+
+
+def test_torch_finds_the_name_of_the_installed_package() -> None:
+    (found,) = entry_points(group="torch_dynamo_backends", name="halley")
+    assert found.load() is register()
 
 
 def _num_collectives() -> int:

@@ -43,3 +43,7 @@ def test_passes_want_a_whole_graph(tmp_path: Path) -> None:
     train = dataclasses.replace(config.train, activation_checkpointing=True)
     with pytest.raises(ValueError, match=r"activation_checkpointing \(true\) must be false"):
         check_passes(dataclasses.replace(config, train=train))
+    moe = dataclasses.replace(config.model.moe, expert_bias=True)
+    biased = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+    with pytest.raises(ValueError, match=r"model.moe.expert_bias \(true\) must be false"):
+        check_passes(biased)
