@@ -59,10 +59,8 @@ def graph(
     what runs behind each all-to-all and which ranges run in parts, then one JSON line.
     """
     run_config = read_config(config, overrides)
-    _check(run_config, passes=passes, ranks=ranks, measure=measure)
+    _check(run_config, passes=passes, ranks=ranks, measure=measure, device=device, link=link)
     run_config = dataclasses.replace(run_config, passes=cast(Any, passes))
-    if measure:
-        _check_measured(run_config, device=device, link=link)
     if run_config.strategy == RunConfig.strategy:  # the default says nothing of graphs
         run_config = dataclasses.replace(run_config, strategy="functional" if measure else PLANNED)
     check_strategies(run_config)
@@ -111,7 +109,9 @@ def _plan(config: RunConfig, options: dict[str, Any], *, peer_access: bool) -> S
     return plan_strategies(config, problems=problems, **chosen)
 
 
-def _check(config: RunConfig, *, passes: str, ranks: int, measure: int) -> None:
+def _check(
+    config: RunConfig, *, passes: str, ranks: int, measure: int, device: str, link: float
+) -> None:
     """Check what no trace is needed for.
 
     Raises:
@@ -127,6 +127,8 @@ def _check(config: RunConfig, *, passes: str, ranks: int, measure: int) -> None:
     if ep_size < 2 or ranks % ep_size:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({ranks}), above 1")
     local_experts(config.model.moe.num_experts, ep_size=ep_size)
+    if measure:
+        _check_measured(config, device=device, link=link)
 
 
 def _check_measured(config: RunConfig, *, device: str, link: float) -> None:

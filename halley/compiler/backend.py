@@ -79,9 +79,14 @@ class Backend:
         self.reports: list[OrderReport] = []
         self._report_all = report_all
         self._frames: set[int] = set()
-        self._num_undone_before = _num_undone()
         self._communicates = False
         self._has_warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Take what is compiled from now on for the parts of one model."""
+        self._num_undone_before = _num_undone()
+        self._frames.clear()
 
     def __call__(
         self,
@@ -162,8 +167,10 @@ class Backend:
 def register() -> Backend:
     """Return what ``torch.compile(model, backend="halley")`` uses, with its reports.
 
-    Makes the name known where the package runs without being installed; again is no error.
+    Makes the name known where the package runs without being installed. Called again, it says that
+    another model follows.
     """
+    BACKEND.begin()
     if NAME not in list_backends():
         register_backend(BACKEND, name=NAME)  # pyright: ignore[reportArgumentType]
     return BACKEND

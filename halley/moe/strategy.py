@@ -1,6 +1,7 @@
 """Strategies by name, for configurations and command lines."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -63,31 +64,23 @@ def build_strategy(
     if name == "sequential":
         return SequentialStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "chunked":
-        predictor = predictor_of(device)
-        return ChunkedStrategy(
-            group, recorder=recorder, predictor=predictor, tp_size=tp_size, num_chunks=num_chunks
-        )
+        costs = predictor_of(device)
+        options = {"tp_size": tp_size, "num_chunks": num_chunks}
+        return ChunkedStrategy(group, recorder=recorder, predictor=costs, **options)
     if name == "gathered":
         return GatheredStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "functional":
         return FunctionalStrategy(group, tp_size=tp_size)
     if name == "auto":
-        options: dict[str, Any] = {
-            "tp_size": tp_size,
-            "num_chunks": num_chunks,
-            "max_load": max_load,
-            "timeout_s": timeout_s,
-        }
-        candidates = {
-            each: build_strategy(
-                each, group, recorder=recorder, device=device, workspaces=workspaces, **options
-            )
-            for each in _measured(tp_size=tp_size, num_ranks=num_ranks)
-        }
+        build = partial(
+            build_strategy, group=group, recorder=recorder, device=device, tp_size=tp_size,
+            num_chunks=num_chunks, max_load=max_load, timeout_s=timeout_s, workspaces=workspaces,
+        )  # fmt: skip
+        candidates = {each: build(each) for each in _measured(tp_size, num_ranks=num_ranks)}
         return AutoStrategy(
             candidates, group=group, device=device, recorder=recorder, releases=workspaces is None
         )
-    # Only where they are wanted: Triton is not there on every platform, and slow to import.
+    # Only here: Triton is not there on every platform, and slow to import.
     from halley.ops.workspaces import Workspaces
     from halley.strategies.fused import FusedStrategy
 
@@ -95,9 +88,8 @@ def build_strategy(
         group, device, tp_size=tp_size, max_load=max_load, timeout_s=timeout_s
     )
     kind, _, save = name.partition(":")
-    return FusedStrategy(
-        workspaces, recorder=recorder, fused=kind == "fused", save=cast(Save, save or "all")
-    )
+    kept = cast(Save, save or "all")
+    return FusedStrategy(workspaces, recorder=recorder, fused=kind == "fused", save=kept)
 
 
 def build_strategies(
@@ -141,7 +133,7 @@ def describe_strategies(names: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for count, name in runs)
 
 
-def _measured(*, tp_size: int, num_ranks: int) -> list[str]:
+def _measured(tp_size: int, *, num_ranks: int) -> list[str]:
     """Return the strategies of which auto takes the fastest."""
     names = ["sequential", "chunked", "fused"]
     if 1 < tp_size == num_ranks:  # elsewhere it makes room for slots of other ranks' experts

@@ -8,9 +8,9 @@ import torch
 from halley.kernels.launch import compile_only, is_aligned
 from halley.kernels.tape import Results, drop
 from halley.ops.library import define
-from halley.ops.overlap import Kept, fake_dispatch_gemm, forward_pass
+from halley.ops.overlap import fake_dispatch_gemm, forward_pass
 from halley.ops.overlap_grad import dgrad_combine, dispatch_again, dispatch_dgrad
-from halley.ops.passes import run_pass
+from halley.ops.passes import Kept, run_pass
 from halley.ops.turns import end_pass
 from halley.ops.weight_gemm import add_weight_gemm, weight_gemm
 from halley.ops.workspace import rows_in_steps

@@ -5,14 +5,11 @@
 collective of the ranks. Both name their buffers by the handle of a ``Workspaces``.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
-from halley.core.types import Save
 from halley.kernels.dispatch_gemm import dispatch_gemm as launch_dispatch_gemm
 from halley.kernels.gemm_combine import gemm_combine as launch_gemm_combine
 from halley.kernels.launch import is_aligned
@@ -20,12 +17,9 @@ from halley.kernels.layout import ANY_SENDS
 from halley.kernels.plan import make_plan
 from halley.kernels.tape import Results, note_call
 from halley.ops.library import define
-from halley.ops.passes import run_pass
+from halley.ops.passes import Kept, run_by_plan, run_pass
 from halley.ops.workspace import PlanSize, ShapeClass, Workspace
 from halley.ops.workspaces import Workspaces, find_workspaces
-
-
-Kept: TypeAlias = Save | Literal["none"]
 
 
 class Dispatched(NamedTuple):
@@ -127,7 +121,7 @@ def _dispatch_gemm(
             plan = _launch_plan(workspace, x, topk_idx, topk_weights)
         return (plan, *layer0(plan, num_rows, num_sends)) if num_rows else (plan,)
 
-    size, results = _run_by_plan(
+    size, results = run_by_plan(
         workspace, partial(launch, None), launch, save=save, layer=up.data_ptr()
     )
     plan, h_RF, rows, pre_RG = results
@@ -182,7 +176,7 @@ def forward_pass(
         inputs = (x, topk_idx, topk_weights, up, down)
         return run_pass(workspace, key, inputs, partial(launch, None, num_rows, num_sends))
 
-    size, results = _run_by_plan(workspace, start, launch, save=save, layer=up.data_ptr())
+    size, results = run_by_plan(workspace, start, launch, save=save, layer=up.data_ptr())
     plan, y_TD, rows, pre_RG = results
     assert plan is not None
     assert y_TD is not None
@@ -192,45 +186,6 @@ def forward_pass(
     if not x.is_cuda:  # it has run by now
         workspace.check()
     return y_TD, plan, *_kept(rows, pre_RG, size, save=save)
-
-
-def _run_by_plan(
-    workspace: Workspace,
-    start: Callable[[int, int], Results],
-    launch: Callable[[torch.Tensor, int, int], Results],
-    *,
-    save: Kept,
-    layer: int,
-) -> tuple[PlanSize, Results]:
-    """Make a plan and run by it; return its size, of one tile at least, and the results.
-
-    Args:
-        start: makes the plan, and runs in tensors of that many rows and sends at once, unless it is
-            0 rows. If there are more, nothing is done.
-        launch: runs by the plan, whose numbers of rows and sends it gets.
-        layer: by which the size of its last plan is known, see ``Workspace.expect``.
-    """
-    while True:
-        # Before the host knows whether all rows fit, so that it reads meanwhile.
-        expected = workspace.expect(layer)
-        room = workspace.capacity if save == "none" else expected.num_rows
-        room = min(room, workspace.capacity)
-        room_sends = expected.num_sends if save == "inputs" else ANY_SENDS
-        results = start(room, room_sends)
-        size = workspace.read_plan(layer)
-        if not size.wanted_tokens:
-            break
-        del results
-        workspace.grow(size.wanted_tokens)  # all ranks read the same, and come here together
-    size = replace(size, num_rows=max(size.num_rows, workspace.knobs.block_m))
-    if size.num_rows > workspace.capacity:
-        workspace.reserve(size.num_rows)
-    if size.num_rows <= room and size.num_sends <= room_sends:
-        return size, results
-    plan = results[0]
-    assert plan is not None
-    del results  # of no use, and as large as those that come
-    return size, launch(plan, size.num_rows, size.num_sends)
 
 
 def _kept(

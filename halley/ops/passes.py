@@ -1,16 +1,21 @@
 """Passes through the buffers of a workspace, repeated from tapes where that is possible."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import torch
 
+from halley.core.types import Save
 from halley.kernels.driver import current_stream
 from halley.kernels.launch import only_compiles
+from halley.kernels.layout import ANY_SENDS
 from halley.kernels.switch import INTERPRETED
 from halley.kernels.tape import Results, record, share_memory
-from halley.ops.workspace import Workspace
+from halley.ops.workspace import PlanSize, Workspace
 
 
+Kept: TypeAlias = Save | Literal["none"]
 _MOST_TAPES = 512
 
 
@@ -42,3 +47,42 @@ def run_pass(
         workspace.tapes.clear()
     workspace.tapes[key] = tape
     return results
+
+
+def run_by_plan(
+    workspace: Workspace,
+    start: Callable[[int, int], Results],
+    launch: Callable[[torch.Tensor, int, int], Results],
+    *,
+    save: Kept,
+    layer: int,
+) -> tuple[PlanSize, Results]:
+    """Make a plan and run by it; return its size, of one tile at least, and the results.
+
+    Args:
+        start: makes the plan, and runs in tensors of that many rows and sends at once, unless it is
+            0 rows. If there are more, nothing is done.
+        launch: runs by the plan, whose numbers of rows and sends it gets.
+        layer: by which the size of its last plan is known, see ``Workspace.expect``.
+    """
+    while True:
+        # Before the host knows whether all rows fit, so that it reads meanwhile.
+        expected = workspace.expect(layer)
+        room = workspace.capacity if save == "none" else expected.num_rows
+        room = min(room, workspace.capacity)
+        room_sends = expected.num_sends if save == "inputs" else ANY_SENDS
+        results = start(room, room_sends)
+        size = workspace.read_plan(layer)
+        if not size.wanted_tokens:
+            break
+        del results
+        workspace.grow(size.wanted_tokens)  # all ranks read the same, and come here together
+    size = replace(size, num_rows=max(size.num_rows, workspace.knobs.block_m))
+    if size.num_rows > workspace.capacity:
+        workspace.reserve(size.num_rows)
+    if size.num_rows <= room and size.num_sends <= room_sends:
+        return size, results
+    plan = results[0]
+    assert plan is not None
+    del results  # of no use, and as large as those that come
+    return size, launch(plan, size.num_rows, size.num_sends)

@@ -222,11 +222,6 @@ class Workspace:
         """Bytes of this rank that its peers address."""
         return sum(tensor.local.nbytes for tensor in self._buffers.symmetric())
 
-    @property
-    def local_bytes(self) -> int:
-        """Bytes of this rank's own device memory."""
-        return sum(t.nbytes for t in (self.rows_RD, self.marks, self.status))
-
     def begin(self) -> None:
         """Begin a call.
 

@@ -5,7 +5,8 @@ import torch
 from torch.library import opcheck
 
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.ops.overlap import Dispatched, Save, dispatch_gemm, gemm_combine
+from halley.core.types import Save
+from halley.ops.overlap import Dispatched, dispatch_gemm, gemm_combine
 from halley.ops.workspace import ShapeClass
 from halley.ops.workspaces import Workspaces, find_workspaces
 from tests.strategies.layer_case import LayerCase, expected, local_experts_of, make_tokens

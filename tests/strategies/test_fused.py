@@ -180,7 +180,6 @@ def _run_layers(rank: int, num_ranks: int) -> None:
     assert [(s.num_experts, s.top_k) for s in shapes] == [(8, 4), (4, 1)]
     first, _ = workspaces.all()
     assert first.epoch == 6
-    assert first.local_bytes > first.rows_RD.nbytes
     workspaces.close()
 
 
