@@ -56,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     """Return the arguments without --debug, and whether it was there; a script keeps its own."""
-    end = arguments.index("run") if "run" in arguments[:2] else len(arguments)
+    words = (at for at, argument in enumerate(arguments) if argument != "--debug")
+    first = next(words, len(arguments))
+    end = first if arguments[first : first + 1] == ["run"] else len(arguments)
     own = [argument for argument in arguments[:end] if argument != "--debug"]
     return [*own, *arguments[end:]], len(own) < end
 
@@ -64,14 +66,15 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 def _report(error: Exception) -> int:
     """Print one line for the error; return the exit code.
 
-    All ranks see the same mistake of a user, so the first one tells it for all.
+    All ranks see the same mistake of a user, so the first one of a host tells it for all.
     """
     # Typer's own usage errors; the class lives in click or in typer, by version.
     usage = getattr(error, "format_message", None)
     rank = os.environ.get("RANK", "0")
+    local_rank = os.environ.get("LOCAL_RANK", rank)
     if callable(usage) or isinstance(error, ValueError):
         text = str(usage()) if callable(usage) else str(error)
-        if rank == "0" and text:  # none where the help was shown for want of a command
+        if local_rank == "0" and text:  # none where the help was shown for want of a command
             sys.stderr.write(f"halley: error: {_one_line(text)}\n")
         return USER_ERROR
     where = f" on rank {rank}" if "RANK" in os.environ else ""

@@ -1,5 +1,6 @@
 """Which ranks share experts and which hold copies of them; gradients summed accordingly."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -97,7 +98,15 @@ def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> Paralle
 
     Raises:
         ValueError: ``ep_size`` does not divide the number of ranks, or ``tp_size`` not ``ep_size``.
+        RuntimeError: a launcher has started several ranks, which have no process group yet.
     """
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            "torch.distributed.init_process_group must come first: this is one of "
+            f"{os.environ['WORLD_SIZE']} ranks"
+        )
+    if ep_size < 0:
+        raise ValueError(f"ep_size ({ep_size}) must be at least 0")
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     ep_size = ep_size or num_ranks
     if num_ranks % ep_size != 0:

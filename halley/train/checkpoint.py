@@ -195,6 +195,8 @@ def _read_manifest(path: Path) -> dict:
         raise ValueError(f"it has no {_MANIFEST}") from None
     except ValueError as error:
         raise ValueError(f"its {_MANIFEST} is damaged: {error}") from error
+    if not (isinstance(manifest, dict) and {"step", "files"} <= manifest.keys()):
+        raise ValueError(f"its {_MANIFEST} is damaged: it names no step and files")
     return manifest
 
 

@@ -17,6 +17,7 @@ from halley.perf.tracing import exposed_comm_us, gather_spans, time_by_part, tra
 from halley.train.step import TrainingRun, build_run, train_step
 
 
+_INTERPRETED = ("fused", "unfused", "auto")  # on a CPU
 _NUM_WARMUP = 3
 STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
 
@@ -58,6 +59,9 @@ def compare_strategies(
     """
     if num_steps < 1:
         raise ValueError(f"steps ({num_steps}) must be at least 1")
+    if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
+        # First: it decides how Triton runs, which comes with torch's optimizers.
+        import halley.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport]
     runs = {
         name: build_run(dataclasses.replace(config, strategy=name), world) for name in strategies
     }

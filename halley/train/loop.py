@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
 
     Raises:
         ValueError: the configuration does not fit the ranks, the data or the folder.
-        RuntimeError: a peer is lost, or a checkpoint cannot be written.
+        RuntimeError: a peer is lost, a checkpoint cannot be written, or the run diverged.
     """
     output = Path(config.output)
     checkpoints = output / CHECKPOINTS_FOLDER
@@ -84,12 +85,23 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
                 "exposed_share": exposed_s / step_s,
             }
             reporter.report(metrics)
+            _check_finite(metrics)  # before what diverged takes the place of a good checkpoint
             if _is_due(config, step + 1):
                 save_checkpoint(
                     checkpoints, run.state(), step=step + 1, keep=config.checkpoint.keep
                 )
                 run.counts.write(output / COUNTS_FILE, step=step + 1)
     return metrics
+
+
+def _check_finite(metrics: Metrics) -> None:
+    for name in ("loss", "grad_norm"):
+        value = metrics[name]
+        if value is None or not math.isfinite(value):
+            raise RuntimeError(
+                f"{name} ({value}) of step {metrics['step']:.0f} is not finite: the run diverged; "
+                "checkpoints of earlier steps stay"
+            )
 
 
 def _resume(run: TrainingRun, folder: Path) -> int:

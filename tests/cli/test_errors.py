@@ -107,6 +107,26 @@ def test_debug_shows_the_traceback(place: str, capsys: pytest.CaptureFixture[str
     assert last == f"{PREFIX}train.num_steps (0) must be at least 1"
 
 
+def test_a_folder_named_like_a_command_does_not_end_the_options(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert main(["export", "run", "--output", "hf", "--debug"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1].startswith(PREFIX)
+    assert "No such option" not in lines[-1]
+
+
+@pytest.mark.parametrize(("rank", "is_told"), [("0", True), ("1", False)])
+def test_the_first_rank_of_each_host_tells_a_mistake(
+    rank: str, is_told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in (("RANK", "5"), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--set", "train.num_steps=0"]) == 2
+    assert bool(capsys.readouterr().err) == is_told
+
+
 @pytest.mark.parametrize(
     ("command", "usage"), [("", "halley [OPTIONS]"), ("bench", "halley bench [OPTIONS]")]
 )

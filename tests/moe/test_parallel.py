@@ -76,6 +76,16 @@ def test_one_process_needs_no_group() -> None:
     assert build_groups(1, device_type="cpu") == ParallelGroups()
     with pytest.raises(ValueError, match=r"ep_size \(2\) must divide the number of ranks \(1\)"):
         build_groups(2, device_type="cpu")
+    with pytest.raises(ValueError, match=r"ep_size \(-1\) must be at least 0"):
+        build_groups(-1, device_type="cpu")
+
+
+def test_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        RuntimeError, match=r"init_process_group must come first: .* one of 2 ranks"
+    ):
+        build_groups(0, device_type="cpu")
 
 
 def _sync(rank: int, num_ranks: int, ep_size: int, bucket_bytes: int) -> tuple[list, list, float]:

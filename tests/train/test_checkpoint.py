@@ -117,6 +117,10 @@ def _damage_manifest(path: Path) -> None:
     (path / "manifest.json").write_text('{"step": 2')
 
 
+def _misname_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('["step"]')
+
+
 def _remove_file(path: Path) -> None:
     (path / "__0_0.distcp").unlink()
 
@@ -128,6 +132,7 @@ def _cut_file(path: Path) -> None:
 TEARS = [
     (_remove_manifest, "it has no manifest.json"),
     (_damage_manifest, "its manifest.json is damaged: "),
+    (_misname_manifest, "its manifest.json is damaged: it names no step and files"),
     (_remove_file, "__0_0.distcp is missing"),
     (_cut_file, r"__0_0.distcp has 3 bytes and not \d+"),
 ]

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,13 @@ from tests.train.run_case import (
 )
 
 
-def _losses(config: RunConfig) -> list[float]:
+def _read_lines(config: RunConfig) -> list[dict[str, Any]]:
     lines = Path(config.output, "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def _losses(config: RunConfig) -> list[float]:
+    rows = _read_lines(config)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
 
@@ -72,6 +77,20 @@ def test_a_run_writes_its_config_metrics_and_checkpoints(tmp_path: Path):
         assert 0 <= row["exposed_share"] < 1
     rates = [0.1, 0.2, 0.2, 0.2 * (0.1 + 0.9 * 0.75), 0.2 * (0.1 + 0.9 * 0.25)]
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
+
+
+def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=9, every_steps=1)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=1e30)
+    config = dataclasses.replace(config, optimizer=optimizer)
+    with pytest.raises(
+        RuntimeError, match=r"(loss|grad_norm) \((nan|inf)\) of step \d+ is not fini"
+    ):
+        _train_here(config)
+    last = _read_lines(config)[-1]
+    assert None in (last["loss"], last["grad_norm"])
+    assert not _checkpoint(config, last["step"]).exists()
+    assert _checkpoint(config, last["step"] - 1).exists()
 
 
 def test_a_finished_run_takes_no_step_and_keeps_its_metrics(tmp_path: Path):
