@@ -87,9 +87,8 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
             reporter.report(metrics)
             _check_finite(metrics)  # before what diverged takes the place of a good checkpoint
             if _is_due(config, step + 1):
-                save_checkpoint(
-                    checkpoints, run.state(), step=step + 1, keep=config.checkpoint.keep
-                )
+                keep = config.checkpoint.keep
+                save_checkpoint(checkpoints, run.state(), step=step + 1, keep=keep)
                 run.counts.write(output / COUNTS_FILE, step=step + 1)
     return metrics
 
