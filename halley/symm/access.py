@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from halley.symm.ranks import gather
 
 
 SHM = Path("/dev/shm")
+
+# Torch's own switch. Set to 1, ranks may share a GPU, taking turns: a way to try what several ranks
+# do where there is one GPU, and no way to be fast.
+MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -29,6 +34,7 @@ class Place:
         shm_id: which shared memory a CPU rank sees, since containers have their own; None without.
         uuid: of the GPU; "" on a CPU.
         reachable: uuids of the GPUs whose memory this one can address.
+        may_share: whether this rank may be on the GPU of another, see ``MAY_SHARE``.
     """
 
     host: str
@@ -37,6 +43,7 @@ class Place:
     shm_id: int | None = None
     uuid: str = ""
     reachable: tuple[str, ...] = ()
+    may_share: bool = False
 
 
 def peer_access(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -72,6 +79,8 @@ def find_problem(places: list[Place]) -> str:
         if here.device == "cpu":
             continue
         if here.uuid == there.uuid:
+            if here.may_share and there.may_share:
+                continue
             return f"{both} share one GPU, {here.device} and {there.device}"
         if here.device == there.device:  # torch takes the index for the GPU's identity
             return (
@@ -127,6 +136,7 @@ def _place(device: torch.device) -> Place:
             for peer in range(torch.cuda.device_count())
             if peer != index and torch.cuda.can_device_access_peer(index, peer)
         ),
+        may_share=os.environ.get(MAY_SHARE) == "1",
     )
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts, Routing, Save
-from halley.kernels.switch import INTERPRETED
 from halley.ops.workspaces import Workspaces
 from halley.strategies.fused import FusedStrategy
+from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     Call,
@@ -29,19 +29,12 @@ from tests.strategies.layer_case import (
 )
 
 
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() and not INTERPRETED else 0
 MAX_TOKENS = 320
 TIMEOUT_S = 2.0
 
-pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs and TRITON_INTERPRET=0")
+pytestmark = needs_kernels
 
-each_size = pytest.mark.parametrize("num_ranks", [n for n in (2, 4) if n <= NUM_GPUS] or [2])
-
-
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
+each_size = pytest.mark.parametrize("num_ranks", [2, 4])
 
 
 def _on(device: torch.device, case: LayerCase, rank: int) -> tuple[torch.Tensor, Routing, Experts]:
@@ -63,7 +56,7 @@ def _on(device: torch.device, case: LayerCase, rank: int) -> tuple[torch.Tensor,
 
 def _make_workspaces(rank: int, cases: list[LayerCase], *, max_tokens: int) -> Workspaces:
     return Workspaces(
-        dist.group.WORLD, _device(rank), tp_size=cases[0].tp_size, max_tokens=max_tokens
+        dist.group.WORLD, device_of(rank), tp_size=cases[0].tp_size, max_tokens=max_tokens
     )
 
 
@@ -194,7 +187,7 @@ def test_ranks_that_share_experts(run_ranks: RunRanks, num_ranks: int) -> None:
 def _compare_compiled(rank: int, num_ranks: int, save: Save) -> None:
     """Two layers in a row, in one graph by Inductor, on tokens that vary in number."""
     import_inductor()
-    strategy = _build(Workspaces(dist.group.WORLD, _device(rank)), fused=True, save=save)
+    strategy = _build(Workspaces(dist.group.WORLD, device_of(rank)), fused=True, save=save)
 
     def run(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         x_TD = x_TD + strategy.forward(x_TD, routing, experts)
@@ -224,7 +217,7 @@ def test_compiled_gives_the_same(run_ranks: RunRanks, save: Save) -> None:
 
 
 def _add_to_main_grad(rank: int, num_ranks: int, case: LayerCase) -> None:
-    workspaces = Workspaces(dist.group.WORLD, _device(rank))
+    workspaces = Workspaces(dist.group.WORLD, device_of(rank))
     strategy = _build(workspaces, fused=True)
     plain = _forward(strategy, case, rank)
     plain.y_TD.backward(plain.grad_TD)
@@ -251,7 +244,7 @@ def test_main_grad_is_added_to(run_ranks: RunRanks) -> None:
 
 
 def _never_come_back(rank: int, num_ranks: int) -> str:
-    workspaces = Workspaces(dist.group.WORLD, _device(rank), timeout_s=TIMEOUT_S)
+    workspaces = Workspaces(dist.group.WORLD, device_of(rank), timeout_s=TIMEOUT_S)
     strategy = _build(workspaces, fused=True)
     case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)
     call = _forward(strategy, case, rank)
@@ -278,7 +271,7 @@ def test_peer_that_never_comes_to_backward_is_named(run_ranks: RunRanks) -> None
 @torch.no_grad()
 def _lose_a_peer(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(
-        dist.group.WORLD, _device(rank), max_tokens=MAX_TOKENS, timeout_s=TIMEOUT_S
+        dist.group.WORLD, device_of(rank), max_tokens=MAX_TOKENS, timeout_s=TIMEOUT_S
     )
     strategy = _build(workspaces, fused=True)
     case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)

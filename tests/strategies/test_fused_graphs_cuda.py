@@ -12,21 +12,20 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
-from halley.kernels.switch import INTERPRETED
 from halley.ops.workspaces import Workspaces
 from halley.perf.graphs import captured
 from halley.strategies.fused import FusedStrategy
+from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens
 
 
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() and not INTERPRETED else 0
 TOKENS = (200, 120, 0, 77)
 SKEWS = ("balanced", "zipf:1.2", "empty-expert")
 
-pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs and TRITON_INTERPRET=0")
+pytestmark = needs_kernels
 
-each_size = pytest.mark.parametrize("num_ranks", [n for n in (2, 4) if n <= NUM_GPUS] or [2])
+each_size = pytest.mark.parametrize("num_ranks", [2, 4])
 
 
 class Layer:
@@ -66,19 +65,13 @@ class Layer:
         self.out = [y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.grad_TD)]
 
 
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _case(num_ranks: int, *, times: int = 1) -> LayerCase:
     num_tokens_W = tuple(times * num_tokens for num_tokens in TOKENS[:num_ranks])
     return LayerCase(num_tokens_W=num_tokens_W, num_experts=12, top_k=3, dtype=torch.bfloat16)
 
 
 def _replay(rank: int, num_ranks: int, save: Save) -> None:
-    workspaces = Workspaces(dist.group.WORLD, _device(rank), max_load=3.0)
+    workspaces = Workspaces(dist.group.WORLD, device_of(rank), max_load=3.0)
     layer = Layer(_case(num_ranks), rank, workspaces, save)
     replay = captured(layer.run, device=workspaces.device)
     results = layer.out
@@ -102,7 +95,7 @@ def test_replays_have_the_bits_of_eager_calls(run_ranks: RunRanks, num_ranks: in
 
 
 def _overflow(rank: int, num_ranks: int) -> str:
-    workspaces = Workspaces(dist.group.WORLD, _device(rank), max_load=1.0, timeout_s=5.0)
+    workspaces = Workspaces(dist.group.WORLD, device_of(rank), max_load=1.0, timeout_s=5.0)
     # More rows than the room for a balanced load and for the padding of each expert's last tile.
     layer = Layer(_case(num_ranks, times=4), rank, workspaces, "all")
     replay = captured(layer.run, device=workspaces.device)
@@ -127,7 +120,7 @@ def test_a_replay_that_overflows_is_an_error_on_all_ranks(
 
 
 def _capture_exact(rank: int, num_ranks: int) -> str:
-    workspaces = Workspaces(dist.group.WORLD, _device(rank))
+    workspaces = Workspaces(dist.group.WORLD, device_of(rank))
     layer = Layer(_case(num_ranks), rank, workspaces, "all")
     with pytest.raises(RuntimeError) as caught:
         captured(layer.run, device=workspaces.device)

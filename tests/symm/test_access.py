@@ -31,7 +31,10 @@ def _with(place: Place, **changes: object) -> Place:
     return dataclasses.replace(place, **changes)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("places", [[CPU], [CPU] * 3, GPUS[:1], GPUS, [GPUS[2], GPUS[0]]])
+SHARED = [_with(GPUS[0], may_share=True)] * 2
+
+
+@pytest.mark.parametrize("places", [[CPU], [CPU] * 3, GPUS[:1], GPUS, [GPUS[2], GPUS[0]], SHARED])
 def test_no_problem(places: list[Place]) -> None:
     assert find_problem(places) == ""
 
@@ -62,6 +65,10 @@ def test_no_problem(places: list[Place]) -> None:
         (
             [GPUS[0], _with(GPUS[0], device="cuda:1")],
             "ranks 0 and 1 share one GPU, cuda:0 and cuda:1",
+        ),
+        (
+            [_with(GPUS[0], may_share=True), GPUS[0]],
+            "ranks 0 and 1 share one GPU, cuda:0 and cuda:0",
         ),
         (
             [GPUS[0], GPUS[1], GPUS[2], _with(GPUS[3], reachable=("a", "c"))],

@@ -7,17 +7,11 @@ import torch
 import torch.distributed as dist
 
 from halley.symm import cuda
-from halley.symm.access import peer_access
+from halley.symm.access import MAY_SHARE, peer_access
 from halley.symm.cuda import CudaHeap
 from halley.symm.open import open_heap
+from tests.gpus import NUM_GPUS, device_of, needs_gpu
 from tests.symm.heap_case import CHECKS, check_all_to_all, check_close, check_heap, read, subgroups
-
-
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-needs_gpu = pytest.mark.skipif(NUM_GPUS < 1, reason="needs a GPU")
-needs_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
-needs_three_gpus = pytest.mark.skipif(NUM_GPUS < 3, reason="needs three GPUs")
 
 
 @pytest.mark.parametrize("before", [None, "0"])
@@ -40,14 +34,8 @@ def test_rank_on_its_own_needs_no_group() -> None:
     check_heap(heap)
 
 
-def _device(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _check(rank: int, num_ranks: int, number: int) -> None:
-    device = _device(rank)
+    device = device_of(rank)
     heap = CudaHeap(dist.group.WORLD, device)
     assert (heap.rank, heap.num_ranks, heap.device) == (rank, num_ranks, device)
     (*CHECKS, check_close)[number](heap)
@@ -60,16 +48,16 @@ def test_group_of_one(run_ranks) -> None:
         run_ranks(_check, 1, number)
 
 
-@needs_gpus
+@needs_gpu
 @pytest.mark.parametrize(
     "number", range(len(CHECKS) + 1), ids=[check.__name__ for check in (*CHECKS, check_close)]
 )
 def test_heap(run_ranks, number: int) -> None:
-    run_ranks(_check, min(NUM_GPUS, 4), number)
+    run_ranks(_check, 4, number)
 
 
 def _wait_for_work(rank: int, num_ranks: int) -> None:
-    heap = CudaHeap(dist.group.WORLD, _device(rank))
+    heap = CudaHeap(dist.group.WORLD, device_of(rank))
     tensor = heap.zeros((1 << 20,), torch.float32)
     for i in range(1, 6):
         torch.cuda._sleep(20_000_000)  # about 10 ms of the stream
@@ -83,13 +71,13 @@ def _wait_for_work(rank: int, num_ranks: int) -> None:
     heap.close()
 
 
-@needs_gpus
+@needs_gpu
 def test_barrier_waits_for_the_work_of_the_current_stream(run_ranks) -> None:
     run_ranks(_wait_for_work, 2)
 
 
 def _check_subgroups(rank: int, num_ranks: int) -> None:
-    device = _device(rank)
+    device = device_of(rank)
     with subgroups([0, 1], [1, 2]) as groups:
         heaps = [CudaHeap(group, device) for group in groups]
         for heap in heaps:
@@ -100,14 +88,15 @@ def _check_subgroups(rank: int, num_ranks: int) -> None:
             heap.close()
 
 
-@needs_three_gpus
+@pytest.mark.skipif(NUM_GPUS < 3, reason="torch's rendezvous hangs where groups share a GPU")
 def test_groups_that_share_a_rank_have_heaps_of_their_own(run_ranks) -> None:
     run_ranks(_check_subgroups, 3)
 
 
 def _share_a_gpu(rank: int, num_ranks: int) -> None:
+    os.environ.pop(MAY_SHARE, None)
     with pytest.raises(RuntimeError, match="no symmetric memory: ranks 0 and 1 share one GPU"):
-        CudaHeap(dist.group.WORLD, _device(0))
+        CudaHeap(dist.group.WORLD, torch.device("cuda", 0))
 
 
 @needs_gpu
