@@ -53,14 +53,13 @@ def build_strategy(
         max_load: of the workspaces of the fused kernels, if none are given.
         timeout_s: how long a fused kernel waits for a peer, if no workspaces are given.
         workspaces: buffers of the fused kernels, which several strategies may share; None for its
-            own, which all layers that the strategy runs share.
+            own, shared by all its layers. With None "auto" leaves out kernels that are interpreted.
 
     Raises:
         ValueError: there is no such strategy, or ``tp_size`` does not divide the ranks.
     """
     check_strategy(name)
-    num_ranks = 1 if group is None else dist.get_world_size(group)
-    check_tp_size(tp_size, num_ranks=num_ranks)
+    check_tp_size(tp_size, num_ranks=_count(group))
     if name == "sequential":
         return SequentialStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "chunked":
@@ -76,10 +75,11 @@ def build_strategy(
             build_strategy, group=group, recorder=recorder, device=device, tp_size=tp_size,
             num_chunks=num_chunks, max_load=max_load, timeout_s=timeout_s, workspaces=workspaces,
         )  # fmt: skip
-        candidates = {each: build(each) for each in _measured(tp_size, num_ranks=num_ranks)}
-        return AutoStrategy(
-            candidates, group=group, device=device, recorder=recorder, releases=workspaces is None
-        )
+        interprets = device.type == "cpu" and workspaces is None
+        names, left_out = _measured(tp_size, num_ranks=_count(group), interprets=interprets)
+        candidates = {each: build(each) for each in names}
+        options = {"left_out": left_out, "releases": workspaces is None}
+        return AutoStrategy(candidates, group=group, device=device, recorder=recorder, **options)
     # Only here: Triton is not there on every platform, and slow to import.
     from halley.ops.workspaces import Workspaces
     from halley.strategies.fused import FusedStrategy
@@ -88,8 +88,8 @@ def build_strategy(
         group, device, tp_size=tp_size, max_load=max_load, timeout_s=timeout_s
     )
     kind, _, save = name.partition(":")
-    kept = cast(Save, save or "all")
-    return FusedStrategy(workspaces, recorder=recorder, fused=kind == "fused", save=kept)
+    options = {"fused": kind == "fused", "save": cast(Save, save or "all")}
+    return FusedStrategy(workspaces, recorder=recorder, **options)
 
 
 def build_strategies(
@@ -133,12 +133,20 @@ def describe_strategies(names: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for count, name in runs)
 
 
-def _measured(tp_size: int, *, num_ranks: int) -> list[str]:
-    """Return the strategies of which auto takes the fastest."""
-    names = ["sequential", "chunked", "fused"]
+def _count(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _measured(
+    tp_size: int, *, num_ranks: int, interprets: bool
+) -> tuple[list[str], dict[str, str]]:
+    """Return the strategies of which auto takes the fastest, and why another is not of them."""
+    names = ["sequential", "chunked"]
+    left_out = {"fused": "its kernels are interpreted on a CPU"} if interprets else {}
+    names += [] if left_out else ["fused"]
     if 1 < tp_size == num_ranks:  # elsewhere it makes room for slots of other ranks' experts
         names.append("gathered")
-    return names
+    return names, left_out
 
 
 def check_strategy(name: str) -> None:

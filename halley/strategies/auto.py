@@ -1,8 +1,10 @@
 """Whichever strategy is fastest: measured on the first call of a shape, agreed on by all ranks."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
+from types import MappingProxyType
 from typing import final
 
 import torch
@@ -38,6 +40,7 @@ class AutoStrategy(AbstractStrategy):
         device: of this rank.
         recorder: that of the candidates; silent while they are measured.
         shares_memory: the candidates that need memory which all ranks can address.
+        left_out: why others are no candidates, by name.
         releases: whether these give their buffers back where no shape runs by one of them.
     """
 
@@ -49,6 +52,7 @@ class AutoStrategy(AbstractStrategy):
         device: torch.device,
         recorder: Recorder,
         shares_memory: tuple[str, ...] = ("unfused", "fused"),
+        left_out: Mapping[str, str] = MappingProxyType({}),
         releases: bool = False,
     ) -> None:
         self.candidates = candidates
@@ -56,7 +60,9 @@ class AutoStrategy(AbstractStrategy):
         self.tp_size = next(iter(candidates.values())).tp_size
         self.num_sets = (1 if group is None else dist.get_world_size(group)) // self.tp_size
         self._shares_memory, self._releases = shares_memory, releases
-        self._no_access: str | None = None  # not asked yet
+        self._left_out = left_out
+        # Not asked yet, or for nobody.
+        self._no_access = None if set(shares_memory) & set(candidates) else ""
         self._choices: dict[_Key, str] = {}
         self._reasons: dict[_Key, str] = {}
         self._times_us: dict[_Key, dict[str, float]] = {}
@@ -143,7 +149,7 @@ class AutoStrategy(AbstractStrategy):
         """Return the candidates that can run a layer, and why the others cannot."""
         if self._no_access is None:
             self._no_access = peer_access(self.group, self.device)
-        problems: dict[str, str] = {}
+        problems = dict(self._left_out)
         for name, strategy in self.candidates.items():
             problem = strategy.find_problem(experts, top_k=top_k)
             if name in self._shares_memory and self._no_access:

@@ -17,6 +17,7 @@ from halley.cost.hardware import H200
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
 from halley.moe.strategy import build_strategy
+from halley.ops.workspaces import Workspaces
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from tests.rank_pool import RunRanks
@@ -218,7 +219,13 @@ def test_ranks_agree(run_ranks: RunRanks) -> None:
 
 def _check_values(rank: int, num_ranks: int) -> None:
     recorder = Recorder(CPU)
-    strategy = build_strategy("auto", dist.group.WORLD, recorder=recorder, device=CPU)
+    strategy = build_strategy(
+        "auto",
+        dist.group.WORLD,
+        recorder=recorder,
+        device=CPU,
+        workspaces=Workspaces(dist.group.WORLD, CPU),
+    )
     assert isinstance(strategy, AutoStrategy)
     for case in (
         LayerCase(num_tokens_W=(9, 0)),
@@ -244,6 +251,15 @@ def _check_values(rank: int, num_ranks: int) -> None:
 
 def test_values(run_ranks: RunRanks) -> None:
     run_ranks(_check_values, 2)
+
+
+@torch.no_grad()
+def test_a_cpu_is_not_kept_busy_with_interpreted_kernels() -> None:
+    auto = build_strategy("auto", None, recorder=Recorder(CPU), device=CPU)
+    assert isinstance(auto, AutoStrategy)
+    _forward(auto, LayerCase(num_tokens_W=(8,)))
+    assert list(auto.times_us(SHAPE, gradients=False)) == ["sequential", "chunked"]
+    assert auto.reasons[0].endswith("; not fused: its kernels are interpreted on a CPU")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
