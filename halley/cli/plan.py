@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +48,12 @@ def graph(
     peer_access: Annotated[
         bool, typer.Option(help="Ranks address each other's memory, as on one host.")
     ] = True,
+    profiles: Annotated[
+        Path | None, typer.Option(help="Measured times; without, those that Halley has.")
+    ] = None,
+    fill: Annotated[
+        bool, typer.Option(help="Measure what the profiles lack on a GPU here.")
+    ] = False,
     explain: Annotated[bool, typer.Option(help="Say why ranges stay whole.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Draw the step into this PNG.")] = None,
     measure: Annotated[
@@ -60,11 +67,7 @@ def graph(
     """
     run_config = read_config(config, overrides)
     _check(run_config, passes=passes, ranks=ranks, measure=measure, device=device, link=link)
-    run_config = dataclasses.replace(run_config, passes=cast(Any, passes))
-    if run_config.strategy == RunConfig.strategy:  # the default says nothing of graphs
-        run_config = dataclasses.replace(run_config, strategy="functional" if measure else PLANNED)
-    check_strategies(run_config)
-    check_passes(run_config)
+    run_config = _with_passes(run_config, passes, strategy="functional" if measure else PLANNED)
     if timeline is not None:
         check_package("matplotlib", extra="plot", option=f"timeline ({timeline})")
         check_writable(timeline.parent)
@@ -73,14 +76,12 @@ def graph(
         "num_parts": num_parts,
         "memory_margin": memory_margin,
     }
+    if measure and (profiles or fill):
+        raise ValueError("profiles and fill must be left out with measure, which has its own")
     if not measure:
-        options |= {"num_ranks": ranks, "hardware": _hardware(device, link)}
-        plan = _plan(run_config, options, peer_access=peer_access)
-        strategies = (
-            split_strategies(run_config.strategy, num_layers=run_config.model.num_moe_layers)
-            if plan is None
-            else plan.strategies
-        )
+        options |= {"num_ranks": ranks, "hardware": _hardware(device, link), "fill": fill}
+        options |= {"profiles": _check_profiles(profiles, fill=fill, device=device)}
+        strategies, plan = _plan(run_config, options, peer_access=peer_access)
         reports = trace_step(run_config, strategies, **options)
         _show(reports, explain=explain, timeline=timeline, plan=plan)
         return 0
@@ -96,17 +97,30 @@ def graph(
     return 0
 
 
-def _plan(config: RunConfig, options: dict[str, Any], *, peer_access: bool) -> StepPlan | None:
-    """Return the strategies that are predicted to be fastest; None where the user names them."""
+def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
+    """Return a run with passes; of that strategy where it has the default's, which has no graph."""
+    config = dataclasses.replace(config, passes=cast(Any, passes))
+    if config.strategy == RunConfig.strategy:
+        config = dataclasses.replace(config, strategy=strategy)
+    check_strategies(config)
+    check_passes(config)
+    return config
+
+
+def _plan(
+    config: RunConfig, options: dict[str, Any], *, peer_access: bool
+) -> tuple[tuple[str, ...], StepPlan | None]:
+    """Return the strategy of each layer, with their plan where the user does not name them."""
     if config.strategy != PLANNED:
-        return None
+        return split_strategies(config.strategy, num_layers=config.model.num_moe_layers), None
     problems = find_problems(
         config,
         hardware=options["hardware"],
         fused_problem="" if peer_access else "ranks do not address each other's memory",
     )
     chosen = {name: value for name, value in options.items() if name != "passes"}
-    return plan_strategies(config, problems=problems, **chosen)
+    plan = plan_strategies(config, problems=problems, **chosen)
+    return plan.strategies, plan
 
 
 def _check(
@@ -129,6 +143,25 @@ def _check(
     local_experts(config.model.moe.num_experts, ep_size=ep_size)
     if measure:
         _check_measured(config, device=device, link=link)
+
+
+def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
+    """Return where measured times are, or "" for those of the package.
+
+    Raises:
+        ValueError: there is no such file, or what it lacks cannot be measured here.
+    """
+    if not fill:
+        if path is not None and not path.is_file():
+            raise ValueError(f"profiles ({path}) must be a file, unless fill makes one")
+        return path or ""
+    if path is None:
+        raise ValueError("fill must come with profiles, the file to fill")
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    if not here.startswith(device):
+        raise ValueError(f"fill must run where the GPU ({here}) is the device ({device})")
+    check_writable(path.parent)
+    return path
 
 
 def _check_measured(config: RunConfig, *, device: str, link: float) -> None:
@@ -235,7 +268,8 @@ def _table(direction: str, report: "OrderReport") -> Table:
         caption=(
             f"exposed communication {before.exposed_us / 1e3:.2f} ms -> "
             f"{after.exposed_us / 1e3:.2f} ms, predicted; live bytes "
-            f"{report.peak_before / 2**20:,.0f} MiB -> {report.peak_after / 2**20:,.0f} MiB"
+            f"{report.peak_before / 2**20:,.0f} MiB -> {report.peak_after / 2**20:,.0f} MiB; "
+            f"{len(report.predicted)} operators were never measured"
         ),
     )
     table.add_column("what", no_wrap=True)

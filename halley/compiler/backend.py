@@ -69,15 +69,16 @@ class Backend:
     """Compiles the graphs that Dynamo finds; remembers which, to say where overlap ends.
 
     Args:
-        report_all: report graphs that stay as they are, too; with the inner compiler "eager".
+        plans_only: the inner compiler is priced and not run, and graphs that stay as they are get
+            reports, too.
 
     Attributes:
         reports: of the graphs that passes have changed, oldest first.
     """
 
-    def __init__(self, *, report_all: bool = False) -> None:
+    def __init__(self, *, plans_only: bool = False) -> None:
         self.reports: list[OrderReport] = []
-        self._report_all = report_all
+        self._plans_only = plans_only
         self._frames: set[int] = set()
         self._communicates = False
         self._has_warned = False
@@ -103,7 +104,7 @@ class Backend:
         parsed = parse_options(options)
         self._note(gm)
         inputs = _find_inputs(example_inputs)
-        if parsed.inner == "inductor":
+        if parsed.inner == "inductor" and not self._plans_only:
             from halley.compiler.inductor import compile_by_inductor
 
             return compile_by_inductor(
@@ -127,7 +128,7 @@ class Backend:
             )
             if report is not None:
                 part.recompile()
-            elif self._report_all:
+            elif self._plans_only:
                 report = report_as_is(part.graph, options)
             if report is not None:
                 self.reports.append(report)

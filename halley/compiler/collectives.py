@@ -7,6 +7,9 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import fx
+from torch._C._distributed_c10d import (
+    _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
+)
 from torch._ops import OpOverload
 
 
@@ -107,6 +110,11 @@ def graph_groups(graph: fx.Graph) -> list[str]:
     """Return the names of the groups of a graph's collectives, by first use."""
     groups = (group_of(node) for node in graph.nodes if collective_kind(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
+
+
+def group_sizes(graph: fx.Graph) -> list[int]:
+    """Return how many ranks are in each of the groups of a graph's collectives."""
+    return [_resolve_process_group(name).size() for name in graph_groups(graph)]  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from halley.cost.profiles import ProfileTable, operation_key
 from halley.cost.simulate import NO_CONTENTION
 
 
+_ATTENTION = "aten::_scaled_dot_product_"
 _STEP = 7919  # a prime: neighbours' places are far apart
 NodeCost = Callable[[fx.Node], float]
 ROLES: dict[NodeKind, Role] = {
@@ -84,6 +85,8 @@ class ProfiledCost:
             return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
         if is_read(node):
             return self._predictor.hardware.read_us
+        if not has_tensors(node):
+            return 0.0
         if self.borders is not None and (is_fused(node) or is_join(node)):
             return fused_us(node, self.borders, predictor=self._predictor, sizes=self._sizes)
         key = node_key(node, self._sizes)
@@ -184,6 +187,11 @@ def is_read(node: fx.Node) -> bool:
     return from_gpu and to_host
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Return whether a node is the whole of an attention, forward or backward."""
+    return operator_name(node).startswith(_ATTENTION)
+
+
 def has_tensors(node: fx.Node) -> bool:
     """Return whether a node reads or returns tensors, and not numbers of the host alone."""
     values = (*map(_value, node.all_input_nodes), _value(node))
@@ -191,20 +199,27 @@ def has_tensors(node: fx.Node) -> bool:
 
 
 def node_key(node: fx.Node, sizes: Sizes) -> str:
-    """Return the key of a node in a table of profiles."""
+    """Return the key of a node in a table of profiles.
+
+    Attention has one key for all operators of it: which one a graph has depends on the machine
+    that traces, and a plan is made on another than it is for.
+    """
+    name, numbers = str(node.target), [v for v in node.args if isinstance(v, int | float | str)]
     tensors = [
         value for value in map(_value, node.all_input_nodes) if isinstance(value, torch.Tensor)
     ]
+    if is_attention(node):
+        is_backward = operator_name(node).endswith("_backward")
+        name = f"attention{'_backward' if is_backward else ''}"
+        tensors = tensors[: 4 if is_backward else 3]  # gradient, queries, keys, values
+        numbers = [_named_arguments(node).get("is_causal", False)]
     shapes, dtypes = [sizes.shape(tensor) for tensor in tensors], [t.dtype for t in tensors]
-    numbers = [str(value) for value in node.args if isinstance(value, int | float | str)]
-    return operation_key(str(node.target), shapes, dtypes, rest=" ".join(numbers))
+    return operation_key(name, shapes, dtypes, rest=" ".join(map(str, numbers)))
 
 
 def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a node by a roofline: arithmetic of a matrix product, or the bytes that it moves."""
+    """Predict a node by a roofline: arithmetic of matrix products, or the bytes that it moves."""
     values = [_value(source) for source in node.all_input_nodes]
-    if not has_tensors(node):
-        return 0.0
     if collective_kind(node) == "fused":
         return _fused_us(node, predictor, sizes)
     if fills(node):  # reads a part and writes as much
@@ -213,7 +228,7 @@ def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
         return predictor.hardware.kernel_us
     moved = sum(map(sizes.num_bytes, values)) + sizes.num_bytes(_value(node))
     memory_us = _memory_us(moved, predictor)
-    if not is_product(node):
+    if not is_product(node) and not is_attention(node):
         return memory_us
     arithmetic_s = _product_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
     return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.kernel_us)
@@ -228,10 +243,12 @@ def example_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of a node's shapes, to run it alone.
 
-    Floats are all 1. Rows that are looked up or added to are spread over the table, as most are:
-    on a GPU sums that meet wait for each other. Other integers are all 0.
+    Floats are random: a GPU multiplies ones an eighth faster, as it draws less power then. Rows
+    that are looked up or added to are spread over the table, as most are: on a GPU sums that meet
+    wait for each other. Other integers are all 0.
     """
     tables = _tables(node, sizes)
+    generator = torch.Generator(device).manual_seed(0)  # not that of the training run
 
     def example(source: fx.Node) -> Any:
         value = _value(source)
@@ -240,8 +257,10 @@ def example_arguments(
             if source in tables:
                 places = torch.arange(math.prod(shape), device=device) * _STEP
                 return (places % tables[source]).view(shape)
-            fill = torch.ones if value.is_floating_point() else torch.zeros
-            return fill(shape, dtype=value.dtype, device=device)
+            if value.is_floating_point():
+                filled = torch.empty(shape, dtype=value.dtype, device=device)
+                return filled.normal_(generator=generator)
+            return torch.zeros(shape, dtype=value.dtype, device=device)
         if isinstance(value, tuple | list):
             raise ValueError(f"{source.name} returns several tensors, and {node.name} takes all")
         return sizes.number(cast(int | torch.SymInt, value))
@@ -276,10 +295,7 @@ def _fused_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     A half is a grouped product with the experts' matrices; beside it a row travels for each token
     and expert. Of rows as many are taken as this rank's tokens choose experts.
     """
-    operator = find_operator(node)
-    assert operator is not None
-    arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
-    given = dict(zip((argument.name for argument in arguments), node.args, strict=False))
+    given = _named_arguments(node)
     shapes = {
         name: sizes.shape(value)
         for name, argument in given.items()
@@ -305,12 +321,29 @@ def _fused_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     )
 
 
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return what a node calls its operator with by position, by the operator's names."""
+    operator = find_operator(node)
+    assert operator is not None
+    arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    return dict(zip((argument.name for argument in arguments), node.args, strict=False))
+
+
 def _product_flops(node: fx.Node, sizes: Sizes) -> float:
     """Return two operations for each element of the left operand and column of the right.
 
     This holds for all of a product's forms: dense, batched, and grouped with the groups along the
-    rows or along the inner dimension.
+    rows or along the inner dimension. Attention has two products of a batch, queries by keys and
+    that by values, and five backward, half of each where it is causal.
     """
+    if is_attention(node):
+        is_backward = operator_name(node).endswith("_backward")
+        query, key = (_value(each) for each in node.all_input_nodes[is_backward : is_backward + 2])
+        assert isinstance(query, torch.Tensor)
+        assert isinstance(key, torch.Tensor)
+        share = 0.5 if _named_arguments(node).get("is_causal", False) else 1.0
+        pairs = math.prod(sizes.shape(query)) * sizes.shape(key)[-2]
+        return 2.0 * (5 if is_backward else 2) * share * pairs
     shapes = [
         sizes.shape(value)
         for value in map(_value, node.all_input_nodes)

@@ -36,7 +36,8 @@ class Options:
             them in parts of the batch, "both" does both, "none" leaves graphs alone.
         inner: what compiles the graphs then: "inductor", or "eager", which runs their operators.
         memory_margin: by what share of the unpassed step's peak the passes may raise it.
-        profiles: file of measured times; "" predicts all of them.
+        profiles: file of measured times; "" predicts all of them. With ``hardware`` and without
+            ``measure`` those of that device count, of any versions.
         measure: whether rank 0 measures what the file lacks, and all ranks their collectives.
         num_parts: of the batch, for all ranges that can run in parts; 0 chooses ranges and numbers
             by their predicted time.

@@ -15,6 +15,7 @@ from torch import fx
 from halley.compiler.agree import Council, open_council
 from halley.compiler.collectives import (
     graph_groups,
+    group_sizes,
     merge_waits,
     signature,
     unknown_collectives,
@@ -31,7 +32,7 @@ from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import graph_time
 from halley.cost.hardware import CPU, H200, Hardware, find_hardware
 from halley.cost.predict import Predictor
-from halley.cost.profiles import ProfileTable, find_environment
+from halley.cost.profiles import Environment, ProfileTable, find_environment
 
 
 _T = TypeVar("_T")
@@ -95,15 +96,28 @@ def run_passes(
     after = report(facts, order, inside=cost.inside)
     reorder(graph, facts, order)
     was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
-    was |= {"ranges": plan.reports, "skipped": plan.skipped, "measuring_s": cost.measuring_s}
-    return replace(after, planning_s=time.perf_counter() - begin_s - cost.measuring_s, **was)
+    was |= {"ranges": plan.reports, "skipped": plan.skipped}
+    return replace(_timed(after, cost, begin_s=begin_s), **was)
+
+
+def _timed(report: OrderReport, cost: ProfiledCost, *, begin_s: float) -> OrderReport:
+    """Return a report with what its costs were made of, and what the passes took until now."""
+    planning_s = time.perf_counter() - begin_s - cost.measuring_s
+    return replace(
+        report,
+        predicted=tuple(sorted(cost.predicted)),
+        planning_s=planning_s,
+        measuring_s=cost.measuring_s,
+    )
 
 
 def report_as_is(graph: fx.Graph, options: Options) -> OrderReport:
     """Return the report of a graph that no pass has changed, with predicted times."""
+    begin_s = time.perf_counter()
     facts, sizes = GraphFacts(graph), Sizes(options.unknown_size)
-    cost = _build_cost(graph, None, replace(options, profiles="", measure=False), sizes=sizes)
-    return report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
+    cost = _build_cost(graph, None, options, sizes=sizes)
+    report = report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
+    return _timed(report, cost, begin_s=begin_s)
 
 
 def _convene(
@@ -285,6 +299,9 @@ def _build_cost(
     plans = council is None or council.rank == 0
     num_ranks = 1 if council is None else council.num_ranks
     environment = find_environment(device, topology=f"ranks {num_ranks}")
+    if options.hardware is not None and not options.measure:  # a plan for a device, from afar
+        topology = f"ranks {max(group_sizes(graph), default=1)}"
+        environment = Environment(device=options.hardware.name, versions="", topology=topology)
     table = ProfileTable(None, environment)
 
     def read() -> None:

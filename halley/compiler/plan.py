@@ -32,6 +32,7 @@ class OrderReport:
         spans_before, spans_after: when each node runs.
         ranges: that run in parts.
         skipped: why others do not.
+        predicted: operations whose time nobody has measured, by their keys in profiles.
         planning_s, measuring_s: what the passes took: to plan, and to measure what they did not
             know yet.
     """
@@ -45,6 +46,7 @@ class OrderReport:
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
     ranges: tuple[RangeReport, ...] = ()
     skipped: tuple[str, ...] = ()
+    predicted: tuple[str, ...] = ()
     planning_s: float = 0.0
     measuring_s: float = 0.0
 

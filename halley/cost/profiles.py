@@ -2,8 +2,8 @@
 
 The file has one JSON object a line, so that runs may append to it at the same time and a shared
 table is read with any tool. A line holds for one environment (device, versions, topology); the
-table of one environment passes over the lines of others. A table that ships with a plan is read
-with ``offline=True`` and then never measures.
+table of one environment passes over the lines of others. A table that ships with the package is
+read with ``offline=True`` and then never measures.
 """
 
 import json
@@ -34,13 +34,21 @@ class Environment:
 
     Attributes:
         device: what the driver calls a GPU, or the kind of another device, such as "cpu".
-        versions: of torch, and of CUDA and NCCL where they are.
-        topology: of the ranks, such as "ranks 8"; "" for a rank on its own.
+        versions: of torch, and of CUDA and NCCL where they are; "" looks for any, and for all
+            devices whose names begin as this one's does.
+        topology: of the ranks, such as "ranks 8"; "" for a rank on its own. A time of one
+            operation does not depend on it.
     """
 
     device: str
     versions: str
     topology: str = ""
+
+    def takes(self, other: "Environment") -> bool:
+        """Return whether the time of an operation that was measured in another holds here."""
+        if self.versions:
+            return (self.device, self.versions) == (other.device, other.versions)
+        return other.device.startswith(self.device)
 
 
 def find_environment(device: torch.device, *, topology: str = "") -> Environment:
@@ -69,6 +77,16 @@ def default_path() -> Path:
     a platform's custom is an argument.
     """
     return Path.home() / ".cache" / "halley" / "profiles.jsonl"
+
+
+def shipped_path(device_name: str) -> Path | None:
+    """Return the times of a device's operators that come with the package; None without any.
+
+    Args:
+        device_name: as of ``Hardware``, such as "NVIDIA H200".
+    """
+    path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '-')}.jsonl"
+    return path if path.exists() else None
 
 
 @dataclass(frozen=True)
@@ -205,10 +223,12 @@ class ProfileTable:
         try:
             entry = cast(dict[str, object], json.loads(line))
             environment = Environment(**cast(dict[str, str], entry["environment"]))
-            if environment != self.environment:
+            if not self.environment.takes(environment):
                 return
             if "op" in entry:
                 self._times_us[str(entry["op"])] = float(cast(float, entry["us"]))
+            elif environment.topology != self.environment.topology:
+                return
             elif "contention" in entry:
                 self.contention = Contention(**cast(dict[str, float], entry["contention"]))
             else:

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast, final
 
 import torch
@@ -17,8 +18,9 @@ from halley.compiler.options import parse_options
 from halley.core.config import RunConfig
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save
-from halley.cost.hardware import Hardware
+from halley.cost.hardware import CPU, Hardware
 from halley.cost.predict import Predictor
+from halley.cost.profiles import shipped_path
 from halley.cost.simulate import Task
 from halley.moe.model import MoETransformer
 from halley.moe.parallel import ParallelGroups, build_groups
@@ -35,11 +37,14 @@ def plan_graphs(
     num_parts: int = 0,
     memory_margin: float = 0.02,
     strategies: Sequence[str] = (),
+    profiles: str | Path = "",
+    fill: bool = False,
 ) -> list[OrderReport]:
     """Return what passes do to forward and to backward of a run's model, as predicted.
 
     The model is traced with tensors that have no values, in a group whose other ranks are not
-    there. Rows of a rank are those of an even load.
+    there. Rows of a rank are those of an even load. As in training, graphs with passes are priced
+    as Inductor compiles them on a GPU, without passes as operators that run one by one.
 
     Args:
         config: model, batch, dtype and ranks that share experts, of the run.
@@ -48,24 +53,26 @@ def plan_graphs(
         hardware: whose figures times are predicted from.
         strategies: of each MoE layer, "functional", "unfused" or "fused"; none is all functional.
             Kernels must have been imported where one is of them.
+        profiles: file of times measured on ``hardware``; "" takes those of the package, if any.
+        fill: measure on this machine's GPU, which must be that, what ``profiles`` lacks.
 
     Raises:
         ValueError: an option is not allowed, or experts and ranks do not fit each other.
         RuntimeError: this process is one of several ranks already.
     """
-    num_tokens = config.train.batch_size * config.data.seq_len
     options: dict[str, Any] = {
         "passes": passes,
-        "inner": "eager",
+        "inner": "eager" if passes == "none" or hardware.name == CPU.name else "inductor",
         "agree": False,
         "hardware": hardware,
         "num_parts": num_parts,
         "memory_margin": memory_margin,
-        "unknown_size": num_tokens * config.model.moe.top_k,
+        "unknown_size": config.train.batch_size * config.data.seq_len * config.model.moe.top_k,
+        "profiles": profiles or shipped_path(hardware.name) or "",
+        "measure": fill,
     }
     parse_options(options)  # before Dynamo wraps what is wrong with them
-    backend = Backend(report_all=True)
-    recorder = Recorder("cpu", enabled=False)
+    backend, device = Backend(plans_only=True), torch.device("cuda" if fill else "cpu")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, of how it traces
@@ -74,18 +81,26 @@ def plan_graphs(
         stack.enter_context(without_values())
         stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
         names = strategies or ("functional",) * config.model.num_moe_layers
-        model = MoETransformer(
-            config.model,
-            strategy=[_traced(name, groups) for name in names],
-            groups=groups,
-            recorder=recorder,
-            dtype=DTYPES[config.train.dtype],
-        )
-        tokens_BS = torch.zeros(config.train.batch_size, config.data.seq_len, dtype=torch.int64)
+        model = _build_model(config, names, groups, device)
+        shape = (config.train.batch_size, config.data.seq_len)
+        tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
         compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
         output = compiled(tokens_BS)
         (output.logits_BSV.float().sum() + output.router_loss).backward()  # compiles backward
     return backend.reports
+
+
+def _build_model(
+    config: RunConfig, names: Sequence[str], groups: ParallelGroups, device: torch.device
+) -> MoETransformer:
+    return MoETransformer(
+        config.model,
+        strategy=[_traced(name, groups, device) for name in names],
+        groups=groups,
+        recorder=Recorder("cpu", enabled=False),
+        dtype=DTYPES[config.train.dtype],
+        device=device,
+    )
 
 
 @contextlib.contextmanager
@@ -102,14 +117,13 @@ def _alone(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _traced(name: str, groups: ParallelGroups) -> AbstractStrategy:
+def _traced(name: str, groups: ParallelGroups, device: torch.device) -> AbstractStrategy:
     """Return what has the operators of a strategy that graphs can have."""
     if name == "functional":
         return FunctionalStrategy(groups.ep, tp_size=groups.tp_size)
     kind, _, save = name.partition(":")
-    return _FusedOperators(
-        fused=kind == "fused", save=cast(Save, save or "all"), tp_size=groups.tp_size
-    )
+    kept = cast(Save, save or "all")
+    return _FusedOperators(kind == "fused", kept, tp_size=groups.tp_size, device=device)
 
 
 @final
@@ -119,12 +133,13 @@ class _FusedOperators(AbstractStrategy):
     Args:
         fused, save: as of the strategy.
         tp_size: neighbours in rank that share each expert.
+        device: of the trace.
     """
 
-    def __init__(self, *, fused: bool, save: Save, tp_size: int) -> None:
+    def __init__(self, fused: bool, save: Save, *, tp_size: int, device: torch.device) -> None:
         self.fused, self.tp_size = fused, tp_size
         self.save: Save = save
-        self._turn = torch.zeros(1, dtype=torch.int32)
+        self._turn = torch.zeros(1, dtype=torch.int32, device=device)
         # Only where it is wanted: Triton is not there on every platform.
         from halley.ops.fused_experts import fused_experts
 

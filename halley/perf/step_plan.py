@@ -190,7 +190,7 @@ class StepTimes:
         self._config = config
         self._options = {"num_ranks": num_ranks, "hardware": hardware, **options}
         self._chunked_us = _chunked_us(config, num_ranks=num_ranks, hardware=hardware)
-        self._known: dict[tuple[str, ...], tuple[float, float]] = {}
+        self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
         """Return the time of a step; all layers but the first and the last are alike.
@@ -213,17 +213,16 @@ class StepTimes:
         in_graphs = tuple(
             "functional" if name in ("sequential", "chunked") else name for name in strategies
         )
-        if in_graphs not in self._known:
+        passes = self._config.passes if passed else "none"
+        if (in_graphs, passes) not in self._known:
             model = self._config.model
             left_out = (model.num_moe_layers - len(strategies)) * model.moe_interval
             model = dataclasses.replace(model, num_layers=model.num_layers - left_out)
             config = dataclasses.replace(self._config, model=model)
-            reports = trace_step(config, in_graphs, passes=config.passes, **self._options)
-            self._known[in_graphs] = (
-                sum(each.time_before.makespan_us for each in reports),
-                sum(each.time_after.makespan_us for each in reports),
-            )
-        return self._known[in_graphs][passed] + strategies.count("chunked") * self._chunked_us
+            reports = trace_step(config, in_graphs, passes=passes, **self._options)
+            step_us = sum(each.time_after.makespan_us for each in reports)
+            self._known[in_graphs, passes] = step_us
+        return self._known[in_graphs, passes] + strategies.count("chunked") * self._chunked_us
 
 
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from halley.cli.main import main
+from halley.cost.profiles import Environment, ProfileTable
 
 
 MODEL = [
@@ -76,6 +77,25 @@ def test_strategies_are_chosen_beside_the_uniform_ones(capsys) -> None:
     assert f"{plan['step_us'] / 1e3:.2f} ms" in text.partition("chosen: ")[2].splitlines()[0]
 
 
+def test_measured_times_are_taken_where_there_are_any(capsys, tmp_path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    path.touch()
+
+    def plan() -> tuple[float, list[str]]:
+        wanted = ["--passes=wgrad", "--set=strategy=functional", "--ranks=4"]
+        assert main(["plan", "graph", *MODEL, *wanted, f"--profiles={path}"]) == 0
+        forward = json.loads(capsys.readouterr().out)["forward"]
+        return forward["time_before"]["makespan_us"], forward["predicted"]
+
+    before_us, keys = plan()
+    head = next(key for key in keys if key.startswith("aten.mm.default("))
+    far = Environment(device="NVIDIA H200", versions="torch 9", topology="ranks 2")
+    ProfileTable(path, far).add_time(head, 1e6)
+    after_us, left = plan()
+    assert after_us > before_us + 9e5
+    assert set(keys) - set(left) == {head}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,6 +111,10 @@ def test_strategies_are_chosen_beside_the_uniform_ones(capsys) -> None:
         ("--ranks 4 --set ep_size=3", "ep_size (3) must divide the number of ranks (4)"),
         ("--link -1", "link (-1.0) must be positive, or 0 for the device's own"),
         ("--device abacus", "device_name (abacus) must be one of those with figures"),
+        ("--profiles /nowhere", "profiles (/nowhere) must be a file, unless fill makes one"),
+        ("--fill", "fill must come with profiles, the file to fill"),
+        ("--fill --profiles x.jsonl", "fill must run where the GPU (none) is the device (NVIDIA H"),
+        ("--measure 3 --fill", "profiles and fill must be left out with measure"),
         ("--num-parts 9", "num_parts (9) must be 0, or 2 to 8"),
         ("--memory-margin -1", "memory_margin (-1.0) must be finite and at least 0"),
     ],

@@ -27,6 +27,7 @@ from halley.cost.hardware import Hardware
 from halley.cost.predict import Predictor
 from halley.cost.profiles import Curve, Environment, ProfileTable, measure_us
 from halley.cost.simulate import Contention
+from tests.compiler.gpu_attention import GPU_ATTENTIONS, operator_of
 from tests.compiler.graph_case import GraphBuilder, aten, find, two_layers
 
 
@@ -129,6 +130,39 @@ def test_operators_are_measured_with_values_where_a_compiler_traces_without() ->
     product = torch.ones(1024, 1024)
     alone_us = measure_us(lambda: product @ product, device=torch.device("cpu"))
     assert alone_us / 5 < measured_us < alone_us * 5
+
+
+def test_attention_is_predicted_by_its_products() -> None:
+    """Two of 16 x 16 pairs and 8 columns for each of 2 * 3 heads, five backward; half if causal."""
+    b, cost = GraphBuilder(), ProfiledCost(ROUND, sizes=SIZES)
+    q, k, v, out, grad = (b.input(each, 2, 3, 16, 8) for each in ("q", "k", "v", "out", "grad"))
+    sums = b.input("sums", 2, 3, 16)
+    forward, backward = (
+        getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{name}").default
+        for name in ("", "_backward")
+    )
+    for is_causal, share in ((False, 1.0), (True, 0.5)):
+        ahead = b.graph.call_function(forward, (q, k, v, 0.0, is_causal))
+        back = b.graph.call_function(backward, (grad, q, k, v, out, sums, 0.0, is_causal))
+        product_us = 2 * 2 * 3 * 16 * 16 * 8 / 1e3
+        assert cost(ahead) == pytest.approx(share * 2 * product_us + 1.0)
+        assert cost(back) == pytest.approx(share * 5 * product_us + 1.0)
+
+
+@pytest.mark.parametrize("name", GPU_ATTENTIONS)
+def test_attention_has_one_key_wherever_it_is_traced(name: str) -> None:
+    b = GraphBuilder()
+    q, k, v = (b.input(each, 2, 3, 16, 8) for each in "qkv")
+    here = b.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, True)
+    operator = operator_of(name)
+    names = [argument.name for argument in operator._schema.arguments[:7]]
+    values = dict(zip(names, (q, k, v), strict=False), dropout_p=0.0, is_causal=True)
+    values |= {"attn_bias": None, "compute_log_sumexp": True}
+    there = b.graph.call_function(operator, tuple(values.get(each, False) for each in names))
+    other = b.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, False)
+    key = "attention(float32[2,3,16,8], float32[2,3,16,8], float32[2,3,16,8]) True"
+    assert node_key(here, SIZES) == node_key(there, SIZES) == key
+    assert node_key(other, SIZES) != key
 
 
 def test_operator_that_refuses_examples_is_predicted_after_a_warning() -> None:

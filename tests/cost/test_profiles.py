@@ -2,11 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from halley.cost import profiles
+from halley.cost.hardware import KNOWN
 from halley.cost.profiles import (
     Curve,
     Environment,
@@ -15,6 +18,7 @@ from halley.cost.profiles import (
     measure_curve,
     measure_us,
     operation_key,
+    shipped_path,
 )
 
 
@@ -67,6 +71,33 @@ def test_file_keeps_environments_apart_and_the_last_line_counts(tmp_path: Path) 
     assert ProfileTable(path, other).time_us("op") == 5.0
     assert ProfileTable(path, other).curve("all_to_all") == Curve(((8, 3.0), (16, 4.0)))
     assert all(json.loads(line)["environment"] for line in path.read_text().splitlines())
+
+
+def test_times_of_operations_hold_for_any_number_of_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    ProfileTable(path, HERE).add_time("op", 2.0)
+    ProfileTable(path, HERE).add_curve("all_to_all", Curve(((8, 3.0), (16, 4.0))))
+    table = ProfileTable(path, replace(HERE, topology="ranks 4"))
+    assert (table.time_us("op"), table.curve("all_to_all")) == (2.0, None)
+
+
+def test_a_plan_from_afar_takes_any_versions_of_its_device(tmp_path: Path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    for device, duration_us in (("NVIDIA H100 80GB HBM3", 2.0), ("NVIDIA H200", 3.0)):
+        ProfileTable(path, replace(HERE, device=device)).add_time("op", duration_us)
+    for device, duration_us in (("NVIDIA H100", 2.0), ("NVIDIA H200", 3.0), ("NVIDIA A100", None)):
+        far = Environment(device=device, versions="", topology="ranks 8")
+        assert ProfileTable(path, far, offline=True).time_us("op") == duration_us
+
+
+def test_tables_of_the_package_are_those_of_known_devices() -> None:
+    folder = Path(profiles.__file__).parent / "tables"
+    paths = {hardware.name: shipped_path(hardware.name) for hardware in KNOWN}
+    assert set(folder.iterdir()) == {path for path in paths.values() if path}
+    for name, path in paths.items():
+        if path is not None:
+            table = ProfileTable(path, Environment(device=name, versions=""), offline=True)
+            assert table.time_us("aten.mm.default(bfloat16[16384,4096], bfloat16[4096,4096])")
 
 
 def test_offline_table_never_measures(tmp_path: Path) -> None:

@@ -24,15 +24,15 @@ NAMES = ("functional", "fused")
 NO_ACCESS = "ranks do not address each other's memory"
 
 
-def _config(num_layers: int, *, passes: str = "wgrad") -> RunConfig:
-    """Return a run whose attention is as much work as its experts."""
+def _config(num_layers: int, *, passes: str = "wgrad", num_heads: int = 32) -> RunConfig:
+    """Return a run whose attention is more work than its experts."""
     tiny = find_model("tiny")
     model = dataclasses.replace(
         tiny,
         num_layers=num_layers,
         hidden_size=1024,
-        num_heads=8,
-        num_kv_heads=8,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
         head_dim=128,
         qk_norm="none",
         moe=dataclasses.replace(tiny.moe, intermediate_size=512),
@@ -72,7 +72,7 @@ def test_choice_is_the_best_of_all(num_layers: int, gb_per_s: float, is_mixed: b
 def test_weight_gradients_of_fused_layers_run_behind_all_to_alls() -> None:
     """Fused operators are priced and stay where they are; what they leave to hide is hidden."""
     options = {"passes": "wgrad", "num_ranks": 4, "hardware": _hardware(100.0)}
-    forward, backward = trace_step(_config(2), ("functional", "fused"), **options)
+    forward, backward = trace_step(_config(2, num_heads=8), ("functional", "fused"), **options)
     spans_us = {span.name: span.duration_us for span in forward.spans_before}
     assert spans_us["fused_experts"] > 10.0 * spans_us["mm"]
     assert len(forward.windows) == 3
@@ -111,12 +111,14 @@ def test_problems_that_need_no_rank() -> None:
         plan_strategies(biased, num_ranks=4, hardware=H200, problems=problems)
 
 
-def _by_hand(traced: list[tuple[str, ...]], us: dict[str, float]):
+def _by_hand(traced: list[tuple[tuple[str, ...], str]], us: dict[str, float]):
     """Return a ``trace_step`` of layers that take so long each, a step 100 more."""
 
-    def trace(config: RunConfig, strategies: tuple[str, ...], **_: object) -> list[OrderReport]:
+    def trace(
+        config: RunConfig, strategies: tuple[str, ...], *, passes: str, **_: object
+    ) -> list[OrderReport]:
         assert config.model.num_moe_layers == len(strategies)
-        traced.append(strategies)
+        traced.append((strategies, passes))
         time_us = 100.0 + sum(us[name] for name in strategies)
         time = GraphTime(makespan_us=time_us, comm_us=0.0, exposed_us=0.0)
         report = OrderReport(
@@ -128,7 +130,7 @@ def _by_hand(traced: list[tuple[str, ...]], us: dict[str, float]):
 
 
 def test_deep_model_takes_what_a_short_one_takes_and_more(monkeypatch) -> None:
-    traced: list[tuple[str, ...]] = []
+    traced: list[tuple[tuple[str, ...], str]] = []
     trace = _by_hand(traced, {"functional": 3.0, "fused": 2.0})
     monkeypatch.setattr(step_plan, "trace_step", trace)
     deep = dataclasses.replace(
@@ -139,8 +141,8 @@ def test_deep_model_takes_what_a_short_one_takes_and_more(monkeypatch) -> None:
     assert plan.strategies == ("fused",) * 20
     assert plan.step_us == pytest.approx(100.0 + 20 * 2.0)
     assert plan.uniform_us == pytest.approx({"functional": 160.0, "fused": 140.0})
-    assert max(map(len, traced)) == 4
-    assert len(set(traced)) == len(traced) <= 2 * (2 + 3)
+    assert max(len(strategies) for strategies, _ in traced) == 4
+    assert len(set(traced)) == len(traced) <= 2 * (2 + 3) + 2  # and two without passes
 
 
 def test_chunks_are_chosen_where_the_wire_is_slow(monkeypatch) -> None:
