@@ -1,7 +1,8 @@
 """Checkpoints that are whole or not there: written aside, listed in a manifest, then renamed.
 
 A checkpoint is a folder ``step-00000100`` of torch.distributed.checkpoint files. Its
-``manifest.json`` lists every file with its size, so that a copy cut short is told from a whole one.
+``manifest.json`` lists every file with its size, so that a copy cut short is told from a whole one,
+and has notes of the run.
 """
 
 import json
@@ -47,7 +48,14 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def save_checkpoint(folder: Path, state: dict[str, object], *, step: int, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path,
+    state: dict[str, object],
+    *,
+    step: int,
+    keep: int,
+    notes: dict[str, object] | None = None,
+) -> Path:
     """Write a checkpoint, then delete those that are too old. Collective.
 
     A crash at any moment leaves the checkpoints before this one as they are.
@@ -58,6 +66,7 @@ def save_checkpoint(folder: Path, state: dict[str, object], *, step: int, keep: 
             same on every rank.
         step: training steps done.
         keep: whole checkpoints to keep, this one counted, at least 1.
+        notes: for the manifest, what JSON can hold.
 
     Returns:
         The folder of this checkpoint.
@@ -79,7 +88,7 @@ def save_checkpoint(folder: Path, state: dict[str, object], *, step: int, keep: 
         torn.mkdir()
 
     def publish() -> None:
-        _write_manifest(torn, step=step)
+        _write_manifest(torn, step=step, notes=notes or {})
         if path.exists():
             shutil.rmtree(path)
         torn.rename(path)
@@ -104,6 +113,21 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     return _on_rank_zero(lambda: _find_newest(folder))
 
 
+def read_manifest(path: Path) -> dict:
+    """Return the manifest of a checkpoint, the same on every rank. Collective.
+
+    Raises:
+        ValueError: the checkpoint is torn.
+    """
+
+    def read() -> dict:
+        if defect := _defect(path):
+            raise ValueError(f"checkpoint ({path}) must be whole: {defect}")
+        return _read_manifest(path)
+
+    return _on_rank_zero(read)
+
+
 def load_checkpoint(path: Path, state: dict[str, object]) -> int:
     """Read a checkpoint into ``state``, in place, and return its step. Collective.
 
@@ -116,13 +140,7 @@ def load_checkpoint(path: Path, state: dict[str, object]) -> int:
         ValueError: the checkpoint is torn, or lacks entries or shapes of the state.
         RuntimeError: reading failed on some rank.
     """
-
-    def read_step() -> int:
-        if defect := _defect(path):
-            raise ValueError(f"checkpoint ({path}) must be whole: {defect}")
-        return _read_manifest(path)["step"]
-
-    step = _on_rank_zero(read_step)
+    step = read_manifest(path)["step"]
     with _quiet_without_group():
         try:
             load(state, storage_reader=FileSystemReader(path))
@@ -197,12 +215,12 @@ def _read_manifest(path: Path) -> dict:
         raise ValueError(f"its {_MANIFEST} is damaged: {error}") from error
     if not (isinstance(manifest, dict) and {"step", "files"} <= manifest.keys()):
         raise ValueError(f"its {_MANIFEST} is damaged: it names no step and files")
-    return manifest
+    return {"notes": {}, **manifest}  # older ones have none
 
 
-def _write_manifest(path: Path, *, step: int) -> None:
+def _write_manifest(path: Path, *, step: int, notes: dict[str, object]) -> None:
     files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
-    manifest = {"step": step, "torch": torch.__version__, "files": files}
+    manifest = {"step": step, "torch": torch.__version__, "notes": notes, "files": files}
     with (path / _MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=2)
         file.flush()

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from halley.train.checkpoint import (
     check_writable,
     find_newest_checkpoint,
     load_checkpoint,
+    read_manifest,
     save_checkpoint,
 )
 from halley.train.planned import describe_plan
@@ -29,6 +31,8 @@ from halley.train.step import TrainingRun, build_run, train_step
 CONFIG_FILE = "config.json"
 COUNTS_FILE = "counts.json"
 CHECKPOINTS_FOLDER = "checkpoints"
+
+Table = dict[str, Any]
 
 
 def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) -> Metrics:
@@ -45,52 +49,68 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
         The metrics of the last step.
 
     Raises:
-        ValueError: the configuration does not fit the ranks, the data or the folder.
+        ValueError: the configuration does not fit the ranks, the data, the folder or the checkpoint
+            in it.
         RuntimeError: a peer is lost, a checkpoint cannot be written, or the run diverged.
     """
     output = Path(config.output)
     checkpoints = output / CHECKPOINTS_FOLDER
+    console = Console(stderr=True, quiet=not world.is_first)
     check_writable(checkpoints)
+    checkpoint, manifest = _find_checkpoint(config, checkpoints)
+    first_step = manifest["step"]
+    if first_step >= config.train.num_steps:
+        return {"step": first_step}
     run = build_run(config, world)
-    first_step = _resume(run, checkpoints)
+    if checkpoint is not None:
+        run.optimizer.resume(load_checkpoint(checkpoint, run.state()))
     metrics_path = output / METRICS_FILE if world.is_first else None
     if metrics_path is not None:
         drop_later_steps(metrics_path, step=first_step)
         _write_config(config, output / CONFIG_FILE)
-    reporter = Reporter(
-        config,
-        console=Console(stderr=True, quiet=not world.is_first),
-        metrics=metrics_path,
-        first_step=first_step,
-    )
+    reporter = Reporter(config, console=console, metrics=metrics_path, first_step=first_step)
     reporter.say(_describe(run, first_step))
     peak = peak_flops_per_s(world.device) * world.num_ranks
-    flops = flops_per_token(config.model, seq_len=config.data.seq_len)
+    peak_tokens_per_s = peak / flops_per_token(config.model, seq_len=config.data.seq_len)
 
-    metrics: Metrics = {"step": first_step}
+    metrics: Metrics = {}
     with reporter.running(first_step):
         for step in range(first_step, config.train.num_steps):
             on_step(step + 1)
-            start_s = time.perf_counter()
-            result = train_step(run, step)
-            step_s = time.perf_counter() - start_s
-            exposed_s = total_us(run.recorder.collect(), stream="exposed") * 1e-6
-            tokens_per_s = run.tokens_per_step / step_s
-            metrics = {
-                "step": step + 1,
-                **dataclasses.asdict(result),
-                "step_s": step_s,
-                "tokens_per_s": tokens_per_s,
-                "mfu": tokens_per_s * flops / peak,
-                "exposed_share": exposed_s / step_s,
-            }
+            metrics = _take_step(run, step, peak_tokens_per_s=peak_tokens_per_s)
             reporter.report(metrics)
             _check_finite(metrics)  # before what diverged takes the place of a good checkpoint
             if _is_due(config, step + 1):
-                keep = config.checkpoint.keep
-                save_checkpoint(checkpoints, run.state(), step=step + 1, keep=keep)
-                run.counts.write(output / COUNTS_FILE, step=step + 1)
+                _save(run, step=step + 1)
     return metrics
+
+
+def _take_step(run: TrainingRun, step: int, *, peak_tokens_per_s: float) -> Metrics:
+    start_s = time.perf_counter()
+    result = train_step(run, step)
+    step_s = time.perf_counter() - start_s
+    exposed_s = total_us(run.recorder.collect(), stream="exposed") * 1e-6
+    tokens_per_s = run.tokens_per_step / step_s
+    return {
+        "step": step + 1,
+        **dataclasses.asdict(result),
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "mfu": tokens_per_s / peak_tokens_per_s,
+        "exposed_share": exposed_s / step_s,
+    }
+
+
+def _save(run: TrainingRun, *, step: int) -> None:
+    output = Path(run.config.output)
+    save_checkpoint(
+        output / CHECKPOINTS_FOLDER,
+        run.state(),
+        step=step,
+        keep=run.config.checkpoint.keep,
+        notes={"config": dataclasses.asdict(run.config)},
+    )
+    run.counts.write(output / COUNTS_FILE, step=step)
 
 
 def _check_finite(metrics: Metrics) -> None:
@@ -103,22 +123,47 @@ def _check_finite(metrics: Metrics) -> None:
             )
 
 
-def _resume(run: TrainingRun, folder: Path) -> int:
-    """Load the newest valid checkpoint, if there is one; return the steps done.
+def _find_checkpoint(config: RunConfig, folder: Path) -> tuple[Path | None, Table]:
+    """Return the checkpoint from which the run goes on, and its manifest; None starts at step 0.
 
     Raises:
-        ValueError: there is one, and the run is not to resume: it would be taken for its own.
+        ValueError: there is one, and the run is not to resume, so that it would be taken for its
+            own; or it is of another model or kind of optimizer.
     """
     path = find_newest_checkpoint(folder)
     if path is None:
-        return 0
-    if not run.config.checkpoint.resume:
+        return None, {"step": 0}
+    if not config.checkpoint.resume:
         raise ValueError(
             f"checkpoint.resume (false) must have an output without checkpoints: {path} is there"
         )
-    step = load_checkpoint(path, run.state())
-    run.optimizer.resume(step)
-    return step
+    manifest = read_manifest(path)
+    saved = _flat(manifest["notes"].get("config", {}))
+    for name, value in _flat(dataclasses.asdict(config)).items():
+        # A field that is younger than the checkpoint is not in it.
+        if _must_stay(name) and saved.get(name, value) != value:
+            raise ValueError(
+                f"{name} ({value!r}) must be {saved[name]!r}, as in checkpoint {path} from which "
+                "the run would go on; with another output it starts anew"
+            )
+    return path, manifest
+
+
+def _must_stay(name: str) -> bool:
+    # These steer training, as a learning rate does, and leave the model what it computes.
+    steers = name.endswith(("bias_update_rate", "balance_coefficient", "z_coefficient"))
+    return name == "optimizer.kind" or (name.startswith("model.") and not steers)
+
+
+def _flat(table: Table, *, prefix: str = "") -> Table:
+    """Return the values of nested tables by their dotted names."""
+    values: Table = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            values |= _flat(value, prefix=f"{prefix}{name}.")
+        else:
+            values[prefix + name] = value
+    return values
 
 
 def _is_due(config: RunConfig, step: int) -> bool:

@@ -59,12 +59,15 @@ def test_train_on_two_ranks_then_export(
     assert [tuple(gate.shape) for gate in gates] == [(8, 16)] * 8
     assert len({gate.sum().item() for gate in gates}) == 8
 
-    # The checkpoint is of another model, which the ranks see only when they read it.
+    # The checkpoint is of another model, which the ranks see before they build theirs.
     other = SMALL.replace("model.moe.intermediate_size=8", "model.moe.intermediate_size=16")
     code, out, err = _run(_train(run, other), monkeypatch, capfd)
     assert (code, out) == (2, "")
     (line,) = [line for line in err.splitlines() if line.startswith("halley: ")]
-    assert line.startswith(f"halley: error: checkpoint ({run}/checkpoints/step-00000002) must fit")
+    assert line.startswith(
+        "halley: error: model.moe.intermediate_size (16) must be 8, as in checkpoint "
+        f"{run}/checkpoints/step-00000002 "
+    )
 
 
 def test_strategies_are_planned_before_the_model_is_built(

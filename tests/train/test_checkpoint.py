@@ -18,6 +18,7 @@ from halley.train.checkpoint import (
     check_writable,
     find_newest_checkpoint,
     load_checkpoint,
+    read_manifest,
     save_checkpoint,
 )
 from tests.rank_pool import RunRanks
@@ -49,11 +50,13 @@ def test_one_process_loads_what_it_saved(tmp_path: Path):
 
 
 def test_manifest_lists_all_files(tmp_path: Path):
-    path = save_checkpoint(tmp_path, _state(1), step=3, keep=1)
+    notes: dict[str, object] = {"model": {"num_layers": 2, "name": None}}
+    path = save_checkpoint(tmp_path, _state(1), step=3, keep=1, notes=notes)
     manifest = json.loads((path / "manifest.json").read_text())
     files = {file.name: file.stat().st_size for file in path.iterdir()}
     del files["manifest.json"]
-    assert manifest == {"step": 3, "torch": torch.__version__, "files": files}
+    want = {"step": 3, "torch": torch.__version__, "notes": notes, "files": files}
+    assert manifest == read_manifest(path) == want
     assert len(files) == 2
 
 

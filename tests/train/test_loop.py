@@ -93,12 +93,15 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path: Path):
     assert _checkpoint(config, last["step"] - 1).exists()
 
 
-def test_a_finished_run_takes_no_step_and_keeps_its_metrics(tmp_path: Path):
+@pytest.mark.parametrize("num_steps", [3, 2])
+def test_a_finished_run_takes_no_step_and_keeps_its_files(tmp_path: Path, num_steps: int):
     config = make_config(write_text(tmp_path), num_steps=3)
     _train_here(config)
-    before = Path(config.output, "metrics.jsonl").read_text()
-    assert _train_here(config) == []
-    assert Path(config.output, "metrics.jsonl").read_text() == before
+    files = [Path(config.output, name) for name in ("config.json", "metrics.jsonl")]
+    before = [file.read_text() for file in files]
+    shorter = dataclasses.replace(config.train, num_steps=num_steps, seed=1)
+    assert _train_here(dataclasses.replace(config, train=shorter)) == []
+    assert [file.read_text() for file in files] == before
 
 
 def test_a_run_that_is_not_to_resume_refuses_the_checkpoints_of_another(tmp_path: Path):
@@ -109,6 +112,60 @@ def test_a_run_that_is_not_to_resume_refuses_the_checkpoints_of_another(tmp_path
     with pytest.raises(ValueError, match=r"checkpoint\.resume \(false\) .*step-00000003 is there"):
         _train_here(dataclasses.replace(config, checkpoint=again))
     assert _losses(config) == losses
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "saved"),
+    [
+        ("model.moe.top_k=1", "model.moe.top_k (1)", "2"),
+        ("model.rope_theta=500.0", "model.rope_theta (500.0)", "10000.0"),
+        ("model.moe.router.kind=sigmoid", "model.moe.router.kind ('sigmoid')", "'softmax'"),
+        ("optimizer.kind=sgd", "optimizer.kind ('sgd')", "'adamw'"),
+    ],
+)
+@pytest.mark.parametrize("num_steps", [4, 3])
+def test_a_run_does_not_go_on_with_another_model(
+    tmp_path: Path, setting: str, name: str, saved: str, num_steps: int
+):
+    text, output = str(write_text(tmp_path)), str(tmp_path / "run")
+    settings = [*SETTINGS, "train.num_steps=3"]
+    config = read_config(None, settings, data=text, output=output)
+    _train_here(config)
+    files = [Path(output, name) for name in ("config.json", "metrics.jsonl", "counts.json")]
+    before = [file.read_text() for file in files]
+    settings = [*settings, setting, f"train.num_steps={num_steps}"]
+    other = read_config(None, settings, data=text, output=output)
+    with pytest.raises(ValueError, match=r"must be") as caught:
+        _train_here(other)
+    assert str(caught.value) == (
+        f"{name} must be {saved}, as in checkpoint {_checkpoint(config, 3)} from which the run "
+        "would go on; with another output it starts anew"
+    )
+    assert [file.read_text() for file in files] == before
+
+
+def test_a_run_goes_on_with_other_settings_of_its_training(tmp_path: Path):
+    text, output = str(write_text(tmp_path)), str(tmp_path / "run")
+    settings = [*SETTINGS, "train.num_steps=3"]
+    _train_here(read_config(None, settings, data=text, output=output))
+    manifest = Path(output, "checkpoints", "step-00000003", "manifest.json")
+    older = json.loads(manifest.read_text())
+    assert older["notes"]["config"]["model"].pop("num_heads") == 4
+    manifest.write_text(json.dumps(older))  # as a Halley wrote it that did not have the field
+    settings += [
+        "train.num_steps=5",
+        "train.log_every=1",
+        "train.dtype=bfloat16",
+        "optimizer.learning_rate=0.02",
+        "optimizer.beta2=0.99",
+        "model.moe.router.balance_coefficient=0.02",
+        "strategy=chunked",
+        "num_chunks=2",
+    ]
+    other = read_config(None, settings, data=text, output=output)
+    assert _train_here(other) == [4, 5]
+    written = json.loads(Path(output, "config.json").read_text())
+    assert written == json.loads(json.dumps(dataclasses.asdict(other)))
 
 
 @pytest.mark.filterwarnings("default")
