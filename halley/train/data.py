@@ -114,7 +114,7 @@ class Corpus:
 
 @final
 class BatchLoader:
-    """Deals windows to ranks. A batch depends on its step alone, so resuming needs no state.
+    """Deals windows to ranks. A batch depends on its step and on how many windows came before.
 
     The global batch of a step is the same windows in the same order however it is split:
     microbatch m of one rank reads what rank m of several ranks reads.
@@ -162,6 +162,21 @@ class BatchLoader:
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
+        self._num_more = 0  # windows read before, beyond what steps of this size read
+
+    def resume(self, step: int, *, num_read: int) -> None:
+        """Go on with ``step`` behind windows that steps of any size have read.
+
+        Args:
+            step: the next one, counted from 0.
+            num_read: what ``num_read`` returned for this step, whatever the ranks and sizes were.
+        """
+        self._num_more += num_read - self.num_read(step)
+
+    def num_read(self, step: int) -> int:
+        """Return how many windows all ranks have read before ``step``."""
+        num_batches = step * self._num_microbatches * self._num_ranks
+        return self._num_more + num_batches * self._batch_size
 
     def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens and the targets of one microbatch of this rank.
@@ -174,12 +189,10 @@ class BatchLoader:
             Tokens and, one position on, targets; both int64 (batch_size, seq_len), on the CPU.
         """
         assert 0 <= microbatch < self._num_microbatches
-        first = (step * self._num_microbatches + microbatch) * self._num_ranks + self._rank
+        place = microbatch * self._num_ranks + self._rank
+        first = self.num_read(step) + place * self._batch_size
         windows = np.stack(
-            [
-                self._corpus.read_window(self._window_of(first * self._batch_size + i))
-                for i in range(self._batch_size)
-            ]
+            [self._corpus.read_window(self._window_of(first + i)) for i in range(self._batch_size)]
         )
         text = torch.from_numpy(windows).long()
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()

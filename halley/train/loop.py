@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,17 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
     console = Console(stderr=True, quiet=not world.is_first)
     check_writable(checkpoints)
     checkpoint, manifest = _find_checkpoint(config, checkpoints)
+    if checkpoint is not None:
+        _check_same(config, manifest, path=checkpoint, warn=world.is_first)
     first_step = manifest["step"]
     if first_step >= config.train.num_steps:
         return {"step": first_step}
     run = build_run(config, world)
     if checkpoint is not None:
         run.optimizer.resume(load_checkpoint(checkpoint, run.state()))
+        # Older checkpoints have no note of it: as many as steps of today's size read.
+        num_read = manifest["notes"].get("num_sequences", run.loader.num_read(first_step))
+        run.loader.resume(first_step, num_read=num_read)
     metrics_path = output / METRICS_FILE if world.is_first else None
     if metrics_path is not None:
         drop_later_steps(metrics_path, step=first_step)
@@ -108,7 +114,10 @@ def _save(run: TrainingRun, *, step: int) -> None:
         run.state(),
         step=step,
         keep=run.config.checkpoint.keep,
-        notes={"config": dataclasses.asdict(run.config)},
+        notes={
+            "config": dataclasses.asdict(run.config),
+            "num_sequences": run.loader.num_read(step),
+        },
     )
     run.counts.write(output / COUNTS_FILE, step=step)
 
@@ -127,8 +136,7 @@ def _find_checkpoint(config: RunConfig, folder: Path) -> tuple[Path | None, Tabl
     """Return the checkpoint from which the run goes on, and its manifest; None starts at step 0.
 
     Raises:
-        ValueError: there is one, and the run is not to resume, so that it would be taken for its
-            own; or it is of another model or kind of optimizer.
+        ValueError: there is one, and the run is not to resume: it would be taken for its own.
     """
     path = find_newest_checkpoint(folder)
     if path is None:
@@ -137,16 +145,31 @@ def _find_checkpoint(config: RunConfig, folder: Path) -> tuple[Path | None, Tabl
         raise ValueError(
             f"checkpoint.resume (false) must have an output without checkpoints: {path} is there"
         )
-    manifest = read_manifest(path)
+    return path, read_manifest(path)
+
+
+def _check_same(config: RunConfig, manifest: Table, *, path: Path, warn: bool) -> None:
+    """Check that a run may go on from a checkpoint.
+
+    Raises:
+        ValueError: it is of another model or kind of optimizer.
+    """
     saved = _flat(manifest["notes"].get("config", {}))
     for name, value in _flat(dataclasses.asdict(config)).items():
-        # A field that is younger than the checkpoint is not in it.
-        if _must_stay(name) and saved.get(name, value) != value:
+        before = saved.get(name, value)  # a field that is younger than the checkpoint is not in it
+        if before == value:
+            continue
+        if _must_stay(name):
             raise ValueError(
-                f"{name} ({value!r}) must be {saved[name]!r}, as in checkpoint {path} from which "
+                f"{name} ({value!r}) must be {before!r}, as in checkpoint {path} from which "
                 "the run would go on; with another output it starts anew"
             )
-    return path, manifest
+        if warn and name in ("data.seq_len", "train.seed"):
+            warnings.warn(
+                f"{name} ({value}) was {before} up to step {manifest['step']}: the text comes in "
+                "another order now, so this pass reads some of it again and leaves some out",
+                stacklevel=3,
+            )
 
 
 def _must_stay(name: str) -> bool:

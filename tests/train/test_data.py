@@ -165,6 +165,25 @@ def test_batch_is_the_same_after_any_other(corpus: Corpus):
         assert torch.equal(again[1], first[1])
 
 
+def test_steps_of_another_size_read_on_where_the_others_ended(corpus: Corpus):
+    order = _load(corpus)
+    windows = [_windows(order, step=step, num_microbatches=1)[0][0] for step in range(30)]
+    before = _load(corpus, batch_size=3, num_microbatches=2)
+    assert [before.num_read(step) for step in (0, 1, 2)] == [0, 6, 12]
+    later = [_load(corpus, batch_size=2, rank=rank, num_ranks=2) for rank in range(2)]
+    for loader in later:
+        loader.resume(2, num_read=before.num_read(2))
+        assert [loader.num_read(step) for step in (2, 3)] == [12, 16]
+    dealt = [
+        _windows(loader, step=step, num_microbatches=1)[0] for step in (2, 3) for loader in later
+    ]
+    assert [window for batch in dealt for window in batch] == windows[12:20]
+    last = _load(corpus, batch_size=5)
+    for _ in range(2):  # the second says nothing new
+        last.resume(4, num_read=later[1].num_read(4))
+        assert _windows(last, step=4, num_microbatches=1)[0] == windows[20:25]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from halley.cli.main import main
 from halley.cli.train import read_config
 from halley.core.config import RunConfig
+from halley.train.data import Corpus
 from halley.train.loop import train
 from tests.rank_pool import RunRanks
 from tests.train.run_case import (
@@ -99,7 +101,7 @@ def test_a_finished_run_takes_no_step_and_keeps_its_files(tmp_path: Path, num_st
     _train_here(config)
     files = [Path(config.output, name) for name in ("config.json", "metrics.jsonl")]
     before = [file.read_text() for file in files]
-    shorter = dataclasses.replace(config.train, num_steps=num_steps, seed=1)
+    shorter = dataclasses.replace(config.train, num_steps=num_steps, log_every=1)
     assert _train_here(dataclasses.replace(config, train=shorter)) == []
     assert [file.read_text() for file in files] == before
 
@@ -263,3 +265,40 @@ def test_a_run_goes_on_with_another_ep_size(
         assert got == pytest.approx(losses, rel=1e-6)
         if index == 2:  # the same ranks
             assert got == losses
+
+
+def test_a_run_goes_on_behind_what_other_ranks_and_batches_have_read(
+    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = make_config(write_text(tmp_path), num_steps=3)  # of 2 sequences a rank
+    run_ranks(train_on_ranks, 2, config)
+    read: list[int] = []
+    read_window = Corpus.read_window
+
+    def record(corpus: Corpus, index: int) -> np.ndarray:
+        read.append(index)
+        return read_window(corpus, index)
+
+    monkeypatch.setattr(Corpus, "read_window", record)
+    for sizes in ({"num_steps": 5, "batch_size": 3}, {"num_steps": 6, "num_microbatches": 2}):
+        _train_here(dataclasses.replace(config, train=dataclasses.replace(config.train, **sizes)))
+    whole = dataclasses.replace(config.train, num_steps=11)  # of 2 sequences
+    goes_on, read[:] = list(read), []
+    _train_here(dataclasses.replace(config, train=whole, output=str(tmp_path / "whole")))
+    assert len(read) == 3 * 2 * 2 + 2 * 3 + 1 * 2 * 2
+    assert goes_on == read[12:]
+
+
+def test_another_order_of_the_text_is_a_warning(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=2)
+    _train_here(config)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=8))
+    longer = dataclasses.replace(config.train, num_steps=3, seed=5)
+    with pytest.warns(UserWarning, match="was") as caught:
+        assert _train_here(dataclasses.replace(config, train=longer)) == [3]
+    end = (
+        " up to step 2: the text comes in another order now, so this pass reads some of it again "
+        "and leaves some out"
+    )
+    messages = [str(warning.message) for warning in caught]
+    assert messages == [f"data.seq_len (8) was 16{end}", f"train.seed (5) was 0{end}"]
