@@ -25,7 +25,7 @@ from halley.train.checkpoint import (
     save_checkpoint,
 )
 from halley.train.planned import describe_plan
-from halley.train.progress import METRICS_FILE, Metrics, Reporter, drop_later_steps
+from halley.train.progress import METRICS_FILE, Metrics, Reporter, drop_later_steps, say
 from halley.train.step import TrainingRun, build_run, train_step
 
 
@@ -63,6 +63,7 @@ def train(config: RunConfig, world: World, *, on_step: Callable[[int], None]) ->
         _check_same(config, manifest, path=checkpoint, warn=world.is_first)
     first_step = manifest["step"]
     if first_step >= config.train.num_steps:
+        say(console, _describe_done(config, first_step))
         return {"step": first_step}
     run = build_run(config, world)
     if checkpoint is not None:
@@ -211,4 +212,11 @@ def _describe(run: TrainingRun, first_step: int) -> str:
         + (f"placement {config.placement}, " if config.placement else "")
         + config.train.dtype
         + (f", resumed after step {first_step}" if first_step else "")
+    )
+
+
+def _describe_done(config: RunConfig, step: int) -> str:
+    return (
+        f"run ({config.output}) is done already: it is at step {step} of train.num_steps "
+        f"({config.train.num_steps}); to go on, set train.num_steps above {step}"
     )

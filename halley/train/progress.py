@@ -45,7 +45,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print one line."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, text)
 
     def report(self, metrics: Metrics) -> None:
         """Show one step and write it down.
@@ -106,6 +106,11 @@ class Reporter:
             TextColumn("{task.description}"),
             console=self._console,
         )
+
+
+def say(console: Console, text: str) -> None:
+    """Print one line as it is, however wide the terminal."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def describe(metrics: Metrics) -> str:

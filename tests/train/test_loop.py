@@ -96,14 +96,22 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path: Path):
 
 
 @pytest.mark.parametrize("num_steps", [3, 2])
-def test_a_finished_run_takes_no_step_and_keeps_its_files(tmp_path: Path, num_steps: int):
+def test_a_finished_run_says_so_and_keeps_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int
+):
     config = make_config(write_text(tmp_path), num_steps=3)
     _train_here(config)
     files = [Path(config.output, name) for name in ("config.json", "metrics.jsonl")]
     before = [file.read_text() for file in files]
+    capsys.readouterr()
     shorter = dataclasses.replace(config.train, num_steps=num_steps, log_every=1)
-    assert _train_here(dataclasses.replace(config, train=shorter)) == []
+    again = dataclasses.replace(config, train=shorter)
+    assert _train_here(again) == []
     assert [file.read_text() for file in files] == before
+    assert capsys.readouterr().err == (
+        f"run ({config.output}) is done already: it is at step 3 of train.num_steps "
+        f"({num_steps}); to go on, set train.num_steps above 3\n"
+    )
 
 
 def test_a_run_that_is_not_to_resume_refuses_the_checkpoints_of_another(tmp_path: Path):
