@@ -9,6 +9,7 @@ from typing import TextIO
 import typer
 
 from halley.cli import bench, bench_graph, doctor, export, plan, run, trace, train, tune
+from halley.cli.ranks import COMMAND
 from halley.train.launch import USER_ERROR
 
 
@@ -38,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; default those of the process.
     """
-    arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
+    words = sys.argv[1:] if argv is None else argv
+    arguments, debug = _take_debug(list(words))
+    COMMAND.set(tuple(words))
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

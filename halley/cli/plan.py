@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -14,7 +15,7 @@ from rich.table import Table
 from halley.cli.balance import balance
 from halley.cli.checks import check_package
 from halley.cli.ranks import hand_to_ranks, joined
-from halley.cli.train import ConfigOption, SetOption, read_config
+from halley.cli.train import ConfigOption, SetOption, check_groups, read_config
 from halley.core.config import RunConfig
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
@@ -137,10 +138,10 @@ def _check(
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
     if measure < 0:
         raise ValueError(f"measure ({measure}) must be a number of steps, or 0")
-    ep_size = config.ep_size or ranks
-    if ep_size < 2 or ranks % ep_size:
-        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({ranks}), above 1")
-    local_experts(config.model.moe.num_experts, ep_size=ep_size)
+    ep_size, tp_size = check_groups(config, num_ranks=ranks), config.expert_tp_size
+    if ep_size < 2:
+        raise ValueError(f"ep_size ({ep_size}) must be above 1: one rank has no all-to-alls")
+    local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
     if measure:
         _check_measured(config, device=device, link=link)
 
@@ -242,8 +243,8 @@ def _draw(reports: "Sequence[OrderReport]", path: Path, measured: "GraphMeasure 
 
 def _hardware(device: str, link: float) -> Hardware:
     hardware = find_hardware(device)
-    if link < 0.0:
-        raise ValueError(f"link ({link}) must be positive, or 0 for the device's own")
+    if not 0.0 <= link < math.inf:
+        raise ValueError(f"link ({link}) must be finite and positive, or 0 for the device's own")
     return dataclasses.replace(hardware, link_bytes_per_s=link * 1e9) if link else hardware
 
 

@@ -1,15 +1,18 @@
 """Running a command on several ranks of this host."""
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 from halley.moe.world import World, is_launched, join_world, pick_device
 from halley.train.launch import default_num_processes, launch
 from halley.train.watchdog import Watchdog
+
+
+COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND")  # its words, which ranks get too
 
 
 def hand_to_ranks(nproc: int, *, device: str) -> int | None:
@@ -30,7 +33,7 @@ def hand_to_ranks(nproc: int, *, device: str) -> int | None:
     num_processes = count_ranks(nproc, device=device)
     if num_processes == 1:
         return None
-    return launch(sys.argv[1:], num_processes=num_processes)
+    return launch(list(COMMAND.get()), num_processes=num_processes)
 
 
 def count_ranks(nproc: int, *, device: str) -> int:

@@ -1,5 +1,6 @@
 """``halley trace``: where the time of a training step goes."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from halley.moe.strategy import check_strategy
 from halley.perf.charts import draw_timelines
 from halley.train.checkpoint import check_writable
 from halley.train.compare import StepProfile, compare_strategies
+from halley.train.compiled import check_passes
 
 
 def trace(
@@ -37,6 +39,7 @@ def trace(
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     for name in names or [""]:
         check_strategy(name)
+        check_passes(dataclasses.replace(run_config, strategy=name))
     if steps < 1:
         raise ValueError(f"steps ({steps}) must be at least 1")
     check_config(run_config, nproc=nproc)

@@ -65,6 +65,8 @@ def read_config(path: Path | None, overrides: list[str] | None, **options: str |
     config = load_config(path, overrides=overrides or [])
     data = options.pop("data", None)
     if data is not None:
+        if not data:
+            raise ValueError("data () must name a file or a folder")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data))
     given = {name: value for name, value in options.items() if value is not None}
     return dataclasses.replace(config, **given)
@@ -79,13 +81,8 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     """
     check_strategies(config)
     check_passes(config)
-    num_ranks = count_ranks(nproc, device=config.device)
-    ep_size = config.ep_size or num_ranks
-    if num_ranks % ep_size != 0:
-        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
+    ep_size = check_groups(config, num_ranks=count_ranks(nproc, device=config.device))
     tp_size = config.expert_tp_size
-    if ep_size % tp_size != 0:
-        raise ValueError(f"expert_tp_size ({tp_size}) must divide ep_size ({ep_size})")
     placements = read_placements(config, ep_size=ep_size)
     if placements is None:
         num_local = local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
@@ -97,6 +94,20 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
     if config.train.tensorboard:
         check_package("tensorboard", extra="tensorboard", option="train.tensorboard (true)")
     open_corpus(config)
+
+
+def check_groups(config: RunConfig, *, num_ranks: int) -> int:
+    """Return how many ranks share the experts of a layer.
+
+    Raises:
+        ValueError: the ranks do not divide as the run wants it.
+    """
+    ep_size, tp_size = config.ep_size or num_ranks, config.expert_tp_size
+    if num_ranks % ep_size != 0:
+        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
+    if ep_size % tp_size != 0:
+        raise ValueError(f"expert_tp_size ({tp_size}) must divide ep_size ({ep_size})")
+    return ep_size
 
 
 def _check_model(config: RunConfig) -> None:

@@ -97,19 +97,19 @@ CPU = Hardware(
 KNOWN = (H200, H100, A100)
 
 
-def find_hardware(device_name: str) -> Hardware:
-    """Return the figures of the device that the driver calls ``device_name``.
+def find_hardware(device: str) -> Hardware:
+    """Return the figures of the device that the driver calls ``device``.
 
     Args:
-        device_name: as from ``torch.cuda.get_device_name``, or "cpu".
+        device: as from ``torch.cuda.get_device``, or "cpu".
 
     Raises:
         ValueError: no figures are known for it.
     """
-    if device_name == CPU.name:
+    if device == CPU.name:
         return CPU
     for hardware in KNOWN:
-        if device_name.startswith(hardware.name):
+        if device.startswith(hardware.name):
             return hardware
     names = ", ".join(hardware.name for hardware in (*KNOWN, CPU))
-    raise ValueError(f"device_name ({device_name}) must be one of those with figures: {names}")
+    raise ValueError(f"device ({device}) must be one of those with figures: {names}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, final, get_args
 
 import torch
@@ -71,8 +72,8 @@ class GraphCase:
             raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {_MAX_PARTS}")
         if self.num_parts and self.batch_size % self.num_parts:
             raise ValueError(f"num_parts ({self.num_parts}) must divide batch ({self.batch_size})")
-        if self.memory_margin < 0.0:
-            raise ValueError(f"memory_margin ({self.memory_margin}) must not be negative")
+        if not 0.0 <= self.memory_margin < inf:
+            raise ValueError(f"memory_margin ({self.memory_margin}) must be finite and at least 0")
 
     @property
     def num_tokens(self) -> int:

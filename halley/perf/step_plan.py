@@ -228,12 +228,13 @@ class StepTimes:
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
     """Return by how much a chunked layer takes longer than a sequential one, by their sketches."""
     model, predictor = config.model, Predictor(hardware)
+    tp_size = config.expert_tp_size  # a shard is to these strategies an expert of its own
     shape = LayerShape(
         num_tokens=config.train.batch_size * config.data.seq_len,
         hidden_size=model.hidden_size,
-        intermediate_size=model.moe.intermediate_size,
-        num_experts=model.moe.num_experts,
-        top_k=model.moe.top_k,
+        intermediate_size=model.moe.intermediate_size // tp_size,
+        num_experts=model.moe.num_experts * tp_size,
+        top_k=model.moe.top_k * tp_size,
         ep_size=config.ep_size or num_ranks,
         itemsize=DTYPES[config.train.dtype].itemsize,
         activation=model.moe.activation,

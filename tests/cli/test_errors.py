@@ -161,3 +161,16 @@ def test_as_a_program(folder: Path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert _line_of(done.stderr).startswith("text of 3 bytes in 1 files must hold")
+
+
+def test_ranks_get_the_words_that_main_was_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[str]] = []
+
+    def launch(argv: list[str], *, num_processes: int) -> int:
+        found.append(argv)
+        return 3
+
+    monkeypatch.setattr(ranks, "launch", launch)
+    words = ["train", "--nproc", "2", "--set", "device=cpu", "--debug"]
+    assert main(words) == 3
+    assert found == [words]

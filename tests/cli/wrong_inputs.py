@@ -180,6 +180,7 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "train --data {folder}/none",
         "text ({folder}/none) must be a file or a folder that exists",
     ),
+    "text without a name": ("train --data=", "data () must name a file or a folder"),
     "folder without text": ("train --data {folder}/empty", "must hold at least one byte"),
     "short text": (
         "train --data {folder}/short.txt",
@@ -195,6 +196,10 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "strategy (chunked:inputs) must be one of sequential, chunked",
     ),
     "trace: no strategy": ("trace --strategies ,", "strategy () must be one of"),
+    "trace: strategy that breaks graphs": (
+        "trace --set passes=both --strategies functional,sequential",
+        "strategy (sequential) must be functional, unfused or fused",
+    ),
     "trace: no steps": ("trace --steps 0", "steps (0) must be at least 1"),
     "trace: unknown key": ("trace --set train.num_stepz=3", "did you mean train.num_steps"),
     "trace: output below a file": (
@@ -280,7 +285,8 @@ WRONG_GRAPH_BENCHES: dict[str, tuple[str, str]] = {
     "unknown gate": ("--gate magic", "gate (magic) must be one of switch, top2"),
     "negative batch": ("--batch -1", "batch (-1) must be at least 1, or 0 for the model's"),
     "parts of no batch": ("--num-parts 4", "num_parts (4) must divide batch (6)"),
-    "negative margin": ("--memory-margin -1", "memory_margin (-1.0) must not be negative"),
+    "negative margin": ("--memory-margin -1", "memory_margin (-1.0) must be finite and at least 0"),
+    "no number for a margin": ("--memory-margin nan", "memory_margin (nan) must be finite"),
     "unknown link": ("--slow-link pigeons", "slow_link (pigeons) must be one of none, channels"),
     "NCCL's link": ("--slow-link sockets", "slow_link (sockets) must be none without a GPU"),
     "unknown dtype": ("--dtype float12", "dtype (float12) must be one of"),

@@ -141,6 +141,11 @@ def test_unknown_key_far_from_all_names_all() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "model.moe.router.bias_update_rate=nan",
+            "model.moe.router.bias_update_rate (nan) must be finite",
+        ),
+        ("max_load=inf", "max_load (inf) must be finite"),
         ("train.num_steps=many", "train.num_steps ('many') must be of type int"),
         ("train.num_steps=1.0", "train.num_steps (1.0) must be of type int"),
         ("train.num_steps=true", "train.num_steps (True) must be of type int"),

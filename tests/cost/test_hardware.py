@@ -21,7 +21,7 @@ def test_find_hardware(device_name: str, hardware: Hardware) -> None:
 @pytest.mark.parametrize("device_name", ["", "CPU", "NVIDIA A10", "NVIDIA GeForce RTX 4090"])
 def test_unknown_device_names_those_with_figures(device_name: str) -> None:
     names = "NVIDIA H200, NVIDIA H100, NVIDIA A100, cpu"
-    with pytest.raises(ValueError, match=rf"device_name \({device_name}\) must be .*: {names}"):
+    with pytest.raises(ValueError, match=rf"device \({device_name}\) must be .*: {names}"):
         find_hardware(device_name)
 
 

@@ -122,7 +122,7 @@ def test_chunks_are_of_a_ranks_experts() -> None:
         ({"batch_size": 0}, r"batch \(0\) must be at least 1"),
         ({"num_parts": 9}, r"num_parts \(9\) must be 0, or 2 to 8"),
         ({"num_parts": 4}, r"num_parts \(4\) must divide batch \(6\)"),
-        ({"memory_margin": -1.0}, r"memory_margin \(-1.0\) must not be negative"),
+        ({"memory_margin": -1.0}, r"memory_margin \(-1.0\) must be finite and at least 0"),
     ],
 )
 def test_wrong_cases_are_named(change: dict[str, int], message: str) -> None:

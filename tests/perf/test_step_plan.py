@@ -8,8 +8,10 @@ import pytest
 from halley.compiler import OrderReport
 from halley.core.config import DataConfig, RunConfig, TrainConfig
 from halley.core.models import find_model
+from halley.core.types import LayerShape
 from halley.cost.graph_cost import GraphTime
 from halley.cost.hardware import CPU, H200, Hardware
+from halley.cost.simulate import Task
 from halley.perf import step_plan
 from halley.perf.step_plan import (
     StepTimes,
@@ -143,6 +145,21 @@ def test_deep_model_takes_what_a_short_one_takes_and_more(monkeypatch) -> None:
     assert plan.uniform_us == pytest.approx({"functional": 160.0, "fused": 140.0})
     assert max(len(strategies) for strategies, _ in traced) == 4
     assert len(set(traced)) == len(traced) <= 2 * (2 + 3) + 2  # and two without passes
+
+
+def test_shards_are_experts_of_their_own_to_chunked_layers(monkeypatch) -> None:
+    shapes: list[LayerShape] = []
+
+    def sketch(shape: LayerShape, *_: object, num_chunks: int) -> list[Task]:
+        shapes.append(shape)
+        return []
+
+    monkeypatch.setattr(step_plan, "pipeline_tasks", sketch)
+    config = dataclasses.replace(_config(1), expert_tp_size=2, num_chunks=2)
+    StepTimes(config, num_ranks=4, hardware=H200)
+    moe = config.model.moe
+    found = {(s.num_experts, s.top_k, s.intermediate_size, s.ep_size) for s in shapes}
+    assert found == {(2 * moe.num_experts, 2 * moe.top_k, moe.intermediate_size // 2, 4)}
 
 
 def test_chunks_are_chosen_where_the_wire_is_slow(monkeypatch) -> None:
