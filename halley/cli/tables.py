@@ -99,7 +99,7 @@ def model_table(rows: list[Row]) -> Table:
             _ms(_float(row["p90_us"])) if median else "",
             f"{_float(first) / _float(median):.2f}x" if median and first else "",
             _ms(_float(row["floor_us"])),
-            _ms(_float(row["exposed_comm_us"])) if median else "",
+            "" if row["exposed_comm_us"] is None else _ms(_float(row["exposed_comm_us"])),
             _number(row["tokens_per_s"]),
             "" if mfu is None else f"{_float(mfu):.1%}",
             _number(row["peak_mib"]),

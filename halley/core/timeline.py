@@ -192,6 +192,20 @@ def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]
     return left
 
 
+def waited_us(spans: Iterable[Span]) -> float | None:
+    """Return for how long a rank waited for communication, None where its layers do not tell.
+
+    Layers that communicate inside of kernels, or of a compiled graph, mark no waits; a profiler
+    sees them. What is marked then, waits for sums of gradients, is the smaller part.
+
+    Args:
+        spans: recorded, of one rank.
+    """
+    waits = [span for span in spans if span.stream == "exposed"]
+    tells = any(not span.name.startswith("gradients") for span in waits)
+    return total_us(waits) if tells else None
+
+
 def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
     """Return for how long communication runs with no computation to hide it.
 

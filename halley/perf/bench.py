@@ -9,7 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from halley.core.timeline import Recorder, total_us
+from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.cost.balance import max_over_mean
 from halley.moe.parallel import ParallelGroups
@@ -26,6 +26,7 @@ from halley.perf.layer_case import (
 )
 from halley.perf.results import Row, machine_keys
 from halley.perf.timer import Timing, time_interleaved
+from halley.perf.waits import measure_waits
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 
@@ -34,7 +35,6 @@ DIRECTIONS = ("forward", "forward_backward")
 Progress = Callable[[str, int, int], None]  # what, done, of
 
 _SEARCH_SAMPLES = 5
-_EXPOSED_SAMPLES = 3
 _HOST_SAMPLES = 10
 _CHECKED_CALL = 3  # from the second on a call may repeat what an earlier one launched
 
@@ -97,15 +97,18 @@ def bench_layer(
                 row |= _extras(runs[name], recorder, device=device, groups=groups)
                 row["symm_mib"] = _symm_mib(candidates[name])
             rows.append(row)
-    return [row | {"hidden": _hidden(row, rows)} for row in rows]
+    return [row | {"hidden": _hidden(row, rows, device)} for row in rows]
 
 
-def _hidden(row: Row, rows: list[Row]) -> float | None:
+def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
     """Return what ``fused`` gains over ``unfused`` as a share of the wire's time, at most 1.
 
-    None for other strategies, and where one of the two was not measured. Rows that are copied on
-    their own rank are hidden too, so that more than the wire's time may be gained.
+    None for other strategies, where one of the two was not measured, and on a CPU: interpreted
+    kernels do not gain or lose by the wire. Rows that are copied on their own rank are hidden too,
+    so that more than the wire's time may be gained.
     """
+    if device.type == "cpu":
+        return None
     beside = [each for each in rows if each["direction"] == row["direction"]]
     unfused_us = [each["median_us"] for each in beside if each["strategy"] == "unfused"]
     fused_us, wire_us = row["median_us"], row["wire_us"]
@@ -189,13 +192,7 @@ def _extras(
     groups: ParallelGroups,
 ) -> Row:
     """Return exposed communication, the host's time and memory, measured apart from the times."""
-    exposed: list[float] = []
-    recorder.enabled = True
-    for _ in range(_EXPOSED_SAMPLES):
-        recorder.collect()
-        run()
-        exposed.append(total_us(recorder.collect(), stream="exposed"))
-    recorder.enabled = False
+    exposed_us = measure_waits(run, recorder, device=device, group=groups.ep)
     peak_mib = 0.0
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -203,14 +200,13 @@ def _extras(
         run()
         torch.cuda.synchronize(device)
         peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    told = [statistics.median(exposed), peak_mib, _host_us(run, device=device)]
-    worst = torch.tensor(told, device=device)
+    worst = torch.tensor([peak_mib, _host_us(run, device=device)], device=device)
     if groups.ep is not None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.ep)
     return {
-        "exposed_comm_us": round(float(worst[0]), 1),
-        "peak_mib": round(float(worst[1]), 1) if device.type == "cuda" else None,
-        "host_us": round(float(worst[2]), 1),
+        "exposed_comm_us": exposed_us,
+        "peak_mib": round(float(worst[0]), 1) if device.type == "cuda" else None,
+        "host_us": round(float(worst[1]), 1),
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from halley.core.timeline import Recorder, total_us
+from halley.core.timeline import Recorder
 from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.moe.model import MoETransformer, flops_per_token
 from halley.moe.parallel import ParallelGroups
@@ -27,6 +27,7 @@ from halley.perf.model_case import (
 from halley.perf.peak import peak_flops_per_s
 from halley.perf.results import Row, machine_keys
 from halley.perf.timer import Timing, time_interleaved
+from halley.perf.waits import measure_waits
 from halley.strategies.base import AbstractStrategy
 
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 
 MakeOptimizer = Callable[[MoETransformer], TrainingOptimizer]
-
-_EXPOSED_SAMPLES = 3
 
 
 def measure_models(
@@ -285,25 +284,19 @@ def _extras(
 
     Memory is all that torch's allocator holds at a step's peak: weights, optimizer, activations.
     """
-    exposed: list[float] = []
-    recorder.enabled = True
-    for _ in range(_EXPOSED_SAMPLES):
-        recorder.collect()
-        run()
-        exposed.append(total_us(recorder.collect(), stream="exposed"))
-    recorder.enabled = False
+    exposed_us = measure_waits(run, recorder, device=device, group=groups.world)
     peak_mib = 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         run()
         torch.cuda.synchronize(device)
         peak_mib = torch.cuda.max_memory_allocated(device) / 2**20
-    worst = torch.tensor([statistics.median(exposed), peak_mib], device=device)
+    worst = torch.tensor(peak_mib, device=device)
     if groups.world is not None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.world)
     return {
-        "exposed_comm_us": round(float(worst[0]), 1),
-        "peak_mib": round(float(worst[1]), 1) if device.type == "cuda" else None,
+        "exposed_comm_us": exposed_us,
+        "peak_mib": round(worst.item(), 1) if device.type == "cuda" else None,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from halley.core.config import RunConfig
-from halley.core.timeline import total_us
+from halley.core.timeline import waited_us
 from halley.moe.model import flops_per_token
 from halley.moe.strategy import describe_strategies
 from halley.moe.world import World
@@ -96,7 +96,7 @@ def _take_step(run: TrainingRun, step: int, *, peak_tokens_per_s: float) -> Metr
     start_s = time.perf_counter()
     result = train_step(run, step)
     step_s = time.perf_counter() - start_s
-    exposed_s = total_us(run.recorder.collect(), stream="exposed") * 1e-6
+    exposed_us = waited_us(run.recorder.collect())
     tokens_per_s = run.tokens_per_step / step_s
     return {
         "step": step + 1,
@@ -104,7 +104,7 @@ def _take_step(run: TrainingRun, step: int, *, peak_tokens_per_s: float) -> Metr
         "step_s": step_s,
         "tokens_per_s": tokens_per_s,
         "mfu": tokens_per_s / peak_tokens_per_s,
-        "exposed_share": exposed_s / step_s,
+        "exposed_share": None if exposed_us is None else exposed_us * 1e-6 / step_s,
     }
 
 

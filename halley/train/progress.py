@@ -116,14 +116,13 @@ def say(console: Console, text: str) -> None:
 def describe(metrics: Metrics) -> str:
     """Return the metrics of a step as people read them."""
     parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
-    mfu, exposed = metrics["mfu"], metrics["exposed_share"]
-    parts.append("mfu -" if mfu is None else f"mfu {mfu:.1%}")
-    parts.append(f"exposed communication {exposed:.1%}")
+    parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")
+    parts.append(f"exposed communication {_share(metrics['exposed_share'], digits=1)}")
     return "  ".join(parts)
 
 
-def _share(value: float | int | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def _share(value: float | int | None, *, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}%}"
 
 
 def drop_later_steps(path: Path, *, step: int) -> None:

@@ -24,6 +24,7 @@ from halley.core.timeline import (
     total_us,
     union,
     union_us,
+    waited_us,
     write_chrome_trace,
 )
 
@@ -42,6 +43,14 @@ def spans_of_cells() -> st.SearchStrategy[list[Span]]:
 
 def cells(spans: list[Span]) -> set[int]:
     return {cell for s in spans for cell in range(int(s.start_us), int(s.end_us))}
+
+
+def test_waits_are_those_of_layers_with_those_for_gradients_or_unknown() -> None:
+    experts, sums = span("experts", 2, 5), span("gradients.wait", 20, 21, "exposed")
+    dispatch = span("dispatch.wait", 4, 10, "exposed")
+    assert waited_us([experts, dispatch, sums]) == 7.0
+    assert waited_us([experts, sums]) is None
+    assert waited_us([]) is None
 
 
 def test_total_counts_overlap_twice_and_selects() -> None:

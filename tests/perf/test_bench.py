@@ -26,6 +26,7 @@ from tests.moe.model_case import CPU, destroy
 from tests.rank_pool import RunRanks
 
 
+GPU = torch.device("cuda")
 TINY = find_model("tiny")
 CASE = LayerCase(
     model=dataclasses.replace(
@@ -180,11 +181,11 @@ def test_what_fused_gains_over_unfused_is_a_share_of_the_wire() -> None:
         row("unfused", "forward_backward", 300.0, 80.0),
         row("fused", "forward_backward", 200.0, 80.0),
     ]
-    assert [_hidden(each, rows) for each in rows] == [None, 0.75, None, 1.0]
+    assert [_hidden(each, rows, GPU) for each in rows] == [None, 0.75, None, 1.0]
     for wrong in (rows[1:], [row("unfused", "forward", None, 40.0), *rows[1:]]):
-        assert _hidden(rows[1], wrong) is None  # nothing beside it
+        assert _hidden(rows[1], wrong, GPU) is None  # nothing beside it
     alone = [row("unfused", "forward", 9.0, 0.0), row("fused", "forward", 9.0, 0.0)]
-    assert _hidden(alone[1], alone) is None  # one rank
+    assert _hidden(alone[1], alone, GPU) is None  # one rank
 
 
 def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def _measure_memory(rank: int, num_ranks: int) -> list[Row]:
     moe = dataclasses.replace(TINY.moe, intermediate_size=8, num_experts=4)
     model = dataclasses.replace(TINY, moe=moe)
     with pytest.MonkeyPatch.context() as patch:  # how often does not matter here
-        patch.setattr("halley.perf.bench._EXPOSED_SAMPLES", 1)
+        patch.setattr("halley.perf.waits._NUM_SAMPLES", 1)
         patch.setattr("halley.strategies.auto._NUM_SAMPLES", 1)
         rows = measure_layers(
             [LayerCase(model=model, num_tokens=16, dtype=torch.float32)],
@@ -240,6 +241,9 @@ def test_symmetric_memory_of_each_strategy(run_ranks: RunRanks) -> None:
             ("auto", "forward_backward", symm_mib),
         ]
         assert all(float(str(row["max_rel_err"])) < 1e-6 for row in rows)
+        assert all(row["hidden"] is None for row in rows)  # without a GPU
+        tells = {row["strategy"] for row in rows if row["exposed_comm_us"] is not None}
+        assert tells - {"auto"} == {"sequential"}
 
 
 def test_lines_without_later_keys_are_still_read() -> None:

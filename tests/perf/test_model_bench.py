@@ -64,14 +64,18 @@ class Scaled(AbstractStrategy):
 
 
 def _bench(
-    candidates: dict[str, AbstractStrategy], groups: ParallelGroups, *, num_samples: int = 1
+    candidates: dict[str, AbstractStrategy],
+    groups: ParallelGroups,
+    *,
+    recorder: Recorder | None = None,
+    num_samples: int = 1,
 ) -> list[Row]:
     return bench_model(
         CASE,
         candidates,
         make_optimizer=lambda m: ModelOptimizer(m, OptimizerConfig(), groups=groups),
         groups=groups,
-        recorder=Recorder(CPU, enabled=False),
+        recorder=recorder or Recorder(CPU, enabled=False),
         device=CPU,
         workspaces=Workspaces(groups.ep, CPU),
         link_bytes_per_s=LINK,
@@ -91,7 +95,7 @@ def _bench_orders(rank: int, num_ranks: int) -> tuple[list[Row], list[Row], floa
         "chunked n=3": Scaled(groups, 0.5),
         "chunked n=2": chunked,
     }
-    rows = _bench(candidates, groups, num_samples=2)
+    rows = _bench(candidates, groups, recorder=recorder, num_samples=2)
     first, *rest = candidates.items()
     turned = _bench(dict([first, *reversed(rest)]), groups)
     subject = build_subject(CASE, chunked, groups=groups, recorder=recorder, device=CPU)

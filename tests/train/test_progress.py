@@ -91,8 +91,9 @@ def test_what_is_not_finite_is_null(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     reporter = Reporter(_config(), console=Console(file=io.StringIO()), metrics=path)
     with reporter.running(0):
-        reporter.report(_metrics(2, loss=math.nan, grad_norm=math.inf, mfu=None))
-    want = _metrics(2, loss=None, grad_norm=None, mfu=None)
+        unknown = {"mfu": None, "exposed_share": None}
+        reporter.report(_metrics(2, loss=math.nan, grad_norm=math.inf, **unknown))
+    want = _metrics(2, loss=None, grad_norm=None, **unknown)
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == want
 
 
