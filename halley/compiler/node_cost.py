@@ -9,7 +9,13 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.collectives import collective_kind, find_operator, group_of, operator_name
+from halley.compiler.collectives import (
+    ALL_TO_ALL,
+    collective_kind,
+    find_operator,
+    group_of,
+    operator_name,
+)
 from halley.compiler.fake import with_values
 from halley.compiler.fusion import (
     WHOLE,
@@ -80,8 +86,8 @@ class ProfiledCost:
     def __call__(self, node: fx.Node) -> float:
         """Return the microseconds of a node that computes or starts a collective."""
         if group_of(node) is not None:
-            curve = self._table.curve(operator_name(node)) if self._table else None
-            sent = self._sizes.num_bytes(_value(node.all_input_nodes[0]))
+            curve = self._table.curve(ALL_TO_ALL) if self._table else None
+            sent = exchanged_bytes(node, self._sizes)
             return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
         if is_read(node):
             return self._predictor.hardware.read_us
@@ -232,6 +238,18 @@ def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
         return memory_us
     arithmetic_s = _product_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
     return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.kernel_us)
+
+
+def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
+    """Return the bytes a rank of the all-to-all that takes as long as a node's collective.
+
+    By what crosses the wire in a ring: what a gather returns, and an all-reduce's operands twice.
+    Source: NCCL's own tests, which compare bandwidths of collectives by these factors.
+    """
+    if "all_gather" in operator_name(node):
+        return sizes.num_bytes(_value(node))
+    sent = sum(sizes.num_bytes(_value(source)) for source in node.all_input_nodes)
+    return 2 * sent if "all_reduce" in operator_name(node) else sent
 
 
 def _memory_us(num_bytes: float, predictor: Predictor) -> float:

@@ -28,7 +28,7 @@ from halley.cost.predict import Predictor
 from halley.cost.profiles import Curve, Environment, ProfileTable, measure_us
 from halley.cost.simulate import Contention
 from tests.compiler.gpu_attention import GPU_ATTENTIONS, operator_of
-from tests.compiler.graph_case import GraphBuilder, aten, find, two_layers
+from tests.compiler.graph_case import GROUP, GraphBuilder, aten, c10d, find, two_layers
 
 
 SIZES = Sizes(1)
@@ -89,6 +89,19 @@ def test_other_nodes_are_predicted_by_their_bytes_and_views_are_free() -> None:
     }
     # 8000 bytes at 1000 a microsecond; 4000 over a link of 10 a microsecond, after 20.
     assert times == {"x": 0, "neg": 8.0, "view": 0, "a2a": 420.0, "wait_a2a": 0, "output": 0}
+
+
+def test_collectives_are_predicted_by_what_crosses_the_wire() -> None:
+    """4000 bytes of each of 4 ranks, 10 a microsecond after 20."""
+    b, cost = GraphBuilder(), ProfiledCost(ROUND, sizes=SIZES)
+    x = b.input("x", 1000)
+    reduced, _ = b.all_reduce(x, "reduced")
+    scattered = b.call(c10d.reduce_scatter_tensor.default, x, "sum", 4, GROUP)
+    gathered = b.call(c10d.all_gather_into_tensor.default, x, 4, GROUP)
+    gathered.meta["val"] = torch.empty(4000)
+    exchanged, _ = b.all_to_all(x, "exchanged")
+    times_us = [cost(node) for node in (exchanged, scattered, gathered, reduced)]
+    assert times_us == [420.0, 420.0, 1620.0, 820.0]
 
 
 def test_table_is_asked_first_and_what_it_lacks_is_noted(tmp_path: Path) -> None:
