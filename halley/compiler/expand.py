@@ -9,6 +9,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halley.compiler.collectives import operator_name
+from halley.compiler.graph import is_product
 from halley.ops.library import MADE_OF_TORCH
 
 
@@ -16,14 +17,15 @@ def expand(graph: fx.Graph) -> None:
     """Put torch's operators in the place of Halley's that are made of them, on a GPU.
 
     Inductor then fuses them with what stands around, and launches kernels instead of operators that
-    are written in Python. On a CPU they stay: experts' products read there where rows end.
+    are written in Python. On a CPU they stay: experts' products read there where rows end. So do
+    products of other dtypes than bfloat16 on a GPU: torch 2.11 runs these, but cannot trace them.
 
     Args:
         graph: of operators, changed. Its values have no data.
     """
     for node in list(graph.nodes):
         run = MADE_OF_TORCH.get(operator_name(node) or "")
-        if run is not None and _is_on_gpu(node):
+        if run is not None and _is_on_gpu(node) and (_is_bf16(node) or not is_product(node)):
             _replace(node, run)
     graph.lint()
 
@@ -31,6 +33,10 @@ def expand(graph: fx.Graph) -> None:
 def _is_on_gpu(node: fx.Node) -> bool:
     values = (_value(source) for source in node.all_input_nodes)
     return all(value.device.type != "cpu" for value in values if isinstance(value, torch.Tensor))
+
+
+def _is_bf16(node: fx.Node) -> bool:
+    return getattr(_value(node), "dtype", None) == torch.bfloat16
 
 
 def _replace(node: fx.Node, run: Any) -> None:

@@ -207,7 +207,7 @@ class OptimizerConfig:
 
     Attributes:
         warmup_steps: steps over which the rate rises from 0.
-        final_fraction: share of ``learning_rate`` that the rate has come down to behind the last step.
+        final_fraction: share of ``learning_rate`` that is left behind the last step.
         clip_norm: largest global gradient norm; 0 does not clip.
     """
 

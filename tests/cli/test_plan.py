@@ -121,6 +121,9 @@ def test_measured_times_are_taken_where_there_are_any(capsys, tmp_path) -> None:
         ("--memory-margin -1", "memory_margin (-1.0) must be finite and at least 0"),
     ],
 )
-def test_wrong_arguments_are_named(capsys, arguments: str, message: str) -> None:
+def test_wrong_arguments_are_named(
+    capsys, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["plan", "graph", *MODEL, *arguments.split()]) == 2
     assert message in capsys.readouterr().err

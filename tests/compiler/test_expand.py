@@ -97,10 +97,11 @@ def test_nothing_is_left_of_results_that_nobody_reads(monkeypatch) -> None:
     assert torch.equal(traced(counts_WL), ops.group_rows(counts_WL, 10)[2])
 
 
-def test_products_of_experts_are_grouped_products_on_a_gpu() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_experts_are_grouped_products_on_a_gpu(dtype: torch.dtype) -> None:
     with FakeTensorMode():
-        rows = torch.empty(T, D, dtype=torch.bfloat16, device="cuda")
-        weights = torch.empty(E, D, F, dtype=torch.bfloat16, device="cuda")
+        rows = torch.empty(T, D, dtype=dtype, device="cuda")
+        weights = torch.empty(E, D, F, dtype=dtype, device="cuda")
         ends = torch.empty(E, dtype=torch.int32, device="cuda")
 
         def function(rows, weights, ends):
@@ -111,7 +112,11 @@ def test_products_of_experts_are_grouped_products_on_a_gpu() -> None:
         shapes = [node.meta["val"].shape for node in traced.graph.nodes if is_product(node)]
         expand(traced.graph)
     products = [node for node in traced.graph.nodes if is_product(node)]
-    assert [operator_name(node) for node in products] == ["aten::_grouped_mm"] * 2
+    names = [operator_name(node) for node in products]
+    if dtype == torch.bfloat16:
+        assert names == ["aten::_grouped_mm"] * 2
+    else:  # torch 2.11 cannot trace others
+        assert names == ["halley::expert_gemm", "halley::expert_weight_gemm"]
     assert [node.meta["val"].shape for node in products] == shapes == [(T, F), (E, D, F)]
 
 
