@@ -199,7 +199,8 @@ def _show(
         console.print(_table(direction, report))
         if explain:
             for reason in report.skipped:
-                console.print(f"- {reason}", highlight=False, soft_wrap=True)
+                name, _, why = reason.partition(" ")
+                console.print(f"- {_place(name, report)} {why}", highlight=False, soft_wrap=True)
         found[direction] = _as_dict(report)
     if measured is not None:
         console.print(
@@ -279,5 +280,12 @@ def _table(direction: str, report: "OrderReport") -> Table:
         gain = f"{each.before_us / 1e3:.2f} ms -> {each.after_us / 1e3:.2f} ms"
         table.add_row(f"{each.first} to {each.last}", f"{each.num_parts} parts, {gain}")
     for exchange, products in report.windows.items():
-        table.add_row(exchange, f"behind it {', '.join(products) or 'no product'}")
+        hidden = ", ".join(_place(name, report) for name in products)
+        table.add_row(_place(exchange, report), f"behind it {hidden or 'no product'}")
     return table
+
+
+def _place(name: str, report: "OrderReport") -> str:
+    """Return the name of a node with where it is in the model, where that is known."""
+    module = report.modules.get(name, "")
+    return f"{name} of {module}" if module else name

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import fx
@@ -56,6 +56,16 @@ _FILL_NAMES = frozenset({"halley::fill_range", "halley::fill_rows"})
 def is_product(node: fx.Node) -> bool:
     """Return whether a node is a matrix product, dense or grouped."""
     return find_operator(node) in _PRODUCTS or operator_name(node) in _PRODUCT_NAMES
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the path of the module whose forward a node computes, or whose backward; "" if none.
+
+    Example: "layers.1.mlp". A tracer notes it, as far as it knows modules.
+    """
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = [*stack.values()][-1][0] if stack else ""
+    return path.partition("].")[2] or path
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -95,9 +95,14 @@ def run_passes(
         order = _share(councils, "order", make)
     after = report(facts, order, inside=cost.inside)
     reorder(graph, facts, order)
+    after = replace(_since(before, after), ranges=plan.reports, skipped=plan.skipped)
+    return _timed(after, cost, begin_s=begin_s)
+
+
+def _since(before: OrderReport, after: OrderReport) -> OrderReport:
+    """Return the report of a graph with what it was like before some of it ran in parts."""
     was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
-    was |= {"ranges": plan.reports, "skipped": plan.skipped}
-    return replace(_timed(after, cost, begin_s=begin_s), **was)
+    return replace(after, modules=before.modules | after.modules, **was)
 
 
 def _timed(report: OrderReport, cost: ProfiledCost, *, begin_s: float) -> OrderReport:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.graph import GraphFacts, NodeKind, is_product, module_of
 from halley.compiler.headroom import Headroom
 from halley.compiler.memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
@@ -27,6 +27,7 @@ class OrderReport:
 
     Attributes:
         windows: names of the matrix products behind each all-to-all, by name of that.
+        modules: where these are in the model, as ``module_of`` says it, by name.
         time_before, time_after: of the graph.
         peak_before, peak_after: bytes alive at the worst moment.
         spans_before, spans_after: when each node runs.
@@ -42,6 +43,7 @@ class OrderReport:
     time_after: GraphTime
     peak_before: int
     peak_after: int
+    modules: dict[str, str] = field(default_factory=dict[str, str], repr=False)
     spans_before: tuple[Span, ...] = field(default=(), repr=False)
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
     ranges: tuple[RangeReport, ...] = ()
@@ -140,9 +142,12 @@ def report_order(
     """
     works, live = operations(facts, cost), LiveBytes(facts, sizes, inside=inside)
     identity = range(len(facts.nodes))
+    shown = [facts.nodes[index] for index in facts.find_collectives("all_to_all")]
+    shown += filter(is_product, facts.nodes)
     before, after = (graph_spans(works, each, contention) for each in (identity, order))
     return OrderReport(
         windows=hidden_products(facts, order),
+        modules={node.name: module_of(node) for node in shown},
         time_before=time_of(before),
         time_after=time_of(after),
         peak_before=live.peak(identity)[0],

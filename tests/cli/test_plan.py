@@ -35,6 +35,12 @@ def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
     assert exposed[1] < exposed[0]
     assert "forward: " in table
     assert "2 parts, " in table
+    modules = backward["modules"]
+    layers = [modules[exchange] for exchange in backward["windows"]]
+    assert layers == ["layers.1.mlp"] * 2 + ["layers.0.mlp"] * 2
+    behind = {modules[product] for products in backward["windows"].values() for product in products}
+    assert {"layers.1.self_attn.q_proj", "lm_head"} <= behind
+    assert " of layers.0.mlp " in table
 
 
 def test_timeline_is_drawn(capsys, tmp_path) -> None:
