@@ -278,8 +278,10 @@ def _links(text: str, strategies: list[str]) -> list[float]:
 
 
 def _check_graphs(max_load: float, *, on_gpu: bool) -> None:
-    if max_load and not max_load >= 1:
-        raise ValueError(f"max_load ({max_load}) must be at least 1, or 0 for no CUDA graphs")
+    if max_load and not 1 <= max_load < math.inf:
+        raise ValueError(
+            f"max_load ({max_load}) must be finite and at least 1, or 0 for no CUDA graphs"
+        )
     if max_load and not on_gpu:
         raise ValueError(f"max_load ({max_load}) must be 0 without a GPU: graphs are CUDA's")
 

@@ -10,9 +10,11 @@ import typer
 
 from halley.cli import bench, bench_graph, doctor, export, plan, run, trace, train, tune
 from halley.cli.ranks import COMMAND
+from halley.moe.world import is_launched
 from halley.train.launch import USER_ERROR
 
 
+INTERRUPTED = 130  # as a shell has it: 128 and SIGINT's number
 app = typer.Typer(
     name="halley",
     help="Train Mixture-of-Experts models with their communication behind computation. "
@@ -36,6 +38,8 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code: 0, 1 for a failure, 2 for a mistake of the user.
 
+    130 is for an interrupt, of which the user is told once, not by each rank.
+
     Args:
         argv: arguments without the program's name; default those of the process.
     """
@@ -47,13 +51,15 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             code = app(arguments, prog_name="halley", standalone_mode=False)
     except KeyboardInterrupt:
-        return 130
+        code = INTERRUPTED
     except Exception as error:
         if debug:
             traceback.print_exc()
         return _report(error)
     if isinstance(code, run.Script):
         return code.run()  # out here: its warnings and errors are none of ours
+    if code == INTERRUPTED and not is_launched():
+        sys.stderr.write("halley: interrupted\n")
     return code if isinstance(code, int) else 0
 
 

@@ -1,5 +1,7 @@
 """Tables for people: how measurements and parts of a step look on a terminal."""
 
+from collections.abc import Mapping
+
 from rich.table import Table
 
 from halley.perf.results import Row
@@ -95,11 +97,11 @@ def model_table(rows: list[Row]) -> Table:
             str(row["num_layers"]),
             str(row["num_tokens"]),
             f"{row['strategy']}{setting}",
-            _ms(_float(median)) if median else "[red]wrong",
-            _ms(_float(row["p90_us"])) if median else "",
+            _ms(median) if median else "[red]wrong",
+            _ms(row["p90_us"]),
             f"{_float(first) / _float(median):.2f}x" if median and first else "",
-            _ms(_float(row["floor_us"])),
-            "" if row["exposed_comm_us"] is None else _ms(_float(row["exposed_comm_us"])),
+            _ms(row["floor_us"]),
+            _ms(row["exposed_comm_us"]),
             _number(row["tokens_per_s"]),
             "" if mfu is None else f"{_float(mfu):.1%}",
             _number(row["peak_mib"]),
@@ -138,11 +140,11 @@ def _graph_cells(row: Row) -> list[str]:
     ratio = row["predicted_over_measured"]
     return [
         *cells,
-        _ms(_float(row["median_us"])),
-        _ms(_float(row["p90_us"])),
+        _ms(row["median_us"]),
+        _ms(row["p90_us"]),
         f"{_float(row['speedup']):.3f}x" if row["speedup"] else "",
-        _ms(_float(row["exposed_comm_us"])),
-        _ms(_float(row["comm_us"])),
+        _ms(row["exposed_comm_us"]),
+        _ms(row["comm_us"]),
         "" if ratio is None else f"{_float(ratio):.3f}",
         f"{_float(row['compile_s']):.1f}",
         parts,
@@ -151,11 +153,12 @@ def _graph_cells(row: Row) -> list[str]:
     ]
 
 
-def step_table(profiles: dict[str, dict[str, float]]) -> Table:
+def step_table(profiles: Mapping[str, Mapping[str, float | None]]) -> Table:
     """Return a step's time by part, one column a strategy, in milliseconds.
 
     Args:
-        profiles: ``StepProfile.parts_us`` by strategy; speed is relative to the first.
+        profiles: ``StepProfile.parts_us`` by strategy, None for what is unknown; speed is relative
+            to the first.
     """
     table = Table(title="A training step by part: mean of ranks, median of steps, ms")
     table.add_column("part")
@@ -168,13 +171,13 @@ def step_table(profiles: dict[str, dict[str, float]]) -> Table:
     table.add_section()
     for part, text in ((STEP, "whole step"), (EXPOSED, "exposed communication")):
         table.add_row(text, *(_ms(p[part]) for p in profiles.values()), style="bold")
-    first = next(iter(profiles.values()))[STEP]
-    table.add_row("speed", *(f"{first / p[STEP]:.2f}x" for p in profiles.values()), style="bold")
+    steps_us = [_float(parts_us[STEP]) for parts_us in profiles.values()]
+    table.add_row("speed", *(f"{steps_us[0] / us:.2f}x" for us in steps_us), style="bold")
     return table
 
 
-def _ms(duration_us: float) -> str:
-    return f"{duration_us / 1e3:.2f}"
+def _ms(duration_us: object) -> str:
+    return "" if duration_us is None else f"{_float(duration_us) / 1e3:.2f}"
 
 
 def _number(value: object) -> str:

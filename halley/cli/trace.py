@@ -17,8 +17,7 @@ from halley.core.timeline import write_chrome_trace
 from halley.moe.strategy import check_strategy
 from halley.perf.charts import draw_timelines
 from halley.train.checkpoint import check_writable
-from halley.train.compare import StepProfile, compare_strategies
-from halley.train.compiled import check_passes
+from halley.train.compare import EXPOSED, StepProfile, compare_strategies
 
 
 def trace(
@@ -37,12 +36,11 @@ def trace(
     """
     run_config = read_config(config, overrides, data=data)
     names = [name.strip() for name in strategies.split(",") if name.strip()]
-    for name in names or [""]:
-        check_strategy(name)
-        check_passes(dataclasses.replace(run_config, strategy=name))
     if steps < 1:
         raise ValueError(f"steps ({steps}) must be at least 1")
-    check_config(run_config, nproc=nproc)
+    for name in names or [""]:
+        check_strategy(name)
+        check_config(dataclasses.replace(run_config, strategy=name), nproc=nproc)
     check_package("matplotlib", extra="plot", option="halley trace")
     folder = output or Path(run_config.output) / "trace"
     check_writable(folder)
@@ -61,10 +59,11 @@ def trace(
             )
         if world.is_first:
             _write(profiles, folder)
-            Console().print(step_table({n: p.parts_us for n, p in profiles.items()}))
+            parts_us = {name: {EXPOSED: None, **each.parts_us} for name, each in profiles.items()}
+            Console().print(step_table(parts_us))
             typer.echo(f"timelines: {folder / 'timeline.png'}")
             typer.echo(f"traces:    {folder}/trace-*.json.gz (ui.perfetto.dev opens them)")
-            typer.echo(json.dumps({name: p.parts_us for name, p in profiles.items()}))
+            typer.echo(json.dumps(parts_us))
     return 0
 
 

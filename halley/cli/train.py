@@ -65,8 +65,6 @@ def read_config(path: Path | None, overrides: list[str] | None, **options: str |
     config = load_config(path, overrides=overrides or [])
     data = options.pop("data", None)
     if data is not None:
-        if not data:
-            raise ValueError("data () must name a file or a folder")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data))
     given = {name: value for name, value in options.items() if value is not None}
     return dataclasses.replace(config, **given)

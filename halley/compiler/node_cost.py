@@ -261,7 +261,7 @@ def example_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of a node's shapes, to run it alone.
 
-    Floats are random: a GPU multiplies ones an eighth faster, as it draws less power then. Rows
+    Floats are random: an H200 multiplies ones an eighth faster, presumably with less power. Rows
     that are looked up or added to are spread over the table, as most are: on a GPU sums that meet
     wait for each other. Other integers are all 0.
     """

@@ -8,6 +8,8 @@ from halley.core.types import Activation
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        condition, rule = False, "finite"  # no number of a run may be another
     if not condition:
         raise ValueError(f"{name} ({value}) must be {rule}")
 
@@ -45,9 +47,10 @@ class RouterConfig:
     z_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("capacity_factor", "balance_coefficient", "z_coefficient"):
+        for name in ("capacity_factor", "bias_update_rate", "balance_coefficient", "z_coefficient"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, name, value, "at least 0")
+            _require(value >= 0, name, value, "at least 0")
+        _require(self.scaling_factor > 0, "scaling_factor", self.scaling_factor, "above 0")
         if self.priority == "weight":
             factor = self.capacity_factor
             _require(factor > 0, "capacity_factor", factor, "above 0 for priority weight")
@@ -161,7 +164,7 @@ class ModelConfig:
         )
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value > 0, name, value, "above 0")
+            _require(value > 0, name, value, "above 0")
         size = self.dense_intermediate_size
         _require(size >= 0, "dense_intermediate_size", size, "at least 0")
         _require(self.moe_interval >= 1, "moe_interval", self.moe_interval, "at least 1")
@@ -198,6 +201,7 @@ class DataConfig:
     seq_len: int = 256
 
     def __post_init__(self) -> None:
+        _require(self.path != "", "data.path", self.path, "a file or a folder, or left out")
         _require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
 
 
@@ -223,12 +227,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         rate = self.learning_rate
-        _require(math.isfinite(rate) and rate > 0, "optimizer.learning_rate", rate, "above 0")
+        _require(rate > 0, "optimizer.learning_rate", rate, "above 0")
         _require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
         for name in ("weight_decay", "clip_norm", "final_fraction"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, f"optimizer.{name}", value, "at least 0")
+            _require(value >= 0, f"optimizer.{name}", value, "at least 0")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name}", value, "at least 0 and below 1")
@@ -328,3 +332,12 @@ class RunConfig:
         )
         _require(self.expert_tp_size >= 1, "expert_tp_size", self.expert_tp_size, "at least 1")
         _require(self.num_chunks >= 0, "num_chunks", self.num_chunks, "at least 0")
+
+
+def num_even_rows(config: RunConfig) -> int:
+    """Return the rows that a rank's experts take in one layer if load is even.
+
+    As many as its own tokens choose; each goes to all ranks that share an expert.
+    """
+    num_tokens = config.train.batch_size * config.data.seq_len
+    return num_tokens * config.model.moe.top_k * config.expert_tp_size

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 import tomllib
 import types
 import typing
@@ -85,8 +84,6 @@ def _convert(value: object, kind: object, *, key: str) -> object:
         return float(value)
     if not isinstance(kind, type):
         raise TypeError(f"{key} has a type that configurations do not know: {kind}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{key} ({value}) must be finite")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{key} ({value!r}) must be of type {kind.__name__}")
     return value

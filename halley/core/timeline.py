@@ -196,13 +196,13 @@ def waited_us(spans: Iterable[Span]) -> float | None:
     """Return for how long a rank waited for communication, None where its layers do not tell.
 
     Layers that communicate inside of kernels, or of a compiled graph, mark no waits; a profiler
-    sees them. What is marked then, waits for sums of gradients, is the smaller part.
+    sees them. What is marked then, waits for sums of gradients or replicas, is the smaller part.
 
     Args:
         spans: recorded, of one rank.
     """
     waits = [span for span in spans if span.stream == "exposed"]
-    tells = any(not span.name.startswith("gradients") for span in waits)
+    tells = any(not span.name.startswith(("gradients", "replicas")) for span in waits)
     return total_us(waits) if tells else None
 
 

@@ -14,6 +14,7 @@ import torch._dynamo.config
 import torch.distributed as dist
 
 from halley.compiler import Backend, OrderReport
+from halley.compiler.options import parse_options
 from halley.core.config import RunConfig
 from halley.core.timeline import Recorder, Span
 from halley.core.types import DTYPES
@@ -58,7 +59,7 @@ def measure_graphs(
     all-to-alls.
 
     Args:
-        config: model, batch, dtype and ``ep_size`` of the run; the batch is random.
+        config: model, batch, dtype and ranks that share experts, of the run; the batch is random.
         options: of the backend.
         device: of this rank.
         num_steps: that count.
@@ -69,10 +70,11 @@ def measure_graphs(
     """
     if num_steps < 1:
         raise ValueError(f"steps ({num_steps}) must be at least 1")
-    groups = build_groups(config.ep_size, device_type=device.type)
+    parse_options(options)  # before Dynamo wraps what is wrong with them
+    groups = build_groups(config.ep_size, device_type=device.type, tp_size=config.expert_tp_size)
     model = MoETransformer(
         config.model,
-        strategy=FunctionalStrategy(groups.ep),
+        strategy=FunctionalStrategy(groups.ep, tp_size=groups.tp_size),
         groups=groups,
         recorder=Recorder("cpu", enabled=False),
         dtype=DTYPES[config.train.dtype],

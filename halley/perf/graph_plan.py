@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from halley.compiler import Backend, OrderReport
 from halley.compiler.fake import without_values
 from halley.compiler.options import parse_options
-from halley.core.config import RunConfig
+from halley.core.config import RunConfig, num_even_rows
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save
 from halley.cost.hardware import CPU, Hardware
@@ -67,7 +67,7 @@ def plan_graphs(
         "hardware": hardware,
         "num_parts": num_parts,
         "memory_margin": memory_margin,
-        "unknown_size": config.train.batch_size * config.data.seq_len * config.model.moe.top_k,
+        "unknown_size": num_even_rows(config),
         "profiles": profiles or shipped_path(hardware.name) or "",
         "measure": fill,
     }

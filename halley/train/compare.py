@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from halley.core.config import RunConfig
-from halley.core.timeline import Span
+from halley.core.timeline import Span, waited_us
 from halley.moe.world import World
 from halley.perf.timer import start_together
-from halley.perf.tracing import exposed_comm_us, gather_spans, time_by_part, trace_step
+from halley.perf.tracing import gather_spans, time_by_part, trace_step
 from halley.train.step import TrainingRun, build_run, train_step
 
 
@@ -29,7 +29,8 @@ class StepProfile:
     Attributes:
         parts_us: medians over steps of the mean over ranks, by part; a part's time is without the
             parts inside it. ``STEP`` is the whole, ``OTHER`` what no part covers, ``EXPOSED`` the
-            time a rank stood waiting for communication, which the parts named "*.wait" make up.
+            time a rank stood waiting for communication, which the parts named "*.wait" make up; not
+            there where the layers do not tell.
         spans: of one traced step, all ranks.
     """
 
@@ -89,7 +90,9 @@ def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
     whole = next(span for span in spans if span.name == STEP)
     parts_us = time_by_part(spans)
     parts_us[OTHER] = parts_us.pop(STEP)
-    return parts_us | {STEP: whole.duration_us, EXPOSED: exposed_comm_us(spans)}
+    waits_us = waited_us(spans)
+    parts_us |= {} if waits_us is None else {EXPOSED: waits_us}
+    return parts_us | {STEP: whole.duration_us}
 
 
 def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from halley.core.config import RunConfig
+from halley.core.config import RunConfig, num_even_rows
 from halley.moe.model import ModelOutput, MoETransformer
 from halley.moe.strategy import PLANNED
 
@@ -59,11 +59,10 @@ def compile_model(
 
     from halley.compiler import Backend
 
-    num_tokens = config.train.batch_size * config.data.seq_len
     options: dict[str, Any] = {
         "passes": config.passes,
         "inner": "inductor" if device.type == "cuda" else "eager",
-        "unknown_size": num_tokens * config.model.moe.top_k,  # rows of a rank if load is even
+        "unknown_size": num_even_rows(config),
     }
     compiled = torch.compile(model, backend=Backend(), fullgraph=True, options=options)
 

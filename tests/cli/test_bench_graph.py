@@ -1,7 +1,6 @@
 """``halley bench graph``: on two ranks from the command line."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,11 @@ from halley.cli import bench_graph
 from halley.cli.main import main
 
 
-def test_lines_of_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     command = "bench graph --nproc 2 --inner eager --variants wgrad --samples 1 --gate dropless"
     command += f" --memory-margin 4 --output {tmp_path} --device cpu --commit abc"
     argv = command.split()
-    monkeypatch.setattr(sys, "argv", ["halley", *argv])  # what the ranks are started with
     code = main(argv)
     out, err = capfd.readouterr()
     assert code == 0, err

@@ -1,7 +1,6 @@
 """``halley bench model``: on two ranks from the command line."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,11 @@ import pytest
 from halley.cli.main import main
 
 
-def test_lines_of_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = (
         f"bench model --nproc 2 --layers 1 --tokens 32 --seq-len 16 --samples 1 --output {tmp_path}"
     )
     argv = [*command.split(), "--device", "cpu", "--commit", "abc"]
-    monkeypatch.setattr(sys, "argv", ["halley", *argv])  # what the ranks are started with
     code = main(argv)
     out, err = capfd.readouterr()
     assert code == 0, err

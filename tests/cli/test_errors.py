@@ -174,3 +174,32 @@ def test_ranks_get_the_words_that_main_was_called_with(monkeypatch: pytest.Monke
     words = ["train", "--nproc", "2", "--set", "device=cpu", "--debug"]
     assert main(words) == 3
     assert found == [words]
+
+
+@pytest.mark.parametrize(("rank", "told"), [(None, "halley: interrupted\n"), ("0", "")])
+def test_an_interrupt_is_told_by_who_started_the_ranks(
+    rank: str | None,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for name in ("RANK", "WORLD_SIZE") if rank else ():
+        monkeypatch.setenv(name, str(rank))
+    monkeypatch.setattr("halley.cli.doctor.examine_machine", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == told
+    if not rank:
+        monkeypatch.setattr(ranks, "launch", lambda argv, *, num_processes: 130)
+        assert main(["train", "--nproc", "2", "--set", "device=cpu"]) == 130
+        assert capsys.readouterr().err == told
+
+
+def test_each_strategy_of_a_trace_is_checked_and_not_that_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ranks, "launch", lambda argv, *, num_processes: 7)
+    argv = ["trace", "--set", "passes=wgrad", "--set", "device=cpu", "--nproc", "2"]
+    assert main([*argv, "--strategies", "functional,fused"]) == 7

@@ -180,7 +180,7 @@ WRONG_RUNS: dict[str, tuple[str, str]] = {
         "train --data {folder}/none",
         "text ({folder}/none) must be a file or a folder that exists",
     ),
-    "text without a name": ("train --data=", "data () must name a file or a folder"),
+    "text without a name": ("train --data=", "data.path () must be a file or a folder, or"),
     "folder without text": ("train --data {folder}/empty", "must hold at least one byte"),
     "short text": (
         "train --data {folder}/short.txt",

@@ -54,10 +54,12 @@ VALID = {
     ("config", "field", "value", "message"),
     [
         ("router", "capacity_factor", -0.5, "capacity_factor (-0.5) must be at least 0"),
-        ("router", "capacity_factor", math.inf, "capacity_factor (inf) must be at least 0"),
+        ("router", "capacity_factor", math.inf, "capacity_factor (inf) must be finite"),
         ("router", "balance_coefficient", -1.0, "balance_coefficient (-1.0) must be at least 0"),
-        ("router", "balance_coefficient", math.nan, "balance_coefficient (nan) must be at least 0"),
+        ("router", "balance_coefficient", math.nan, "balance_coefficient (nan) must be finite"),
         ("router", "z_coefficient", -1.0, "z_coefficient (-1.0) must be at least 0"),
+        ("router", "bias_update_rate", -1.0, "bias_update_rate (-1.0) must be at least 0"),
+        ("router", "scaling_factor", 0.0, "scaling_factor (0.0) must be above 0"),
         ("router", "num_groups", 0, "num_groups (0) must be at least 1"),
         ("router", "num_limited_groups", 0, "num_limited_groups (0) must be between 1 and "),
         ("groups", "num_limited_groups", 5, "num_limited_groups (5) must be between 1 and num_gr"),
@@ -85,15 +87,16 @@ VALID = {
         ("model", "num_dense_layers", 1, "dense_intermediate_size (0) must be at least 1 for de"),
         ("model", "moe_interval", 2, "dense_intermediate_size (0) must be at least 1 for dense"),
         ("data", "seq_len", 0, "data.seq_len (0) must be at least 1"),
+        ("data", "path", "", "data.path () must be a file or a folder, or left out"),
         ("train", "num_steps", 0, "train.num_steps (0) must be at least 1"),
         ("train", "batch_size", 0, "train.batch_size (0) must be at least 1"),
         ("train", "num_microbatches", 0, "train.num_microbatches (0) must be at least 1"),
         ("train", "log_every", 0, "train.log_every (0) must be at least 1"),
         ("optimizer", "learning_rate", 0.0, "optimizer.learning_rate (0.0) must be above 0"),
-        ("optimizer", "learning_rate", math.nan, "optimizer.learning_rate (nan) must be above 0"),
+        ("optimizer", "learning_rate", math.nan, "optimizer.learning_rate (nan) must be finite"),
         ("optimizer", "warmup_steps", -1, "optimizer.warmup_steps (-1) must be at least 0"),
         ("optimizer", "weight_decay", -0.1, "optimizer.weight_decay (-0.1) must be at least 0"),
-        ("optimizer", "clip_norm", math.inf, "optimizer.clip_norm (inf) must be at least 0"),
+        ("optimizer", "clip_norm", math.inf, "optimizer.clip_norm (inf) must be finite"),
         ("optimizer", "final_fraction", -0.1, "optimizer.final_fraction (-0.1) must be at least"),
         ("optimizer", "beta1", 1.0, "optimizer.beta1 (1.0) must be at least 0 and below 1"),
         ("optimizer", "beta2", -0.1, "optimizer.beta2 (-0.1) must be at least 0 and below 1"),
@@ -103,11 +106,27 @@ VALID = {
         ("run", "num_chunks", -1, "num_chunks (-1) must be at least 0"),
     ],
 )
-def test_broken_rule(config: str, field: str, value: float, message: str) -> None:
+def test_broken_rule(config: str, field: str, value: object, message: str) -> None:
     changes: dict[str, Any] = {field: value}
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
         dataclasses.replace(VALID[config], **changes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (config, field.name)
+        for config, valid in VALID.items()
+        for field in dataclasses.fields(valid)
+        if field.type is float
+    ],
+)
+def test_numbers_are_finite(config: str, field: str, value: float) -> None:
+    changes: dict[str, Any] = {field: value}
+    with pytest.raises(ValueError, match=rf"{field} \({value}\) must be finite"):
+        dataclasses.replace(VALID[config], **changes)
 
 
 @pytest.mark.parametrize("config", VALID)

@@ -49,7 +49,7 @@ def test_waits_are_those_of_layers_with_those_for_gradients_or_unknown() -> None
     experts, sums = span("experts", 2, 5), span("gradients.wait", 20, 21, "exposed")
     dispatch = span("dispatch.wait", 4, 10, "exposed")
     assert waited_us([experts, dispatch, sums]) == 7.0
-    assert waited_us([experts, sums]) is None
+    assert waited_us([experts, sums, span("replicas.wait", 6, 9, "exposed")]) is None
     assert waited_us([]) is None
 
 
