@@ -1,0 +1,188 @@
+"""Gradients of the fused strategy on one rank: whatever autograd brings, keeps and asks for."""
+
+import dataclasses
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.core.types import Save
+from halley.ops.workspaces import CPU_KNOBS, Workspaces
+from tests.strategies.fused_case import CPU, SAVES, assert_same, build
+from tests.strategies.layer_case import (
+    LayerCase,
+    expected,
+    local_experts_of,
+    make_tokens,
+    run_forward,
+)
+
+
+ALONE = LayerCase(num_tokens_W=(8,), num_experts=4)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values, column by column in memory."""
+    return tensor.detach().t().contiguous().t()
+
+
+def _amid(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values at an address that no vector load takes."""
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("make", [_strided, _amid])
+def test_gradients_of_the_output_as_they_come(
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    layer = build(Workspaces(None, CPU))
+    plain, other = (run_forward(layer.forward, ALONE, 0) for _ in range(2))
+    plain.y_TD.backward(plain.grad_TD)
+    other.y_TD.backward(make(other.grad_TD))
+    assert_same(other.values(), plain.values(), make.__name__)
+
+
+def test_expanded_gradient_of_the_output() -> None:
+    """That of a sum is one number, seen from everywhere."""
+    layer = build(Workspaces(None, CPU))
+    plain, summed = (run_forward(layer.forward, ALONE, 0) for _ in range(2))
+    plain.y_TD.backward(torch.ones_like(plain.y_TD))
+    summed.y_TD.sum().backward()
+    assert_same(summed.values(), plain.values(), "of a sum")
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("name", ["x", "weights"])
+def test_strided_tokens_and_routing_weights(name: str, save: Save) -> None:
+    layer = build(Workspaces(None, CPU), save=save)
+    x_TD, routing, grad_TD = make_tokens(ALONE, 0)
+    leaf = _strided(x_TD if name == "x" else routing.topk_weights_TK).requires_grad_()
+    if name == "x":
+        x_TD = leaf
+    else:
+        routing = dataclasses.replace(routing, topk_weights_TK=leaf)
+    layer.forward(x_TD, routing, local_experts_of(ALONE, 0)).backward(grad_TD)
+    assert leaf.grad is not None
+    error = relative_error(leaf.grad, expected(ALONE, 0)[f"{name}.grad"])
+    assert error <= RELATIVE_TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("where", ["alone", "behind others", "before others"])
+def test_what_is_kept_may_come_back_in_other_memory(where: str, save: Save) -> None:
+    """As hooks that offload it do, or pack tensors of a layer into one buffer."""
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        before, after = {"behind others": (16, 0), "before others": (0, 48)}.get(where, (0, 0))
+        buffer = torch.full((before + tensor.numel() + after,), 7).to(tensor.dtype)
+        return buffer[before : before + tensor.numel()].copy_(tensor.flatten()).view(tensor.shape)
+
+    case = LayerCase(num_tokens_W=(21,))
+    strategy = build(Workspaces(None, CPU), save=save)
+    values: list[dict[str, torch.Tensor]] = []
+    for hook in (lambda tensor: tensor, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), hook):
+            call = run_forward(strategy.forward, case, 0)
+            call.y_TD.backward(call.grad_TD)
+        values.append(call.values())
+    assert_same(values[1], values[0], where)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_what_is_kept_may_come_back_as_parts_of_one_buffer(save: Save) -> None:
+    """As from an arena that two layers share: what one no longer needs is not all there is."""
+    arena, end = torch.empty(1 << 20, dtype=torch.uint8), 0
+
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        nonlocal end
+        begin, end = end, end + -(-tensor.nbytes // 64) * 64
+        part = arena[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        part.copy_(tensor)
+        return lambda: part
+
+    strategy = build(Workspaces(None, CPU), save=save)
+    values: list[dict[str, torch.Tensor]] = []
+    for hooks in ((lambda t: t, lambda t: t), (pack, lambda unpack: unpack())):
+        x_TD, routing, grad_TD = make_tokens(ALONE, 0)
+        experts = local_experts_of(ALONE, 0)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            y_TD = strategy.forward(strategy.forward(x_TD, routing, experts), routing, experts)
+        y_TD.backward(grad_TD)
+        leaves = {"x": x_TD, "up": experts.up_LGD, "down": experts.down_LDF}
+        assert all(leaf.grad is not None for leaf in leaves.values())
+        values.append({name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+    assert_same(values[1], values[0], save)
+
+
+def test_backward_when_the_layer_is_gone() -> None:
+    x_TD, routing, grad_TD = make_tokens(ALONE, 0)
+    y_TD = build(Workspaces(None, CPU)).forward(x_TD, routing, local_experts_of(ALONE, 0))
+    gc.collect()
+    y_TD.backward(grad_TD)
+    assert x_TD.grad is not None
+    error = relative_error(x_TD.grad, expected(ALONE, 0)["x.grad"])
+    assert error <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def test_strided_expert_ids() -> None:
+    layer = build(Workspaces(None, CPU))
+    x_TD, routing, grad_TD = make_tokens(ALONE, 0)
+    strided = dataclasses.replace(routing, topk_idx_TK=_strided(routing.topk_idx_TK))
+    layer.forward(x_TD, strided, local_experts_of(ALONE, 0)).backward(grad_TD)
+    assert routing.topk_weights_TK.grad is not None
+    error = relative_error(routing.topk_weights_TK.grad, expected(ALONE, 0)["weights.grad"])
+    assert error <= RELATIVE_TOLERANCE[torch.float32]
+
+
+def test_weights_gradients_beside_the_sums_of_tokens() -> None:
+    """The same bits, and what was in flight is let go when the first has been launched."""
+    beside = Workspaces(None, CPU, knobs=CPU_KNOBS.changed(["weight.beside=1"]))
+    layers = [build(workspaces) for workspaces in (Workspaces(None, CPU), beside)]
+    plain, other = (run_forward(layer.forward, ALONE, 0) for layer in layers)
+    for call in (plain, other):
+        call.y_TD.backward(call.grad_TD)
+    assert_same(other.values(), plain.values(), "weight.beside")
+    assert [workspace.in_flight for workspace in beside.all()] == [()]
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize(
+    "frozen",
+    [("up_LGD",), ("down_LDF",), ("up_LGD", "down_LDF"), ("x", "weights")],
+    ids=["up", "down", "experts", "tokens"],
+)
+def test_frozen_parts(frozen: tuple[str, ...], save: Save) -> None:
+    """They get no gradient, and the others what they would get anyway."""
+    layer = build(Workspaces(None, CPU), save=save)
+    call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
+    call.y_TD.backward(call.grad_TD)
+    got, want = call.values(), expected(ALONE, 0)
+    assert set(want) - set(got) == {f"{name}.grad" for name in frozen}
+    for name, value in got.items():
+        assert relative_error(value, want[name]) <= RELATIVE_TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("frozen", [(), ("up_LGD", "down_LDF")], ids=["all", "tokens"])
+def test_second_derivative_is_refused(frozen: tuple[str, ...], save: Save) -> None:
+    """Also where nothing else wants gradients, so that nobody else would say so."""
+    layer = build(Workspaces(None, CPU), save=save)
+    call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
+    with pytest.raises(RuntimeError, match="gradients of fused layers have no gradients"):
+        torch.autograd.grad(call.y_TD, call.leaves["x"], call.grad_TD, create_graph=True)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_workspaces_that_were_closed_before_backward(save: Save) -> None:
+    """Also where there are new ones, which have never seen the plan."""
+    layer = build(Workspaces(None, CPU), save=save)
+    for num_tokens in (0, 3):
+        call = run_forward(layer.forward, ALONE, 0)
+        layer.workspaces.close()
+        if num_tokens:
+            run_forward(layer.forward, dataclasses.replace(ALONE, num_tokens_W=(num_tokens,)), 0)
+        with pytest.raises(RuntimeError, match="were closed before its backward"):
+            call.y_TD.backward(call.grad_TD)
