@@ -21,9 +21,16 @@ from torch._guards import CompileContext
 from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import record_function
 
+from halley.compiler.early import EarlyGradients
 from halley.compiler.graph import NodeKind, node_kind
 from halley.compiler.options import Options, parse_options
-from halley.compiler.passes import device_of, find_batch_inputs, report_as_is, run_passes
+from halley.compiler.passes import (
+    device_of,
+    find_batch_inputs,
+    is_backward,
+    report_as_is,
+    run_passes,
+)
 from halley.compiler.plan import OrderReport
 from halley.compiler.step_peak import StepPeak
 
@@ -104,22 +111,30 @@ class Backend:
         parsed = parse_options(options)
         self._note(gm)
         inputs = _find_inputs(example_inputs)
+        early = EarlyGradients(example_inputs)
         if parsed.inner == "inductor" and not self._plans_only:
             from halley.compiler.inductor import compile_by_inductor
 
             return compile_by_inductor(
-                gm, example_inputs, options=parsed, inputs=inputs, keep=self.reports.append
+                gm,
+                example_inputs,
+                options=parsed,
+                inputs=inputs,
+                early=early,
+                keep=self.reports.append,
             )
-        return self._compile_eager(gm, example_inputs, parsed, inputs)
+        return self._compile_eager(gm, example_inputs, parsed, inputs=inputs, early=early)
 
     def _compile_eager(
         self,
         gm: fx.GraphModule,
         example_inputs: Sequence[Any],
         options: Options,
+        *,
         inputs: Sequence[int],
+        early: EarlyGradients,
     ) -> Compiled:
-        step_peak = StepPeak(options.unknown_size)
+        step_peak = StepPeak(options.unknown_size, early=early)
 
         def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             names = find_batch_inputs(part.graph, inputs)
@@ -132,6 +147,8 @@ class Backend:
                 report = report_as_is(part.graph, options)
             if report is not None:
                 self.reports.append(report)
+            if is_backward(part.graph):
+                early.take(part.graph)
             return _boxed(part)
 
         compiler = aot_autograd(

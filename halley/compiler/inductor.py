@@ -13,10 +13,11 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.utils._ordered_set import OrderedSet
 
+from halley.compiler.early import EarlyGradients
 from halley.compiler.expand import expand
 from halley.compiler.graph import GraphFacts, NodeKind, is_product
 from halley.compiler.options import Options
-from halley.compiler.passes import find_batch_inputs, run_passes
+from halley.compiler.passes import find_batch_inputs, is_backward, run_passes
 from halley.compiler.plan import OrderReport
 from halley.compiler.step_peak import Halves, StepPeak
 
@@ -27,6 +28,7 @@ def compile_by_inductor(
     *,
     options: Options,
     inputs: Sequence[int],
+    early: EarlyGradients,
     keep: Callable[[OrderReport], None],
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor with the passes in it.
@@ -36,6 +38,7 @@ def compile_by_inductor(
         example_inputs: of it.
         options: of the passes.
         inputs: positions of the example inputs that may have the batch.
+        early: gives parameters their gradients.
         keep: called with the report of each graph that they change.
 
     Raises:
@@ -46,10 +49,10 @@ def compile_by_inductor(
             "torch._inductor.config.post_grad_custom_post_pass is set, and halley wants that place"
         )
     divide = config.custom_partitioner_fn or min_cut_rematerialization_partition
-    step_peak = StepPeak(options.unknown_size, divide, fuses=True)
+    step_peak = StepPeak(options.unknown_size, divide, early=early, fuses=True)
     patches = {
         "post_grad_custom_post_pass": InductorPass(
-            options, inputs=inputs, step_peak=step_peak, keep=keep
+            options, inputs=inputs, step_peak=step_peak, early=early, keep=keep
         ),
         "custom_partitioner_fn": _Partitioner(step_peak),
     }
@@ -83,6 +86,7 @@ class InductorPass(CustomGraphPass):
         options: of the passes.
         inputs: positions of the inputs of forward that may have the batch.
         step_peak: called with the joint graph before.
+        early: gives parameters their gradients.
         keep: called with the report of each graph that they change.
     """
 
@@ -92,11 +96,13 @@ class InductorPass(CustomGraphPass):
         *,
         inputs: Sequence[int],
         step_peak: StepPeak,
+        early: EarlyGradients,
         keep: Callable[[OrderReport], None],
     ) -> None:
         self._options = options
         self._inputs = inputs
         self._step_peak = step_peak
+        self._early = early
         self._keep = keep
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -108,6 +114,8 @@ class InductorPass(CustomGraphPass):
         if report is not None:
             pin_order(graph)
             self._keep(report)
+        if is_backward(graph):
+            self._early.take(graph)
 
     def uuid(self) -> object | None:
         """Return None, so that Inductor keeps no graph of ours in its cache.

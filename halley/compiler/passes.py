@@ -150,10 +150,16 @@ def _convene(
 
 def find_batch_inputs(graph: fx.Graph, positions: Sequence[int]) -> list[str]:
     """Return the names of inputs of a graph of forward by position; none for one of backward."""
-    inputs = graph.find_nodes(op="placeholder")
-    if any(node.name.startswith("tangents") for node in inputs):
+    if is_backward(graph):
         return []
+    inputs = graph.find_nodes(op="placeholder")
     return [node.name for at, node in enumerate(inputs) if at in positions]
+
+
+def is_backward(graph: fx.Graph) -> bool:
+    """Return whether a graph is a backward half, which has gradients among its inputs."""
+    inputs = graph.find_nodes(op="placeholder")
+    return any(node.name.startswith("tangents") for node in inputs)
 
 
 def device_of(graph: fx.Graph) -> torch.device:

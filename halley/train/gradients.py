@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halley.moe.parallel import BUCKET_BYTES, ParallelGroups
+from halley.ops.hand_over import set_taker
 
 
 @dataclass(kw_only=True)
@@ -36,10 +37,10 @@ class _Bucket:
 class Gradients:
     """What backward passes of a model give its parameters in one step.
 
-    A gradient is taken as soon as autograd has made it, so that no two of one parameter are in
-    memory for long. In the last backward pass of a step each bucket is summed over the ranks that
-    share it once it is full, while the rest of the pass runs; buckets follow one another in one
-    order on all ranks.
+    A gradient is taken as soon as autograd has made it, or the graph of a compiled backward pass,
+    so that no two of one parameter are in memory for long. In the last backward pass of a step each
+    bucket is summed over the ranks that share it once it is full, while the rest of the pass runs;
+    buckets follow one another in one order on all ranks.
 
     Args:
         parameters: by name, in the order of forward; all get a gradient in each step.
@@ -58,6 +59,10 @@ class Gradients:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._taken: set[str] = set()
         self._stream: torch.cuda.Stream | None = None
+        self._is_taking = False
+        self._waiting: list[_Bucket] = []  # to be summed, the next one last
+        for name, parameter in parameters.items():
+            set_taker(parameter, partial(self._take, name))
 
     @contextmanager
     def taking(self, *, last: bool) -> Generator[None]:
@@ -68,28 +73,21 @@ class Gradients:
         """
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        waiting = iter(self._buckets) if last else iter(())
-        bucket = next(waiting, None)
+        self._waiting = self._buckets[::-1] if last else []
         for each in self._buckets:
             each.missing = set(each.offsets)
-
-        def take(name: str, parameter: torch.Tensor) -> None:
-            nonlocal bucket
-            self._take(name, parameter)
-            while bucket is not None and not bucket.missing:
-                _begin_sum(bucket)
-                bucket = next(waiting, None)
-
         handles = [
-            parameter.register_post_accumulate_grad_hook(partial(take, name))
+            parameter.register_post_accumulate_grad_hook(partial(self._take_from, name))
             for name, parameter in self._parameters.items()
         ]
+        self._is_taking = True
         try:
             yield
         finally:
+            self._is_taking = False
             for handle in handles:
                 handle.remove()
-        assert not last or bucket is None, f"{sorted(bucket.missing)} have no gradient"
+        assert not self._waiting, f"{sorted(self._waiting[-1].missing)} have no gradient"
 
     def summed(self) -> dict[str, torch.Tensor]:
         """Return the sums over ranks, float32, by name, in their parameters' shapes."""
@@ -105,9 +103,17 @@ class Gradients:
         for bucket in self._buckets:
             bucket.buffer = None
 
-    def _take(self, name: str, parameter: torch.Tensor) -> None:
-        gradient, bucket = parameter.grad, self._bucket_of[name]
-        assert gradient is not None
+    def _take_from(self, name: str, parameter: torch.Tensor) -> None:
+        """Take what autograd gave a parameter: nothing, where a graph has handed it over."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._take(name, gradient)
+
+    @torch.no_grad()
+    def _take(self, name: str, gradient: torch.Tensor) -> None:
+        if not self._is_taking:
+            raise RuntimeError(f"{name} has a gradient from a backward pass that nothing takes")
+        bucket = self._bucket_of[name]
         if bucket.buffer is None:
             with torch.cuda.stream(self._stream):  # whose the memory is
                 bucket.buffer = gradient.new_empty(bucket.numel, dtype=torch.float32)
@@ -117,9 +123,10 @@ class Gradients:
             else:
                 # This conversion takes two thirds of the time that ``copy_`` takes.
                 torch._foreach_copy_([self._view(name)], [gradient])  # pyright: ignore[reportPrivateImportUsage]
-        parameter.grad = None
         self._taken.add(name)
         bucket.missing.discard(name)
+        while self._waiting and not self._waiting[-1].missing:
+            _begin_sum(self._waiting.pop())
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Generator[None]:

@@ -3,13 +3,19 @@
 import dataclasses
 import warnings
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch._dynamo
 
 from halley.core.config import RunConfig
+from halley.train import gradients
 from halley.train.compiled import check_passes
+from halley.train.optim import ModelOptimizer
 from halley.train.step import StepResult, train_step
+from tests.compiler.calls import AllToAllCalls
 from tests.train.run_case import SMALL, built, make_config, write_text
 
 
@@ -28,6 +34,39 @@ def test_passes_change_no_step(run_ranks, tmp_path: Path) -> None:
     want = run_ranks(_take_steps, 2, config)
     passed = dataclasses.replace(config, passes="both")
     assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
+
+
+def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
+    """Return the all-to-alls and the sums of gradients that a backward pass starts, in order."""
+    events: list[str] = []
+    begin_sum, backward = gradients._begin_sum, ModelOptimizer.backward
+
+    def noted_sum(bucket: Any) -> None:
+        events.append("sum")
+        begin_sum(bucket)
+
+    def noted_backward(optimizer: ModelOptimizer, loss: torch.Tensor, **kwargs: Any) -> None:
+        events.clear()
+        with AllToAllCalls(events):
+            backward(optimizer, loss, **kwargs)
+
+    with (
+        mock.patch.object(gradients, "BUCKET_BYTES", 1),
+        mock.patch.object(gradients, "_begin_sum", noted_sum),
+        mock.patch.object(ModelOptimizer, "backward", noted_backward),
+    ):
+        _take_steps(rank, num_ranks, config)
+    return events
+
+
+def test_sums_of_gradients_run_beside_backward(run_ranks, tmp_path: Path) -> None:
+    """They begin between its all-to-alls, as they do where no graph is compiled."""
+    config = dataclasses.replace(make_config(write_text(tmp_path)), strategy="functional")
+    for passes in ("none", "wgrad"):
+        passed = dataclasses.replace(config, passes=passes)
+        for events in run_ranks(_find_events, 2, passed, timeout_s=120.0):
+            last = len(events) - events[::-1].index("all-to-all")
+            assert events.count("sum") > events[:last].count("sum") > 3, passes
 
 
 def test_passes_want_a_whole_graph(tmp_path: Path) -> None:
