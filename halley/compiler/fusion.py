@@ -7,7 +7,15 @@ import torch
 from torch import fx
 
 from halley.compiler.collectives import find_operator, operator_name
-from halley.compiler.graph import NodeKind, is_empty, is_product, is_random, node_kind, writes
+from halley.compiler.graph import (
+    NodeKind,
+    fills,
+    is_empty,
+    is_product,
+    is_random,
+    node_kind,
+    writes,
+)
 from halley.compiler.sizes import Sizes
 from halley.cost.predict import Predictor
 
@@ -29,7 +37,7 @@ _FUSED = _GATHERS | {
     "aten::_log_softmax_backward_data", "aten::nll_loss_forward", "aten::nll_loss_backward",
     "prims::iota", "prims::prepare_softmax_online",
 }  # fmt: skip
-_JOIN = "aten::cat"
+_JOINS = frozenset({"aten::cat", "halley::fill_range"})
 _SUM = "aten::sum"
 _SPLIT_ROWS = 1024  # from which on a sum over rows is one of partial sums
 
@@ -64,8 +72,13 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_join(node: fx.Node) -> bool:
-    """Return whether a node joins tensors: Inductor has kernels write right where they belong."""
-    return operator_name(node) == _JOIN
+    """Return whether a node puts parts together: Inductor has kernels write where they belong."""
+    return operator_name(node) in _JOINS
+
+
+def takes_place(node: fx.Node) -> bool:
+    """Return whether a node is a product that can be told where to write its result."""
+    return operator_name(node) in ("aten::addmm", "aten::mm") and not node.kwargs
 
 
 def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
@@ -151,7 +164,10 @@ def fused_us(
         sizes: of what nodes return.
     """
     if is_join(node):
-        sources = [source for source in node.all_input_nodes if not is_fused(_root(_whole(source)))]
+        if fills(node):
+            sources = [part for part in node.all_input_nodes[1:] if not _is_written_there(part)]
+        else:
+            sources = [each for each in node.all_input_nodes if not _is_made_there(each)]
         copied = sum(sizes.num_bytes(_value(source)) for source in sources)
         return predictor.memory_us(2 * copied) if copied else 0.0
     border = borders.get(_whole(node))
@@ -168,6 +184,16 @@ def fused_us(
         first_us = 1e6 * (moved + own) / predictor.hardware.fused_bytes_per_s
         return max(first_us, predictor.hardware.kernel_us) + second_us
     return 1e6 * moved / predictor.hardware.fused_bytes_per_s + second_us
+
+
+def _is_made_there(node: fx.Node) -> bool:
+    """Return whether Inductor computes what it is to join in kernels of its own."""
+    return is_fused(_root(_whole(node)))
+
+
+def _is_written_there(part: fx.Node) -> bool:
+    """Return whether a part is computed where it belongs in the whole."""
+    return _is_made_there(part) or takes_place(_whole(part))
 
 
 def _root(node: fx.Node) -> fx.Node:

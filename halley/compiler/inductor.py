@@ -20,6 +20,7 @@ from halley.compiler.options import Options
 from halley.compiler.passes import find_batch_inputs, is_backward, run_passes
 from halley.compiler.plan import OrderReport
 from halley.compiler.step_peak import Halves, StepPeak
+from halley.compiler.writes import write_parts
 
 
 def compile_by_inductor(
@@ -112,6 +113,7 @@ class InductorPass(CustomGraphPass):
         report = run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak)
         expand(graph)
         if report is not None:
+            write_parts(graph)
             pin_order(graph)
             self._keep(report)
         if is_backward(graph):

@@ -185,7 +185,6 @@ def _partition(
         batch_inputs=batch_inputs,
         rules=options.rules,
         sizes=sizes,
-        in_place=_is_in_place(options),
     )
 
     def inside(whole: fx.Graph) -> Collection[fx.Node]:
@@ -207,7 +206,6 @@ def _partition(
             sizes=sizes,
             num_parts=options.num_parts,
             contention=cost.contention,
-            in_place=_is_in_place(options),
         )
         plan = fit_memory(graph, plan, divide, sizes=sizes, max_bytes=max_bytes, inside=inside)
         return asdict(plan if options.num_parts else fit_time(graph, plan, divide, time_us))
@@ -237,11 +235,6 @@ def _find_order(
     new, old = (graph_time(todo, each, cost.contention) for each in (order, as_is))
     gains = (new.makespan_us, new.exposed_us) < (old.makespan_us, old.exposed_us)
     return order if gains else as_is
-
-
-def _is_in_place(options: Options) -> bool:
-    """Return whether parts are written into the whole: Inductor knows no operators that write."""
-    return options.inner == "eager"
 
 
 def _share(councils: Sequence[Council], what: str, make: Callable[[], _T]) -> _T:

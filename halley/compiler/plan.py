@@ -87,9 +87,11 @@ def plan_wgrad(
     # In microseconds of computation as it is alone: so much runs behind an all-to-all.
     stretch = contention.comm / contention.compute
     times_us = [time_us * stretch for time_us in _exposed_us(works, units, all_to_alls)]
-    # Inductor computes these where what they read is made.
+    # Inductor computes these where what they read is made. What reads nothing, such as zeros for an
+    # embedding's gradient, would only take memory.
     in_units = {index for unit in units for index in unit.nodes}
-    early = sorted(labels.keys() - in_units) if products_alone else []
+    movable = [index for index in labels if index not in in_units and facts.needs[index]]
+    early = sorted(movable) if products_alone else []
     live = LiveBytes(facts, sizes, inside=inside)
     allowed = max_bytes
     for _ in range(_MAX_TRIES):

@@ -300,6 +300,8 @@ class RunConfig:
             by commas; or "planned", those that are predicted to make a step fastest.
         passes: over graphs of the compiled model, as ``halley.compiler`` has them; others than
             "none" want strategies that graphs can have: "functional", "unfused", "fused".
+        profiles: file of measured times by which passes plan; ranks add what it lacks. "auto" is
+            the one of the user's cache folder on GPUs, and none on CPUs; "" predicts all times.
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
         max_load: for how many times the rows of a balanced load the fused strategy makes room, so
             that the host need not ask the device at each call; 0 for any load.
@@ -314,6 +316,7 @@ class RunConfig:
     output: str = "runs/halley"
     strategy: str = "sequential"
     passes: Literal["none", "wgrad", "partition", "both"] = "none"
+    profiles: str = "auto"
     num_chunks: int = 0
     max_load: float = 0.0
     ep_size: int = 0

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from halley.ops.library import define
+
 
 _library = torch.library.Library("halley", "FRAGMENT")
 
@@ -47,13 +49,22 @@ def _places_of_part(counts: torch.Tensor, num_parts: int, part: int, num_rows: i
     part go to 0 and 3, those of the second to 1 and 2.
     """
     counts_PS = counts.view(num_parts, -1)
-    starts_PS = (
-        (counts_PS.t().flatten().cumsum(0) - counts_PS.t().flatten()).view(-1, num_parts).t()
-    )
-    own_S = counts_PS[part]
-    shift_S = starts_PS[part] - (own_S.cumsum(0) - own_S)
+    in_whole = counts_PS.t().flatten()
+    starts_PS = (in_whole.cumsum(0) - in_whole).view(-1, num_parts).t()
+    ends_S = counts_PS[part].cumsum(0)
+    shift_S = starts_PS[part] - ends_S + counts_PS[part]
     row_R = torch.arange(num_rows, device=counts.device)
-    return row_R + shift_S.repeat_interleave(own_S, output_size=num_rows)
+    return row_R + shift_S.index_select(0, torch.searchsorted(ends_S, row_R, right=True))
+
+
+def _product_into(
+    out: torch.Tensor, bias: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+) -> None:
+    """Write ``left @ right``, with a bias added to each row if there is one, into ``out``."""
+    if bias is None:
+        torch.mm(left, right, out=out)
+    else:
+        torch.addmm(bias, left, right, out=out)
 
 
 def _first(whole: torch.Tensor, *others: object) -> torch.Tensor:
@@ -64,19 +75,29 @@ _define(
     "fill_range(Tensor(a!) whole, Tensor part, int dim, SymInt start) -> Tensor(a!)", _fill_range
 )
 _define("fill_rows(Tensor(a!) whole, Tensor part, Tensor places) -> Tensor(a!)", _fill_rows)
-_define(
-    "places_of_part(Tensor counts, int num_parts, int part, SymInt num_rows) -> Tensor",
-    _places_of_part,
-)
 for _name in ("fill_range", "fill_rows"):
     torch.library.register_fake(f"halley::{_name}", _first, lib=_library)
 
 
-@torch.library.register_fake("halley::places_of_part", lib=_library)
+_library.define(
+    "product_into(Tensor(a!) out, Tensor? bias, Tensor left, Tensor right) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("product_into", _product_into, "CompositeExplicitAutograd")
+torch.library.register_fake("halley::product_into", lambda *_: None, lib=_library)
+
+
 def _fake_places(counts: torch.Tensor, num_parts: int, part: int, num_rows: int) -> torch.Tensor:
     return counts.new_empty(num_rows)
 
 
+define(
+    "places_of_part(Tensor counts, int num_parts, int part, SymInt num_rows) -> Tensor",
+    _places_of_part,
+    _fake_places,
+    made_of_torch=True,
+)
 fill_range = torch.ops.halley.fill_range.default
 fill_rows = torch.ops.halley.fill_rows.default
+product_into = torch.ops.halley.product_into.default
 places_of_part = torch.ops.halley.places_of_part.default

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 
 from halley.core.config import RunConfig, num_even_rows
+from halley.cost.profiles import default_path
 from halley.moe.model import ModelOutput, MoETransformer
 from halley.moe.strategy import PLANNED
 
 
+_TIMEOUT_S = 600.0  # for which ranks wait while the first of them measures and plans
 _IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)
 
 
@@ -53,6 +55,8 @@ def compile_model(
         model: with strategies that ``check_passes`` allows.
         config: of the run.
         device: of the model. On a CPU operators run one by one: Inductor would take minutes.
+
+    Passes plan by measured times, as a wire's speed is not known otherwise.
     """
     # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
     import torch._dynamo.config
@@ -63,7 +67,10 @@ def compile_model(
         "passes": config.passes,
         "inner": "inductor" if device.type == "cuda" else "eager",
         "unknown_size": num_even_rows(config),
+        "timeout_s": _TIMEOUT_S,
     }
+    if profiles := _find_profiles(config, device):
+        options |= {"profiles": profiles, "measure": True}
     compiled = torch.compile(model, backend=Backend(), fullgraph=True, options=options)
 
     def forward(tokens_BS: torch.Tensor) -> ModelOutput:
@@ -71,3 +78,10 @@ def compile_model(
             return compiled(tokens_BS)
 
     return forward
+
+
+def _find_profiles(config: RunConfig, device: torch.device) -> str:
+    """Return the file of measured times of a run, or "" for none."""
+    if config.profiles != "auto":
+        return config.profiles
+    return str(default_path()) if device.type == "cuda" else ""

@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -80,8 +81,19 @@ class Captured:
     def flow(self, graph: fx.Graph) -> BatchFlow:
         return find_axes(graph, self.batch_inputs, all_rules({}))
 
+    @torch.no_grad()
     def run(self, graph: fx.Graph) -> list[Any]:
         return AsOnGPU(fx.GraphModule(self.module, graph)).run(*self.args)
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Have parts be joined that could be written into one buffer, as some others must be."""
+    with (
+        mock.patch("halley.compiler.partition.merge.fits_in_place", return_value=False),
+        mock.patch("halley.compiler.partition.merge_cost.fits_in_place", return_value=False),
+    ):
+        yield
 
 
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -1,6 +1,7 @@
 """A forward graph in parts, on one rank: same bits, order of the pipeline, reasons, memory."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import fx
 
 from halley.compiler import run
 from halley.compiler.collectives import collective_kind, is_wait
+from halley.compiler.graph import fills
 from halley.compiler.partition.axes import find_axes
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.fit import fit_memory, fit_time
@@ -17,7 +19,7 @@ from halley.compiler.partition.plan import PartitionPlan, RangeReport, partition
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes
-from tests.compiler.captured_case import Captured, compute_nodes
+from tests.compiler.captured_case import Captured, compute_nodes, joined
 
 
 BATCH_SIZE = 12
@@ -36,12 +38,14 @@ def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
 def _divided(rank: int, num_ranks: int, gate: str) -> None:
     case = Captured(gate)
     want = case.run(case.graph())
-    for num_parts, in_place in ((2, True), (3, False), (4, True), (4, False), (6, True)):
+    for num_parts, is_joined in ((2, False), (3, True), (4, False), (4, True), (6, False)):
         graph = case.graph()
         flow = case.flow(graph)
         region = find_region(flow, compute_nodes(graph))
         assert isinstance(region, Region), region
-        divide(graph, flow, [(region, num_parts)], sizes=SIZES, in_place=in_place)
+        with joined() if is_joined else nullcontext():
+            divide(graph, flow, [(region, num_parts)], sizes=SIZES)
+        assert any(map(fills, graph.nodes)) is not is_joined
         assert _same(case.run(graph), want), num_parts
         _check_pipeline(graph, num_parts)
         names = [str(node.target) for node in graph.nodes]

@@ -58,6 +58,7 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             (torch.randn(10, D, generator=generator), order_R, inverse_R),
         ),
         "order_of_parts": (lambda counts: ops.order_of_parts(counts, 2, 10), (counts_WL,)),
+        "places_of_part": (lambda counts: ops.places_of_part(counts, 2, 1, 5), (counts_WL,)),
         "take_slots": (
             lambda idx, used: ops.take_slots(idx, used, LIMIT),
             (chosen_TK, torch.tensor([0, 1, 2, 6])),

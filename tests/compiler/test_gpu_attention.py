@@ -1,5 +1,6 @@
 """Forward with attention as GPUs have it, in parts: several results of one operator, some none."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from halley.compiler.partition.groups import Span, group_nodes, has_exchange
 from halley.compiler.partition.pipeline_cost import PipelineCost
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
-from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes
+from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes, joined
 from tests.compiler.gpt2_model import SEQ_LEN
 from tests.compiler.gpu_attention import GPU_ATTENTIONS, operator_of
 
@@ -45,12 +46,13 @@ def _check_same(case: Captured, graph: fx.Graph, where: object) -> list[Any]:
 
 def _divided(rank: int, num_ranks: int, attention: str) -> None:
     case = Captured("switch", attention)
-    for num_parts, in_place in ((3, True), (2, False)):
+    for num_parts, how in ((3, nullcontext), (2, joined)):
         graph = case.graph()
         flow, nodes = case.flow(graph), compute_nodes(graph)
         region = find_region(flow, nodes)
         assert isinstance(region, Region), region
-        divide(graph, flow, [(region, num_parts)], sizes=Sizes(64), in_place=in_place)
+        with how():
+            divide(graph, flow, [(region, num_parts)], sizes=Sizes(64))
         found = _check_same(case, graph, num_parts)
         shapes = [tuple(value.shape) for value in found if isinstance(value, torch.Tensor)]
         assert shapes.count(SUMS[attention]) == NUM_LAYERS
@@ -89,10 +91,10 @@ def _cut(rank: int, num_ranks: int, attention: str) -> int:
         flow, copied = case.flow(copy), list(copy.nodes)
         region = find_region(flow, copied[groups[min(at, layer)][0] : groups[max(at, layer)][1]])
         assert isinstance(region, Region), region
-        price = PipelineCost(flow, cost=lambda _: 1.0, sizes=Sizes(64), in_place=True)
+        price = PipelineCost(flow, cost=lambda _: 1.0, sizes=Sizes(64))
         divided = sum(map(len, region.stages))
         assert price.in_parts(region, 2) > divided, inside
-        divide(copy, flow, [(region, 2)], sizes=Sizes(64), in_place=True)
+        divide(copy, flow, [(region, 2)], sizes=Sizes(64))
         _check_same(case, copy, inside)
     return len(several)
 

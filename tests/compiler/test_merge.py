@@ -1,5 +1,6 @@
 """Memory of a forward graph in parts: as counted, and as it runs, on one rank."""
 
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -13,7 +14,7 @@ from halley.compiler.partition.divide import divide
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
 from halley.perf.gpt2_moe import TOP_K
-from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes
+from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes, joined
 from tests.compiler.gpt2_model import SEQ_LEN
 
 
@@ -53,8 +54,8 @@ def _peaks(rank: int, num_ranks: int) -> dict[str, tuple[int, int]]:
             flow = case.flow(graph)
             region = find_region(flow, compute_nodes(graph))
             assert isinstance(region, Region), region
-            is_filled = name == "in place"
-            divide(graph, flow, [(region, NUM_PARTS)], sizes=sizes, in_place=is_filled)
+            with joined() if name == "joined" else nullcontext():
+                divide(graph, flow, [(region, NUM_PARTS)], sizes=sizes)
         facts = GraphFacts(graph)
         with torch.no_grad():
             runner = _Counting(fx.GraphModule(case.module, graph), case.args)

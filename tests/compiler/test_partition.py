@@ -44,8 +44,6 @@ def _plan(
     case: ForwardCase,
     cost: NodeCost = FAST_LAUNCH,
     num_parts: int = 0,
-    *,
-    in_place: bool = False,
 ) -> PartitionPlan:
     b, batch = build_forward(case)
     return plan_partition(
@@ -55,7 +53,6 @@ def _plan(
         cost=cost,
         sizes=SIZES,
         num_parts=num_parts,
-        in_place=in_place,
     )
 
 
@@ -95,10 +92,9 @@ def test_plan_equals_brute_force_on_random_graphs() -> None:
     for seed in range(NUM_GRAPHS):
         case, cost = _random_case(seed)
         b, batch = build_forward(case)
-        in_place = bool(seed % 2)
-        plan = _plan(case, cost, in_place=in_place)
+        plan = _plan(case, cost)
         flow = find_axes(b.graph, [batch], all_rules({}))
-        price = PipelineCost(flow, cost=cost, sizes=SIZES, in_place=in_place)
+        price = PipelineCost(flow, cost=cost, sizes=SIZES)
         nodes = list(b.graph.nodes)
         groups = group_nodes(flow, nodes, price.as_is)
         layers = [at for at, group in enumerate(groups) if has_exchange(nodes, group)]
@@ -115,9 +111,7 @@ def test_plan_equals_brute_force_on_random_graphs() -> None:
                 prices_us = {1: as_is_us}
                 if isinstance(region, Region):
                     numbers = (n for n in range(2, 9) if case.batch_size % n == 0)
-                    prices_us |= {
-                        n: price.in_parts(region, n, defers_merges=in_place) for n in numbers
-                    }
+                    prices_us |= {n: price.in_parts(region, n, defers_merges=True) for n in numbers}
                 best[first, end] = min(prices_us.values())
                 overlaps = any(a < span[1] and span[0] < z for a, z in planned)
                 chosen[first, end] = math.inf if overlaps else as_is_us

@@ -1,8 +1,10 @@
 """The weight-gradient pass on graphs made by hand: labels, units, best fit, deadline, order."""
 
 import pytest
+import torch
 
 from halley.compiler.graph import GraphFacts
+from halley.compiler.memory import LiveBytes
 from halley.compiler.order import build_order, place_reductions
 from halley.compiler.plan import hidden_products, plan_wgrad
 from halley.compiler.sizes import Sizes
@@ -165,6 +167,25 @@ def test_sums_stay_with_what_they_add_up_where_a_compiler_fuses_them() -> None:
 
     assert order(False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]
     assert order(True) == ["bias", "dx", "a2a", "dw", "wait_a2a", "last", "output"]
+
+
+def test_what_reads_nothing_comes_late_however_a_compiler_fuses() -> None:
+    """Zeros for the gradient of an embedding would fill memory for all of backward."""
+    b = GraphBuilder()
+    grad, x, w = (b.input(name, 4, 4) for name in ("tangents_1", "x", "w"))
+    _, wait = b.all_to_all(b.mm(grad, w, name="dx"), "a2a")
+    dw = b.mm(x, grad, name="dw")
+    zeros = b.graph.call_function(aten.full.default, ([64, 4], 0.0), name="zeros")
+    zeros.meta["val"] = torch.empty(64, 4, device="meta")
+    last = b.mm(zeros, b.mm(wait, w, name="dx_last"), name="last")
+    facts = b.done(last, dw)
+    sizes = Sizes(1)
+    peak, _ = LiveBytes(facts, sizes).peak(range(len(facts.nodes)))
+    order = plan_wgrad(
+        facts, cost=lambda node: 10.0, sizes=sizes, max_bytes=peak, products_alone=True
+    )
+    assert hidden_products(facts, order) == {"a2a": ("dw",)}
+    assert names(facts, order).index("zeros") > names(facts, order).index("a2a")
 
 
 def _with_reductions() -> GraphFacts:

@@ -1,6 +1,7 @@
 """Training with passes over the compiled model: the steps that it takes without."""
 
 import dataclasses
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 import torch._dynamo
 
 from halley.core.config import RunConfig
+from halley.cost.profiles import default_path
 from halley.train import gradients
-from halley.train.compiled import check_passes
+from halley.train.compiled import _find_profiles, check_passes
 from halley.train.optim import ModelOptimizer
 from halley.train.step import StepResult, train_step
 from tests.compiler.calls import AllToAllCalls
@@ -34,6 +36,32 @@ def test_passes_change_no_step(run_ranks, tmp_path: Path) -> None:
     want = run_ranks(_take_steps, 2, config)
     passed = dataclasses.replace(config, passes="both")
     assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
+
+
+def test_passes_plan_by_measured_times(run_ranks, tmp_path: Path) -> None:
+    """The first rank keeps what was measured; steps are those without passes."""
+    config = dataclasses.replace(make_config(write_text(tmp_path)), strategy="functional")
+    want = run_ranks(_take_steps, 2, config)
+    path = tmp_path / "profiles.jsonl"
+    passed = dataclasses.replace(config, passes="wgrad", profiles=str(path))
+    assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = {kind for line in lines for kind in ("op", "collective", "contention") if kind in line}
+    assert kinds == {"op", "collective", "contention"}
+    assert {line["environment"]["topology"] for line in lines} == {"ranks 2"}
+    path.write_text("no profiles\n")
+    with pytest.raises(Exception, match=r"profiles.jsonl.* must be a line of profiles"):
+        run_ranks(_take_steps, 2, passed, timeout_s=120.0)
+
+
+def test_where_measured_times_are(tmp_path: Path) -> None:
+    config = make_config(write_text(tmp_path))
+    assert _find_profiles(config, torch.device("cpu")) == ""
+    assert Path(_find_profiles(config, torch.device("cuda"))) == default_path()
+    given = dataclasses.replace(config, profiles="times.jsonl")
+    assert _find_profiles(given, torch.device("cpu")) == "times.jsonl"
+    none = dataclasses.replace(config, profiles="")
+    assert _find_profiles(none, torch.device("cuda")) == ""
 
 
 def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:

@@ -32,7 +32,6 @@ def divide(
     regions: Sequence[tuple[Region, int]],
     *,
     sizes: Sizes,
-    in_place: bool = False,
 ) -> None:
     """Run regions of a graph in parts.
 
@@ -41,7 +40,6 @@ def divide(
         flow: of the graph.
         regions: of it, that do not overlap, in order, each with its number of parts.
         sizes: learns which sizes are of parts.
-        in_place: whether parts of what others want whole are written into one buffer.
 
     Contract: an operator of a region runs once for each part in the order of the pipeline, and
     again where its whole is wanted and cannot be put together. All others run as often as before,
@@ -59,7 +57,7 @@ def divide(
             )
     before = Counter(str(node.target) for node in graph.nodes)
     outputs = _describe(graph)
-    divider = _Divider(graph, flow, sizes, in_place=in_place)
+    divider = _Divider(graph, flow, sizes)
     for region, num_parts in regions:
         divider.run(region, num_parts)
     graph.lint()
@@ -71,7 +69,7 @@ def divide(
 class _Divider:
     """Writes regions in parts behind their nodes, and removes the nodes that run in parts alone."""
 
-    def __init__(self, graph: fx.Graph, flow: BatchFlow, sizes: Sizes, *, in_place: bool) -> None:
+    def __init__(self, graph: fx.Graph, flow: BatchFlow, sizes: Sizes) -> None:
         self._graph = graph
         self._sizes = sizes
         self._calls = flow.calls
@@ -81,7 +79,6 @@ class _Divider:
         self._num_parts = 1
         self._parts: list[dict[fx.Node, fx.Node]] = []
         self._splits: dict[tuple[fx.Node, Batch], list[fx.Node]] = {}
-        self._in_place = in_place
 
     def run(self, region: Region, num_parts: int) -> None:
         """Divide one region, behind those that were divided before."""
@@ -95,7 +92,6 @@ class _Divider:
             axes=self._axes,
             add=self._call,
             need=lambda node: self._bring_forward(node, set(divided)),
-            in_place=self._in_place,
         )
         end = max((*region.before, *divided, *(node for _, node in region.after))).next
         with self._graph.inserting_before(end):

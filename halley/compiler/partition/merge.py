@@ -51,7 +51,6 @@ class Merger:
         axes: of the region's nodes.
         add: adds a call to the graph.
         need: adds a node of the region to all parts, if it and what it needs can stand now.
-        in_place: whether parts may be written into one buffer.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Merger:
         axes: dict[fx.Node, Axes],
         add: Add,
         need: Callable[[fx.Node], bool],
-        in_place: bool,
     ) -> None:
         self._parts = parts
         self._axes = axes
@@ -70,15 +68,14 @@ class Merger:
         self._need = need
         self._wanted = {node for ending, node in region.after if ending == "merge"}
         self._sizes = find_sizes(region)
-        self._in_place = in_place
         self._wholes: dict[fx.Node, fx.Node] = {}
         self._counts: dict[Layout, fx.Node] = {}
         self._places: dict[tuple[Layout, int], fx.Node] = {}
         self._orders: dict[Layout, fx.Node] = {}
 
     def note(self, node: fx.Node, part: int) -> None:
-        """Write a part, which was added just now, into its whole if that is done in place."""
-        if node not in self._wanted or not self._in_place:
+        """Write a part, which was added just now, into its whole if that can be done in place."""
+        if node not in self._wanted:
             return
         if part == 0 and (whole := self._allocate(node)):
             self._wholes[node] = whole

@@ -47,7 +47,6 @@ class MergeCost:
         cost: microseconds of a node.
         shadows: makes the nodes that are priced.
         known: prices of other calls on the same graph; grows.
-        in_place: whether parts are written into one buffer, as in ``Merger``.
     """
 
     def __init__(
@@ -59,18 +58,17 @@ class MergeCost:
         cost: NodeCost,
         shadows: Shadows,
         known: Known,
-        in_place: bool,
     ) -> None:
         self._num_parts = num_parts
         self._flow = flow
         self._cost = cost
         self._shadows = shadows
         self._known = known
-        sizes = find_sizes(region) if in_place else {}
+        sizes = find_sizes(region)
         self._filled = {
             node
             for ending, node in region.after
-            if in_place and ending == "merge" and fits_in_place(node, flow.axes[node], sizes)
+            if ending == "merge" and fits_in_place(node, flow.axes[node], sizes)
         }
         self._seen: set[object] = set()
 
@@ -87,7 +85,7 @@ class MergeCost:
             price = self._price("new", node, lambda: self._call(empty, own, shape, result=whole))
         if isinstance(axis, Batch):
             fill = self._price(
-                "fill", node, lambda: self._call(fill_range, whole, own, result=whole)
+                "fill", node, lambda: self._call(fill_range, whole, own, result=whole, of=node)
             )
             return price + fill
         places = self._int64(axis, own)

@@ -42,10 +42,9 @@ class PipelineCost:
         cost: microseconds of a node.
         sizes: of what nodes return.
         contention: of computation and communication.
-        in_place: whether parts are written into what is whole, as in ``divide``.
 
     Attributes:
-        sizes, in_place: as given.
+        sizes: as given.
     """
 
     def __init__(
@@ -55,13 +54,11 @@ class PipelineCost:
         cost: NodeCost,
         sizes: Sizes,
         contention: Contention = NO_CONTENTION,
-        in_place: bool = False,
     ) -> None:
         self._flow = flow
         self._cost = cost
         self.sizes = sizes
         self._contention = contention
-        self.in_place = in_place
         self._shadows = Shadows(flow, sizes)
         self._known: dict[_Key, float] = {}
         self._merges: Known = {}
@@ -91,7 +88,6 @@ class PipelineCost:
             cost=self._cost,
             shadows=self._shadows,
             known=self._merges,
-            in_place=self.in_place,
         )
         works = [self._whole_work(node) for node in region.before]
         for node, part in region.steps(num_parts):

@@ -8,6 +8,7 @@ Source: Lancet (arXiv:2404.19429), section 5.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast, final
 
@@ -86,7 +87,6 @@ def partition(
     batch_inputs: Sequence[str],
     rules: Mapping[str, Rule],
     sizes: Sizes,
-    in_place: bool = False,
 ) -> None:
     """Run ranges of a graph in parts.
 
@@ -96,7 +96,6 @@ def partition(
         batch_inputs: names of inputs that have the batch.
         rules: a user's own.
         sizes: learns which sizes are of parts.
-        in_place: whether parts are written into what is whole, as in ``divide``.
 
     Raises:
         RuntimeError: a range cannot run in parts.
@@ -111,7 +110,7 @@ def partition(
         if isinstance(region, str):
             raise RuntimeError(f"a planned range cannot run in parts: {region}")
         regions.append((region, num_parts))
-    divide(graph, flow, regions, sizes=sizes, in_place=in_place)
+    divide(graph, flow, regions, sizes=sizes)
 
 
 def plan_partition(
@@ -123,7 +122,6 @@ def plan_partition(
     sizes: Sizes,
     num_parts: int = 0,
     contention: Contention = NO_CONTENTION,
-    in_place: bool = False,
 ) -> PartitionPlan:
     """Return the ranges that are predicted to be fastest in parts.
 
@@ -135,10 +133,9 @@ def plan_partition(
         sizes: of what nodes return.
         num_parts: runs all that can be in as many parts, fast or not; 0 chooses.
         contention: of computation and communication.
-        in_place: whether parts are written into what is whole, as in ``divide``.
     """
     flow = find_axes(graph, batch_inputs, all_rules(rules))
-    price = PipelineCost(flow, cost=cost, sizes=sizes, contention=contention, in_place=in_place)
+    price = PipelineCost(flow, cost=cost, sizes=sizes, contention=contention)
     return _Planner(graph, flow, price, num_parts).plan()
 
 
@@ -196,17 +193,12 @@ class _Planner:
             choice = Choice(1, as_is_us)
             if isinstance(region, Region) and self._is_given and self._numbers:
                 number = self._numbers[0]
-                choice = Choice(number, self._in_parts(region, number))
+                choice = Choice(number, self._price.in_parts(region, number, defers_merges=True))
             elif isinstance(region, Region):
-                choice = choose_parts(
-                    as_is_us, self._numbers, lambda number: self._in_parts(region, number)
-                )
+                in_parts = partial(self._price.in_parts, region, defers_merges=True)
+                choice = choose_parts(as_is_us, self._numbers, in_parts)
             self._known[key] = choice, as_is_us
         return self._known[key]
-
-    def _in_parts(self, region: Region, num_parts: int) -> float:
-        # Inductor joins parts where it likes: what it makes kernels of is not tied to a window.
-        return self._price.in_parts(region, num_parts, defers_merges=self._price.in_place)
 
     def _signature(self, start: int, stop: int) -> str:
         """Return what the price of a range depends on: the layers of a model are alike."""

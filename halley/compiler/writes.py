@@ -1,0 +1,88 @@
+"""Parts written into their wholes by operators that Inductor takes, once the order is found.
+
+Passes see operators that return the buffer they write to, so that data alone orders them. Inductor
+knows no such operator, but copies into ranges of a buffer, which it computes right there.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from halley.compiler.fake import trace_result
+from halley.compiler.fusion import takes_place
+from halley.ops.fills import fill_range, fill_rows, product_into
+
+
+_ATEN = torch.ops.aten
+_LIKE_A_PART = (_ATEN.new_empty.default, _ATEN.new_empty_strided.default)
+
+
+def write_parts(graph: fx.Graph) -> None:
+    """Have what fills a buffer write to it and return nothing that is read.
+
+    Args:
+        graph: in the order in which it will run, changed.
+    """
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target not in (fill_range, fill_rows):
+            continue
+        whole, part = node.all_input_nodes[:2]
+        whole = _stand_alone(whole)
+        with graph.inserting_before(node):
+            if node.target is fill_rows:
+                _call(graph, _ATEN.index_put_.default, whole, [node.args[2]], part)
+            else:
+                dim, start = node.args[2:]
+                end = start + part.meta["val"].shape[dim]
+                place = _call(graph, _ATEN.slice.Tensor, whole, dim, start, end)
+                fits = place.meta["val"].stride() == part.meta["val"].stride()
+                if fits and takes_place(part):
+                    bias = part.args[0] if len(part.args) == 3 else None
+                    _call(graph, product_into, place, bias, *part.args[-2:])
+                else:
+                    _call(graph, _ATEN.copy_.default, place, part)
+                if fits:
+                    # What is read where it belongs need not be anywhere else.
+                    _move_readers(part, place, behind=node, position=position)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+        if not part.users:
+            graph.erase_node(part)
+    graph.lint()
+
+
+def _stand_alone(whole: fx.Node) -> fx.Node:
+    """Return a buffer that is made without reading a part, in the place of one that is not."""
+    if whole.target not in _LIKE_A_PART:
+        return whole
+    sizes, strides = whole.args[1:] if len(whole.args) == 3 else (whole.args[1], None)
+    options = {name: getattr(whole.meta["val"], name) for name in ("dtype", "device")}
+    with whole.graph.inserting_before(whole):
+        if strides is None:
+            made = whole.graph.call_function(_ATEN.empty.memory_format, (sizes,), options)
+        else:
+            made = whole.graph.call_function(_ATEN.empty_strided.default, (sizes, strides), options)
+    made.meta = whole.meta
+    whole.replace_all_uses_with(made)
+    whole.graph.erase_node(whole)
+    return made
+
+
+def _move_readers(
+    part: fx.Node, place: fx.Node, *, behind: fx.Node, position: Mapping[fx.Node, int]
+) -> None:
+    """Have what reads a part behind a node read it where it was written."""
+    at = position[behind]
+
+    def is_behind(user: fx.Node) -> bool:
+        return position.get(user, 0) > at
+
+    part.replace_all_uses_with(place, is_behind)
+
+
+def _call(graph: fx.Graph, target: object, *args: object) -> fx.Node:
+    node = graph.call_function(target, args)  # pyright: ignore[reportArgumentType]
+    trace_result(node)
+    return node

@@ -1,0 +1,82 @@
+"""Parts written by operators that Inductor takes: the same bits, where they belong at once."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from halley.compiler.graph import fills
+from halley.compiler.partition.divide import divide
+from halley.compiler.partition.region import Region, find_region
+from halley.compiler.sizes import Sizes
+from halley.compiler.writes import write_parts
+from halley.ops.fills import product_into
+from tests.compiler.captured_case import Captured, compute_nodes
+
+
+ATEN = torch.ops.aten
+NUM_PARTS = 3
+
+
+def _find_products(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target in (ATEN.addmm.default, ATEN.mm.default)]
+
+
+def _written(rank: int, num_ranks: int) -> tuple[list[bool], Counter[str], dict[str, int]]:
+    """Return which outputs are equal, how often each operator is called, and products."""
+    case = Captured("switch")
+    want = case.run(case.graph())
+    graph = case.graph()
+    flow = case.flow(graph)
+    region = find_region(flow, compute_nodes(graph))
+    assert isinstance(region, Region), region
+    divide(graph, flow, [(region, NUM_PARTS)], sizes=Sizes(64))
+    before = _find_products(graph)
+    num_filled = sum(any(map(fills, node.users)) for node in before)
+    write_parts(graph)
+    found: list[Any] = case.run(graph)
+    same = [
+        torch.equal(a, b) and a.stride() == b.stride() if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(found, want, strict=True)
+    ]
+    products = {"before": len(before), "filled": num_filled, "after": len(_find_products(graph))}
+    return same, Counter(str(node.target) for node in graph.nodes), products
+
+
+def test_parts_are_written_where_they_belong(run_ranks) -> None:
+    ((same, calls, products),) = run_ranks(_written, 1, timeout_s=120.0)
+    assert all(same)
+    assert calls["halley.fill_range.default"] == calls["halley.fill_rows.default"] == 0
+    assert calls["aten.index_put_.default"] > 0
+    assert calls["aten.copy_.default"] > 0
+    # Products go right into the whole, and nowhere else.
+    assert products["filled"] > 0
+    assert calls[str(product_into)] == products["filled"]
+    assert products["after"] == products["before"] - products["filled"]
+
+
+def test_what_follows_reads_the_whole() -> None:
+    """So that a part which others read, too, is not in memory twice."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2, 3)
+    whole = graph.call_function(ATEN.new_empty_strided.default, (x, (4, 3), (3, 1)))
+    whole.meta["val"] = torch.empty(4, 3)
+    before = graph.call_function(ATEN.neg.default, (x,))
+    part = graph.call_function(ATEN.exp.default, (x,))
+    early = graph.call_function(ATEN.sin.default, (part,))
+    for node in (before, part, early):
+        node.meta["val"] = torch.empty(2, 3)
+    fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 2))
+    late = graph.call_function(ATEN.sin.default, (part,))
+    graph.output((early, late, fill))
+    write_parts(graph)
+    (copy,) = graph.find_nodes(op="call_function", target=ATEN.copy_.default)
+    place, copied = copy.args
+    assert copied is part
+    assert late.args == (place,)
+    assert early.args == (part,)
+    ran_early, ran_late, ran_whole = fx.GraphModule({}, graph)(torch.ones(2, 3))
+    assert torch.equal(ran_late, ran_early)
+    assert torch.equal(ran_whole[2:], torch.ones(2, 3).exp())
