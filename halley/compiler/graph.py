@@ -120,6 +120,10 @@ class GraphFacts:
         """Return the indices of all collectives of these kinds, ascending."""
         return [index for index, kind in enumerate(self.collectives) if kind in kinds]
 
+    def find_waits(self, start: int) -> list[int]:
+        """Return the indices of the waits for what a node has started, ascending."""
+        return [index for index in self.find(NodeKind.WAIT) if start in self.needs[index]]
+
     def check_order(self, order: Sequence[int]) -> None:
         """Check that the graph may run in that order.
 

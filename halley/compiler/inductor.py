@@ -15,7 +15,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from halley.compiler.early import EarlyGradients
 from halley.compiler.expand import expand
-from halley.compiler.graph import GraphFacts, NodeKind, is_product
+from halley.compiler.graph import GraphFacts, is_product
 from halley.compiler.options import Options
 from halley.compiler.passes import find_batch_inputs, is_backward, run_passes
 from halley.compiler.plan import OrderReport
@@ -68,7 +68,11 @@ def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
     Collectives and Halley's operators are called by way of it in Python, which takes the host as
     long as a kernel.
     """
-    compiled = compile_fx_inner(*args, **kwargs)
+    reorders = config.reorder_for_peak_memory
+    try:
+        compiled = compile_fx_inner(*args, **kwargs)
+    finally:
+        config.reorder_for_peak_memory = reorders  # which the pass may have turned off
     if isinstance(compiled, CompiledFxGraph) and (run := compiled.current_callable):
 
         def call(inputs: Sequence[Any]) -> Any:
@@ -113,8 +117,11 @@ class InductorPass(CustomGraphPass):
         report = run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak)
         expand(graph)
         if report is not None:
+            ties = find_ties(graph)
             write_parts(graph)
-            pin_order(graph)
+            pin_order(graph, ties)
+            if report.ranges:  # an order that hides nothing takes less memory
+                config.reorder_for_peak_memory = False
             self._keep(report)
         if is_backward(graph):
             self._early.take(graph)
@@ -156,16 +163,19 @@ class _Partitioner(CustomPartitionerFn):
         return None
 
 
-def pin_order(graph: fx.Graph) -> None:
-    """Tie the matrix products behind the start of an all-to-all to it, and its wait to them.
+Ties = dict[fx.Node, OrderedSet[fx.Node]]  # of nodes, those that must run before
 
-    Inductor's scheduler may move what no data orders, and fuses. A tie is an operand that is not
-    read.
+
+def find_ties(graph: fx.Graph) -> Ties:
+    """Return what ties the products behind the start of an all-to-all to it, and its wait to them.
+
+    Args:
+        graph: whose nodes write to no arguments, in the order in which it is to run.
     """
     facts = GraphFacts(graph)
-    ties: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    ties: Ties = {}
     for start in facts.find_collectives("all_to_all"):
-        waits = [at for at in facts.find(NodeKind.WAIT) if facts.ancestors[at] >> start & 1]
+        waits = facts.find_waits(start)
         if not waits:
             continue
         wait = facts.nodes[min(waits)]
@@ -174,5 +184,19 @@ def pin_order(graph: fx.Graph) -> None:
             if is_product(node) and not facts.ancestors[index] >> start & 1:
                 ties.setdefault(node, OrderedSet()).add(facts.nodes[start])
                 ties.setdefault(wait, OrderedSet()).add(node)
-    preserve_node_ordering(graph, ties)
+    return ties
+
+
+def pin_order(graph: fx.Graph, ties: Ties) -> None:
+    """Tie nodes to others by operands that are not read: else Inductor may move what it likes.
+
+    Args:
+        graph: changed.
+        ties: as of ``find_ties``; those of nodes that are gone do not count.
+    """
+    here = set(graph.nodes)
+    kept = {node: OrderedSet(each for each in ties[node] if each in here) for node in ties}
+    preserve_node_ordering(
+        graph, {node: kept[node] for node in kept if node in here and kept[node]}
+    )
     graph.lint()

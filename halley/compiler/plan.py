@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from halley.compiler.graph import GraphFacts, NodeKind, is_product, module_of
+from halley.compiler.graph import GraphFacts, is_product, module_of
 from halley.compiler.headroom import Headroom
 from halley.compiler.memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
@@ -163,9 +163,8 @@ def hidden_products(facts: GraphFacts, order: Sequence[int]) -> dict[str, tuple[
     """Return the matrix products between start and wait of each all-to-all, by names."""
     found: dict[str, tuple[str, ...]] = {}
     place = {index: at for at, index in enumerate(order)}
-    waits = facts.find(NodeKind.WAIT)
     for start in facts.find_collectives("all_to_all"):
-        ends = [place[wait] for wait in waits if facts.ancestors[wait] >> start & 1]
+        ends = [place[wait] for wait in facts.find_waits(start)]
         between = order[place[start] + 1 : min(ends, default=len(order))]
         nodes = [facts.nodes[index] for index in between]
         found[facts.nodes[start].name] = tuple(node.name for node in nodes if is_product(node))

@@ -1,5 +1,6 @@
 """Inductor as the inner compiler: the same bits, the order in its code, and that of our backend."""
 
+import re
 import warnings
 from typing import Any
 
@@ -104,9 +105,14 @@ class _Layer(nn.Module):
         return x_BSD + out.y, out.router_loss
 
 
-def _run_parts(rank: int, num_ranks: int) -> tuple[list[bool], list[OrderReport]]:
-    """Return which of outputs and gradients are equal with both passes, and what those did."""
-    runs, backend, layer = [], Backend(), _Layer()
+def _run_parts(rank: int, num_ranks: int) -> tuple[list[bool], list[OrderReport], str]:
+    """Return which of outputs and gradients are equal with both passes, what those did, and code.
+
+    The code is that of forward in parts.
+    """
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    runs, backend, layer, codes = [], Backend(), _Layer(), [""]
     for passes in ("none", "both"):
         layer.zero_grad()
         generator = torch.Generator().manual_seed(rank)
@@ -116,21 +122,49 @@ def _run_parts(rank: int, num_ranks: int) -> tuple[list[bool], list[OrderReport]
             warnings.simplefilter("ignore")
             options |= {"inner": "inductor", "num_parts": NUM_PARTS}
             call = torch.compile(layer, backend=backend, fullgraph=True, options=options)
-            y_BSD, loss = call(x_BSD)
-            assert loss is not None
-            (y_BSD.square().sum() + loss).backward()
+            found: list[torch.Tensor] = []
+
+            def step() -> torch.Tensor:
+                y_BSD, loss = call(x_BSD)  # noqa: B023
+                found.extend((y_BSD.detach(), loss.detach()))  # noqa: B023
+                return y_BSD.square().sum() + loss
+
+            _, codes = run_fw_bw_and_get_code(step)
         gradients = [parameter.grad for parameter in layer.parameters()]
-        runs.append([y_BSD.detach(), loss.detach(), x_BSD.grad, *gradients])
-    return list(map(torch.equal, *runs)), backend.reports
+        runs.append([*found, x_BSD.grad, *gradients])
+    return list(map(torch.equal, *runs)), backend.reports, codes[0]
 
 
 def test_parts_by_inductor_are_equal_bit_for_bit(run_ranks) -> None:
-    ((same, (forward, backward)),) = run_ranks(_run_parts, 1, timeout_s=300.0)
+    ((same, (forward, backward), code),) = run_ranks(_run_parts, 1, timeout_s=300.0)
     assert len(same) == 6
     assert all(same)
     assert [each.num_parts for each in forward.ranges] == [NUM_PARTS]
     assert len(forward.windows) == 3 * NUM_PARTS
     assert any(backward.windows.values())
+    # What is planned behind the start of an all-to-all of rows runs there: experts of other parts.
+    planned = [
+        sum(name.startswith("expert_gemm") for name in products)
+        for products in forward.windows.values()
+    ]
+    assert len(list(filter(None, planned))) >= NUM_PARTS - 1
+    assert _products_behind(code) == list(filter(None, planned))
+
+
+def _products_behind(code: str) -> list[int]:
+    """Return how many experts' products run behind each start, until its wait, but none."""
+    open_starts: dict[str, int] = {}
+    found: list[int] = []
+    for line in code[code.index("def call(") :].splitlines():
+        if start := re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.all_to_all_single", line):
+            open_starts[start[1]] = len(found)
+            found.append(0)
+        elif wait := re.search(r"wait_tensor\.default\((buf\d+)\)", line):
+            open_starts.pop(wait[1], None)
+        elif "= torch.ops.halley.expert_gemm.default(" in line:
+            for at in open_starts.values():
+                found[at] += 1
+    return [number for number in found if number]
 
 
 def _count_autograd(rank: int, num_ranks: int) -> tuple[int, int]:
