@@ -111,8 +111,11 @@ class Gradients:
 
     @torch.no_grad()
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        if not self._is_taking:
-            raise RuntimeError(f"{name} has a gradient from a backward pass that nothing takes")
+        if not self._is_taking:  # somebody's own backward pass, which ends as autograd ends it
+            parameter = self._parameters[name]
+            before = parameter.grad
+            parameter.grad = gradient.clone() if before is None else before + gradient
+            return
         bucket = self._bucket_of[name]
         if bucket.buffer is None:
             with torch.cuda.stream(self._stream):  # whose the memory is
