@@ -17,6 +17,7 @@ from torch._dynamo.backends.registry import (
     register_backend,
 )
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext
 from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import record_function
@@ -134,7 +135,8 @@ class Backend:
         inputs: Sequence[int],
         early: EarlyGradients,
     ) -> Compiled:
-        step_peak = StepPeak(options.unknown_size, early=early)
+        divide = early.dividing(min_cut_rematerialization_partition)
+        step_peak = StepPeak(options.unknown_size, divide)
 
         def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             names = find_batch_inputs(part.graph, inputs)

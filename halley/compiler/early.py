@@ -4,15 +4,17 @@ What waits for them, such as their sums over ranks, then runs beside the rest of
 memory is free again once they are taken.
 """
 
-from collections.abc import Sequence
-from typing import cast, final
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
 
 import torch
 from torch import fx
 
+from halley.compiler.step_peak import Halves
 from halley.ops.hand_over import find_taker, hand_over
 
 
+Divide = Callable[..., Halves]
 # In the meta of an output: of which results Inductor keeps the strides. torch 2.11 takes none for
 # a node.
 _VISIBLE = "user_visible_output_idxs"
@@ -33,7 +35,17 @@ class EarlyGradients:
         self._positions = [at for at, value in enumerate(example_inputs) if find_taker(value)]
         self._names: dict[int, str] = {}
 
-    def keep(self, forward: fx.Graph, backward: fx.Graph, *, num_outputs: int) -> None:
+    def dividing(self, divide: Divide) -> Divide:
+        """Return what divides a joint graph as ``divide`` does, and then keeps the parameters."""
+
+        def run(gm: fx.GraphModule, inputs: Sequence[object], **kwargs: Any) -> Halves:
+            forward, backward = divide(gm, inputs, **kwargs)
+            self._keep(forward.graph, backward.graph, num_outputs=kwargs["num_fwd_outputs"])
+            return forward, backward
+
+        return run
+
+    def _keep(self, forward: fx.Graph, backward: fx.Graph, *, num_outputs: int) -> None:
         """Hand parameters that have gradients on from forward to backward.
 
         Args:

@@ -50,7 +50,7 @@ def compile_by_inductor(
             "torch._inductor.config.post_grad_custom_post_pass is set, and halley wants that place"
         )
     divide = config.custom_partitioner_fn or min_cut_rematerialization_partition
-    step_peak = StepPeak(options.unknown_size, divide, early=early, fuses=True)
+    step_peak = StepPeak(options.unknown_size, early.dividing(divide), fuses=True)
     patches = {
         "post_grad_custom_post_pass": InductorPass(
             options, inputs=inputs, step_peak=step_peak, early=early, keep=keep

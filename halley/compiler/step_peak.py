@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from halley.compiler.early import EarlyGradients
 from halley.compiler.fusion import find_borders, inside_kernels
 from halley.compiler.graph import GraphFacts
 from halley.compiler.memory import LiveBytes
@@ -26,7 +24,6 @@ class StepPeak:
     Args:
         unknown_size: taken for sizes that depend on data.
         divide: a joint graph into forward and backward.
-        early: has parameters at hand in backward.
         fuses: whether what compiles the halves makes kernels of several nodes, as Inductor does.
 
     Attributes:
@@ -36,29 +33,18 @@ class StepPeak:
     def __init__(
         self,
         unknown_size: int,
-        divide: Callable[..., Halves] = min_cut_rematerialization_partition,
+        divide: Callable[..., Halves],
         *,
-        early: EarlyGradients,
         fuses: bool = False,
     ) -> None:
         self.num_bytes = 0
         self._unknown_size = unknown_size
         self._divide = divide
-        self._early = early
         self._fuses = fuses
 
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        **kwargs: Any,
-    ) -> Halves:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
         """Return forward and backward."""
-        halves = self._divide(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-        forward, backward = halves
-        self._early.keep(forward.graph, backward.graph, num_outputs=num_fwd_outputs)
+        halves = self._divide(gm, joint_inputs, **kwargs)
         sizes = Sizes(self._unknown_size)
         for half in halves:
             facts = GraphFacts(half.graph)

@@ -1,8 +1,9 @@
 """Operators that write parts of a tensor into one buffer, each as soon as it is there.
 
 Unlike other operators they write to their first argument, and return it: each takes the result of
-the one before, so that data alone orders them, and only the result of the last is the tensor. They
-have no gradients: graphs for which they are made have their backward already.
+the one before, so that data alone orders them, and only the result of the last is the tensor. That
+of a product returns nothing, for graphs whose order stands. They have no gradients: graphs for
+which they are made have their backward already.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from halley.ops.library import define
 _library = torch.library.Library("halley", "FRAGMENT")
 
 
-def _define(schema: str, run: Callable[..., torch.Tensor]) -> None:
+def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halley::{name}", fake, lib=_library)
 
 
 def _fill_range(whole: torch.Tensor, part: torch.Tensor, dim: int, start: int) -> torch.Tensor:
@@ -71,26 +73,21 @@ def _first(whole: torch.Tensor, *others: object) -> torch.Tensor:
     return whole
 
 
-_define(
-    "fill_range(Tensor(a!) whole, Tensor part, int dim, SymInt start) -> Tensor(a!)", _fill_range
-)
-_define("fill_rows(Tensor(a!) whole, Tensor part, Tensor places) -> Tensor(a!)", _fill_rows)
-for _name in ("fill_range", "fill_rows"):
-    torch.library.register_fake(f"halley::{_name}", _first, lib=_library)
-
-
-_library.define(
-    "product_into(Tensor(a!) out, Tensor? bias, Tensor left, Tensor right) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.impl("product_into", _product_into, "CompositeExplicitAutograd")
-torch.library.register_fake("halley::product_into", lambda *_: None, lib=_library)
-
-
 def _fake_places(counts: torch.Tensor, num_parts: int, part: int, num_rows: int) -> torch.Tensor:
     return counts.new_empty(num_rows)
 
 
+_define(
+    "fill_range(Tensor(a!) whole, Tensor part, int dim, SymInt start) -> Tensor(a!)",
+    _fill_range,
+    _first,
+)
+_define("fill_rows(Tensor(a!) whole, Tensor part, Tensor places) -> Tensor(a!)", _fill_rows, _first)
+_define(
+    "product_into(Tensor(a!) out, Tensor? bias, Tensor left, Tensor right) -> ()",
+    _product_into,
+    lambda *_: None,
+)
 define(
     "places_of_part(Tensor counts, int num_parts, int part, SymInt num_rows) -> Tensor",
     _places_of_part,
