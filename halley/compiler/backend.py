@@ -33,6 +33,7 @@ from halley.compiler.passes import (
     run_passes,
 )
 from halley.compiler.plan import OrderReport
+from halley.compiler.sm_margin import leave_sms_beside
 from halley.compiler.step_peak import StepPeak
 
 
@@ -68,6 +69,8 @@ def run(
     if unknown := sorted(set(batch_inputs) - names):
         raise ValueError(f"batch_inputs ({', '.join(unknown)}) must be inputs of the graph")
     report = run_passes(gm.graph, parse_options(options), batch_inputs=batch_inputs)
+    if report is not None:
+        leave_sms_beside(gm.graph, report.sm_margin)
     gm.recompile()
     return report
 
@@ -143,13 +146,16 @@ class Backend:
             report = run_passes(
                 part.graph, options, batch_inputs=names, step_peak=step_peak.num_bytes
             )
+            backward = is_backward(part.graph)
             if report is not None:
+                always = backward and early.hands_over
+                leave_sms_beside(part.graph, report.sm_margin, always=always)
                 part.recompile()
             elif self._plans_only:
                 report = report_as_is(part.graph, options)
             if report is not None:
                 self.reports.append(report)
-            if is_backward(part.graph):
+            if backward:
                 early.take(part.graph)
             return _boxed(part)
 

@@ -35,6 +35,11 @@ class EarlyGradients:
         self._positions = [at for at, value in enumerate(example_inputs) if find_taker(value)]
         self._names: dict[int, str] = {}
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether the graph's backward hands any gradient over."""
+        return bool(self._names)
+
     def dividing(self, divide: Divide) -> Divide:
         """Return what divides a joint graph as ``divide`` does, and then keeps the parameters."""
 

@@ -43,7 +43,8 @@ _PRODUCTS = frozenset(
 )
 # By name: known without importing what defines them.
 _PRODUCT_NAMES = frozenset(
-    {"halley::weight_gemm", "halley::expert_gemm", "halley::expert_weight_gemm"}
+    f"halley::{name}"
+    for name in ("weight_gemm", "expert_gemm", "expert_weight_gemm", "product_beside")
 )
 
 _EMPTY_NAMES = frozenset(

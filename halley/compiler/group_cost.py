@@ -16,15 +16,20 @@ from halley.compiler.sizes import Sizes
 from halley.cost.contention import Work, measure_contention
 from halley.cost.profiles import Curve, ProfileTable, measure_curve
 from halley.cost.simulate import Contention
+from halley.ops.products import has_sm_margin, product_beside
 
 
 _SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is latency
-# A product of this many rows and columns and of this inner size, in bfloat16 on a GPU, beside an
+# Products of this many rows and columns and of this inner size, in bfloat16 on a GPU, beside an
 # all-to-all of as many bytes: tenths of a millisecond beside some. Small results slow down more
 # than a model's where the wire takes processors: with 4 of an H200's 132 taken those of 2048 rows
 # and columns by 1.9, of 4096 by 1.55, of 8192 by 1.25.
 _CPU_SIDE, _CPU_INNER, _CPU_BYTES = 128, 128, 4 * 2**20
 _GPU_SIDE, _GPU_INNER, _GPU_BYTES = 8192, 2048, 256 * 2**20
+_NUM_GROUPS = 8
+# Multiprocessors for products to leave free. Blocks of grouped products come in pairs, so with 4
+# taken they need 8, with 16 taken 24.
+_SM_MARGINS = (0, 2, 4, 8, 16, 24, 32, 48)
 
 
 def measure_group(
@@ -65,8 +70,20 @@ def _measure_contention(council: Council, device: torch.device) -> Contention:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left = torch.ones(side, inner, dtype=dtype, device=device)
     right = torch.ones(inner, side, dtype=dtype, device=device)
-    exchange = _Exchange(council, num_bytes, device).start
-    return measure_contention(lambda: left @ right, exchange, device=device)
+    ends = torch.arange(1, _NUM_GROUPS + 1, dtype=torch.int32, device=device) * side // _NUM_GROUPS
+    grad = torch.ones(side, side, dtype=dtype, device=device)
+
+    def product(sm_margin: int) -> None:
+        product_beside(None, left, right, None, sm_margin)
+        if on_gpu:  # experts' weight gradients, as often
+            product_beside(None, left.t(), grad, ends, sm_margin)
+
+    return measure_contention(
+        product,
+        _Exchange(council, num_bytes, device).start,
+        device=device,
+        sm_margins=_SM_MARGINS if on_gpu and has_sm_margin() else (0,),
+    )
 
 
 def measure_all_to_all(

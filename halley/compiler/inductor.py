@@ -19,6 +19,7 @@ from halley.compiler.graph import GraphFacts, is_product
 from halley.compiler.options import Options
 from halley.compiler.passes import find_batch_inputs, is_backward, run_passes
 from halley.compiler.plan import OrderReport
+from halley.compiler.sm_margin import leave_sms_beside
 from halley.compiler.step_peak import Halves, StepPeak
 from halley.compiler.writes import write_parts
 
@@ -119,6 +120,8 @@ class InductorPass(CustomGraphPass):
         if report is not None:
             ties = find_ties(graph)
             write_parts(graph)
+            always = is_backward(graph) and self._early.hands_over
+            leave_sms_beside(graph, report.sm_margin, always=always)
             pin_order(graph, ties)
             if report.ranges:  # an order that hides nothing takes less memory
                 config.reorder_for_peak_memory = False

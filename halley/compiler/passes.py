@@ -95,14 +95,16 @@ def run_passes(
         order = _share(councils, "order", make)
     after = report(facts, order, inside=cost.inside)
     reorder(graph, facts, order)
-    after = replace(_since(before, after), ranges=plan.reports, skipped=plan.skipped)
+    after = _since(before, after, plan)
+    after = replace(after, sm_margin=_share(councils, "margin", lambda: cost.contention.sm_margin))
     return _timed(after, cost, begin_s=begin_s)
 
 
-def _since(before: OrderReport, after: OrderReport) -> OrderReport:
+def _since(before: OrderReport, after: OrderReport, plan: PartitionPlan) -> OrderReport:
     """Return the report of a graph with what it was like before some of it ran in parts."""
     was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
-    return replace(after, modules=before.modules | after.modules, **was)
+    modules = before.modules | after.modules
+    return replace(after, modules=modules, ranges=plan.reports, skipped=plan.skipped, **was)
 
 
 def _timed(report: OrderReport, cost: ProfiledCost, *, begin_s: float) -> OrderReport:

@@ -4,14 +4,13 @@ Passes see operators that return the buffer they write to, so that data alone or
 knows no such operator, but copies into ranges of a buffer, which it computes right there.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import fx
 
 from halley.compiler.fake import trace_result
 from halley.compiler.fusion import takes_place
-from halley.ops.fills import fill_range, fill_rows, product_into
+from halley.ops.fills import fill_range, fill_rows
+from halley.ops.products import product_into
 
 
 _ATEN = torch.ops.aten
@@ -29,23 +28,12 @@ def write_parts(graph: fx.Graph) -> None:
         if node.target not in (fill_range, fill_rows):
             continue
         whole, part = node.all_input_nodes[:2]
-        whole = _stand_alone(whole)
-        with graph.inserting_before(node):
-            if node.target is fill_rows:
+        whole = _stand_alone(whole, position)
+        if node.target is fill_rows:
+            with graph.inserting_before(node):
                 _call(graph, _ATEN.index_put_.default, whole, [node.args[2]], part)
-            else:
-                dim, start = node.args[2:]
-                end = start + part.meta["val"].shape[dim]
-                place = _call(graph, _ATEN.slice.Tensor, whole, dim, start, end)
-                fits = place.meta["val"].stride() == part.meta["val"].stride()
-                if fits and takes_place(part):
-                    bias = part.args[0] if len(part.args) == 3 else None
-                    _call(graph, product_into, place, bias, *part.args[-2:])
-                else:
-                    _call(graph, _ATEN.copy_.default, place, part)
-                if fits:
-                    # What is read where it belongs need not be anywhere else.
-                    _move_readers(part, place, behind=node, position=position)
+        else:
+            _write_range(node, whole, part, position)
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
         if not part.users:
@@ -53,7 +41,46 @@ def write_parts(graph: fx.Graph) -> None:
     graph.lint()
 
 
-def _stand_alone(whole: fx.Node) -> fx.Node:
+def _write_range(
+    fill: fx.Node, whole: fx.Node, part: fx.Node, position: dict[fx.Node, int]
+) -> None:
+    """Write a part to where it belongs; what is read there need not be anywhere else.
+
+    Args:
+        fill: what did so.
+        whole: the buffer.
+        part: what is written.
+        position: of nodes in the graph.
+    """
+    graph = fill.graph
+    dim, start = fill.args[2:]
+    length = part.meta["val"].shape[dim]
+    fits = whole.meta["val"].stride() == part.meta["val"].stride()
+    is_told = fits and takes_place(part) and _come_before(whole, part, position)
+    with graph.inserting_before(part if is_told else fill):
+        place = _call(graph, _ATEN.slice.Tensor, whole, dim, start, start + length)
+        if is_told:
+            bias = part.args[0] if len(part.args) == 3 else None
+            _call(graph, product_into, place, bias, *part.args[-2:], 0)
+        else:
+            _call(graph, _ATEN.copy_.default, place, part)
+    if fits:
+        begin = position[part if is_told else fill]
+        part.replace_all_uses_with(place, lambda user: position.get(user, 0) > begin)
+
+
+def _come_before(whole: fx.Node, part: fx.Node, position: dict[fx.Node, int]) -> bool:
+    """Move a buffer ahead of a part, unless it stands there; return whether that is possible."""
+    at = position[part]
+    if position[whole] > at:
+        if any(position[source] > at for source in whole.all_input_nodes):
+            return False
+        part.prepend(whole)
+        position[whole] = at
+    return True
+
+
+def _stand_alone(whole: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
     """Return a buffer that is made without reading a part, in the place of one that is not."""
     if whole.target not in _LIKE_A_PART:
         return whole
@@ -65,21 +92,10 @@ def _stand_alone(whole: fx.Node) -> fx.Node:
         else:
             made = whole.graph.call_function(_ATEN.empty_strided.default, (sizes, strides), options)
     made.meta = whole.meta
+    position[made] = position[whole]
     whole.replace_all_uses_with(made)
     whole.graph.erase_node(whole)
     return made
-
-
-def _move_readers(
-    part: fx.Node, place: fx.Node, *, behind: fx.Node, position: Mapping[fx.Node, int]
-) -> None:
-    """Have what reads a part behind a node read it where it was written."""
-    at = position[behind]
-
-    def is_behind(user: fx.Node) -> bool:
-        return position.get(user, 0) > at
-
-    part.replace_all_uses_with(place, is_behind)
 
 
 def _call(graph: fx.Graph, target: object, *args: object) -> fx.Node:

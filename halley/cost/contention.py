@@ -1,7 +1,8 @@
 """How much computation and communication of one device slow each other down, measured."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Protocol
 
@@ -11,8 +12,8 @@ from halley.cost.profiles import measure_us
 from halley.cost.simulate import Contention
 
 
-_TRIALS = 7
-_PRODUCTS_BESIDE = 4  # times as long as the collective alone: enough to run beside all of it
+_TRIALS = 5
+_PRODUCTS_BESIDE = 2  # times as long as the collective alone: enough to run beside all of it
 
 
 class Work(Protocol):
@@ -23,7 +24,11 @@ class Work(Protocol):
 
 
 def measure_contention(
-    product: Callable[[], object], exchange: Callable[[], Work], *, device: torch.device
+    product: Callable[[int], object],
+    exchange: Callable[[], Work],
+    *,
+    device: torch.device,
+    sm_margins: Sequence[int] = (0,),
 ) -> Contention:
     """Return the factors of one product and one collective; itself a collective of the same ranks.
 
@@ -31,21 +36,35 @@ def measure_contention(
     they would have been more alone, and it would have been done sooner alone.
 
     Args:
-        product: a matrix product, much shorter than the collective.
+        product: a matrix product, much shorter than the collective, that leaves so many
+            multiprocessors free.
         exchange: starts the collective and returns it.
         device: where both run.
+        sm_margins: to be tried. The factors are those of the best, against products that leave
+            none.
     """
-    product_us = measure_us(product, device=device)
+    product_us = measure_us(lambda: product(0), device=device)
     alone_us = measure_us(lambda: exchange().wait(), device=device)
+    most = _PRODUCTS_BESIDE * alone_us / product_us
+    found: list[Contention] = []
+    for sm_margin in sm_margins:
+        count, took_us = _measure_beside(partial(product, sm_margin), exchange, most, device)
+        each_us = took_us / max(1.0, count)
+        compute, comm = max(1.0, each_us / product_us), max(1.0, took_us / alone_us)
+        found.append(Contention(compute=compute, comm=comm, sm_margin=sm_margin))
+    return min(found, key=lambda each: each.compute * each.comm)
+
+
+def _measure_beside(
+    product: Callable[[], object], exchange: Callable[[], Work], most: float, device: torch.device
+) -> tuple[float, float]:
+    """Return how many products a collective lets pass, and how long it takes, in the median."""
     beside = _beside_on_gpu if device.type == "cuda" else _beside_on_cpu
     trials: list[tuple[float, float]] = []
     for _ in range(_TRIALS):
         exchange().wait()  # ranks meet: one still at its products would seem a slow collective
-        trials.append(beside(product, exchange, _PRODUCTS_BESIDE * alone_us / product_us))
-    return Contention(
-        compute=max(1.0, median(us / max(1.0, count) for us, count in trials) / product_us),
-        comm=max(1.0, median(us for us, _ in trials) / alone_us),
-    )
+        trials.append(beside(product, exchange, most))
+    return median(count for _, count in trials), median(us for us, _ in trials)
 
 
 def _beside_on_cpu(

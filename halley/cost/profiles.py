@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from torch.cuda import nccl
@@ -230,7 +230,7 @@ class ProfileTable:
             elif environment.topology != self.environment.topology:
                 return
             elif "contention" in entry:
-                self.contention = Contention(**cast(dict[str, float], entry["contention"]))
+                self.contention = Contention(**cast(dict[str, Any], entry["contention"]))
             else:
                 points = cast(list[tuple[int, float]], entry["points"])
                 curve = Curve(tuple((int(size), float(us)) for size, us in points))

@@ -41,13 +41,15 @@ class Contention:
     Attributes:
         compute: of computation while communication runs.
         comm: of communication while computation runs.
+        sm_margin: multiprocessors that products leave free meanwhile, for which both hold.
 
     Raises:
-        ValueError: one is below 1.
+        ValueError: a factor is below 1.
     """
 
     compute: float = 1.0
     comm: float = 1.0
+    sm_margin: int = 0
 
     def __post_init__(self) -> None:
         for name in ("compute", "comm"):

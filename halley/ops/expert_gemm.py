@@ -56,7 +56,11 @@ def _backward(ctx, grad):
     rows, weights, ends = ctx.saved_tensors
     grad = grad.contiguous()
     grad_rows = torch.ops.halley.expert_gemm(grad, weights.transpose(1, 2), ends)
-    return grad_rows, torch.ops.halley.expert_weight_gemm(rows, grad, ends), None
+    if weights.stride(1) == 1:  # a transposed parameter, whose gradient is to lie as it does
+        grad_weights = torch.ops.halley.expert_weight_gemm(grad, rows, ends).transpose(1, 2)
+    else:
+        grad_weights = torch.ops.halley.expert_weight_gemm(rows, grad, ends)
+    return grad_rows, grad_weights, None
 
 
 def _expert_weight_gemm(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """Operators that write parts of a tensor into one buffer, each as soon as it is there.
 
 Unlike other operators they write to their first argument, and return it: each takes the result of
-the one before, so that data alone orders them, and only the result of the last is the tensor. That
-of a product returns nothing, for graphs whose order stands. They have no gradients: graphs for
-which they are made have their backward already.
+the one before, so that data alone orders them, and only the result of the last is the tensor. They
+have no gradients: graphs for which they are made have their backward already.
 """
 
 from collections.abc import Callable
@@ -59,16 +58,6 @@ def _places_of_part(counts: torch.Tensor, num_parts: int, part: int, num_rows: i
     return row_R + shift_S.index_select(0, torch.searchsorted(ends_S, row_R, right=True))
 
 
-def _product_into(
-    out: torch.Tensor, bias: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
-) -> None:
-    """Write ``left @ right``, with a bias added to each row if there is one, into ``out``."""
-    if bias is None:
-        torch.mm(left, right, out=out)
-    else:
-        torch.addmm(bias, left, right, out=out)
-
-
 def _first(whole: torch.Tensor, *others: object) -> torch.Tensor:
     return whole
 
@@ -83,11 +72,6 @@ _define(
     _first,
 )
 _define("fill_rows(Tensor(a!) whole, Tensor part, Tensor places) -> Tensor(a!)", _fill_rows, _first)
-_define(
-    "product_into(Tensor(a!) out, Tensor? bias, Tensor left, Tensor right) -> ()",
-    _product_into,
-    lambda *_: None,
-)
 define(
     "places_of_part(Tensor counts, int num_parts, int part, SymInt num_rows) -> Tensor",
     _places_of_part,
@@ -96,5 +80,4 @@ define(
 )
 fill_range = torch.ops.halley.fill_range.default
 fill_rows = torch.ops.halley.fill_rows.default
-product_into = torch.ops.halley.product_into.default
 places_of_part = torch.ops.halley.places_of_part.default

@@ -3,14 +3,16 @@
 import re
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from halley.compiler import Backend, OrderReport
+from halley.compiler import Backend, OrderReport, node_cost
 from halley.core.config import MoEConfig
+from halley.cost.simulate import Contention
 from halley.moe.layer import MoELayer
 from halley.moe.parallel import ParallelGroups
 from halley.perf.gpt2_moe import ROUTERS
@@ -19,18 +21,23 @@ from tests.compiler.model_case import whole_graphs
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 
 
-Windows = dict[str, tuple[str, ...]]
 NUM_PARTS = 3
 
 
-def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[Windows]]:
-    """Return whether all is equal, the code of the passed backward, and the windows.
+def _run_inductor(
+    rank: int, num_ranks: int, sm_margin: int = 0
+) -> tuple[bool, str, list[OrderReport]]:
+    """Return whether all is equal, the code of the passed backward, and the reports.
 
     Those of Inductor's two graphs come first, then those of our own backend's.
+
+    Args:
+        sm_margin: multiprocessors that products are to leave free, as if that had been measured.
     """
     from torch._inductor.utils import run_fw_bw_and_get_code
 
     found, codes, backend = {}, {}, Backend()
+    contention = Contention(sm_margin=sm_margin)
     model = PaddedModel()
     x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
     x.requires_grad_()
@@ -39,14 +46,14 @@ def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[Windows]]:
         x.grad = None
         model.zero_grad()
         options = {"passes": passes, "inner": inner, "memory_margin": 1.0}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.object(node_cost, "NO_CONTENTION", contention):
             warnings.simplefilter("ignore")
             call = torch.compile(model, backend=backend, fullgraph=True, options=options)
             y, codes[passes, inner] = run_fw_bw_and_get_code(lambda: call(x))  # noqa: B023
         found[passes, inner] = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
     torch._dynamo.reset()
     same = all(map(torch.equal, found["none", "inductor"], found["wgrad", "inductor"]))
-    return same, codes["wgrad", "inductor"][-1], [report.windows for report in backend.reports]
+    return same, codes["wgrad", "inductor"][-1], backend.reports
 
 
 def _calls(code: str) -> list[str]:
@@ -59,8 +66,8 @@ def _calls(code: str) -> list[str]:
 
 
 def test_order_survives_inductor(run_ranks) -> None:
-    for same, code, windows in run_ranks(_run_inductor, 2, timeout_s=300.0):
-        forward, backward, _, backward_of_eager = windows
+    for same, code, reports in run_ranks(_run_inductor, 2, timeout_s=300.0):
+        forward, backward, _, backward_of_eager = (report.windows for report in reports)
         assert same
         assert len(forward) == len(backward) == 4
         assert all(backward.values())
@@ -79,6 +86,16 @@ def test_order_survives_inductor(run_ranks) -> None:
         assert backward.keys() == backward_of_eager.keys()
         for start, products in backward.items():
             assert products == backward_of_eager[start][: len(products)]
+
+
+def test_products_beside_all_to_alls_leave_multiprocessors_free(run_ranks) -> None:
+    ((same, code, reports),) = run_ranks(_run_inductor, 1, 8, timeout_s=300.0)
+    assert same
+    assert [report.sm_margin for report in reports] == [8] * 4
+    num_beside = sum(map(len, reports[1].windows.values()))
+    assert num_beside > 0
+    assert code.count("torch.ops.halley.product_beside.default(") == num_beside
+    assert code.count("extern_kernels.mm(") > 0  # the others
 
 
 class _Layer(nn.Module):

@@ -11,7 +11,7 @@ from halley.compiler.partition.divide import divide
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
 from halley.compiler.writes import write_parts
-from halley.ops.fills import product_into
+from halley.ops.products import product_into
 from tests.compiler.captured_case import Captured, compute_nodes
 
 
@@ -80,3 +80,45 @@ def test_what_follows_reads_the_whole() -> None:
     ran_early, ran_late, ran_whole = fx.GraphModule({}, graph)(torch.ones(2, 3))
     assert torch.equal(ran_late, ran_early)
     assert torch.equal(ran_whole[2:], torch.ones(2, 3).exp())
+
+
+def test_product_that_others_read_first_runs_once() -> None:
+    """It is computed where it belongs, in a buffer that is made before it."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"], w.meta["val"] = torch.ones(2, 4), torch.ones(4, 3)
+    part = graph.call_function(ATEN.mm.default, (x, w))
+    early = graph.call_function(ATEN.sin.default, (part,))
+    for node in (part, early):
+        node.meta["val"] = torch.empty(2, 3)
+    whole = graph.call_function(ATEN.new_empty_strided.default, (x, (4, 3), (3, 1)))
+    whole.meta["val"] = torch.empty(4, 3)
+    fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 2))
+    graph.output((early, fill))
+    write_parts(graph)
+    assert _find_products(graph) == []
+    assert len(graph.find_nodes(op="call_function", target=product_into)) == 1
+    inputs = torch.ones(2, 4), torch.randn(4, 3)
+    ran_early, ran_whole = fx.GraphModule({}, graph)(*inputs)
+    assert torch.equal(ran_whole[2:], torch.mm(*inputs))
+    assert torch.equal(ran_early, torch.mm(*inputs).sin())
+
+
+def test_part_ahead_of_what_its_buffer_needs_is_copied() -> None:
+    """A size that is read behind a product: no product is told where to write, or runs twice."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"], w.meta["val"] = torch.ones(2, 4), torch.ones(4, 3)
+    part = graph.call_function(ATEN.mm.default, (x, w))
+    part.meta["val"] = torch.empty(2, 3)
+    size = graph.call_function(ATEN.sym_size.int, (part, 0))
+    size.meta["val"] = 2
+    whole = graph.call_function(ATEN.empty_strided.default, ((size, 3), (3, 1)))
+    whole.meta["val"] = torch.empty(2, 3)
+    fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 0))
+    graph.output(fill)
+    write_parts(graph)
+    assert len(_find_products(graph)) == 1
+    assert graph.find_nodes(op="call_function", target=product_into) == []
+    inputs = torch.ones(2, 4), torch.randn(4, 3)
+    assert torch.equal(fx.GraphModule({}, graph)(*inputs), torch.mm(*inputs))

@@ -26,7 +26,7 @@ class _Sleep:
 def test_factors_of_what_slows_down_are_found() -> None:
     beside = threading.Event()
 
-    def product() -> None:  # twice as long while a collective runs
+    def product(sm_margin: int) -> None:  # twice as long while a collective runs
         time.sleep(0.004 if beside.is_set() else 0.002)
 
     def exchange() -> _Sleep:
@@ -50,7 +50,20 @@ def test_ranks_meet_before_each_trial() -> None:
             polled[self.number] = True
             return super().is_completed()
 
-    measure_contention(lambda: time.sleep(0.0005), Short, device=torch.device("cpu"))
+    measure_contention(lambda _: time.sleep(0.0005), Short, device=torch.device("cpu"))
     first = polled.index(True)
-    assert polled[first - 1 :] == [False, True] * 7
+    assert polled[first - 1 :] == [False, True] * 5
     assert first - 1 == 20  # of the measure of a collective alone
+
+
+def test_the_best_margin_is_taken() -> None:
+    """Beside a collective products are slow without a margin, and slower with more than enough."""
+
+    def product(sm_margin: int) -> None:
+        time.sleep({0: 0.002, 4: 0.006, 8: 0.003, 16: 0.005}[sm_margin])
+
+    device = torch.device("cpu")
+    margins = (4, 8, 16)
+    found = measure_contention(product, lambda: _Sleep(0.06), device=device, sm_margins=margins)
+    assert found.sm_margin == 8
+    assert found.compute == pytest.approx(1.5, abs=0.25)  # against products that leave nothing
