@@ -70,7 +70,7 @@ def run(
         raise ValueError(f"batch_inputs ({', '.join(unknown)}) must be inputs of the graph")
     report = run_passes(gm.graph, parse_options(options), batch_inputs=batch_inputs)
     if report is not None:
-        leave_sms_beside(gm.graph, report.sm_margin)
+        leave_sms_beside(gm.graph, report.sm_margins)
     gm.recompile()
     return report
 
@@ -149,7 +149,7 @@ class Backend:
             backward = is_backward(part.graph)
             if report is not None:
                 always = backward and early.hands_over
-                leave_sms_beside(part.graph, report.sm_margin, always=always)
+                leave_sms_beside(part.graph, report.sm_margins, always=always)
                 part.recompile()
             elif self._plans_only:
                 report = report_as_is(part.graph, options)

@@ -1,6 +1,7 @@
 """What the ranks of a group measure together: all-to-alls, alone and beside computation."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import cast, final
 
 import torch
@@ -27,9 +28,8 @@ _SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is laten
 _CPU_SIDE, _CPU_INNER, _CPU_BYTES = 128, 128, 4 * 2**20
 _GPU_SIDE, _GPU_INNER, _GPU_BYTES = 8192, 2048, 256 * 2**20
 _NUM_GROUPS = 8
-# Multiprocessors for products to leave free. Blocks of grouped products come in pairs, so with 4
-# taken they need 8, with 16 taken 24.
-_SM_MARGINS = (0, 2, 4, 8, 16, 24, 32, 48)
+# Multiprocessors for products to leave free.
+_SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)
 
 
 def measure_group(
@@ -70,19 +70,25 @@ def _measure_contention(council: Council, device: torch.device) -> Contention:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left = torch.ones(side, inner, dtype=dtype, device=device)
     right = torch.ones(inner, side, dtype=dtype, device=device)
-    ends = torch.arange(1, _NUM_GROUPS + 1, dtype=torch.int32, device=device) * side // _NUM_GROUPS
-    grad = torch.ones(side, side, dtype=dtype, device=device)
-
-    def product(sm_margin: int) -> None:
-        product_beside(None, left, right, None, sm_margin)
-        if on_gpu:  # experts' weight gradients, as often
-            product_beside(None, left.t(), grad, ends, sm_margin)
-
-    return measure_contention(
-        product,
-        _Exchange(council, num_bytes, device).start,
+    exchange = _Exchange(council, num_bytes, device).start
+    measure = partial(
+        measure_contention,
+        exchange=exchange,
         device=device,
         sm_margins=_SM_MARGINS if on_gpu and has_sm_margin() else (0,),
+    )
+    dense = measure(partial(product_beside, None, left, right, None))
+    if not on_gpu:
+        return dense
+    # Weight gradients of experts. Blocks of such products come in pairs: they have to leave more.
+    ends = torch.arange(1, _NUM_GROUPS + 1, dtype=torch.int32, device=device) * side // _NUM_GROUPS
+    grad = torch.ones(side, side, dtype=dtype, device=device)
+    grouped = measure(partial(product_beside, None, left.t(), grad, ends))
+    return Contention(
+        compute=(dense.compute + grouped.compute) / 2,
+        comm=(dense.comm + grouped.comm) / 2,
+        sm_margin=dense.sm_margin,
+        grouped_sm_margin=grouped.sm_margin,
     )
 
 

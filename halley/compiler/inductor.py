@@ -121,7 +121,7 @@ class InductorPass(CustomGraphPass):
             ties = find_ties(graph)
             write_parts(graph)
             always = is_backward(graph) and self._early.hands_over
-            leave_sms_beside(graph, report.sm_margin, always=always)
+            leave_sms_beside(graph, report.sm_margins, always=always)
             pin_order(graph, ties)
             if report.ranges:  # an order that hides nothing takes less memory
                 config.reorder_for_peak_memory = False

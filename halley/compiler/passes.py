@@ -95,9 +95,15 @@ def run_passes(
         order = _share(councils, "order", make)
     after = report(facts, order, inside=cost.inside)
     reorder(graph, facts, order)
-    after = _since(before, after, plan)
-    after = replace(after, sm_margin=_share(councils, "margin", lambda: cost.contention.sm_margin))
+    after = replace(_since(before, after, plan), sm_margins=_share_margins(councils, cost))
     return _timed(after, cost, begin_s=begin_s)
+
+
+def _share_margins(councils: Sequence[Council], cost: ProfiledCost) -> tuple[int, int]:
+    """Return how many multiprocessors dense and grouped products leave, by rank 0's figures."""
+    margins = cost.contention.sm_margin, cost.contention.grouped_sm_margin
+    dense, grouped = _share(councils, "margins", lambda: list(margins))
+    return dense, grouped
 
 
 def _since(before: OrderReport, after: OrderReport, plan: PartitionPlan) -> OrderReport:

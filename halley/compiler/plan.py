@@ -34,7 +34,7 @@ class OrderReport:
         ranges: that run in parts.
         skipped: why others do not.
         predicted: operations whose time nobody has measured, by their keys in profiles.
-        sm_margin: multiprocessors that products leave free beside collectives.
+        sm_margins: multiprocessors that dense and grouped products leave free beside collectives.
         planning_s, measuring_s: what the passes took: to plan, and to measure what they did not
             know yet.
     """
@@ -50,7 +50,7 @@ class OrderReport:
     ranges: tuple[RangeReport, ...] = ()
     skipped: tuple[str, ...] = ()
     predicted: tuple[str, ...] = ()
-    sm_margin: int = 0
+    sm_margins: tuple[int, int] = (0, 0)
     planning_s: float = 0.0
     measuring_s: float = 0.0
 

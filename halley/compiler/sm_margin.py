@@ -7,11 +7,12 @@ from torch import fx
 
 from halley.compiler.collectives import operator_name
 from halley.compiler.fake import trace_result
-from halley.compiler.graph import GraphFacts, is_product
+from halley.compiler.fusion import takes_place
+from halley.compiler.graph import GraphFacts
 from halley.ops.products import product_beside, product_into
 
 
-def leave_sms_beside(graph: fx.Graph, sm_margin: int, *, always: bool = False) -> None:
+def leave_sms_beside(graph: fx.Graph, sm_margins: tuple[int, int], *, always: bool = False) -> None:
     """Have products leave multiprocessors free between the start of an all-to-all and its wait.
 
     Nodes stay who they are, and where they are. Products with other arguments than the usual ones,
@@ -19,16 +20,17 @@ def leave_sms_beside(graph: fx.Graph, sm_margin: int, *, always: bool = False) -
 
     Args:
         graph: in the order in which it will run, changed.
-        sm_margin: how many.
+        sm_margins: how many, dense products and grouped ones.
         always: for all products: other collectives run beside the graph.
     """
-    if sm_margin == 0:
-        return
+    dense, grouped = sm_margins
     for node in list(graph.nodes) if always else _find_beside(graph):
-        if node.target is product_into:
-            node.args = (*node.args[:-1], sm_margin)
-        elif is_product(node) and (operands := _find_operands(node)):
-            node.target, node.args, node.kwargs = product_beside, (*operands, sm_margin), {}
+        if node.target is product_into and dense:
+            node.args = (*node.args[:-1], dense)
+        elif dense and (operands := _find_dense(node)):
+            node.target, node.args = product_beside, (*operands, None, dense)
+        elif grouped and (operands := _find_grouped(node)):
+            node.target, node.args, node.kwargs = product_beside, (None, *operands, grouped), {}
     graph.lint()
 
 
@@ -41,22 +43,25 @@ def _find_beside(graph: fx.Graph) -> list[fx.Node]:
     return list(found)
 
 
-def _find_operands(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return bias, operands and ends of groups of a product, or None if it has anything else."""
+def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return bias and operands of a product of two matrices; None of anything else."""
+    if not takes_place(node):
+        return None
+    return node.args if len(node.args) == 3 else (None, *node.args)
+
+
+def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
+    """Return operands and ends of groups of a grouped product; None of anything else."""
     name, args = operator_name(node), node.args
-    if name == "aten::mm" and not node.kwargs:
-        return None, *args, None
-    if name == "aten::addmm" and not node.kwargs:
-        return *args, None
     if name == "aten::_grouped_mm":
         ends = args[2] if len(args) == 3 else node.kwargs.get("offs")
         others = {key for key, value in node.kwargs.items() if value is not None} - {"offs"}
-        return None if ends is None or others or len(args) > 3 else (None, *args[:2], ends)
+        return None if ends is None or others or len(args) > 3 else (*args[:2], ends)
     if name == "halley::expert_gemm":
-        return None, *args
+        return args
     if name == "halley::expert_weight_gemm":
         with node.graph.inserting_before(node):
             turned = node.graph.call_function(torch.ops.aten.t.default, (args[0],))
         trace_result(turned)
-        return None, turned, *args[1:]
+        return turned, *args[1:]
     return None

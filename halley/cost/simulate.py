@@ -41,7 +41,8 @@ class Contention:
     Attributes:
         compute: of computation while communication runs.
         comm: of communication while computation runs.
-        sm_margin: multiprocessors that products leave free meanwhile, for which both hold.
+        sm_margin, grouped_sm_margin: multiprocessors that dense and grouped products leave free
+            meanwhile (``ops.products``), for which both hold.
 
     Raises:
         ValueError: a factor is below 1.
@@ -50,6 +51,7 @@ class Contention:
     compute: float = 1.0
     comm: float = 1.0
     sm_margin: int = 0
+    grouped_sm_margin: int = 0
 
     def __post_init__(self) -> None:
         for name in ("compute", "comm"):

@@ -169,7 +169,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
     figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us predicted_us"
     figures += " predicted_exposed_us predicted_over_measured compile_s optimise_s plan_s peak_mib"
     figures += " max_rel_err bit_equal num_differing differing parts skipped filled_windows"
-    figures += " baseline speedup exposed_over_baseline peak_over_none error"
+    figures += " sm_margins baseline speedup exposed_over_baseline peak_over_none error"
     return {
         "case": "graph",
         "model": case.shape.name,
@@ -230,6 +230,7 @@ def _figures(
         reasons = dict.fromkeys(reason for report in each.reports for reason in report.skipped)
         row["skipped"] = list(reasons)[:_SHOWN_REASONS]
         windows = [behind for report in each.reports for behind in report.windows.values()]
+        row["sm_margins"] = max((report.sm_margins for report in each.reports), default=(0, 0))
         row["filled_windows"] = f"{sum(map(bool, windows))}/{len(windows)}"
     return row
 

@@ -35,7 +35,7 @@ def _margins(graph: fx.Graph) -> dict[str, object]:
 def test_products_beside_an_all_to_all() -> None:
     b = _build()
     order = [node.name for node in b.graph.nodes]
-    leave_sms_beside(b.graph, 12)
+    leave_sms_beside(b.graph, (12, 0))
     assert _margins(b.graph) == {"beside": 12, "biased": 12, "into": 12}
     assert [node.name for node in b.graph.nodes] == order
     (beside,) = (node for node in b.graph.nodes if node.name == "beside")
@@ -46,14 +46,14 @@ def test_products_beside_an_all_to_all() -> None:
 
 def test_all_products() -> None:
     b = _build()
-    leave_sms_beside(b.graph, 12, always=True)
+    leave_sms_beside(b.graph, (12, 0), always=True)
     assert _margins(b.graph).keys() == {"ahead", "beside", "biased", "into", "behind"}
 
 
 def test_no_margin_changes_nothing() -> None:
     b = _build()
     before = str(b.graph)
-    leave_sms_beside(b.graph, 0, always=True)
+    leave_sms_beside(b.graph, (0, 16), always=True)
     assert str(b.graph) == before
 
 
@@ -76,7 +76,7 @@ def test_grouped_products_keep_their_values(name: str) -> None:
     library = torch.ops.aten if name == "_grouped_mm" else torch.ops.halley
     graph = _grouped(getattr(library, name).default, rows, other)
     want = fx.GraphModule({}, graph)(rows, other, ends)
-    leave_sms_beside(graph, 8, always=True)
+    leave_sms_beside(graph, (4, 8), always=True)
     assert list(_margins(graph).values()) == [8]
     torch.testing.assert_close(fx.GraphModule({}, graph)(rows, other, ends), want)
 
@@ -88,5 +88,5 @@ def test_product_of_other_arguments_stays() -> None:
         torch.empty(3, 32, 16),
         torch.empty(16),
     )
-    leave_sms_beside(graph, 8, always=True)
+    leave_sms_beside(graph, (4, 8), always=True)
     assert _margins(graph) == {}
