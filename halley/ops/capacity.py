@@ -7,7 +7,7 @@ parts; the second ranks all tokens of the batch, which no part of it can.
 
 import torch
 
-from halley.ops.library import define
+from halley.ops.library import define, takes_kernels
 
 
 def take_slots(
@@ -62,6 +62,10 @@ def take_slots_by_weight(
 def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if takes_kernels(topk_idx):
+        from halley.kernels import route
+
+        return route.take_slots(topk_idx, used, limit)
     in_order = topk_idx.t().flatten()
     # Counts along the inner dimension: along the outer one a GPU has a thread for each expert.
     chosen = in_order == torch.arange(used.shape[0], device=used.device)[:, None]
@@ -95,11 +99,9 @@ _call_take_slots = define(
     "take_slots(Tensor topk_idx, Tensor used, int limit) -> (Tensor kept, Tensor used_after)",
     _take_slots,
     _fake_take_slots,
-    made_of_torch=True,
 )
 _call_take_slots_by_weight = define(
     "take_slots_by_weight(Tensor topk_idx, Tensor weights, int num_experts, int limit) -> Tensor",
     _take_slots_by_weight,
     _fake_take_slots_by_weight,
-    made_of_torch=True,
 )

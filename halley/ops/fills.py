@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from halley.ops.library import define
+from halley.ops.library import define, takes_kernels
 
 
 _library = torch.library.Library("halley", "FRAGMENT")
@@ -49,6 +49,10 @@ def _places_of_part(counts: torch.Tensor, num_parts: int, part: int, num_rows: i
     Example: counts [1, 1] and [2, 0] of rows a b and c d: the whole has a c d b; those of the first
     part go to 0 and 3, those of the second to 1 and 2.
     """
+    if takes_kernels(counts):
+        from halley.kernels import route
+
+        return route.places_of_part(counts, num_parts, part, num_rows)
     counts_PS = counts.view(num_parts, -1)
     in_whole = counts_PS.t().flatten()
     starts_PS = (in_whole.cumsum(0) - in_whole).view(-1, num_parts).t()
@@ -76,7 +80,6 @@ define(
     "places_of_part(Tensor counts, int num_parts, int part, SymInt num_rows) -> Tensor",
     _places_of_part,
     _fake_places,
-    made_of_torch=True,
 )
 fill_range = torch.ops.halley.fill_range.default
 fill_rows = torch.ops.halley.fill_rows.default

@@ -6,6 +6,8 @@ past the dispatcher, which takes 9 us, where nobody traces or records.
 
 import sys
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -58,6 +60,20 @@ def define(
         return (run if _is_plain(first) else operator)(first, *others)
 
     return call
+
+
+def takes_kernels(tensor: torch.Tensor) -> bool:
+    """Return whether an operator on a tensor may launch Halley's kernels, compiled for its GPU."""
+    return tensor.is_cuda and _compiles_kernels()
+
+
+@cache
+def _compiles_kernels() -> bool:
+    if find_spec("triton") is None:  # not on Linux
+        return False
+    from halley.kernels.switch import INTERPRETED
+
+    return not INTERPRETED
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:

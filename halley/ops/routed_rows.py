@@ -11,7 +11,7 @@ import torch
 
 from halley.core.routing import expert_starts
 from halley.core.routing import sort_slots as sort_keys
-from halley.ops.library import define
+from halley.ops.library import define, takes_kernels
 
 
 class GroupedRows(NamedTuple):
@@ -121,8 +121,7 @@ def _order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) -> torc
 
     Example: counts [1, 1] and [2, 0] of rows a b and c d: the whole has a c d b, places 0, 2, 3, 1.
     """
-    order, *_ = _group_rows(counts.view(num_parts, -1), num_rows)
-    return order
+    return _group_rows(counts.view(num_parts, -1), num_rows)[0]
 
 
 def _fake_order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) -> torch.Tensor:
@@ -130,6 +129,10 @@ def _fake_order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) ->
 
 
 def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if takes_kernels(topk_idx):
+        from halley.kernels import route
+
+        return route.sort_slots(topk_idx, num_experts)
     keys, slots = sort_keys(topk_idx, num_experts)
     return slots, expert_starts(keys, num_experts).diff()
 
@@ -231,6 +234,10 @@ def _first(values: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+    if takes_kernels(counts):
+        from halley.kernels import route
+
+        return route.group_rows(counts, num_rows)
     # Not contiguous(), which would return the input itself where there is one rank.
     by_expert = counts.t().clone(memory_format=torch.contiguous_format)
     ends_WL = counts.flatten().cumsum(0).view_as(counts)
@@ -278,7 +285,6 @@ _call_sort_slots = define(
     "sort_slots(Tensor topk_idx, int num_experts) -> (Tensor slots, Tensor counts)",
     _sort_slots,
     _fake_sort_slots,
-    made_of_torch=True,
 )
 _call_read_counts = define(
     "read_counts(Tensor sent, Tensor arrived) -> (Tensor sent_splits, Tensor arrived_splits)",
@@ -320,7 +326,6 @@ _call_group_rows = define(
     " -> (Tensor order, Tensor inverse, Tensor ends, Tensor counts_by_expert)",
     _group_rows,
     _fake_group_rows,
-    made_of_torch=True,
 )
 _call_permute_rows = define(
     "permute_rows(Tensor rows, Tensor order, Tensor inverse) -> Tensor",
@@ -334,7 +339,6 @@ define(
     "order_of_parts(Tensor counts, int num_parts, SymInt num_rows) -> Tensor",
     _order_of_parts,
     _fake_order_of_parts,
-    made_of_torch=True,
 )
 # For compilers, which put together what rows of parts were.
 order_of_parts = torch.ops.halley.order_of_parts.default

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import halley.compiler.expand as expand_module
-import halley.ops.capacity
 import halley.ops.expert_gemm
 import halley.ops.routed_rows  # noqa: F401
 from halley.compiler.collectives import operator_name
@@ -21,7 +20,7 @@ from tests.compiler.captured_case import Captured
 
 
 ops = torch.ops.halley
-T, K, D, E, F, LIMIT = 12, 2, 16, 4, 32, 5
+T, K, D, E, F = 12, 2, 16, 4, 32
 PRODUCTS = {"halley::expert_gemm", "halley::expert_weight_gemm"}
 
 
@@ -32,7 +31,6 @@ def _names(graph: fx.Graph) -> set[str]:
 def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     generator = torch.Generator().manual_seed(0)
     idx_TK = torch.randint(-1, E, (T, K), generator=generator)
-    chosen_TK = idx_TK.clamp(min=0)
     slots_N, counts_E = ops.sort_slots(idx_TK, E)
     num_rows = int(counts_E.sum())
     x_TD, weights_TK = torch.randn(T, D, generator=generator), torch.rand(T, K, generator=generator)
@@ -40,7 +38,6 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     counts_WL = torch.tensor([[3, 0, 2], [1, 4, 0]])
     order_R, inverse_R, *_ = ops.group_rows(counts_WL, 10)
     return {
-        "sort_slots": (lambda idx: ops.sort_slots(idx, E), (idx_TK,)),
         "read_counts": (ops.read_counts.default, (counts_WL, counts_WL.flip(0))),
         "gather_rows": (lambda x, s: ops.gather_rows(x, s, num_rows, K), (x_TD, slots_N)),
         "gather_rows_backward": (
@@ -52,20 +49,9 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             ops.combine_rows_backward.default,
             (x_TD, rows_ND, slots_N, weights_TK),
         ),
-        "group_rows": (lambda counts: ops.group_rows(counts, 10), (counts_WL,)),
         "permute_rows": (
             ops.permute_rows.default,
             (torch.randn(10, D, generator=generator), order_R, inverse_R),
-        ),
-        "order_of_parts": (lambda counts: ops.order_of_parts(counts, 2, 10), (counts_WL,)),
-        "places_of_part": (lambda counts: ops.places_of_part(counts, 2, 1, 5), (counts_WL,)),
-        "take_slots": (
-            lambda idx, used: ops.take_slots(idx, used, LIMIT),
-            (chosen_TK, torch.tensor([0, 1, 2, 6])),
-        ),
-        "take_slots_by_weight": (
-            lambda idx, weights: ops.take_slots_by_weight(idx, weights, E, LIMIT),
-            (chosen_TK, weights_TK),
         ),
     }
 
@@ -91,11 +77,11 @@ def test_expanded_operators_return_the_same(monkeypatch, name: str) -> None:
 
 def test_nothing_is_left_of_results_that_nobody_reads(monkeypatch) -> None:
     monkeypatch.setattr(expand_module, "_is_on_gpu", lambda node: True)
-    counts_WL = torch.tensor([[3, 0, 2], [1, 4, 0]])
-    traced = make_fx(lambda c: ops.group_rows(c, 10)[2], tracing_mode="fake")(counts_WL)
+    function, args = _cases()["combine_rows_backward"]
+    traced = make_fx(lambda *args: function(*args)[1], tracing_mode="fake")(*args)
     expand(traced.graph)
-    assert all(node.users for node in traced.graph.nodes if node.op != "output")
-    assert torch.equal(traced(counts_WL), ops.group_rows(counts_WL, 10)[2])
+    assert all(node.users for node in traced.graph.nodes if node.op == "call_function")
+    assert torch.equal(traced(*args), function(*args)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -126,8 +112,8 @@ def test_sizes_that_depend_on_data_stay_what_they_are(run_ranks) -> None:
     for same, before, after in run_ranks(_expanded_on_cpu, 2):
         assert before - after == {
             f"halley::{name}"
-            for name in ("take_slots", "sort_slots", "read_counts", "gather_rows", "group_rows")
-        } | {"halley::permute_rows", "halley::combine_rows"}
+            for name in ("read_counts", "gather_rows", "permute_rows", "combine_rows")
+        }
         assert after == {"halley::expert_gemm"}
         assert same
 

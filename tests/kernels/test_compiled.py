@@ -25,9 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halley.kernels import dispatch_gemm, gemm_combine, plan, stage, weight_gemm
+from halley.kernels import dispatch_gemm, gemm_combine, plan, route, stage, weight_gemm
 from halley.kernels.driver import lay_out
 from halley.kernels.knobs import Knobs
+from halley.kernels.launch import Launcher
 from halley.kernels.layout import Layout
 from halley.kernels.plan_words import NUM_MARKS
 
@@ -48,10 +49,12 @@ SPILLED_BYTES = {
     "gemm_combine.move": 64,
     "dgrad_combine.move": 28,
 }
-MODULES = (plan, stage, dispatch_gemm, gemm_combine, weight_gemm)
+MODULES = (plan, stage, dispatch_gemm, gemm_combine, weight_gemm, route)
+ROUTE = ("sort_slots", "take_slots", "group_rows", "places_of_part")
 FUSED = ("dispatch_gemm", "dispatch_dgrad", "gemm_combine", "dgrad_combine")
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8",
 }  # fmt: skip
 
 
@@ -94,7 +97,8 @@ def _record_launches() -> dict[str, tuple[Any, ...]]:
         return record
 
     for module in MODULES:
-        module._launch = recorder(module._launch.kernel)  # pyright: ignore[reportAttributeAccessIssue]
+        found = {k: each for k, each in vars(module).items() if isinstance(each, Launcher)}
+        vars(module).update({k: recorder(each.kernel) for k, each in found.items()})
     return launches
 
 
@@ -152,6 +156,11 @@ def _launch_all(*, num_experts: int, top_k: int, hidden_size: int, intermediate_
         x_TD, weights_TK, x_RD, pre_RG, dweight_RC, up_LGD=up_LGD, topk_idx_TK=idx_TK,
         weights_home_WTK=weights_TK, weights_home_ptrs_W=table, **home,
     )  # fmt: skip
+    counts_WL = empty(NUM_RANKS, num_local, dtype=torch.int64)
+    route.sort_slots(idx_TK, num_experts)
+    route.take_slots(idx_TK, counts_WL.flatten(), NUM_TOKENS)
+    route.group_rows(counts_WL, num_rows)
+    route.places_of_part(counts_WL, 2, 1, num_rows)
     wide_LDF = empty(*down_LDF.shape, dtype=torch.float32)
     for out_LMN, accumulate, overlaps in (
         (down_LDF, False, False),
@@ -196,14 +205,8 @@ def _compile(kernel: Any, args: Any, constants: Any, options: Any) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(binary.asm["ptx"])
-        command = [
-            triton_knobs.nvidia.ptxas.path,
-            "-v",
-            "--gpu-name=sm_90a",
-            ptx,
-            "-o",
-            "/dev/null",
-        ]
+        ptxas = triton_knobs.nvidia.ptxas.path
+        command = [ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = re.search(r"(\d+) bytes spill stores", report)
     registers = re.search(r"Used (\d+) registers", report)
@@ -284,7 +287,7 @@ def test_what_the_compiler_makes_of_the_kernels(model: str) -> None:
     compiled = compile_in_process(model)
     for name, kernel in compiled.items():
         _check_resources(name, kernel)
-        if not name.startswith("weight_gemm") and not name.endswith(".multiply"):
+        if not name.startswith(("weight_gemm", *ROUTE)) and not name.endswith(".multiply"):
             _check_copies(name, kernel)
         assert find_unguarded_releases(kernel.lines()) == [], name
         _check_parameters(name, kernel)
