@@ -28,10 +28,15 @@ def leave_sms_beside(graph: fx.Graph, sm_margins: tuple[int, int], *, always: bo
         if node.target is product_into and dense:
             node.args = (*node.args[:-1], dense)
         elif dense and (operands := _find_dense(node)):
-            node.target, node.args = product_beside, (*operands, None, dense)
+            _become_beside(node, (*operands, None, dense))
         elif grouped and (operands := _find_grouped(node)):
-            node.target, node.args, node.kwargs = product_beside, (None, *operands, grouped), {}
+            _become_beside(node, (None, *operands, grouped))
     graph.lint()
+
+
+def _become_beside(node: fx.Node, args: tuple[Any, ...]) -> None:
+    node.target, node.args, node.kwargs = product_beside, args, {}
+    node.meta.pop("eager_input_vals", None)  # what Inductor was given of the operator it was
 
 
 def _find_beside(graph: fx.Graph) -> list[fx.Node]:
@@ -61,7 +66,8 @@ def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
         return args
     if name == "halley::expert_weight_gemm":
         with node.graph.inserting_before(node):
-            turned = node.graph.call_function(torch.ops.aten.t.default, (args[0],))
+            # Not t(), which Inductor has taken to pieces before and does not know any more.
+            turned = node.graph.call_function(torch.ops.aten.permute.default, (args[0], [1, 0]))
         trace_result(turned)
         return turned, *args[1:]
     return None

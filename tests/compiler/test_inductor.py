@@ -168,6 +168,37 @@ def test_parts_by_inductor_are_equal_bit_for_bit(run_ranks) -> None:
     assert _products_behind(code) == list(filter(None, planned))
 
 
+def _run_experts_beside(rank: int, num_ranks: int) -> tuple[list[float], str]:
+    """Return how far results and gradients are from those without passes, and code of backward.
+
+    Products, also of experts, are to leave multiprocessors, as if that had been measured.
+    """
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    runs, layer, codes = [], _Layer(), [""]
+    contention = Contention(sm_margin=8, grouped_sm_margin=8)
+    for passes in ("none", "wgrad"):
+        layer.zero_grad()
+        generator = torch.Generator().manual_seed(rank)
+        x_BSD = torch.randn(4, 8, HIDDEN_SIZE, generator=generator).requires_grad_()
+        options: Any = {"passes": passes, "memory_margin": 4.0, "unknown_size": 32}
+        with whole_graphs(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call = torch.compile(layer, backend=Backend(), fullgraph=True, options=options)
+            with patch.object(node_cost, "NO_CONTENTION", contention):
+                _, codes = run_fw_bw_and_get_code(lambda: call(x_BSD)[0].square().sum())  # noqa: B023
+        runs.append([x_BSD.grad, *(parameter.grad for parameter in layer.parameters())])
+    return [float((one - other).abs().max()) for one, other in zip(*runs, strict=True)], codes[-1]
+
+
+def test_products_of_experts_leave_multiprocessors_free(run_ranks) -> None:
+    """Operators of Halley's that stay, as with float32 on a GPU, become others in their place."""
+    ((differences, code),) = run_ranks(_run_experts_beside, 1, timeout_s=300.0)
+    assert max(differences) < 1e-4
+    assert "torch.ops.halley.product_beside.default(None, " in code
+    assert "expert_weight_gemm.default(" not in code
+
+
 def _products_behind(code: str) -> list[int]:
     """Return how many experts' products run behind each start, until its wait, but none."""
     open_starts: dict[str, int] = {}
