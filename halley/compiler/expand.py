@@ -5,6 +5,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,15 +18,16 @@ def expand(graph: fx.Graph) -> None:
     """Put torch's operators in the place of Halley's that are made of them, on a GPU.
 
     Inductor then fuses them with what stands around, and launches kernels instead of operators that
-    are written in Python. On a CPU they stay: experts' products read there where rows end. So do
-    products of other dtypes than bfloat16 on a GPU: torch 2.11 runs these, but cannot trace them.
+    are written in Python. On a CPU they stay: experts' products read there where rows end. On a GPU
+    products of other dtypes than bfloat16 stay, which torch 2.11 runs, but cannot trace, and all of
+    experts where their calls are written in C++, as torch 2.11 has no such call of them.
 
     Args:
         graph: of operators, changed. Its values have no data.
     """
     for node in list(graph.nodes):
         run = MADE_OF_TORCH.get(operator_name(node) or "")
-        if run is not None and _is_on_gpu(node) and (_is_bf16(node) or not is_product(node)):
+        if run is not None and _is_on_gpu(node) and (_is_traced(node) or not is_product(node)):
             _replace(node, run)
     graph.lint()
 
@@ -35,8 +37,9 @@ def _is_on_gpu(node: fx.Node) -> bool:
     return all(value.device.type != "cpu" for value in values if isinstance(value, torch.Tensor))
 
 
-def _is_bf16(node: fx.Node) -> bool:
-    return getattr(_value(node), "dtype", None) == torch.bfloat16
+def _is_traced(product: fx.Node) -> bool:
+    is_bf16 = getattr(_value(product), "dtype", None) == torch.bfloat16
+    return is_bf16 and not config.cpp_wrapper
 
 
 def _replace(node: fx.Node, run: Any) -> None:

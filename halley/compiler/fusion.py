@@ -48,10 +48,12 @@ class Border:
 
     Attributes:
         reads: nodes whose results come from memory, and that no other node of the kernel reads.
+        inside: nodes of the same kernel whose results it reads, by way of views or not.
         writes: whether something outside of the kernel reads the result.
     """
 
     reads: frozenset[fx.Node]
+    inside: frozenset[fx.Node]
     writes: bool
 
 
@@ -113,6 +115,7 @@ def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
     behind = dict.fromkeys(nodes, 0)  # of those, the ones on whose way to it something is unfused
     readers: dict[fx.Node, list[fx.Node]] = {}
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in fused}
+    inside: dict[fx.Node, set[fx.Node]] = {node: set() for node in fused}
     written: set[fx.Node] = set()
     for node in nodes:
         for source in node.all_input_nodes:
@@ -127,6 +130,7 @@ def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
         for source in filter(_has_bytes, node.all_input_nodes):
             root = _root(source)
             if node in fused and root in fused and not behind[node] >> fused[root] & 1:
+                inside[node].add(root)
                 continue
             if root in fused:
                 written.add(root)
@@ -138,7 +142,7 @@ def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
                     reads[node].add(source)
                 known.append(node)
     return {
-        node: Border(reads=frozenset(found), writes=node in written)
+        node: Border(reads=frozenset(found), inside=frozenset(inside[node]), writes=node in written)
         for node, found in reads.items()
     }
 

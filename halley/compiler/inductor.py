@@ -16,12 +16,20 @@ from torch.utils._ordered_set import OrderedSet
 from halley.compiler.early import EarlyGradients
 from halley.compiler.expand import expand
 from halley.compiler.graph import GraphFacts, is_product
+from halley.compiler.kernel_order import keep_order
 from halley.compiler.options import Options
 from halley.compiler.passes import find_batch_inputs, is_backward, run_passes
 from halley.compiler.plan import OrderReport
+from halley.compiler.sizes import Sizes
 from halley.compiler.sm_margin import leave_sms_beside
 from halley.compiler.step_peak import Halves, StepPeak
 from halley.compiler.writes import write_parts
+
+
+# Where Inductor writes the calls of kernels in C++, it tries kernels out on examples. Sizes that
+# depend on data are then such a share of what they may be: sums of several, as of the rows from
+# each rank, must not pass what they are taken of.
+_ROWS_SHARE = 64
 
 
 def compile_by_inductor(
@@ -46,18 +54,20 @@ def compile_by_inductor(
     Raises:
         RuntimeError: Inductor has another pass in the same place already.
     """
-    if config.post_grad_custom_post_pass is not None:
-        raise RuntimeError(
-            "torch._inductor.config.post_grad_custom_post_pass is set, and halley wants that place"
-        )
+    for name in ("post_grad_custom_post_pass", "_post_fusion_custom_pass"):
+        if getattr(config, name) is not None:
+            raise RuntimeError(f"torch._inductor.config.{name} is set, and halley wants that place")
     divide = config.custom_partitioner_fn or min_cut_rematerialization_partition
     step_peak = StepPeak(options.unknown_size, early.dividing(divide), fuses=True)
-    patches = {
+    patches: dict[str, Any] = {
         "post_grad_custom_post_pass": InductorPass(
             options, inputs=inputs, step_peak=step_peak, early=early, keep=keep
         ),
         "custom_partitioner_fn": _Partitioner(step_peak),
+        "_post_fusion_custom_pass": keep_order,
     }
+    if config.cpp_wrapper:
+        patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
     return compile_fx(  # pyright: ignore[reportReturnType]
         gm, example_inputs, inner_compile=_compile_below_autograd, config_patches=patches
     )
@@ -119,7 +129,7 @@ class InductorPass(CustomGraphPass):
         expand(graph)
         if report is not None:
             ties = find_ties(graph)
-            write_parts(graph)
+            write_parts(graph, Sizes(self._options.unknown_size))
             always = is_backward(graph) and self._early.hands_over
             leave_sms_beside(graph, report.sm_margins, always=always)
             pin_order(graph, ties)

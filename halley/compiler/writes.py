@@ -4,11 +4,14 @@ Passes see operators that return the buffer they write to, so that data alone or
 knows no such operator, but copies into ranges of a buffer, which it computes right there.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
 from halley.compiler.fake import trace_result
-from halley.compiler.fusion import takes_place
+from halley.compiler.fusion import Border, find_borders, takes_place
+from halley.compiler.sizes import Sizes
 from halley.ops.fills import fill_range, fill_rows
 from halley.ops.products import product_into
 
@@ -17,13 +20,15 @@ _ATEN = torch.ops.aten
 _LIKE_A_PART = (_ATEN.new_empty.default, _ATEN.new_empty_strided.default)
 
 
-def write_parts(graph: fx.Graph) -> None:
+def write_parts(graph: fx.Graph, sizes: Sizes) -> None:
     """Have what fills a buffer write to it and return nothing that is read.
 
     Args:
         graph: in the order in which it will run, changed.
+        sizes: of what nodes return.
     """
     position = {node: at for at, node in enumerate(graph.nodes)}
+    borders = find_borders(graph, sizes)
     for node in list(graph.nodes):
         if node.target not in (fill_range, fill_rows):
             continue
@@ -33,7 +38,7 @@ def write_parts(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 _call(graph, _ATEN.index_put_.default, whole, [node.args[2]], part)
         else:
-            _write_range(node, whole, part, position)
+            _write_range(node, whole, part, position, borders)
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
         if not part.users:
@@ -42,15 +47,23 @@ def write_parts(graph: fx.Graph) -> None:
 
 
 def _write_range(
-    fill: fx.Node, whole: fx.Node, part: fx.Node, position: dict[fx.Node, int]
+    fill: fx.Node,
+    whole: fx.Node,
+    part: fx.Node,
+    position: dict[fx.Node, int],
+    borders: Mapping[fx.Node, Border],
 ) -> None:
     """Write a part to where it belongs; what is read there need not be anywhere else.
+
+    What is computed in the kernel that makes the part goes on reading that: what a kernel has
+    written to a buffer it does not read from there, so there would be another kernel.
 
     Args:
         fill: what did so.
         whole: the buffer.
         part: what is written.
         position: of nodes in the graph.
+        borders: of the kernels that Inductor will make.
     """
     graph = fill.graph
     dim, start = fill.args[2:]
@@ -66,7 +79,13 @@ def _write_range(
             _call(graph, _ATEN.copy_.default, place, part)
     if fits:
         begin = position[part if is_told else fill]
-        part.replace_all_uses_with(place, lambda user: position.get(user, 0) > begin)
+        part.replace_all_uses_with(
+            place,
+            lambda user: (
+                position.get(user, 0) > begin
+                and not (user in borders and part in borders[user].inside)
+            ),
+        )
 
 
 def _come_before(whole: fx.Node, part: fx.Node, position: dict[fx.Node, int]) -> bool:

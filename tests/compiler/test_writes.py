@@ -34,7 +34,7 @@ def _written(rank: int, num_ranks: int) -> tuple[list[bool], Counter[str], dict[
     divide(graph, flow, [(region, NUM_PARTS)], sizes=Sizes(64))
     before = _find_products(graph)
     num_filled = sum(any(map(fills, node.users)) for node in before)
-    write_parts(graph)
+    write_parts(graph, Sizes(64))
     found: list[Any] = case.run(graph)
     same = [
         torch.equal(a, b) and a.stride() == b.stride() if isinstance(a, torch.Tensor) else a == b
@@ -57,29 +57,33 @@ def test_parts_are_written_where_they_belong(run_ranks) -> None:
 
 
 def test_what_follows_reads_the_whole() -> None:
-    """So that a part which others read, too, is not in memory twice."""
+    """So that a part which others read, too, is not in memory twice.
+
+    What Inductor computes in the kernel that makes the part reads it there.
+    """
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta["val"] = torch.ones(2, 3)
-    whole = graph.call_function(ATEN.new_empty_strided.default, (x, (4, 3), (3, 1)))
-    whole.meta["val"] = torch.empty(4, 3)
-    before = graph.call_function(ATEN.neg.default, (x,))
+    whole = graph.call_function(ATEN.new_empty_strided.default, (x, (4, 2), (2, 1)))
     part = graph.call_function(ATEN.exp.default, (x,))
-    early = graph.call_function(ATEN.sin.default, (part,))
-    for node in (before, part, early):
-        node.meta["val"] = torch.empty(2, 3)
+    early = graph.call_function(ATEN.mm.default, (part, x))
     fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 2))
-    late = graph.call_function(ATEN.sin.default, (part,))
-    graph.output((early, late, fill))
-    write_parts(graph)
+    beside = graph.call_function(ATEN.sin.default, (part,))
+    late = graph.call_function(ATEN.mm.default, (part, x))
+    behind = graph.call_function(ATEN.add.Tensor, (late, part))
+    graph.output((early, beside, late, behind, fill))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(4 if node in (whole, fill) else 2, 2)
+    write_parts(graph, Sizes(64))
     (copy,) = graph.find_nodes(op="call_function", target=ATEN.copy_.default)
     place, copied = copy.args
     assert copied is part
-    assert late.args == (place,)
-    assert early.args == (part,)
-    ran_early, ran_late, ran_whole = fx.GraphModule({}, graph)(torch.ones(2, 3))
-    assert torch.equal(ran_late, ran_early)
-    assert torch.equal(ran_whole[2:], torch.ones(2, 3).exp())
+    assert [node.args for node in (early, beside)] == [(part, x), (part,)]
+    assert [node.args for node in (late, behind)] == [(place, x), (late, place)]
+    given = torch.ones(2, 2)
+    _, _, ran_late, ran_behind, ran_whole = fx.GraphModule({}, graph)(given)
+    assert torch.equal(ran_late, given.exp() @ given)
+    assert torch.equal(ran_behind, ran_late + given.exp())
+    assert torch.equal(ran_whole[2:], given.exp())
 
 
 def test_product_that_others_read_first_runs_once() -> None:
@@ -95,7 +99,7 @@ def test_product_that_others_read_first_runs_once() -> None:
     whole.meta["val"] = torch.empty(4, 3)
     fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 2))
     graph.output((early, fill))
-    write_parts(graph)
+    write_parts(graph, Sizes(64))
     assert _find_products(graph) == []
     assert len(graph.find_nodes(op="call_function", target=product_into)) == 1
     inputs = torch.ones(2, 4), torch.randn(4, 3)
@@ -117,7 +121,7 @@ def test_part_ahead_of_what_its_buffer_needs_is_copied() -> None:
     whole.meta["val"] = torch.empty(2, 3)
     fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 0))
     graph.output(fill)
-    write_parts(graph)
+    write_parts(graph, Sizes(64))
     assert len(_find_products(graph)) == 1
     assert graph.find_nodes(op="call_function", target=product_into) == []
     inputs = torch.ones(2, 4), torch.randn(4, 3)
