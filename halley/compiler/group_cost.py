@@ -1,5 +1,6 @@
-"""What the ranks of a group measure together: all-to-alls, alone and beside computation."""
+"""What the ranks of groups measure together: all-to-alls, alone and beside computation."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast, final
@@ -10,9 +11,11 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
+from torch.distributed import get_process_group_ranks
 
 from halley.compiler.agree import Council
-from halley.compiler.collectives import ALL_TO_ALL, operator_name
+from halley.compiler.collectives import ALL_TO_ALL, group_of, operator_name
+from halley.compiler.node_cost import exchanged_bytes
 from halley.compiler.sizes import Sizes
 from halley.cost.contention import Work, measure_contention
 from halley.cost.profiles import Curve, ProfileTable, measure_curve
@@ -32,14 +35,19 @@ _NUM_GROUPS = 8
 _SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)
 
 
-def measure_group(
-    graph: fx.Graph, council: Council, table: ProfileTable, *, sizes: Sizes, device: torch.device
+def measure_groups(
+    graph: fx.Graph,
+    councils: Sequence[Council],
+    table: ProfileTable,
+    *,
+    sizes: Sizes,
+    device: torch.device,
 ) -> None:
-    """Add what rank 0's table lacks of a group's figures; a collective.
+    """Add what rank 0's table lacks of figures of groups; a collective of all of them.
 
     Args:
-        graph: whose all-to-alls there is to know about.
-        council: of the group.
+        graph: whose collectives there is to know about.
+        councils: of its groups, the largest first: its contention counts, and its rank 0 decides.
         table: of this rank; that of rank 0 has a file.
         sizes: of what nodes return.
         device: of the tensors.
@@ -47,20 +55,46 @@ def measure_group(
     # On a thread of its own, which traces nothing: started from a compiling thread, one of four
     # runs stood still in a collective of gloo.
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(_measure_missing, graph, council, table, sizes=sizes, device=device).result()
+        pool.submit(_measure_missing, graph, councils, table, sizes=sizes, device=device).result()
+
+
+def curve_keys(councils: Sequence[Council]) -> dict[str, str]:
+    """Return under which key a table has the all-to-all curve of each group, by its name.
+
+    A name says nothing in another run, but how many ranks a group has and how far apart they are
+    does: links within a host are others than those between hosts.
+
+    Args:
+        councils: of a graph's groups, the largest first.
+    """
+    keys = {council.group_name: _key_of(council.group_name) for council in councils[1:]}
+    return {council.group_name: ALL_TO_ALL for council in councils[:1]} | keys
+
+
+def _key_of(group_name: str) -> str:
+    group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
+    ranks = get_process_group_ranks(group)
+    return f"{ALL_TO_ALL} of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
 
 
 def _measure_missing(
-    graph: fx.Graph, council: Council, table: ProfileTable, *, sizes: Sizes, device: torch.device
+    graph: fx.Graph,
+    councils: Sequence[Council],
+    table: ProfileTable,
+    *,
+    sizes: Sizes,
+    device: torch.device,
 ) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
     # What rank 0 lacks all ranks measure: one that knows it must not stay away.
-    if council.share("curve", lambda: table.curve(ALL_TO_ALL) is None):
-        curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
-        table.add_curve(ALL_TO_ALL, curve)
-    if council.share("contention", lambda: table.contention is None):
-        table.add_contention(_measure_contention(council, device))
+    lead = councils[0]
+    for at, (council, key) in enumerate(zip(councils, curve_keys(councils).values(), strict=True)):
+        if lead.share(f"curve {at}", lambda key=key: table.curve(key) is None):
+            curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
+            table.add_curve(key, curve)
+    if lead.share("contention", lambda: table.contention is None):
+        table.add_contention(_measure_contention(lead, device))
 
 
 def _measure_contention(council: Council, device: torch.device) -> Contention:
@@ -95,18 +129,22 @@ def _measure_contention(council: Council, device: torch.device) -> Contention:
 def measure_all_to_all(
     graph: fx.Graph, council: Council, *, sizes: Sizes, device: torch.device
 ) -> Curve:
-    """Return the curve of equal all-to-alls, to beyond the graph's largest; a collective.
+    """Return the curve of equal all-to-alls, to beyond a group's largest; a collective of it.
 
     Args:
-        graph: whose all-to-alls there is to know about.
+        graph: whose collectives there is to know about. Others than all-to-alls are taken for such
+            of as many bytes on the wire; of them so many are measured as are beside products.
         council: of the group.
         sizes: of what nodes return.
         device: of the tensors.
     """
+    most = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     sent = [
-        sizes.num_bytes(node.all_input_nodes[0].meta.get("val"))
-        for node in graph.nodes
+        exchanged_bytes(node, sizes)
         if operator_name(node) == ALL_TO_ALL
+        else min(exchanged_bytes(node, sizes), most)
+        for node in graph.nodes
+        if group_of(node) == council.group_name
     ]
     points = [_SMALLEST_BYTES]
     while points[-1] < max(sent, default=0):

@@ -4,6 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast, final
 
 import torch
@@ -30,7 +31,7 @@ from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_prod
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
 from halley.cost.predict import Predictor
-from halley.cost.profiles import ProfileTable, operation_key
+from halley.cost.profiles import Curve, ProfileTable, operation_key
 from halley.cost.simulate import NO_CONTENTION
 
 
@@ -57,6 +58,8 @@ class ProfiledCost:
         sizes: of what nodes return.
         table: measured times; None predicts all.
         device: where to measure; None never measures.
+        curve_keys: which of the table's curves holds for a group, by its name; that of the largest
+            where there is none.
 
     Attributes:
         predicted: keys of the operations that no measurement stands behind; not of fused ones.
@@ -73,6 +76,7 @@ class ProfiledCost:
         sizes: Sizes,
         table: ProfileTable | None = None,
         device: torch.device | None = None,
+        curve_keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.predicted: set[str] = set()
         self.borders: Mapping[fx.Node, Border] | None = None
@@ -82,12 +86,12 @@ class ProfiledCost:
         self._sizes = sizes
         self._table = table
         self._device = device
+        self._curve_keys = curve_keys
 
     def __call__(self, node: fx.Node) -> float:
         """Return the microseconds of a node that computes or starts a collective."""
-        if group_of(node) is not None:
-            curve = self._table.curve(ALL_TO_ALL) if self._table else None
-            sent = exchanged_bytes(node, self._sizes)
+        if (group := group_of(node)) is not None:
+            curve, sent = self._find_curve(group), exchanged_bytes(node, self._sizes)
             return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
         if is_read(node):
             return self._predictor.hardware.read_us
@@ -128,6 +132,12 @@ class ProfiledCost:
         border = self.borders.get(whole)
         is_kernel = border is None or border.writes
         return hardware.call_us / 3 if is_kernel else 0.0
+
+    def _find_curve(self, group: str) -> Curve | None:
+        if self._table is None:
+            return None
+        own = self._table.curve(self._curve_keys.get(group, ALL_TO_ALL))
+        return own or self._table.curve(ALL_TO_ALL)
 
     def _measure(
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device

@@ -22,7 +22,7 @@ from halley.compiler.collectives import (
 )
 from halley.compiler.fusion import find_borders
 from halley.compiler.graph import GraphFacts, NodeKind, apply_order
-from halley.compiler.group_cost import measure_group
+from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.options import Options
 from halley.compiler.partition.fit import fit_memory, fit_time
@@ -72,7 +72,7 @@ def run_passes(
     if councils is None or not facts.find_collectives("all_to_all"):
         return None
     sizes = Sizes(options.unknown_size)
-    cost = _build_cost(graph, _largest(councils), options, sizes=sizes)
+    cost = _build_cost(graph, councils, options, sizes=sizes)
     report = partial(report_order, cost=cost, sizes=sizes, contention=cost.contention)
     before = report(facts, range(len(facts.nodes)), inside=cost.inside)
     max_bytes = (1.0 + options.memory_margin) * max(before.peak_before, step_peak)
@@ -128,7 +128,7 @@ def report_as_is(graph: fx.Graph, options: Options) -> OrderReport:
     """Return the report of a graph that no pass has changed, with predicted times."""
     begin_s = time.perf_counter()
     facts, sizes = GraphFacts(graph), Sizes(options.unknown_size)
-    cost = _build_cost(graph, None, options, sizes=sizes)
+    cost = _build_cost(graph, [], options, sizes=sizes)
     report = report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
     return _timed(report, cost, begin_s=begin_s)
 
@@ -136,7 +136,10 @@ def report_as_is(graph: fx.Graph, options: Options) -> OrderReport:
 def _convene(
     graph: fx.Graph, facts: GraphFacts, options: Options, batch_inputs: Sequence[str]
 ) -> list[Council] | None:
-    """Return the councils of a graph's groups; None if it must stay as it is, after a warning."""
+    """Return the councils of a graph's groups, the largest first, of equals the first to be used.
+
+    None if the graph must stay as it is, after a warning.
+    """
     if unknown := unknown_collectives(graph):
         warnings.warn(
             f"halley leaves a graph as it is: it does not know {', '.join(unknown)}", stacklevel=3
@@ -146,6 +149,7 @@ def _convene(
         return None
     groups = graph_groups(graph) if options.agree else []
     councils = [open_council(name, timeout_s=options.timeout_s) for name in groups]
+    councils.sort(key=lambda council: -council.num_ranks)
     if _differing(councils, graph, batch_inputs):
         warnings.warn(
             "halley leaves a graph as it is: ranks have the same collectives in it, but other "
@@ -251,12 +255,11 @@ def _share(councils: Sequence[Council], what: str, make: Callable[[], _T]) -> _T
     Raises:
         RuntimeError: the ranks of a smaller group got different plans, as not all are in one group.
     """
-    largest = _largest(councils)
-    if largest is None:
+    if not councils:
         return make()
-    made = largest.share(what, make)
-    for council in councils:
-        if council is not largest and council.share(f"same {what}", lambda: made) != made:
+    made = councils[0].share(what, make)
+    for council in councils[1:]:
+        if council.share(f"same {what}", lambda: made) != made:
             raise RuntimeError(
                 "ranks of two groups would run a graph in different orders: the largest group of "
                 "a graph must hold all ranks that meet in it"
@@ -294,12 +297,8 @@ def _differing(councils: Sequence[Council], graph: fx.Graph, batch_inputs: Seque
     return any(others)
 
 
-def _largest(councils: Sequence[Council]) -> Council | None:
-    return max(councils, key=lambda council: council.num_ranks, default=None)
-
-
 def _build_cost(
-    graph: fx.Graph, council: Council | None, options: Options, *, sizes: Sizes
+    graph: fx.Graph, councils: Sequence[Council], options: Options, *, sizes: Sizes
 ) -> ProfiledCost:
     """Return the cost of nodes; only that of the rank that plans knows the file of profiles."""
     device = device_of(graph)
@@ -308,8 +307,8 @@ def _build_cost(
         cost = ProfiledCost(predictor, sizes=sizes)
         _note_borders(graph, options, cost, sizes)
         return cost
-    plans = council is None or council.rank == 0
-    num_ranks = 1 if council is None else council.num_ranks
+    plans = not councils or councils[0].rank == 0
+    num_ranks = councils[0].num_ranks if councils else 1
     environment = find_environment(device, topology=f"ranks {num_ranks}")
     if options.hardware is not None and not options.measure:  # a plan for a device, from afar
         topology = f"ranks {max(group_sizes(graph), default=1)}"
@@ -323,12 +322,16 @@ def _build_cost(
             raise ValueError(f"profiles ({path}) must be a file unless measure is set")
         table = ProfileTable(path, environment, offline=not options.measure)
 
-    _share([] if council is None else [council], "profiles", read)
+    _share(councils[:1], "profiles", read)
     begin_s = time.perf_counter()
-    if council is not None and options.measure:
-        measure_group(graph, council, table, sizes=sizes, device=device)
+    if councils and options.measure:
+        measure_groups(graph, councils, table, sizes=sizes, device=device)
     cost = ProfiledCost(
-        predictor, sizes=sizes, table=table, device=device if options.measure and plans else None
+        predictor,
+        sizes=sizes,
+        table=table,
+        device=device if options.measure and plans else None,
+        curve_keys=curve_keys(councils),
     )
     cost.measuring_s = time.perf_counter() - begin_s
     _note_borders(graph, options, cost, sizes)

@@ -1,0 +1,72 @@
+"""Curves of a graph's groups: measured once each, and collectives priced by that of their own."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from halley.compiler.agree import open_council
+from halley.compiler.group_cost import curve_keys, measure_groups
+from halley.compiler.node_cost import ProfiledCost
+from halley.compiler.sizes import Sizes
+from halley.cost.hardware import CPU
+from halley.cost.predict import Predictor
+from halley.cost.profiles import ProfileTable, find_environment
+from tests.compiler.graph_case import GraphBuilder, aten, c10d
+
+
+NUM_ROWS, SIZE = 64, 256  # 64 KiB in float32
+CPU_DEVICE = torch.device("cpu")
+
+
+def _build(experts: str, replicas: str) -> GraphBuilder:
+    """An all-to-all of one group, and a sum of gradients over another."""
+    b = GraphBuilder()
+    x = b.input("x", NUM_ROWS, SIZE)
+    half = [NUM_ROWS // 4] * 4
+    rows = b.call(c10d.all_to_all_single.default, x, half, half, experts, name="rows")
+    summed = b.call(c10d.all_reduce.default, x, "sum", replicas, name="summed")
+    b.done(
+        b.call(c10d.wait_tensor.default, rows),
+        b.call(c10d.wait_tensor.default, summed),
+        b.call(aten.neg.default, x),
+    )
+    return b
+
+
+def _prices(rank: int, num_ranks: int, path: str) -> tuple[list[str], list[float], list[float]]:
+    """Return keys of curves; the prices of both collectives, and what their curves say."""
+    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    world = dist.group.WORLD
+    assert isinstance(pair, dist.ProcessGroup)
+    assert isinstance(world, dist.ProcessGroup)
+    names = world.group_name, pair.group_name
+    graph = _build(*names).graph
+    environment = find_environment(CPU_DEVICE, topology=f"ranks {num_ranks}")
+    table = ProfileTable(Path(path) if rank == 0 else None, environment)
+    sizes, keys = Sizes(NUM_ROWS), {}
+    for _ in range(2):  # the second time rank 0 knows all
+        councils = [open_council(name, timeout_s=60.0) for name in names]
+        measure_groups(graph, councils, table, sizes=sizes, device=CPU_DEVICE)
+        keys = curve_keys(councils)
+    cost = ProfiledCost(Predictor(CPU), sizes=sizes, table=table, curve_keys=keys)
+    found = [cost(node) for node in graph.nodes if node.name in ("rows", "summed")]
+    num_bytes = 4 * NUM_ROWS * SIZE
+    curves = zip(map(table.curve, keys.values()), (num_bytes, 2 * num_bytes), strict=True)
+    wanted = [curve.at(size) for curve, size in curves if curve is not None]
+    dist.destroy_process_group(pair)
+    return list(keys.values()), found, wanted
+
+
+def test_each_group_has_a_curve(run_ranks, tmp_path) -> None:
+    path = tmp_path / "profiles.jsonl"
+    found = run_ranks(_prices, 4, str(path), timeout_s=120.0)
+    for rank, (keys, prices, wanted) in enumerate(found):
+        pair = "0 to 2" if rank % 2 == 0 else "1 to 3"
+        world = "_c10d_functional::all_to_all_single"
+        assert keys == [world, f"{world} of 2 ranks, {pair}"]
+        assert prices == wanted
+        assert prices[0] != prices[1]
+    lines = path.read_text().splitlines()
+    assert sum('"collective"' in line for line in lines) == 2
+    assert sum('"contention"' in line for line in lines) == 1
