@@ -96,6 +96,27 @@ class Council:
             raise RuntimeError(self._made_no(what, found["error"]))
         return cast(_T, found["made"])
 
+    def tell(self, what: str, value: int) -> list[int]:
+        """Return what each rank tells of itself, in the order of ranks, on all ranks.
+
+        Args:
+            what: its name; each is told once for a graph.
+            value: of this rank.
+
+        Raises:
+            RuntimeError: a rank told nothing in time.
+        """
+        keys = [self._key(f"{what}/{rank}") for rank in range(self.num_ranks)]
+        self._store.set(keys[self.rank], str(value))
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout_s + _VERDICT_MARGIN_S))
+        except RuntimeError:
+            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+            raise RuntimeError(
+                f"graph {self._number}: ranks {missing} told no {what} in {self._timeout_s:g} s"
+            ) from None
+        return [int(self._store.get(key)) for key in keys]
+
     def _wait_for_all(self, keys: list[str]) -> None:
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))

@@ -1,6 +1,6 @@
 """What the ranks of groups measure together: all-to-alls, alone and beside computation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import cast, final
@@ -11,7 +11,6 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.distributed import get_process_group_ranks
 
 from halley.compiler.agree import Council
 from halley.compiler.collectives import ALL_TO_ALL, group_of, operator_name
@@ -40,6 +39,7 @@ def measure_groups(
     councils: Sequence[Council],
     table: ProfileTable,
     *,
+    keys: Mapping[str, str],
     sizes: Sizes,
     device: torch.device,
 ) -> None:
@@ -49,32 +49,38 @@ def measure_groups(
         graph: whose collectives there is to know about.
         councils: of its groups, the largest first: its contention counts, and its rank 0 decides.
         table: of this rank; that of rank 0 has a file.
+        keys: of their curves, as of ``curve_keys``.
         sizes: of what nodes return.
         device: of the tensors.
     """
     # On a thread of its own, which traces nothing: started from a compiling thread, one of four
     # runs stood still in a collective of gloo.
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(_measure_missing, graph, councils, table, sizes=sizes, device=device).result()
+        given = {"keys": keys, "sizes": sizes, "device": device}
+        pool.submit(partial(_measure_missing, graph, councils, table, **given)).result()
 
 
 def curve_keys(councils: Sequence[Council]) -> dict[str, str]:
     """Return under which key a table has the all-to-all curve of each group, by its name.
 
-    A name says nothing in another run, but how many ranks a group has and how far apart they are
-    does: links within a host are others than those between hosts.
+    A name says nothing in another run, but how many ranks a group has and where they stand in the
+    largest one does: links within a host are others than those between hosts.
 
     Args:
-        councils: of a graph's groups, the largest first.
+        councils: of a graph's groups, the largest first; asked once for a graph.
+
+    Raises:
+        RuntimeError: a rank of a group did not come in time.
     """
-    keys = {council.group_name: _key_of(council.group_name) for council in councils[1:]}
-    return {council.group_name: ALL_TO_ALL for council in councils[:1]} | keys
-
-
-def _key_of(group_name: str) -> str:
-    group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
-    ranks = get_process_group_ranks(group)
-    return f"{ALL_TO_ALL} of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
+    keys: dict[str, str] = {}
+    for council in councils:
+        if council is councils[0]:
+            keys[council.group_name] = ALL_TO_ALL
+            continue
+        places = council.tell("place", councils[0].rank)
+        key = f"{ALL_TO_ALL} of {len(places)} ranks, {places[0]} to {places[-1]}"
+        keys[council.group_name] = key
+    return keys
 
 
 def _measure_missing(
@@ -82,6 +88,7 @@ def _measure_missing(
     councils: Sequence[Council],
     table: ProfileTable,
     *,
+    keys: Mapping[str, str],
     sizes: Sizes,
     device: torch.device,
 ) -> None:
@@ -89,7 +96,8 @@ def _measure_missing(
         torch.cuda.set_device(device)  # each thread has its own
     # What rank 0 lacks all ranks measure: one that knows it must not stay away.
     lead = councils[0]
-    for at, (council, key) in enumerate(zip(councils, curve_keys(councils).values(), strict=True)):
+    for at, council in enumerate(councils):
+        key = keys[council.group_name]
         if lead.share(f"curve {at}", lambda key=key: table.curve(key) is None):
             curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
             table.add_curve(key, curve)

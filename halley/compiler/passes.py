@@ -324,14 +324,15 @@ def _build_cost(
 
     _share(councils[:1], "profiles", read)
     begin_s = time.perf_counter()
+    keys = curve_keys(councils)
     if councils and options.measure:
-        measure_groups(graph, councils, table, sizes=sizes, device=device)
+        measure_groups(graph, councils, table, keys=keys, sizes=sizes, device=device)
     cost = ProfiledCost(
         predictor,
         sizes=sizes,
         table=table,
         device=device if options.measure and plans else None,
-        curve_keys=curve_keys(councils),
+        curve_keys=keys,
     )
     cost.measuring_s = time.perf_counter() - begin_s
     _note_borders(graph, options, cost, sizes)

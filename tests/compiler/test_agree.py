@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from halley.compiler import agree
 from halley.compiler.agree import Council
 from halley.compiler.collectives import Signature
 
@@ -34,6 +35,18 @@ def test_same_graphs_and_rank_0s_plan() -> None:
         return council.compare(SAME), council.share("plan", lambda: [council.rank, 7])
 
     assert _meet(act, ranks=3) == [((), [0, 7])] * 3
+
+
+def test_ranks_tell_of_themselves() -> None:
+    assert (
+        _meet(lambda council: council.tell("place", 5 * council.rank), ranks=3) == [[0, 5, 10]] * 3
+    )
+
+
+def test_rank_that_tells_nothing_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(agree, "_VERDICT_MARGIN_S", 0.2)
+    for error in _meet(lambda council: council.tell("place", 0), ranks=[0, 2], timeout_s=0.3):
+        assert str(error) == "graph 1: ranks [1] told no place in 0.3 s"
 
 
 def test_councils_of_several_graphs_do_not_mix() -> None:

@@ -47,8 +47,8 @@ def _prices(rank: int, num_ranks: int, path: str) -> tuple[list[str], list[float
     sizes, keys = Sizes(NUM_ROWS), {}
     for _ in range(2):  # the second time rank 0 knows all
         councils = [open_council(name, timeout_s=60.0) for name in names]
-        measure_groups(graph, councils, table, sizes=sizes, device=CPU_DEVICE)
         keys = curve_keys(councils)
+        measure_groups(graph, councils, table, keys=keys, sizes=sizes, device=CPU_DEVICE)
     cost = ProfiledCost(Predictor(CPU), sizes=sizes, table=table, curve_keys=keys)
     found = [cost(node) for node in graph.nodes if node.name in ("rows", "summed")]
     num_bytes = 4 * NUM_ROWS * SIZE
