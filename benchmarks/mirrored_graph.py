@@ -61,14 +61,15 @@ def nccl_mirror(wait_ns):  # traces know communication by "nccl"
 
 
 class Mirrored(dist.Work):
-    """A collective on its way."""
+    """A collective on its way, whose tensors live until it is waited for."""
 
-    def __init__(self, end: torch.cuda.Event) -> None:
+    def __init__(self, end: torch.cuda.Event, tensors: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
-        self._end = end
+        self._end, self._tensors = end, tensors
 
     def wait(self, timeout=None) -> bool:
         torch.cuda.current_stream().wait_event(self._end)
+        self._tensors = ()
         return True
 
     def is_completed(self) -> bool:
@@ -102,23 +103,24 @@ class MirroredGroup(dist.ProcessGroup):
                 for some in part.split(source.shape[0]):
                     some.copy_(source[: some.shape[0]])
 
-        return self._run(move, others * input.nbytes // max(1, input.shape[0]))
+        num_bytes = others * input.nbytes // max(1, input.shape[0])
+        return self._run(move, num_bytes, (output, input))
 
     def _allgather_base(self, output, input, opts=None):
         def move() -> None:
             for part in output.view(-1).chunk(self._num_ranks):
                 part.copy_(input.view(-1))
 
-        return self._run(move, (self._num_ranks - 1) * input.nbytes)
+        return self._run(move, (self._num_ranks - 1) * input.nbytes, (output, input))
 
     def allreduce(self, tensors, opts=None):
         num_bytes = 2 * sum(tensor.nbytes for tensor in tensors) // self._num_ranks
-        return self._run(lambda: None, (self._num_ranks - 1) * num_bytes)
+        return self._run(lambda: None, (self._num_ranks - 1) * num_bytes, tuple(tensors))
 
     # As torch 2.13 calls them.
     all_to_all_single, all_gather_single = alltoall_base, _allgather_base
 
-    def _run(self, move, num_bytes: int) -> Mirrored:
+    def _run(self, move, num_bytes: int, tensors: tuple[torch.Tensor, ...]) -> Mirrored:
         """Move rows on the link's stream, and keep that for as long as they would travel."""
         end = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -127,7 +129,7 @@ class MirroredGroup(dist.ProcessGroup):
             wait_us = LATENCY_US + num_bytes / self._link / 1e3
             nccl_mirror[(NUM_PROGRAMS,)](int(wait_us * 1e3))
             end.record()
-        return Mirrored(end)
+        return Mirrored(end, tensors)
 
 
 @dataclass
