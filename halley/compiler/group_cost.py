@@ -53,11 +53,24 @@ def measure_groups(
         sizes: of what nodes return.
         device: of the tensors.
     """
+    lead = councils[0]
+
+    def measure() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        # What rank 0 lacks all ranks measure: one that knows it must not stay away.
+        for at, council in enumerate(councils):
+            key = keys[council.group_name]
+            if lead.share(f"curve {at}", lambda key=key: table.curve(key) is None):
+                curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
+                table.add_curve(key, curve)
+        if lead.share("contention", lambda: table.contention is None):
+            table.add_contention(_measure_contention(lead, device))
+
     # On a thread of its own, which traces nothing: started from a compiling thread, one of four
     # runs stood still in a collective of gloo.
     with ThreadPoolExecutor(1) as pool:
-        given = {"keys": keys, "sizes": sizes, "device": device}
-        pool.submit(partial(_measure_missing, graph, councils, table, **given)).result()
+        pool.submit(measure).result()
 
 
 def curve_keys(councils: Sequence[Council]) -> dict[str, str]:
@@ -81,28 +94,6 @@ def curve_keys(councils: Sequence[Council]) -> dict[str, str]:
         key = f"{ALL_TO_ALL} of {len(places)} ranks, {places[0]} to {places[-1]}"
         keys[council.group_name] = key
     return keys
-
-
-def _measure_missing(
-    graph: fx.Graph,
-    councils: Sequence[Council],
-    table: ProfileTable,
-    *,
-    keys: Mapping[str, str],
-    sizes: Sizes,
-    device: torch.device,
-) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own
-    # What rank 0 lacks all ranks measure: one that knows it must not stay away.
-    lead = councils[0]
-    for at, council in enumerate(councils):
-        key = keys[council.group_name]
-        if lead.share(f"curve {at}", lambda key=key: table.curve(key) is None):
-            curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
-            table.add_curve(key, curve)
-    if lead.share("contention", lambda: table.contention is None):
-        table.add_contention(_measure_contention(lead, device))
 
 
 def _measure_contention(council: Council, device: torch.device) -> Contention:

@@ -12,7 +12,7 @@ from halley.ops.routed_rows import group_rows, order_of_parts, sort_slots
 
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-SIZES = [(1, 1, 1), (5, 2, 3), (4097, 1, 8), (700, 6, 130)]  # tokens, top_k, experts
+SIZES = [(1, 1, 1), (5, 2, 3), (4097, 1, 8), (90, 6, 130)]  # tokens, top_k, experts
 
 
 def _choices(num_tokens: int, top_k: int, num_experts: int, load: str) -> torch.Tensor:
