@@ -107,7 +107,7 @@ class Council:
             RuntimeError: a rank told nothing in time.
         """
         keys = [self._key(f"{what}/{rank}") for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], str(value))
+        self._store.set(keys[self.rank], str(int(value)))
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s + _VERDICT_MARGIN_S))
         except RuntimeError:

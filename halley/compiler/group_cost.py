@@ -58,10 +58,12 @@ def measure_groups(
     def measure() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
-        # What rank 0 lacks all ranks measure: one that knows it must not stay away.
+        # What rank 0 lacks all ranks measure: one that knows it must not stay away. Ranks of a
+        # smaller group may be told by several rank 0s, if the largest does not hold them all.
         for at, council in enumerate(councils):
             key = keys[council.group_name]
-            if lead.share(f"curve {at}", lambda key=key: table.curve(key) is None):
+            lacks = lead.share(f"curve {at}", lambda key=key: table.curve(key) is None)
+            if any(council.tell(f"lacks curve {at}", lacks)):
                 curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
                 table.add_curve(key, curve)
         if lead.share("contention", lambda: table.contention is None):

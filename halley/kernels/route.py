@@ -3,8 +3,8 @@
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Where routed rows stand, one launch for each question; no counter is shared, so no order is left.
 
-A program looks through all that it depends on: a few thousand numbers of some bytes, which come
-from the cache. On a GPU that takes less than the launches of a sort.
+A program looks through all that it depends on: some thousand slots, or a count for each rank and
+expert.
 """
 
 import torch

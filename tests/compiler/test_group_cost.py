@@ -11,7 +11,8 @@ from halley.compiler.node_cost import ProfiledCost
 from halley.compiler.sizes import Sizes
 from halley.cost.hardware import CPU
 from halley.cost.predict import Predictor
-from halley.cost.profiles import ProfileTable, find_environment
+from halley.cost.profiles import Curve, ProfileTable, find_environment
+from halley.cost.simulate import Contention
 from tests.compiler.graph_case import GraphBuilder, aten, c10d
 
 
@@ -19,12 +20,12 @@ NUM_ROWS, SIZE = 64, 256  # 64 KiB in float32
 CPU_DEVICE = torch.device("cpu")
 
 
-def _build(experts: str, replicas: str) -> GraphBuilder:
-    """An all-to-all of one group, and a sum of gradients over another."""
+def _build(experts: str, replicas: str, *, num_ranks: int = 4) -> GraphBuilder:
+    """An all-to-all of one group, of so many ranks, and a sum of gradients over another."""
     b = GraphBuilder()
     x = b.input("x", NUM_ROWS, SIZE)
-    half = [NUM_ROWS // 4] * 4
-    rows = b.call(c10d.all_to_all_single.default, x, half, half, experts, name="rows")
+    even = [NUM_ROWS // num_ranks] * num_ranks
+    rows = b.call(c10d.all_to_all_single.default, x, even, even, experts, name="rows")
     summed = b.call(c10d.all_reduce.default, x, "sum", replicas, name="summed")
     b.done(
         b.call(c10d.wait_tensor.default, rows),
@@ -70,3 +71,36 @@ def test_each_group_has_a_curve(run_ranks, tmp_path) -> None:
     lines = path.read_text().splitlines()
     assert sum('"collective"' in line for line in lines) == 2
     assert sum('"contention"' in line for line in lines) == 1
+
+
+def _measure_by_two_files(rank: int, num_ranks: int, folder: str) -> tuple[bool, bool]:
+    """Return whether a rank knows both curves; one pair's file has all, the other's none."""
+    first = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    second = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    assert isinstance(first, dist.ProcessGroup)
+    assert isinstance(second, dist.ProcessGroup)
+    names = first.group_name, second.group_name
+    graph = _build(*names, num_ranks=2).graph
+    councils = [open_council(name, timeout_s=30.0) for name in names]
+    keys = curve_keys(councils)
+    environment = find_environment(CPU_DEVICE, topology="ranks 2")
+    table = ProfileTable(
+        Path(folder) / f"{rank // 2}.jsonl" if rank % 2 == 0 else None, environment
+    )
+    if rank == 0:
+        for key in keys.values():
+            table.add_curve(key, Curve(((4096, 10.0),)))
+        table.add_contention(Contention())
+    measure_groups(graph, councils, table, keys=keys, sizes=Sizes(NUM_ROWS), device=CPU_DEVICE)
+    for group in (first, second):
+        dist.destroy_process_group(group)
+    known = [table.curve(key) is not None for key in keys.values()]
+    return known[0], known[1]
+
+
+def test_a_group_measures_if_any_of_its_ranks_lacks_its_curve(run_ranks, tmp_path) -> None:
+    """Ranks of one group may be told by different rank 0s, whose files differ: none waits alone."""
+    found = run_ranks(_measure_by_two_files, 4, str(tmp_path), timeout_s=60.0)
+    assert found[0] == (True, True)
+    assert found[2:] == [(True, True)] * 2
+    assert found[1][1]  # its partner of the second group lacked it
