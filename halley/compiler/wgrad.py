@@ -165,14 +165,25 @@ class _Windows:
         self.units = units
         self._fits = fits
         self.windows: list[list[int]] = [[] for _ in range(num_windows)]
-        self.placed: set[int] = set()
+        self.placed: dict[int, int] = {}  # window by unit
 
     def is_available(self, at: int) -> bool:
         """Return whether all products that an unplaced unit needs are placed."""
         return all(
             not self.units[need].is_product and self.is_available(need)
-            for need in self.units[at].needs - self.placed
+            for need in self.units[at].needs - self.placed.keys()
         )
+
+    def allowed(self, at: int) -> list[int]:
+        """Return the windows that an unplaced unit may have: none ahead of what it needs."""
+        hides, first = self.units[at].hides, self._first(at)
+        return [window for window in range(first, len(self.windows)) if hides >> window & 1]
+
+    def _first(self, at: int) -> int:
+        placed = self.placed
+        needs = self.units[at].needs
+        firsts = (placed[need] if need in placed else self._first(need) for need in needs)
+        return max(firsts, default=0)
 
     def place(self, at: int, window: int) -> float | None:
         """Place a unit, before it those that it needs.
@@ -184,12 +195,12 @@ class _Windows:
         if not self._fits(units, window):
             return None
         self.windows[window] += units
-        self.placed.update(units)
+        self.placed |= dict.fromkeys(units, window)
         return sum(self.units[each].duration_us for each in units)
 
     def _unplaced_needs(self, at: int) -> list[int]:
         found: list[int] = []
-        for need in sorted(self.units[at].needs - self.placed):
+        for need in sorted(self.units[at].needs - self.placed.keys()):
             found += [each for each in (*self._unplaced_needs(need), need) if each not in found]
         return found
 
@@ -205,9 +216,10 @@ def assign(
 
     Walks the all-to-alls in their order. Each takes, again and again, the unit whose time is
     nearest to what is left to hide, products before others, until nothing is left, or the best is
-    more than twice as long as what is left and there is one already. A product for which this is
-    the last all-to-all that it may run behind is then placed here whatever its time (the deadline).
-    A unit comes after those that it needs. One that does not fit is passed over, here alone.
+    more than twice as long as what is left and there is one already. Products that none took, the
+    longest first, go where they hide most of what is left, or else behind the last all-to-all that
+    they may run behind, whatever their time (the deadline). A unit comes after those that it needs.
+    One that does not fit is passed over, here alone.
 
     Args:
         units: of the graph.
@@ -215,7 +227,8 @@ def assign(
         fits: asked for a unit with those that it needs and that are not placed, in order.
 
     Source: Lancet (arXiv:2404.19429), section 4.2; best fit for a generalised assignment problem,
-    which is NP-hard.
+    which is NP-hard. There products that none took all go behind their last all-to-all: that of a
+    large output embedding, longer than any all-to-all, would leave those ahead bare.
     """
     state = _Windows(units, len(times_us), fits)
     left_us: list[float] = []
@@ -234,12 +247,24 @@ def assign(
             left -= placed_us or 0.0
             if placed_us is None:
                 refused.add(best)
-        for at, unit in enumerate(units):
-            is_last = unit.hides >> window == 1
-            if is_last and unit.is_product and at not in state.placed and at not in refused:
-                left -= state.place(at, window) or 0.0
         left_us.append(max(0.0, left))
+    _place_late(state, left_us)
     return Assignment(windows=tuple(map(tuple, state.windows)), left_us=tuple(left_us))
+
+
+def _place_late(state: _Windows, left_us: list[float]) -> None:
+    """Give products that none took to the all-to-alls with most left, in place."""
+    units = state.units
+    late = [at for at, unit in enumerate(units) if unit.is_product and at not in state.placed]
+    for at in sorted(late, key=lambda at: -units[at].duration_us):
+        if at in state.placed:  # along with one that needs it
+            continue
+        hidden_us = {each: min(left_us[each], units[at].duration_us) for each in state.allowed(at)}
+        for window in sorted(hidden_us, key=lambda each: (hidden_us[each], each), reverse=True):
+            placed_us = state.place(at, window)
+            if placed_us is not None:
+                left_us[window] = max(0.0, left_us[window] - placed_us)
+                break
 
 
 def _candidates(state: _Windows, window: int, refused: set[int]) -> list[int]:

@@ -68,16 +68,32 @@ def _most_hidden_us(units: list[Unit], times_us: list[float]) -> float:
     return -found.fun
 
 
-def test_greedy_is_near_the_optimum() -> None:
+def _with_a_large_output(seed: int) -> tuple[list[Unit], list[float]]:
+    """Return an instance with gradients that are free from the start: a long one, a short one.
+
+    So are those of a language model's output embedding and of its last router.
+    """
+    units, times_us = _instance(seed)
+    draw, hides = random.Random(seed), (1 << len(times_us)) - 1
+    first = [
+        Unit(nodes=[], is_product=True, hides=hides, duration_us=draw.uniform(*bounds))
+        for bounds in ((150.0, 500.0), (1.0, 15.0))
+    ]
+    return first + units, times_us
+
+
+@pytest.mark.parametrize("make", [_instance, _with_a_large_output])
+def test_greedy_is_near_the_optimum(make) -> None:
     ratios = []
     for seed in range(NUM_INSTANCES):
-        units, times_us = _instance(seed)
+        units, times_us = make(seed)
         best_us = _most_hidden_us(units, times_us)
         hidden_us = _hidden_us(units, times_us)
         assert hidden_us <= best_us * 1.002  # what the solver may be away from the optimum
         ratios.append(hidden_us / best_us)
-    assert statistics.median(ratios) >= 0.95
-    assert min(ratios) >= 0.6
+    assert statistics.median(ratios) >= 0.99
+    assert statistics.mean(ratios) >= 0.97
+    assert min(ratios) >= 0.75
 
 
 def test_greedy_reaches_the_optimum_where_it_is_obvious() -> None:
