@@ -133,6 +133,7 @@ MUTATIONS = {
             (_COUNT_CLEARED, ""),
             (_CLEAR_LOOP, f"    if end > begin:\n{_COUNT_CLEARED}{_CLEAR_LOOP}"),
         ),
+        first_seed=1,
     ),
     "clear: not counted": Mutation(
         function=fetch.clear_task, edits=((_COUNT_CLEARED, ""),), timeout_s=SHORT_S
@@ -140,6 +141,7 @@ MUTATIONS = {
     "dispatch: tiles wait for as many as there are rows": Mutation(
         function=dispatch_gemm.dispatch_gemm_kernel,
         edits=(("need += rows_to_clear(num_rows, CLEAR)", "need += 0"),),
+        first_seed=1,
     ),
     "dispatch: fetch tickets are not zeroed": Mutation(
         function=dispatch_gemm._reset,
@@ -154,6 +156,7 @@ MUTATIONS = {
     "combine: gradients of weights with the last chunk": Mutation(
         function=gemm_combine.gemm_combine_kernel,
         edits=(("if chunk == 0:\n", "if chunk == num_chunks - 1:\n"),),
+        first_seed=1,
     ),
     "home: gradients of weights in the wrong order": Mutation(
         function=home._take_weight_gradients, edits=(("k > other", "k < other"),)

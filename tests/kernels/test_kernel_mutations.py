@@ -75,22 +75,29 @@ MUTATIONS = {
         edits=((_ALL_DONE.format("PUBLISHED"), _FIRST_DONE.format("PUBLISHED")),),
         case=replace(CASE, block_slots=8),
         timeout_s=SHORT_S,
+        first_seed=1,
     ),
     "stage: the first task raises the flags": Mutation(
         function=plan.plan_kernel,
         edits=((_ALL_DONE.format("STAGED"), _FIRST_DONE.format("STAGED")),),
         case=replace(CASE, block_slots=8),
         timeout_s=SHORT_S,
+        first_seed=3,
     ),
     "stage: flags before rows": Mutation(
         function=plan.plan_kernel,
         edits=((_STAGE, _RAISE_FLAGS.format("staged") + _STAGE),),
+        first_seed=7,
     ),
     "stage: the plan ends before": Mutation(
-        function=plan._wait_for_rows, edits=(("range(LAYOUT.num_ranks)", "range(0)"),)
+        function=plan._wait_for_rows,
+        edits=(("range(LAYOUT.num_ranks)", "range(0)"),),
+        first_seed=1,
     ),
     "stage: waits for its own rows only": Mutation(
-        function=plan._wait_for_rows, edits=(("LAYOUT.staged + peer", "LAYOUT.staged + peer * 0"),)
+        function=plan._wait_for_rows,
+        edits=(("LAYOUT.staged + peer", "LAYOUT.staged + peer * 0"),),
+        first_seed=5,
     ),
     "publish: flags of the next epoch": Mutation(
         function=publish.raise_flags, edits=(("rank, epoch)\n", "rank, epoch + 1)\n"),)
@@ -131,6 +138,7 @@ MUTATIONS = {
     "dispatch: rows counted before they are stored": Mutation(
         function=fetch.fetch_task,
         edits=((_COUNT_ROWS, ""), (_FETCH_LOOP, f"{_COUNT_ROWS}{_FETCH_LOOP}")),
+        first_seed=7,
     ),
     "dispatch: rows of the wrong source": Mutation(
         function=fetch.fetch_task,
@@ -155,12 +163,15 @@ MUTATIONS = {
             ),
             (f"return {_COUNTED}", "return 0"),
         ),
+        first_seed=5,
     ),
     "combine: one tile too few": Mutation(
         function=combine_tiles.count_ready, edits=((">= need", ">= need - 1"),)
     ),
     "combine: sums do not wait for their last group": Mutation(
-        function=combine_tiles.groups_of_task, edits=(("(has, group + 1, 0)", "(has, group, 0)"),)
+        function=combine_tiles.groups_of_task,
+        edits=(("(has, group + 1, 0)", "(has, group, 0)"),),
+        first_seed=5,
     ),
     "combine: tiles counted for the first group": Mutation(
         function=combine_tiles.multiply_tiles,
@@ -204,7 +215,9 @@ MUTATIONS = {
         edits=(("LAYOUT.home + peer *", "LAYOUT.home + 0 * peer *"),),
     ),
     "home: looks for the last epoch": Mutation(
-        function=home.chunk_came, edits=((">= epoch", ">= epoch - 1"),)
+        function=home.chunk_came,
+        edits=((">= epoch", ">= epoch - 1"),),
+        first_seed=1,
     ),
 }
 

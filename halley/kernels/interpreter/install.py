@@ -8,7 +8,7 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
-from halley.kernels.interpreter import assembly, launch, numerics, sanitizer
+from halley.kernels.interpreter import assembly, launch, numerics, sanitizer, speed
 
 
 @cache
@@ -31,6 +31,7 @@ def install() -> None:
         assembly.install()
         sanitizer.install()
         launch.install()
+        speed.install()
         wrong = _find_wrong_values()
     except Exception as error:
         raise RuntimeError(f"{_describe()} cannot be repaired: {error!r}") from error

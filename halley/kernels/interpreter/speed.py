@@ -1,0 +1,83 @@
+"""Types in the interpreter, worked out once: what most of a kernel's time went into.
+
+Triton makes a tensor's type, shape and names anew for the result of each operation, and a table of
+numpy's dtypes at each look into it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+
+_Init = Callable[..., None]
+
+# Nothing in these is a constant of the compiler.
+_PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type})
+
+
+def install() -> None:
+    """Replace what the interpreter works out over and over."""
+    modules: Any = core, interpreter  # whose names Triton has for itself
+    modules[0]._unwrap_if_constexpr = _make_unwrap(modules[0]._unwrap_if_constexpr)
+    modules[1]._get_np_dtype = _make_np_dtype(modules[1]._get_np_dtype)
+    methods: list[tuple[type, Callable[[_Init], _Init]]] = [
+        (tl.block_type, _make_init_of_block),
+        (tl.tensor, _make_init_of_tensor),
+    ]
+    for owner, make in methods:
+        setattr(owner, "__init__", make(owner.__init__))  # noqa: B010
+
+
+def _make_unwrap(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        return value if kind in _PLAIN else original(value)
+
+    return unwrap
+
+
+def _make_np_dtype(original: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
+    known: dict[str, np.dtype[Any]] = {}
+
+    def np_dtype(dtype: Any) -> np.dtype[Any]:
+        scalar = dtype.scalar
+        found = known.get(scalar.name)
+        if found is None:
+            found = known[scalar.name] = original(scalar)
+        return found
+
+    return np_dtype
+
+
+def _make_init_of_block(original: _Init) -> _Init:
+    known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
+
+    def init(self: Any, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
+        sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
+        key = element_ty.name, sizes
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    return init
+
+
+def _make_init_of_tensor(original: _Init) -> _Init:
+    known: dict[str, tuple[Any, Any]] = {}
+
+    def init(self: Any, handle: Any, type: tl.dtype) -> None:
+        if type.name not in known:
+            original(self, handle, type)
+            known[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[type.name]
+
+    return init
