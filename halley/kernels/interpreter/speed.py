@@ -58,7 +58,7 @@ def _make_np_dtype(original: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], 
 def _make_init_of_block(original: _Init) -> _Init:
     known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
 
-    def init(self: Any, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
+    def init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
         sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
         key = element_ty.name, sizes
         if key not in known:
@@ -73,7 +73,7 @@ def _make_init_of_block(original: _Init) -> _Init:
 def _make_init_of_tensor(original: _Init) -> _Init:
     known: dict[str, tuple[Any, Any]] = {}
 
-    def init(self: Any, handle: Any, type: tl.dtype) -> None:
+    def init(self: Any, handle: Any, type: Any) -> None:
         if type.name not in known:
             original(self, handle, type)
             known[type.name] = self.shape, self.numel
