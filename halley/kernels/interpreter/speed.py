@@ -21,9 +21,10 @@ _PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.b
 
 def install() -> None:
     """Replace what the interpreter works out over and over."""
-    modules: Any = core, interpreter  # whose names Triton has for itself
-    modules[0]._unwrap_if_constexpr = _make_unwrap(modules[0]._unwrap_if_constexpr)
-    modules[1]._get_np_dtype = _make_np_dtype(modules[1]._get_np_dtype)
+    language: Any = core  # its names are Triton's own
+    runtime: Any = interpreter
+    language._unwrap_if_constexpr = _make_unwrap(language._unwrap_if_constexpr)
+    runtime._get_np_dtype = _make_np_dtype(runtime._get_np_dtype)
     methods: list[tuple[type, Callable[[_Init], _Init]]] = [
         (tl.block_type, _make_init_of_block),
         (tl.tensor, _make_init_of_tensor),
