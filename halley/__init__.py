@@ -6,6 +6,7 @@ from halley.core.timeline import Recorder
 from halley.moe.layer import MoELayer, MoEOutput
 from halley.moe.parallel import ParallelGroups, build_groups, sync_gradients
 from halley.moe.strategy import build_strategy
+from halley.train.watchdog import Watchdog
 
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "ParallelGroups",
     "Recorder",
     "RouterConfig",
+    "Watchdog",
     "build_groups",
     "build_strategy",
     "sync_gradients",

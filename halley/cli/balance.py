@@ -1,4 +1,4 @@
-"""``halley plan balance``: which experts each rank is to hold, by the load that was counted."""
+"""``halley plan balance``: plan which experts each rank holds, by the load that was counted."""
 
 import json
 import math
@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from halley.cli.checks import MAX_RANKS, check_at_least, check_at_most
+from halley.cli.path_checks import check_replaceable
 from halley.core.config import ModelConfig
 from halley.core.counts import read_counts
 from halley.core.models import find_model
@@ -33,7 +35,9 @@ class _Layer:
 def balance(
     counts: Annotated[Path, typer.Argument(help="counts.json of halley train, or lists.")],
     ranks: Annotated[int, typer.Option(help="Ranks over which the experts are spread.")],
-    output: Annotated[Path, typer.Option(help="File for the placement.")],
+    output: Annotated[
+        Path, typer.Option(help="File for the placement, in place of an earlier one.")
+    ],
     spare: Annotated[int, typer.Option(help="Experts that a rank may hold beyond its share.")] = 1,
     model: Annotated[str | None, typer.Option(help="Named model, to price replicas.")] = None,
 ) -> int:
@@ -49,6 +53,11 @@ def balance(
             f"model ({priced.name}) must have the experts of the counts ({num_experts}) and has "
             f"{priced.moe.num_experts}"
         )
+    check_at_least(ranks, 1, option="ranks")
+    check_at_most(ranks, MAX_RANKS, option="ranks")
+    check_replaceable(
+        output, option="output", is_own=_is_placement, what="a placement of halley plan balance"
+    )
     placements = [plan_placement(each, num_ranks=ranks, spare=spare) for each in counts_ME]
     save_placements(output, placements)
     fewest = -(-num_experts // ranks)
@@ -64,6 +73,10 @@ def balance(
     Console(stderr=True).print(_table(layers, num_bytes=num_bytes))
     typer.echo(json.dumps(_summary(layers, num_bytes=num_bytes) | {"output": str(output)}))
     return 0
+
+
+def _is_placement(head: bytes) -> bool:
+    return head.startswith(b"{") and b'"num_experts": ' in head
 
 
 def _plain_loads(counts_E: Sequence[float], *, num_ranks: int) -> list[float] | None:

@@ -1,28 +1,72 @@
-"""A progress bar of the first rank that leaves measurements alone."""
+"""Show the progress of long work: a bar on a terminal, else plain lines, on standard error."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from halley.moe.world import World
 
 
-@contextmanager
-def step_progress(world: World) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar; yield a function that takes what is done, how much of it, and of how much.
+_LINE_EVERY_S = 10.0  # of work that has had a line already
 
-    The bar is drawn when that function is called, between samples: a thread that drew it would
-    hold the interpreter's lock while a sample runs.
+Update = Callable[[str, int, int], None]
+
+
+@contextmanager
+def step_progress(world: World) -> Iterator[Update]:
+    """Show the progress of the first rank, as ``shown_progress`` does; of others nothing."""
+    if not world.is_first:
+        yield lambda text, done, total: None
+        return
+    with shown_progress() as update:
+        yield update
+
+
+@contextmanager
+def shown_progress() -> Iterator[Update]:
+    """Show the progress of a command; yield a function that takes text, done and total.
+
+    A total of 0 is one that is not known.
+
+    Nothing is drawn but when that function is called, between samples: a thread that drew a bar
+    would hold the interpreter's lock while a sample runs.
     """
     console = Console(stderr=True)
-    with Progress(
-        console=console, transient=True, auto_refresh=False, disable=not world.is_first
-    ) as progress:
-        bar = progress.add_task("")
+    if not console.is_interactive:  # a file, a pipe or a terminal that cannot move its cursor
+        yield line_progress()
+        return
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+        bar = progress.add_task("", total=None)
 
         def update(text: str, done: int, total: int) -> None:
-            progress.update(bar, description=text, completed=done, total=total, refresh=True)
+            size = total or None
+            progress.update(bar, description=escape(text), completed=done, total=size, refresh=True)
 
         yield update
+
+
+def line_progress(now_s: Callable[[], float] = time.monotonic) -> Update:
+    """Return a function that writes a line for each new text, and every ten seconds for old ones.
+
+    Args:
+        now_s: a clock.
+    """
+    texts: set[str] = set()
+    next_s = 0.0
+
+    def update(text: str, done: int, total: int) -> None:
+        nonlocal next_s
+        if text in texts and now_s() < next_s:
+            return
+        texts.add(text)
+        next_s = now_s() + _LINE_EVERY_S
+        share = f" ({done} of {total})" if total else ""
+        sys.stderr.write(f"halley: {text}{share}\n")
+        sys.stderr.flush()
+
+    return update

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from halley.cli.bars import step_progress
-from halley.cli.checks import check_package, read_dtype
+from halley.cli.checks import (
+    check_distinct,
+    check_rate,
+    check_samples,
+    check_seed,
+    rank_memory_bytes,
+    read_dtype,
+    split_integers,
+    split_names,
+)
+from halley.cli.kept_rows import check_output, kept_rows
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table, model_table
 from halley.core.config import OptimizerConfig
@@ -23,12 +32,11 @@ from halley.moe.parallel import build_groups
 from halley.moe.strategy import check_strategy
 from halley.moe.world import pick_device
 from halley.perf.bench import LayerCase, measure_layers
-from halley.perf.candidates import check_experts
+from halley.perf.candidates import check_layer_memory
 from halley.perf.charts import draw_layer_bench
 from halley.perf.model_bench import measure_models
 from halley.perf.model_case import ModelCase, check_memory, cut_model
-from halley.perf.results import Row, results_path, write_rows
-from halley.train.checkpoint import check_writable
+from halley.perf.results import Row, results_path
 from halley.train.optim import ModelOptimizer
 
 
@@ -36,7 +44,9 @@ app = typer.Typer(help="Measure layers and models.", no_args_is_help=True)
 
 _BENCH_MODELS = "mixtral-8x7b,phi-3.5-moe,qwen2-moe,qwen3-30b-a3b,deepseek-v3"
 _SEQ_LEN = 4096
+_PLAIN = "layer"  # the case that has a chart
 
+OUTPUT_HELP = "Folder for lines and chart, in place of those of the same case and machine."
 ModelsOption = Annotated[str, typer.Option(help="Named models, or 'default'.")]
 TokensOption = Annotated[str, typer.Option(help="Tokens a rank, or 'default'.")]
 StrategiesOption = Annotated[str, typer.Option(help="Strategies.")]
@@ -64,15 +74,14 @@ def layer(
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens, weights and routing.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for lines and chart.")] = None,
+    output: Annotated[Path | None, typer.Option(help=OUTPUT_HELP)] = None,
     commit: CommitOption = None,
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
 ) -> int:
     """Measure the MoE layer of models: forward, and forward with backward, by each strategy.
 
-    Prints a table, then one JSON line for each measurement. Words with commas between are measured
-    one by one.
+    Prints a table, then one JSON line for each measurement; takes lists with commas between.
     """
     num_ranks = count_ranks(nproc, device=device)
     on_gpu = pick_device(device).type == "cuda"
@@ -86,29 +95,31 @@ def layer(
     )
     names = _strategies(strategies)
     check_samples(samples)
-    _check_graphs(max_load, on_gpu=on_gpu)
+    _check_graphs(max_load, names, on_gpu=on_gpu)
     links = _links(link, names)
-    tp_sizes = _positive_integers(tp_size, option="tp_size")
+    tp_sizes = split_integers(tp_size, option="tp_size")
+    options = {"memory_bytes": rank_memory_bytes(num_ranks, device=device), "backward": True}
     for case, size in product(cases, tp_sizes):
-        check_experts(case, ep_size=num_ranks, tp_size=size)
-    check_output(output)
+        check_layer_memory(case, ep_size=num_ranks, tp_size=size, **options)
+    case_name = _case_name(cases, tp_sizes, links, max_load)
+    where = {"device": pick_device(device), "num_ranks": num_ranks}
+    check_output(output, case=case_name, has_chart=case_name == _PLAIN, **where)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
 
-    with joined(device) as (world, _), step_progress(world) as on_progress:
+    with (
+        joined(device) as (world, _),
+        kept_rows(world, output) as keep,
+        step_progress(world) as on_progress,
+    ):
         rows: list[Row] = []
-
-        def write(found: list[Row]) -> None:
-            if output is not None and world.is_first:
-                write_rows(rows + found, output)
-
         for size, gb_per_s in product(tp_sizes, links):
             rows += measure_layers(
                 cases, names, groups=build_groups(0, device_type=world.device.type, tp_size=size),
                 device=world.device, num_samples=samples, commit=commit, max_load=max_load,
-                link_gb_per_s=gb_per_s, case_name=_case_name(cases, tp_sizes, links, max_load),
-                on_progress=on_progress, on_rows=write,
+                link_gb_per_s=gb_per_s, case_name=case_name, on_progress=on_progress,
+                on_rows=lambda found, before=tuple(rows): keep([*before, *found]),
             )  # fmt: skip
     return _report(rows, output) if world.is_first else 0
 
@@ -124,11 +135,11 @@ def _case_name(
         "graph": bool(max_load),
         "link": any(links),
     }
-    return "-".join(["layer", *(name for name, is_so in named.items() if is_so)])
+    return "-".join([_PLAIN, *(name for name, is_so in named.items() if is_so)])
 
 
 def _report(rows: list[Row], output: Path | None) -> int:
-    if output is not None and rows[0]["case"] == "layer":  # a chart has one bar a strategy
+    if output is not None and rows[0]["case"] == _PLAIN:  # a chart has one bar a strategy
         draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
     print_rows(layer_table(rows), rows)
     return 0
@@ -144,7 +155,7 @@ def model(
     dtype: Annotated[str, typer.Option(help="bfloat16, float32 or default.")] = "default",
     samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens and weights.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for lines.")] = None,
+    output: Annotated[Path | None, typer.Option(help=OUTPUT_HELP)] = None,
     commit: CommitOption = None,
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
@@ -166,18 +177,19 @@ def model(
     )
     names = _strategies(strategies)
     check_samples(samples)
-    memory_bytes = _memory_bytes(num_ranks, device=device)
+    memory_bytes = rank_memory_bytes(num_ranks, device=device)
     for case in cases:
         check_memory(case, num_ranks=num_ranks, memory_bytes=memory_bytes)
-    if output is not None:
-        check_writable(output)
+    check_output(
+        output, case="model", device=pick_device(device), num_ranks=num_ranks, has_chart=False
+    )
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type)
-        with step_progress(world) as on_progress:
+        with kept_rows(world, output) as keep, step_progress(world) as on_progress:
             rows = measure_models(
                 cases,
                 names,
@@ -187,10 +199,9 @@ def model(
                 num_samples=samples,
                 commit=commit,
                 on_progress=on_progress,
+                on_rows=keep,
             )
         if world.is_first:
-            if output is not None:
-                write_rows(rows, output)
             print_rows(model_table(rows), rows)
     return 0
 
@@ -233,7 +244,7 @@ def layer_cases(
             model=config, num_tokens=num_tokens, skew=load, dtype=dtype, seed=seed, spare=spare
         )
         for config in configs
-        for num_tokens in _positive_integers(tokens, option="tokens")
+        for num_tokens in split_integers(tokens, option="tokens")
         for load in loads
     ]
 
@@ -245,45 +256,39 @@ def _strategies(words: str) -> list[str]:
     return names
 
 
-def check_output(output: Path | None) -> None:
-    """Check that lines and a chart can be written there.
-
-    Raises:
-        ValueError: the folder is not writable, or there is no matplotlib.
-    """
-    if output is not None:
-        check_package("matplotlib", extra="plot", option=f"output ({output})")
-        check_writable(output)
-
-
 def _links(text: str, strategies: list[str]) -> list[float]:
     """Return the rates that the words between commas name, in GB/s; 0 is the link there is."""
     others = [name for name in strategies if name.partition(":")[0] not in ("fused", "unfused")]
     links: list[float] = []
     for word in split_names(text, option="link"):
         try:
-            links.append(float(word))
+            rate = float(word)
         except ValueError:
-            links.append(math.nan)
-        if not (links[-1] == 0 or 0.001 <= links[-1] < math.inf):
             raise ValueError(
-                f"link ({word}) must be at least 0.001 GB/s, or 0 for the link there is"
-            )
-        if links[-1] and others:
+                f"link ({word}) must be a number of GB/s, or 0 for the link there is"
+            ) from None
+        links.append(check_rate(rate, option="link", default="the link there is"))
+        if rate and others:
             raise ValueError(
                 f"strategies ({', '.join(others)}) must be fused or unfused with link ({word}): "
                 "only their kernels emulate one"
             )
+    check_distinct(links, text=text, option="link")
     return links
 
 
-def _check_graphs(max_load: float, *, on_gpu: bool) -> None:
+def _check_graphs(max_load: float, strategies: list[str], *, on_gpu: bool) -> None:
     if max_load and not 1 <= max_load < math.inf:
         raise ValueError(
             f"max_load ({max_load}) must be finite and at least 1, or 0 for no CUDA graphs"
         )
     if max_load and not on_gpu:
         raise ValueError(f"max_load ({max_load}) must be 0 without a GPU: graphs are CUDA's")
+    if max_load and not any(name.partition(":")[0] in ("fused", "unfused") for name in strategies):
+        raise ValueError(
+            f"max_load ({max_load}) must come with fused or unfused in strategies: others have no "
+            "CUDA graphs"
+        )
 
 
 def _model_cases(
@@ -301,54 +306,6 @@ def _model_cases(
             seed=seed,
         )
         for name in split_names(models, option="models")
-        for num_layers in _positive_integers(layers, option="layers")
-        for num_tokens in _positive_integers(tokens, option="tokens")
+        for num_layers in split_integers(layers, option="layers")
+        for num_tokens in split_integers(tokens, option="tokens")
     ]
-
-
-def _memory_bytes(num_ranks: int, *, device: str) -> int:
-    """Return the memory of this rank's GPU, or its share of the host's."""
-    place = pick_device(device)
-    if place.type == "cuda":
-        return torch.cuda.get_device_properties(place).total_memory
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-
-
-def check_samples(samples: int) -> None:
-    """Check a number of samples.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if samples < 1:
-        raise ValueError(f"samples ({samples}) must be at least 1")
-
-
-def check_seed(seed: int) -> None:
-    """Check a seed.
-
-    Raises:
-        ValueError: it is negative.
-    """
-    if seed < 0:
-        raise ValueError(f"seed ({seed}) must be at least 0")
-
-
-def split_names(text: str, *, option: str) -> list[str]:
-    """Return the words between commas.
-
-    Raises:
-        ValueError: there is none.
-    """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise ValueError(f"{option} ({text}) must name at least one")
-    return words
-
-
-def _positive_integers(text: str, *, option: str) -> list[int]:
-    words = split_names(text, option=option)
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ValueError(f"{option} ({text}) must be positive integers with commas between")
-    return [int(word) for word in words]

@@ -8,24 +8,22 @@ import typer
 
 from halley.cli.bars import step_progress
 from halley.cli.bench import (
+    OUTPUT_HELP,
     CommitOption,
     DeviceOption,
     NprocOption,
     SamplesOption,
-    check_output,
-    check_samples,
-    check_seed,
     print_rows,
-    split_names,
 )
-from halley.cli.checks import read_dtype
+from halley.cli.checks import check_known, check_samples, check_seed, read_dtype, split_names
+from halley.cli.kept_rows import check_output, kept_rows
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import graph_table
 from halley.moe.parallel import build_groups
 from halley.moe.world import pick_device
 from halley.perf.gpt2_moe import check_gate, find_shape
-from halley.perf.graph_case import VARIANTS, GraphCase, check_inner
-from halley.perf.results import Row, results_path, write_rows
+from halley.perf.graph_case import VARIANTS, GraphCase, check_inner, graph_case_name
+from halley.perf.results import Row, results_path
 
 
 # What NCCL is told, to send between the GPUs of one host as slowly as between hosts.
@@ -47,20 +45,16 @@ _SLOW_LINKS: dict[str, dict[str, str]] = {
 def graph(
     models: Annotated[str, typer.Option(help="Models, or 'default'.")] = "default",
     variants: Annotated[str, typer.Option(help="Ways to run a step, or 'all'.")] = "all",
-    inner: Annotated[str, typer.Option(help="What compiles graphs: inductor or eager.")] = (
-        "inductor"
-    ),
+    inner: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
     gate: Annotated[str, typer.Option(help="switch, top2, prioritized or dropless.")] = "switch",
     batch: Annotated[int, typer.Option(help="Sequences a rank; 0 is the model's.")] = 0,
     num_parts: Annotated[int, typer.Option(help="Parts of the batch; 0 chooses.")] = 0,
     memory_margin: Annotated[float, typer.Option(help="How much memory may rise.")] = 0.02,
-    slow_link: Annotated[
-        str, typer.Option(help="Slow NCCL down: channels, sockets or none.")
-    ] = "none",
+    slow_link: Annotated[str, typer.Option(help="channels, sockets or none.")] = "none",
     dtype: Annotated[str, typer.Option(help="bfloat16, float32 or default.")] = "default",
     samples: SamplesOption = 11,
     seed: Annotated[int, typer.Option(help="Of tokens.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder for lines and chart.")] = None,
+    output: Annotated[Path | None, typer.Option(help=OUTPUT_HELP)] = None,
     commit: CommitOption = None,
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
@@ -93,12 +87,15 @@ def graph(
     check_seed(seed)
     check_samples(samples)
     _check_link(slow_link, on_gpu=on_gpu)
-    check_output(output)
+    where = {"device": pick_device(device), "num_ranks": num_ranks}
+    check_output(output, case=graph_case_name(slow_link), has_chart=True, **where)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
     _slow_down(slow_link)
-    rows = _measure(cases, names, samples=samples, link=slow_link, commit=commit, device=device)
+    rows = _measure(
+        cases, names, samples=samples, link=slow_link, commit=commit, device=device, output=output
+    )
     if rows:
         _report(rows, output)
     return 0
@@ -112,6 +109,7 @@ def _measure(
     link: str,
     commit: str | None,
     device: str,
+    output: Path | None,
 ) -> list[Row]:
     """Return the result lines on the first rank, none on the others."""
     # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
@@ -119,7 +117,7 @@ def _measure(
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type)
-        with step_progress(world) as on_progress:
+        with kept_rows(world, output) as keep, step_progress(world) as on_progress:
             rows = measure_graph_cases(
                 cases,
                 variants,
@@ -129,6 +127,7 @@ def _measure(
                 commit=commit,
                 slow_link=link,
                 on_progress=on_progress,
+                on_rows=keep,
             )
         return rows if world.is_first else []
 
@@ -137,7 +136,6 @@ def _report(rows: list[Row], output: Path | None) -> None:
     if output is not None:
         from halley.perf.graph_chart import draw_graph_bench
 
-        write_rows(rows, output)
         draw_graph_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
     for row in rows:
         if row["error"]:
@@ -147,10 +145,7 @@ def _report(rows: list[Row], output: Path | None) -> None:
 
 def _variants(words: str) -> list[str]:
     names = [*VARIANTS] if words == "all" else split_names(words, option="variants")
-    if unknown := sorted(set(names) - set(VARIANTS)):
-        raise ValueError(
-            f"variants ({', '.join(unknown)}) must be of {', '.join(VARIANTS)}, or all"
-        )
+    check_known(names, list(VARIANTS), option="variants")
     return names
 
 

@@ -1,4 +1,4 @@
-"""``halley doctor``: what this machine has, what is missing, and what to do about it."""
+"""``halley doctor``: show what this machine has, what is missing, and what to do about it."""
 
 import dataclasses
 import json
@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from halley.cli.checks import read_dtype
+from halley.cli.bars import step_progress
+from halley.cli.checks import check_at_least, check_seconds, rank_memory_bytes, read_dtype
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
+from halley.cli.time_limit import time_limit as time_limited
 from halley.core.models import find_model
-from halley.core.routing import local_experts
 from halley.moe.parallel import build_groups
 from halley.moe.world import pick_device
+from halley.perf.candidates import check_experts, check_layer_memory
 from halley.perf.choice import LayerChoice, choose_strategy
 from halley.perf.doctor import (
     OPTIONAL_PACKAGES,
@@ -27,6 +29,8 @@ from halley.perf.doctor import (
 )
 from halley.perf.layer_case import LayerCase
 
+
+_TIME_LIMIT_S = 300.0  # of a layer, unless the user chooses
 
 # Keys of ``FusedBuffers``, and what they are to a reader.
 _BUFFERS = {
@@ -46,16 +50,24 @@ def doctor(
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks; default one a GPU, or 2.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds that a layer may take; 300.")
+    ] = None,
 ) -> int:
     """Show versions, devices and links, and whether each strategy can run here.
 
     With a model, ranks start and run its MoE layer forward: what strategy auto picks and why,
-    whether ranks address each other's memory, and the memory that the fused kernels take.
+    whether ranks address each other's memory, and the memory that the fused kernels take. On a
+    CPU the fused kernels are interpreted, so that they are not timed.
 
-    Prints tables, then one JSON line. Fails only where no strategy, or that layer, can run.
+    Prints tables, then one JSON line. Fails only where no strategy, or that layer, can run, or
+    where the layer takes longer than the time limit.
     """
     if model is None:
-        options = {"tokens": tokens, "dtype": dtype, "nproc": nproc, "device": device}
+        options = {
+            "tokens": tokens, "dtype": dtype, "nproc": nproc, "device": device,
+            "time_limit": time_limit,
+        }  # fmt: skip
         for name, value in options.items():
             if value is not None:
                 raise ValueError(f"{name} ({value}) must come with a model: add --model")
@@ -64,27 +76,48 @@ def doctor(
         typer.echo(json.dumps(dataclasses.asdict(machine)))
         return 0 if machine.can_run else 1
     device = device or "auto"
+    limit_s = check_seconds(_TIME_LIMIT_S if time_limit is None else time_limit)
     num_ranks = count_ranks(nproc or 0, device=device)
     on_gpu = pick_device(device).type == "cuda"
-    num_tokens = (2048 if on_gpu else 512) if tokens is None else tokens
-    if num_tokens < 1:
-        raise ValueError(f"tokens ({num_tokens}) must be at least 1")
     case = LayerCase(
         model=find_model(model),
-        num_tokens=num_tokens,
+        num_tokens=(2048 if on_gpu else 512) if tokens is None else tokens,
         dtype=read_dtype(dtype or "default", on_gpu=on_gpu),
     )
-    local_experts(case.model.moe.num_experts, ep_size=num_ranks)
+    check_at_least(case.num_tokens, 1, option="tokens")
+    check_experts(case, ep_size=num_ranks)
+    memory_bytes = rank_memory_bytes(num_ranks, device=device)
+    check_layer_memory(case, ep_size=num_ranks, memory_bytes=memory_bytes)
     code = hand_to_ranks(nproc or 0, device=device)
-    if code is not None:
-        return code
+    return _try_layer(case, device=device, limit_s=limit_s) if code is None else code
 
-    with joined(device) as (world, _):
+
+def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
+    """Print the machine and what strategy auto makes of the layer, on each rank."""
+    last_text = "waiting for the other ranks"
+
+    def explain() -> str:
+        return (
+            f"{last_text} (model {case.model.name}, {case.num_tokens} tokens a rank): lower "
+            "--tokens, choose a smaller --model or raise --time-limit"
+        )
+
+    with (
+        time_limited(limit_s, explain=explain),
+        joined(device) as (world, _),
+        step_progress(world) as show,
+    ):
+
+        def on_progress(text: str, done: int, total: int) -> None:
+            nonlocal last_text
+            last_text = text
+            show(text, done, total)
+
         groups = build_groups(0, device_type=world.device.type)
         machine = examine_machine() if world.is_first else None
         if machine is not None:  # before the layer runs, which may fail
             Console().print(machine_table(machine))
-        choice = choose_strategy(case, groups=groups, device=world.device)
+        choice = choose_strategy(case, groups=groups, device=world.device, on_progress=on_progress)
         if machine is not None:
             Console().print(choice_table(choice))
             told = dataclasses.asdict(machine) | {"choice": dataclasses.asdict(choice)}
@@ -108,7 +141,7 @@ def choice_table(choice: LayerChoice) -> Table:
     table.add_section()
     title = "buffers of fused"
     if choice.buffers is None:
-        table.add_row(title, "", "none, as it does not run")
+        table.add_row(title, "", escape(f"not measured: {choice.no_buffers}"))
         return table
     for key, text in _BUFFERS.items():
         table.add_row(title, text, f"{getattr(choice.buffers, key):.3f} MiB")

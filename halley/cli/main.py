@@ -1,20 +1,26 @@
 """The commands of ``halley``, and how their errors reach the user: one line, no traceback."""
 
+import contextlib
+import difflib
 import os
 import sys
 import traceback
 import warnings
-from typing import TextIO
+from typing import TextIO, cast
 
 import typer
 
 from halley.cli import bench, bench_graph, doctor, export, plan, run, trace, train, tune
 from halley.cli.ranks import COMMAND
 from halley.moe.world import is_launched
-from halley.train.launch import USER_ERROR
+from halley.train.failures import tell_failure
+from halley.train.launch import READER_GONE, USER_ERROR
 
 
 INTERRUPTED = 130  # as a shell has it: 128 and SIGINT's number
+_KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}
+_NEAR = 0.8  # of difflib: options as far apart as --seed and --nonsense are no suggestion
+
 app = typer.Typer(
     name="halley",
     help="Train Mixture-of-Experts models with their communication behind computation. "
@@ -47,15 +53,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments, debug = _take_debug(list(words))
     COMMAND.set(tuple(words))
     try:
+        _check_words(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = app(arguments, prog_name="halley", standalone_mode=False)
+        _flush_output()  # here, and not when the interpreter ends: a full disk is a failure
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # rich makes the one of the other
+        _drop_output()
+        return READER_GONE
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        return _report(error)
+        if _is_of_stdout(error):
+            _drop_output()
+        return _report(error, details=traceback.format_exc() if debug else "")
     if isinstance(code, run.Script):
         return code.run()  # out here: its warnings and errors are none of ours
     if code == INTERRUPTED and not is_launched():
@@ -72,24 +83,75 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     return [*own, *arguments[end:]], len(own) < end
 
 
-def _report(error: Exception) -> int:
-    """Print one line for the error; return the exit code.
+def _check_words(arguments: list[str]) -> None:
+    """Check what no argument may be, whatever its type; a script's own may be anything.
 
-    All ranks see the same mistake of a user, so the first one of a host tells it for all.
+    Raises:
+        ValueError: an argument is empty, has a NUL byte, or bytes that are not UTF-8.
     """
-    # Typer's own usage errors; the class lives in click or in typer, by version.
-    usage = getattr(error, "format_message", None)
-    rank = os.environ.get("RANK", "0")
-    local_rank = os.environ.get("LOCAL_RANK", rank)
-    if callable(usage) or isinstance(error, ValueError):
-        text = str(usage()) if callable(usage) else str(error)
-        if local_rank == "0" and text:  # none where the help was shown for want of a command
-            sys.stderr.write(f"halley: error: {_one_line(text)}\n")
+    if arguments[:1] == ["run"]:
+        return
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        option, equals, value = word.partition("=")
+        if not word or (option.startswith("--") and equals and not value):
+            name = option or (before if before.startswith("--") else "argument")
+            raise ValueError(f"{name} () must not be empty")
+        if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise ValueError(f"argument ({word!r}) must be UTF-8 without NUL bytes")
+
+
+def _report(error: Exception, *, details: str) -> int:
+    """Tell one line for the error, below ``details``; return the exit code."""
+    usage = _usage_text(error)
+    if usage is not None or isinstance(error, ValueError):
+        text = str(error) if usage is None else usage
+        if text:  # none where the help was shown for want of a command
+            tell_failure(text, is_mistake=True, error=error, details=details)
         return USER_ERROR
-    where = f" on rank {rank}" if "RANK" in os.environ else ""
-    text = str(error) or type(error).__name__
-    sys.stderr.write(f"halley: failed{where}: {_one_line(text)}\n")
+    tell_failure(str(error) or type(error).__name__, error=error, details=details)
     return 1
+
+
+def _usage_text(error: Exception) -> str | None:
+    """Return what is wrong with the command line, or None where the error is another one."""
+    # The class lives in click or in typer, by version.
+    text = getattr(error, "format_message", None)
+    if not callable(text):
+        return None
+    name: str | None = getattr(error, "option_name", None)
+    known: list[str] | None = getattr(error, "possibilities", None)
+    if name is not None and known is not None:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+        return f"No such option: {name}" + (f", did you mean {near[0]}" if near else "")
+    options = getattr(getattr(error, "param", None), "opts", [])
+    details = getattr(error.__cause__, "errors", None)  # of pydantic, which typer converts with
+    if options and callable(details):
+        first = cast(list[dict[str, str]], details())[0]
+        if kind := _KINDS.get(first["type"]):
+            return f"{options[0]} ({first['input']}) must be {kind}"
+    return str(text())
+
+
+def _is_of_stdout(error: Exception) -> bool:
+    """Return whether what was printed could not be written, as on a full disk."""
+    try:
+        _flush_output()
+    except OSError:
+        return isinstance(error, OSError)
+    return False
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None if closed
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Send what is still to be printed nowhere, or the interpreter tells of it when it ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no descriptor of its own
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def _show_warning(

@@ -1,4 +1,4 @@
-"""``halley plan``: what would be done to hide communication, and what that would bring."""
+"""``halley plan``: predict what the compiler's passes do to a step, and plan placements."""
 
 import dataclasses
 import json
@@ -13,15 +13,24 @@ from rich.console import Console
 from rich.table import Table
 
 from halley.cli.balance import balance
-from halley.cli.checks import check_package
+from halley.cli.bars import Update, shown_progress, step_progress
+from halley.cli.checks import (
+    MAX_RANKS,
+    check_at_most,
+    check_package,
+    check_rate,
+    check_samples,
+)
+from halley.cli.path_checks import check_picture, check_readable, check_replaceable
 from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.train import ConfigOption, SetOption, check_groups, read_config
 from halley.core.config import RunConfig
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
+from halley.cost.profiles import ProfileTable, find_environment
 from halley.moe.strategy import PLANNED, describe_strategies, split_strategies
+from halley.perf.graph_case import MAX_PARTS
 from halley.perf.step_plan import StepPlan, find_problems, plan_strategies, trace_step
-from halley.train.checkpoint import check_writable
 from halley.train.compiled import check_passes
 from halley.train.planned import check_strategies
 
@@ -63,15 +72,15 @@ def graph(
 ) -> int:
     """Show what the compiler's passes do to a model's graphs, and the times they predict.
 
-    Chooses the strategy of each layer, unless --set strategy=functional or others say it. Prints
-    what runs behind each all-to-all and which ranges run in parts, then one JSON line.
+    Chooses each layer's strategy unless --set strategy says it. Prints tables, then a JSON line.
     """
     run_config = read_config(config, overrides)
+    _check_partition(num_parts, memory_margin)
     _check(run_config, passes=passes, ranks=ranks, measure=measure, device=device, link=link)
     run_config = _with_passes(run_config, passes, strategy="functional" if measure else PLANNED)
     if timeline is not None:
         check_package("matplotlib", extra="plot", option=f"timeline ({timeline})")
-        check_writable(timeline.parent)
+        check_picture(timeline, option="timeline")
     options: dict[str, Any] = {
         "passes": passes,
         "num_parts": num_parts,
@@ -82,20 +91,36 @@ def graph(
     if not measure:
         options |= {"num_ranks": ranks, "hardware": _hardware(device, link), "fill": fill}
         options |= {"profiles": _check_profiles(profiles, fill=fill, device=device)}
-        strategies, plan = _plan(run_config, options, peer_access=peer_access)
-        reports = trace_step(run_config, strategies, **options)
+        with shown_progress() as on_progress:
+            strategies, plan = _plan(
+                run_config, options, peer_access=peer_access, on_progress=on_progress
+            )
+            on_progress("tracing the step as chosen", 0, 0)
+            reports = trace_step(run_config, strategies, **options)
         _show(reports, explain=explain, timeline=timeline, plan=plan)
         return 0
     code = hand_to_ranks(ranks, device=run_config.device)
     if code is not None:
         return code
+    found = _measure_on_ranks(run_config, options, num_steps=measure)
+    if found is not None:
+        _show(found.reports, explain=explain, timeline=timeline, measured=found)
+    return 0
+
+
+def _measure_on_ranks(
+    run_config: RunConfig, options: dict[str, Any], *, num_steps: int
+) -> "GraphMeasure | None":
+    """Return what the first rank measured, None on the others."""
     from halley.perf.graph_measure import measure_graphs
 
     with joined(run_config.device) as (world, _):
-        found = measure_graphs(run_config, options=options, device=world.device, num_steps=measure)
-        if world.is_first:
-            _show(found.reports, explain=explain, timeline=timeline, measured=found)
-    return 0
+        with step_progress(world) as on_progress:
+            found = measure_graphs(
+                run_config, options=options, device=world.device, num_steps=num_steps,
+                on_progress=on_progress,
+            )  # fmt: skip
+        return found if world.is_first else None
 
 
 def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
@@ -109,7 +134,7 @@ def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
 
 
 def _plan(
-    config: RunConfig, options: dict[str, Any], *, peer_access: bool
+    config: RunConfig, options: dict[str, Any], *, peer_access: bool, on_progress: Update
 ) -> tuple[tuple[str, ...], StepPlan | None]:
     """Return the strategy of each layer, with their plan where the user does not name them."""
     if config.strategy != PLANNED:
@@ -120,7 +145,7 @@ def _plan(
         fused_problem="" if peer_access else "ranks do not address each other's memory",
     )
     chosen = {name: value for name, value in options.items() if name != "passes"}
-    plan = plan_strategies(config, problems=problems, **chosen)
+    plan = plan_strategies(config, problems=problems, on_progress=on_progress, **chosen)
     return plan.strategies, plan
 
 
@@ -136,14 +161,25 @@ def _check(
         raise ValueError(f"passes ({passes}) must be one of wgrad, partition, both")
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
+    check_at_most(ranks, MAX_RANKS, option="ranks")
     if measure < 0:
         raise ValueError(f"measure ({measure}) must be a number of steps, or 0")
+    if measure:
+        check_samples(measure, option="measure")
     ep_size, tp_size = check_groups(config, num_ranks=ranks), config.expert_tp_size
     if ep_size < 2:
         raise ValueError(f"ep_size ({ep_size}) must be above 1: one rank has no all-to-alls")
     local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
     if measure:
         _check_measured(config, device=device, link=link)
+
+
+def _check_partition(num_parts: int, memory_margin: float) -> None:
+    """Check what the compiler's options allow, without torch's compiler, which takes seconds."""
+    if num_parts != 0 and not 2 <= num_parts <= MAX_PARTS:
+        raise ValueError(f"num_parts ({num_parts}) must be 0, or 2 to {MAX_PARTS}")
+    if not 0.0 <= memory_margin < math.inf:
+        raise ValueError(f"memory_margin ({memory_margin}) must be finite and at least 0")
 
 
 def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
@@ -153,15 +189,17 @@ def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str
         ValueError: there is no such file, or what it lacks cannot be measured here.
     """
     if not fill:
-        if path is not None and not path.is_file():
-            raise ValueError(f"profiles ({path}) must be a file, unless fill makes one")
+        if path is not None:
+            check_readable(path, option="profiles")
+            here = find_environment(torch.device("cpu"), topology="")  # all lines are checked
+            ProfileTable(path, here, offline=True)
         return path or ""
     if path is None:
         raise ValueError("fill must come with profiles, the file to fill")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     if not here.startswith(device):
         raise ValueError(f"fill must run where the GPU ({here}) is the device ({device})")
-    check_writable(path.parent)
+    check_replaceable(path, option="profiles", is_own=lambda head: True, what="profiles")
     return path
 
 
@@ -244,8 +282,7 @@ def _draw(reports: "Sequence[OrderReport]", path: Path, measured: "GraphMeasure 
 
 def _hardware(device: str, link: float) -> Hardware:
     hardware = find_hardware(device)
-    if not 0.0 <= link < math.inf:
-        raise ValueError(f"link ({link}) must be finite and positive, or 0 for the device's own")
+    check_rate(link, option="link", default="the device's own")
     return dataclasses.replace(hardware, link_bytes_per_s=link * 1e9) if link else hardware
 
 

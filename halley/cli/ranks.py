@@ -7,11 +7,12 @@ from contextvars import ContextVar
 
 import torch
 
-from halley.moe.world import World, is_launched, join_world, pick_device
+from halley.moe.world import World, check_launcher, is_launched, join_world, pick_device
 from halley.train.launch import default_num_processes, launch
 from halley.train.watchdog import Watchdog
 
 
+MAX_RANKS = 1024
 COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND")  # its words, which ranks get too
 
 
@@ -28,6 +29,7 @@ def hand_to_ranks(nproc: int, *, device: str) -> int | None:
     Raises:
         ValueError: as for ``count_ranks``.
     """
+    check_launcher()
     if is_launched():
         return None
     num_processes = count_ranks(nproc, device=device)
@@ -48,11 +50,14 @@ def count_ranks(nproc: int, *, device: str) -> int:
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device (cuda) must be one that torch finds: it finds no GPU")
+    check_launcher()
     on_gpu = pick_device(device).type == "cuda"
     if is_launched():
         return int(os.environ["WORLD_SIZE"])
     if nproc < 0:
         raise ValueError(f"nproc ({nproc}) must be at least 1, or 0 for one rank a GPU")
+    if nproc > MAX_RANKS:
+        raise ValueError(f"nproc ({nproc}) must be at most {MAX_RANKS} on one host")
     num_gpus = torch.cuda.device_count() if on_gpu else 0
     num_ranks = nproc or (default_num_processes() if on_gpu else 2)
     if on_gpu and num_ranks > num_gpus:
@@ -75,7 +80,4 @@ def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
             yield world, None
             return
         with Watchdog(world.store, rank=world.rank, num_ranks=world.num_ranks) as watchdog:
-            try:
-                yield world, watchdog
-            except RuntimeError as error:
-                raise watchdog.explain(error) from error
+            yield world, watchdog

@@ -3,8 +3,11 @@
 import os
 import runpy
 import sys
+import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -12,6 +15,8 @@ import typer
 from halley.cli.checks import check_package
 from halley.cli.ranks import hand_to_ranks
 from halley.moe.strategy import check_strategy
+from halley.moe.world import is_launched
+from halley.train.failures import tell_failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +32,56 @@ class Script:
     arguments: list[str]
 
     def run(self) -> int:
-        """Run it in this process; what it raises, and its exit code, are its own."""
+        """Run it in this process and return its exit code, that of ``python script.py``.
+
+        An error's traceback begins in the script. Where ``halley`` has started several ranks, those
+        that fail alike tell it once.
+        """
         sys.argv = [str(self.path), *self.arguments]
         sys.path.insert(0, str(self.path.resolve().parent))
-        runpy.run_path(str(self.path), run_name="__main__")
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        except SystemExit as error:
+            if not is_launched() or isinstance(error.code, int | None):
+                raise
+            tell_failure(str(error.code), error=error)
+            return 1
+        except Exception as error:
+            error.__traceback__ = _frames_of(self.path, error.__traceback__)
+            if not is_launched():
+                sys.excepthook(type(error), error, error.__traceback__)
+                return 1
+            text = "".join(traceback.format_exception_only(error))
+            tell_failure(text, error=error, details="".join(traceback.format_exception(error)))
+            return 1
         return 0
+
+
+def _frames_of(path: Path, frames: TracebackType | None) -> TracebackType | None:
+    """Return the frames from the script's first one on."""
+    first = frames
+    while first is not None and first.tb_frame.f_code.co_filename != str(path):
+        first = first.tb_next
+    return first or frames
+
+
+def check_script(path: Path) -> None:
+    """Check that a file is Python, before ranks start.
+
+    Raises:
+        ValueError: it is missing, a folder, not readable, or cannot be compiled.
+    """
+    try:
+        source = path.read_bytes()
+    except (OSError, ValueError) as error:  # a NUL byte in a path is a ValueError
+        problem = getattr(error, "strerror", None) or error
+        raise ValueError(f"script ({path}) must be a readable file: {problem}") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script's own, which come when it runs
+            compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"script ({path}) must be Python: {error}") from error
 
 
 def run(
@@ -50,8 +100,7 @@ def run(
     Options of halley stand before the script. Under torchrun, write
     torchrun --nproc-per-node 8 -m halley.cli run train.py.
     """
-    if not script.is_file():
-        raise ValueError(f"script ({script}) must be a Python file")
+    check_script(script)
     check_strategy(strategy)
     check_package("transformers", extra="hf", option="halley run")
     code = hand_to_ranks(nproc, device="auto")

@@ -84,7 +84,9 @@ def model_table(rows: list[Row]) -> Table:
     )
     for name in ("model", "layers", "tokens", "strategy"):
         table.add_column(name, no_wrap=True)
-    names = ("median", "p90", "speed", "floor", "exposed", "tokens/s", "MFU", "MiB", "error")
+    has_mfu = any(row["mfu"] is not None for row in rows)  # not on CPUs
+    names = ["median", "p90", "speed", "floor", "exposed", "tokens/s", "MiB", "error"]
+    names[6:6] = ["MFU"] if has_mfu else []
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     firsts: dict[object, object] = {}
@@ -103,7 +105,7 @@ def model_table(rows: list[Row]) -> Table:
             _ms(row["floor_us"]),
             _ms(row["exposed_comm_us"]),
             _number(row["tokens_per_s"]),
-            "" if mfu is None else f"{_float(mfu):.1%}",
+            *(["" if mfu is None else f"{_float(mfu):.1%}"] if has_mfu else []),
             _number(row["peak_mib"]),
             f"{_float(row['max_rel_err']):.0e}",
         )

@@ -35,12 +35,21 @@ def run(
     data: Annotated[str | None, typer.Option(help="A file or folder of text.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder for all that the run writes.")] = None,
     strategy: Annotated[str | None, typer.Option(help="How routed experts run.")] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Begin at step 0; files of an earlier run move to previous-1/ in the output.",
+        ),
+    ] = False,
     nproc: NprocOption = 0,
 ) -> int:
     """Train a Mixture-of-Experts language model on text, byte by byte.
 
-    Without --data it reads the Python standard library's sources. Started by torchrun, it is one
-    of its ranks; else it starts --nproc ranks on this host.
+    A run goes on from the newest complete checkpoint in its output folder. SIGINT (Ctrl-C) and
+    SIGTERM end it after the step in progress, with a checkpoint. Without --data it reads the Python
+    standard library's sources. Started by torchrun, it is one of its ranks; else it starts --nproc
+    ranks on this host.
     """
     run_config = read_config(config, overrides, data=data, output=output, strategy=strategy)
     check_config(run_config, nproc=nproc)
@@ -54,10 +63,10 @@ def run(
             if watchdog is not None:
                 watchdog.step = step
 
-        metrics = train(run_config, world, on_step=on_step)
+        outcome = train(run_config, world, on_step=on_step, restart=restart)
         if world.is_first:
-            typer.echo(json.dumps(metrics))
-    return 0
+            typer.echo(json.dumps(outcome.metrics))
+    return 128 + outcome.stop_signal if outcome.stop_signal else 0
 
 
 def read_config(path: Path | None, overrides: list[str] | None, **options: str | None) -> RunConfig:

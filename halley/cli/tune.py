@@ -1,6 +1,7 @@
 """``halley tune``: find the fastest knobs of fused layers on this machine, or show those known."""
 
 import json
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,16 +21,24 @@ from halley.cli.bench import (
     default_tokens,
     layer_cases,
 )
-from halley.cli.checks import check_package, read_dtype
+from halley.cli.checks import (
+    check_known,
+    check_package,
+    check_samples,
+    rank_memory_bytes,
+    read_dtype,
+    split_names,
+)
+from halley.cli.path_checks import check_picture, check_readable, check_replaceable
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.moe.parallel import build_groups
 from halley.moe.world import pick_device
-from halley.perf.candidates import check_experts
+from halley.perf.candidates import check_layer_memory
 from halley.perf.layer_case import LayerCase
-from halley.train.checkpoint import check_writable
 
 
 if TYPE_CHECKING:
+    from halley.cost.profiles import Environment
     from halley.ops.tuned import KnobTable
 
 
@@ -43,35 +52,38 @@ def tune(
     path: Annotated[Path | None, typer.Option(help="File of tuned knobs.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only show what the file holds.")] = False,
     merge: Annotated[list[Path], typer.Option(help="Only take over what that file holds.")] = [],  # noqa: B006
-    chart: Annotated[Path | None, typer.Option(help="Picture of what was tried.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Chart (.png) of what was tried.")] = None,
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
 ) -> int:
     """Measure knobs of the fused strategy and keep the fastest, which layers find from then on.
 
-    Prints a table, then one JSON line for each layer.
+    Writes each layer to the file once it is measured. Prints a table, then a JSON line a layer.
     """
     # Only here: Triton is not there on every platform.
     from halley.ops.tuned import KnobTable, knobs_path, merge_tables, tuning_environment
     from halley.perf.tune import SPACE, tune_layer
 
+    if show and merge:
+        raise ValueError("show must be left out with merge, which shows the result")
     num_ranks = count_ranks(nproc, device=device)
     place = pick_device(device)
     file = path or knobs_path()
     environment = tuning_environment(place, num_ranks=num_ranks, tp_size=tp_size)
     if chart is not None:
         check_package("matplotlib", extra="plot", option=f"chart ({chart})")
+        check_picture(chart, option="chart")
+    for source in merge:
+        check_readable(source, option="merge")
     if merge:
         merge_tables(merge, file)
     if show or merge:
         _print(KnobTable(file, environment), chart)
         return 0
-    on_gpu = place.type == "cuda"
     space = {name: SPACE[name] for name in _names(knobs, list(SPACE))}
-    if samples < 1:
-        raise ValueError(f"samples ({samples}) must be at least 1")
-    cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, tp_size=tp_size, on_gpu=on_gpu)
-    check_writable(file.parent)
+    check_samples(samples)
+    cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, tp_size=tp_size, device=device)
+    _check_table(file, environment)
     code = hand_to_ranks(nproc, device=device)
     if code is not None:
         return code
@@ -92,9 +104,20 @@ def tune(
     return 0
 
 
+def _check_table(file: Path, environment: "Environment") -> None:
+    """Check the file before the work: that its lines can be read, and others added."""
+    from halley.ops.tuned import KnobTable
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of knobs of other machines, which the ranks tell of
+        KnobTable(file, environment)
+    check_replaceable(file, option="path", is_own=lambda head: True, what="tuned knobs")
+
+
 def _cases(
-    models: str, tokens: str, *, dtype: str, num_ranks: int, tp_size: int, on_gpu: bool
+    models: str, tokens: str, *, dtype: str, num_ranks: int, tp_size: int, device: str
 ) -> list[LayerCase]:
+    on_gpu = pick_device(device).type == "cuda"
     cases = layer_cases(
         models if models != "default" else default_models(on_gpu=on_gpu),
         tokens if tokens != "default" else default_tokens(on_gpu=on_gpu),
@@ -102,15 +125,17 @@ def _cases(
         dtype=read_dtype(dtype, on_gpu=on_gpu),
         seed=0,
     )
+    memory_bytes = rank_memory_bytes(num_ranks, device=device)
     for case in cases:
-        check_experts(case, ep_size=num_ranks, tp_size=tp_size)
+        check_layer_memory(
+            case, ep_size=num_ranks, tp_size=tp_size, memory_bytes=memory_bytes, backward=True
+        )
     return cases
 
 
 def _names(knobs: str, allowed: list[str]) -> list[str]:
-    names = allowed if knobs == "all" else [name.strip() for name in knobs.split(",")]
-    if unknown := sorted(set(names) - set(allowed)):
-        raise ValueError(f"knobs ({', '.join(unknown)}) must be of {', '.join(allowed)}, or all")
+    names = allowed if knobs == "all" else split_names(knobs, option="knobs")
+    check_known(names, allowed, option="knobs")
     return names
 
 

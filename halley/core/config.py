@@ -1,17 +1,26 @@
-"""A whole run as one tree of frozen dataclasses; each checks itself when it is made."""
+"""The configuration of a run: frozen dataclasses that check their own fields when they are made."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from halley.core.types import Activation
+from halley.core.field_types import check_fields, show_name
+from halley.core.types import MAX_EXPERTS, Activation
+
+
+_MAX_SIZE = 2**31 - 1  # kernels and routing plans index rows with 32-bit integers
+_MAX_SEED = 2**63 - 1
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        condition, rule = False, "finite"  # no number of a run may be another
     if not condition:
-        raise ValueError(f"{name} ({value}) must be {rule}")
+        raise ValueError(f"{name} ({show_name(value)}) must be {rule}")
+
+
+def _require_sizes(config: object, *names: str, least: int = 1, prefix: str = "") -> None:
+    for name in names:
+        size: int = getattr(config, name)
+        _require(size >= least, prefix + name, size, f"at least {least}")
+        _require(size <= _MAX_SIZE, prefix + name, size, f"at most {_MAX_SIZE}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,7 @@ class RouterConfig:
     z_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("capacity_factor", "bias_update_rate", "balance_coefficient", "z_coefficient"):
             value = getattr(self, name)
             _require(value >= 0, name, value, "at least 0")
@@ -54,7 +64,7 @@ class RouterConfig:
         if self.priority == "weight":
             factor = self.capacity_factor
             _require(factor > 0, "capacity_factor", factor, "above 0 for priority weight")
-        _require(self.num_groups >= 1, "num_groups", self.num_groups, "at least 1")
+        _require_sizes(self, "num_groups")
         _require(
             1 <= self.num_limited_groups <= self.num_groups,
             "num_limited_groups",
@@ -91,10 +101,11 @@ class MoEConfig:
     router: RouterConfig = RouterConfig()
 
     def __post_init__(self) -> None:
-        _require(self.num_experts >= 1, "num_experts", self.num_experts, "at least 1")
-        shared_size = self.shared_intermediate_size
-        _require(shared_size >= 0, "shared_intermediate_size", shared_size, "at least 0")
-        _require(self.intermediate_size >= 1, "intermediate_size", self.intermediate_size, ">= 1")
+        check_fields(self)
+        _require_sizes(self, "num_experts", "intermediate_size")
+        _require_sizes(self, "shared_intermediate_size", least=0)
+        rule = f"at most {MAX_EXPERTS}, the largest expert id that slots are sorted by"
+        _require(self.num_experts <= MAX_EXPERTS, "num_experts", self.num_experts, rule)
         _require(
             1 <= self.top_k <= self.num_experts,
             "top_k",
@@ -151,8 +162,10 @@ class ModelConfig:
     hf_family: Literal["", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"] = ""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        check_fields(self)
+        names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
+        _require_sizes(self, *names, "moe_interval")
+        _require_sizes(self, "dense_intermediate_size", least=0)
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "num_heads",
@@ -162,19 +175,18 @@ class ModelConfig:
         _require(
             self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, >= 2"
         )
+        _require_sizes(self, "head_dim")
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             _require(value > 0, name, value, "above 0")
-        size = self.dense_intermediate_size
-        _require(size >= 0, "dense_intermediate_size", size, "at least 0")
-        _require(self.moe_interval >= 1, "moe_interval", self.moe_interval, "at least 1")
         _require(
             0 <= self.num_dense_layers <= self.num_layers,
             "num_dense_layers",
             self.num_dense_layers,
             f"between 0 and num_layers ({self.num_layers})",
         )
-        if not all(self.is_moe_layer(index) for index in range(self.num_layers)):
+        size = self.dense_intermediate_size
+        if self.num_moe_layers < self.num_layers:
             _require(size >= 1, "dense_intermediate_size", size, "at least 1 for dense layers")
 
     def is_moe_layer(self, index: int) -> bool:
@@ -184,8 +196,8 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """How many of the layers are MoE layers."""
-        return sum(map(self.is_moe_layer, range(self.num_layers)))
+        """Return the number of MoE layers."""
+        return (self.num_layers - self.num_dense_layers) // self.moe_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +213,9 @@ class DataConfig:
     seq_len: int = 256
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="data.")
         _require(self.path != "", "data.path", self.path, "a file or a folder, or left out")
-        _require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
+        _require_sizes(self, "seq_len", prefix="data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +239,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="optimizer.")
         rate = self.learning_rate
         _require(rate > 0, "optimizer.learning_rate", rate, "above 0")
         _require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
@@ -266,28 +280,37 @@ class TrainConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_size", "num_microbatches", "log_every"):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        check_fields(self, prefix="train.")
+        names = ("num_steps", "batch_size", "num_microbatches", "log_every")
+        _require_sizes(self, *names, prefix="train.")
         _require(self.seed >= 0, "train.seed", self.seed, "at least 0")
+        _require(self.seed <= _MAX_SEED, "train.seed", self.seed, f"at most {_MAX_SEED}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints, written under ``<output>/checkpoints``.
 
+    One is also written at the end of a run, and before SIGINT or SIGTERM ends it.
+
     Attributes:
-        every_steps: steps between checkpoints; 0 writes only the last.
-        keep: how many stay.
-        resume: go on from the newest valid one; false refuses a folder that holds any.
+        every_minutes: minutes between checkpoints; 0 writes none by time.
+        every_steps: steps between checkpoints; 0 writes none by steps.
+        keep: how many complete checkpoints stay.
+        resume: go on from the newest complete one; false refuses a folder that holds any.
     """
 
+    every_minutes: float = 10.0
     every_steps: int = 0
     keep: int = 2
     resume: bool = True
 
     def __post_init__(self) -> None:
-        _require(self.every_steps >= 0, "checkpoint.every_steps", self.every_steps, "at least 0")
-        _require(self.keep >= 1, "checkpoint.keep", self.keep, "at least 1")
+        check_fields(self, prefix="checkpoint.")
+        minutes = self.every_minutes
+        _require(minutes >= 0, "checkpoint.every_minutes", minutes, "at least 0")
+        _require_sizes(self, "every_steps", least=0, prefix="checkpoint.")
+        _require_sizes(self, "keep", prefix="checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,18 +352,25 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def __post_init__(self) -> None:
-        _require(self.ep_size >= 0, "ep_size", self.ep_size, "at least 0")
+        check_fields(self)
+        _require_sizes(self, "ep_size", "num_chunks", least=0)
+        _require_sizes(self, "expert_tp_size")
         _require(
             self.max_load == 0 or self.max_load >= 1, "max_load", self.max_load, "0 or at least 1"
         )
-        _require(self.expert_tp_size >= 1, "expert_tp_size", self.expert_tp_size, "at least 1")
-        _require(self.num_chunks >= 0, "num_chunks", self.num_chunks, "at least 0")
+        num_experts, tp_size = self.model.moe.num_experts, self.expert_tp_size
+        rule = f"at most {MAX_EXPERTS // num_experts} for model.moe.num_experts ({num_experts})"
+        _require(num_experts * tp_size <= MAX_EXPERTS, "expert_tp_size", tp_size, rule)
+        num_rows = num_even_rows(self)
+        name = "train.batch_size * data.seq_len * model.moe.top_k * expert_tp_size"
+        _require(num_rows <= _MAX_SIZE, name, num_rows, f"at most {_MAX_SIZE}")
 
 
 def num_even_rows(config: RunConfig) -> int:
-    """Return the rows that a rank's experts take in one layer if load is even.
+    """Return the rows that a rank's experts process in one layer if the load is even.
 
-    As many as its own tokens choose; each goes to all ranks that share an expert.
+    A rank receives as many rows as its own tokens choose experts. With ``expert_tp_size`` above 1
+    it receives each row once for every rank that shares the expert.
     """
     num_tokens = config.train.batch_size * config.data.seq_len
     return num_tokens * config.model.moe.top_k * config.expert_tp_size

@@ -1,13 +1,27 @@
 """How many tokens each expert got, as training runs write it and placements are planned from."""
 
 import json
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from halley.core.field_types import build_record, check_type, show
+from halley.core.json_file import check_version, read_json
+
 
 _VERSION = 1
+_MAX_BYTES = 16 * 2**20  # 2**20 counts of 15 digits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CountsFile:
+    """The content of a file of ``write_counts``."""
+
+    version: int
+    first_step: int
+    last_step: int
+    counts: object
 
 
 def write_counts(
@@ -40,42 +54,41 @@ def read_counts(path: Path) -> list[list[float]]:
         ValueError: the file is missing or of another form, a number is negative or none at all, a
             layer has other experts than the first, or nobody picked any of its experts.
     """
-    try:
-        found: object = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"counts ({path}) must be a readable file: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"counts ({path}) must be JSON: {error}") from error
+    where = f"counts ({path})"
+    found = read_json(path, what="counts", max_bytes=_MAX_BYTES)
     if isinstance(found, dict):
-        table = cast(dict[str, object], found)
-        if table.get("version") != _VERSION:
-            raise ValueError(
-                f"counts ({path}) must be of version {_VERSION} and is of {table.get('version')}"
-            )
-        found = table.get("counts")
+        table = check_version(cast(object, found), version=_VERSION, where=where)
+        rule = f"{where} must be as halley train writes it:"
+        found = build_record(_CountsFile, table, where=rule).counts
     layers = cast(list[object], found) if isinstance(found, list) else []
     if layers and not any(isinstance(layer, list) for layer in layers):
         layers = [layers]
-    if not all(isinstance(layer, list) for layer in layers):
+    if [] in layers or not all(isinstance(layer, list) for layer in layers):
         layers = []
-    if not layers or [] in layers:
-        raise ValueError(f"counts ({path}) must be numbers of each expert, or lists of them")
+    if not layers:
+        raise ValueError(f"{where} must be numbers of each expert, or lists of them")
     counts_ME = [
-        [_read_number(value, path=path) for value in layer]
+        [_check_number(value, where=where) for value in layer]
         for layer in cast(list[list[object]], layers)
     ]
     for index, counts_E in enumerate(counts_ME):
         if len(counts_E) != len(counts_ME[0]):
             raise ValueError(
-                f"counts ({path}) of layer {index} must have {len(counts_ME[0])} experts, as layer "
+                f"{where} of layer {index} must have {len(counts_ME[0])} experts, as layer "
                 f"0, and have {len(counts_E)}"
             )
         if not sum(counts_E):
-            raise ValueError(f"counts ({path}) of layer {index} must not all be 0")
+            raise ValueError(f"{where} of layer {index} must not all be 0")
     return counts_ME
 
 
-def _read_number(value: object, *, path: Path) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
-        return value
-    raise ValueError(f"counts ({path}) must be numbers of at least 0, and {value!r} is none")
+def _check_number(value: object, *, where: str) -> float:
+    try:
+        check_type(value, float, name="count")
+    except ValueError:
+        is_number = False
+    else:
+        is_number = cast(float, value) >= 0
+    if not is_number:
+        raise ValueError(f"{where} must be numbers of at least 0, and {show(value)} is none")
+    return cast(float, value)

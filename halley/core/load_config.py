@@ -1,18 +1,20 @@
-"""From a TOML file and ``key=value`` overrides to a checked RunConfig."""
+"""Build a checked RunConfig from a TOML file and ``key=value`` overrides."""
 
 import dataclasses
-import difflib
 import tomllib
-import types
-import typing
 from pathlib import Path
+from typing import cast
 
 from halley.core.config import RunConfig
+from halley.core.field_types import Table, build, show, show_name, unknown_name
+from halley.core.json_file import read_text
 from halley.core.models import find_model
 
 
-Table = dict[str, object]
-Config = typing.TypeVar("Config")
+__all__ = ["build", "load_config"]
+
+_MAX_BYTES = 2**16  # of a configuration; the longest of ``configs/`` has 2,000
+_MAX_DOTS = 200  # on a line: tomllib takes the square of a key's parts
 
 
 def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
@@ -36,87 +38,59 @@ def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
     if isinstance(model, str):
         model = {"name": model}
     if not isinstance(model, dict):
-        raise ValueError(f"model ({model!r}) must be a name or a table")
-    model = typing.cast(Table, model)
+        raise ValueError(f"model ({show(model)}) must be a name or a table")
+    model = cast(Table, model)
     name = model.get("name", "tiny")
     if not isinstance(name, str):
-        raise ValueError(f"model.name ({name!r}) must be a string")
+        raise ValueError(f"model.name ({show(name)}) must be of type str")
     base = _to_table(find_model(name))
     _merge(base, model, prefix="model.")
     table["model"] = base
     return build(RunConfig, table)
 
 
-def build(cls: type[Config], table: Table, *, prefix: str = "") -> Config:
-    """Make a config dataclass from a table of its fields.
-
-    Raises:
-        ValueError: unknown or missing key, wrong type, broken rule.
-    """
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(type, cls))}
-    for key in table:
-        if key not in fields:
-            raise ValueError(_unknown_key(prefix + key, [prefix + name for name in fields]))
-    values: Table = {}
-    for name, field in fields.items():
-        if name in table:
-            values[name] = _convert(table[name], hints[name], key=prefix + name)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{prefix}{name} is required")
-    return cls(**values)
-
-
-def _convert(value: object, kind: object, *, key: str) -> object:
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ValueError(f"{key} ({value!r}) must be a table")
-        return build(kind, typing.cast(Table, value), prefix=f"{key}.")
-    if typing.get_origin(kind) is typing.Literal:
-        allowed = typing.get_args(kind)
-        if value not in allowed:
-            choices = ", ".join(repr(choice) for choice in allowed)
-            raise ValueError(f"{key} ({value!r}) must be one of {choices}")
-        return value
-    if isinstance(kind, types.UnionType):  # str | None
-        return None if value is None else _convert(value, typing.get_args(kind)[0], key=key)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(kind, type):
-        raise TypeError(f"{key} has a type that configurations do not know: {kind}")
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{key} ({value!r}) must be of type {kind.__name__}")
-    return value
-
-
 def _read_toml(path: Path) -> Table:
+    text = read_text(path, what="config", max_bytes=_MAX_BYTES)
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"config ({path}) must have at most {_MAX_DOTS} dots on a line")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"config ({path}) must be a readable file: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"config ({path}) must be TOML with fewer nested lists") from error
+    except ValueError as error:
         raise ValueError(f"config ({path}) must be TOML: {error}") from error
 
 
 def _apply_override(table: Table, text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ValueError(f"--set ({text}) must be KEY=VALUE")
-    try:
-        parsed: object = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
+        raise ValueError(f"--set ({show_name(text)}) must be KEY=VALUE")
+    parsed = _parse_value(value)
     *parents, last = key.split(".")
     for parent in parents:
         child = table.setdefault(parent, {})
         if isinstance(child, str) and parent == "model":
             child = table[parent] = {"name": child}
         if not isinstance(child, dict):
-            raise ValueError(f"--set ({text}) must name a key below a table, {parent} is none")
-        table = typing.cast(Table, child)
+            raise ValueError(
+                f"--set ({show_name(text)}) must name a key below a table, "
+                f"{show_name(parent)} is none"
+            )
+        table = cast(Table, child)
     if last == "model" and isinstance(table.get(last), dict) and isinstance(parsed, str):
-        parsed = {**typing.cast(Table, table[last]), "name": parsed}
+        parsed = {**cast(Table, table[last]), "name": parsed}
     table[last] = parsed
+
+
+def _parse_value(text: str) -> object:
+    """Return the TOML value that a text is, or the text itself if it is none."""
+    if text.count(".") > _MAX_DOTS:
+        return text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text  # a text of several lines is none
 
 
 def _to_table(config: object) -> Table:
@@ -126,15 +100,9 @@ def _to_table(config: object) -> Table:
 def _merge(base: Table, changes: Table, *, prefix: str) -> None:
     for key, value in changes.items():
         if key not in base:
-            raise ValueError(_unknown_key(prefix + key, [prefix + name for name in base]))
+            raise ValueError(unknown_name(key, base, prefix=prefix))
         old = base[key]
         if isinstance(old, dict) and isinstance(value, dict):
-            _merge(typing.cast(Table, old), typing.cast(Table, value), prefix=f"{prefix}{key}.")
+            _merge(cast(Table, old), cast(Table, value), prefix=f"{prefix}{key}.")
         else:
             base[key] = value
-
-
-def _unknown_key(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.3)
-    hint = f", did you mean {near[0]}" if near else ""
-    return f"key ({key}) must be one of {', '.join(known)}{hint}"

@@ -6,9 +6,8 @@ published ones; Halley adds a loss that is 1 when balanced for every layer, Hugg
 layers and counts each of the K choices, so equal pressure takes the coefficient times K / layers.
 """
 
-import difflib
-
 from halley.core.config import ModelConfig, MoEConfig, RouterConfig
+from halley.core.field_types import unknown_name
 
 
 NAMED_MODELS: dict[str, ModelConfig] = {
@@ -171,13 +170,11 @@ NAMED_MODELS: dict[str, ModelConfig] = {
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the model of that name.
+    """Return the named model.
 
     Raises:
-        ValueError: there is none; the text names the nearest and all others.
+        ValueError: no model has that name; the message lists all names.
     """
     if name in NAMED_MODELS:
         return NAMED_MODELS[name]
-    near = difflib.get_close_matches(name, NAMED_MODELS, n=1)
-    hint = f", did you mean {near[0]}" if near else ""
-    raise ValueError(f"model ({name}) must be one of {', '.join(NAMED_MODELS)}{hint}")
+    raise ValueError(unknown_name(name, NAMED_MODELS, what="model"))

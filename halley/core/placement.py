@@ -5,18 +5,30 @@ by rank, the same number of them on each rank.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 
+from halley.core.field_types import build_record, check_fields, check_type, show
+from halley.core.json_file import check_version, read_json
 from halley.core.routing import local_experts
-from halley.core.types import DROPPED
+from halley.core.types import DROPPED, MAX_EXPERTS
 
 
 _VERSION = 1
+_MAX_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas have 13 MB
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlacementFile:
+    """The content of a file of ``save_placements``; ``layers[m][w]`` are ids of experts."""
+
+    version: int
+    num_experts: int
+    layers: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +49,24 @@ class ExpertPlacement:
     experts_WL: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        _check_num_experts(self.num_experts)
         if not self.experts_WL or not self.experts_WL[0]:
             raise ValueError("placement (empty) must have at least one rank and one expert on it")
         num_local = len(self.experts_WL[0])
         for rank, experts in enumerate(self.experts_WL):
-            what = f"placement of rank {rank} ({list(experts)})"
+            what = f"placement of rank {rank} ({show(list(experts))})"
             if len(experts) != num_local:
                 raise ValueError(f"{what} must have {num_local} experts, as that of rank 0")
             if list(experts) != sorted(set(experts)):
                 raise ValueError(f"{what} must be ascending, no expert twice")
             if experts[0] < 0 or experts[-1] >= self.num_experts:
                 raise ValueError(f"{what} must have experts below num_experts ({self.num_experts})")
+        if self.num_ranks * num_local > MAX_EXPERTS:
+            raise ValueError(
+                f"placement ({self.num_ranks} ranks of {num_local} experts) must have at most "
+                f"{MAX_EXPERTS} experts on all ranks together"
+            )
         held = {expert for experts in self.experts_WL for expert in experts}
         if missing := set(range(self.num_experts)) - held:
             raise ValueError(f"placement must hold every expert: {min(missing)} is on no rank")
@@ -59,6 +78,8 @@ class ExpertPlacement:
         Raises:
             ValueError: the experts do not divide evenly over the ranks.
         """
+        _check_num_experts(num_experts)
+        check_type(num_ranks, int, name="num_ranks")
         num_local = local_experts(num_experts, ep_size=num_ranks)
         starts = range(0, num_experts, num_local)
         experts_WL = tuple(tuple(range(start, start + num_local)) for start in starts)
@@ -80,7 +101,8 @@ class ExpertPlacement:
     @property
     def replicated(self) -> list[int]:
         """Return the experts that more than one rank holds, ascending."""
-        return [e for e in range(self.num_experts) if len(self.ranks_of(e)) > 1]
+        num_replicas = Counter(expert for experts in self.experts_WL for expert in experts)
+        return sorted(expert for expert, number in num_replicas.items() if number > 1)
 
     def replica_on(self, rank: int, expert: int) -> int:
         """Return the number of the replica of an expert on a rank that holds it."""
@@ -186,36 +208,22 @@ def load_placements(
     return placements * num_layers if len(placements) == 1 else placements
 
 
-def _read_layers(path: Path, *, num_experts: int) -> list[tuple[tuple[int, ...], ...]]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"placement ({path}) must be a readable file: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"placement ({path}) must be JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise ValueError(f"placement ({path}) must be a table as halley plan balance writes it")
-    table = cast(dict[str, object], table)
-    if table.get("version") != _VERSION:
-        raise ValueError(
-            f"placement ({path}) must be of version {_VERSION} and is of {table.get('version')}"
-        )
-    if table.get("num_experts") != num_experts:
-        raise ValueError(
-            f"placement ({path}) must be for num_experts {num_experts} and is for "
-            f"{table.get('num_experts')}"
-        )
-    layers = table.get("layers")
-    if not _is_nested(layers, depth=3):
-        raise ValueError(f"placement ({path}) must have layers: a list of expert ids a rank each")
-    layers = cast(list[list[list[int]]], layers)
-    return [tuple(tuple(experts) for experts in layer) for layer in layers]
-
-
-def _is_nested(value: object, *, depth: int) -> bool:
-    """Return whether a value is lists of integers, so deep."""
-    if depth == 0:
-        return type(value) is int
-    return isinstance(value, list) and all(
-        _is_nested(each, depth=depth - 1) for each in cast(list[object], value)
+def _read_layers(path: Path, *, num_experts: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    where = f"placement ({path})"
+    table = check_version(
+        read_json(path, what="placement", max_bytes=_MAX_BYTES), version=_VERSION, where=where
     )
+    record = build_record(
+        _PlacementFile, table, where=f"{where} must be as halley plan balance writes it:"
+    )
+    if record.num_experts != num_experts:
+        raise ValueError(
+            f"{where} must be for num_experts {num_experts} and is for {record.num_experts}"
+        )
+    return record.layers
+
+
+def _check_num_experts(num_experts: int) -> None:
+    check_type(num_experts, int, name="num_experts")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts ({num_experts}) must be between 1 and {MAX_EXPERTS}")

@@ -14,11 +14,16 @@ def activate(h_RG: torch.Tensor, activation: Activation) -> torch.Tensor:
 
     Returns:
         ``(R, F)``, same dtype.
+
+    Raises:
+        ValueError: there is no such activation.
     """
     if activation == "swiglu":
         gate_RF, up_RF = h_RG.chunk(2, dim=-1)
         return F.silu(gate_RF) * up_RF
-    return F.gelu(h_RG)
+    if activation == "gelu":
+        return F.gelu(h_RG)
+    raise ValueError(f"activation ({activation!r}) must be one of 'swiglu', 'gelu'")
 
 
 def apply_expert(x_RD: torch.Tensor, experts: Experts, *, index: int) -> torch.Tensor:

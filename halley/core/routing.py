@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from halley.core.types import DROPPED, DispatchPlan, Routing
+from halley.core.types import DROPPED, MAX_EXPERTS, DispatchPlan, Routing
 
 
 _BYTE = 256  # one-byte keys
@@ -54,6 +54,8 @@ def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
     Raises:
         ValueError: the experts do not divide evenly over the ranks.
     """
+    if ep_size < 1:
+        raise ValueError(f"ep_size ({ep_size}) must be at least 1")
     if tp_size < 1 or ep_size % tp_size:
         raise ValueError(f"tp_size ({tp_size}) must divide ep_size ({ep_size})")
     if num_experts * tp_size % ep_size != 0:
@@ -98,8 +100,16 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
         The sorted keys, expert ids then larger values for dropped slots, and the slots in that
         order, int64, both ``(N,)``.
 
+    Raises:
+        ValueError: there are more than ``MAX_EXPERTS`` experts.
+
     Example: with idx [[0, 2], [2, 1]] and 4 experts the slots come as 0, 3, 1, 2.
     """
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts ({num_experts}), shards and replicas included, must be at most "
+            f"{MAX_EXPERTS}"
+        )
     key_N = topk_idx_TK.flatten()
     # Fewer key bytes are fewer passes of the radix sort; as a byte, DROPPED is the largest.
     if num_experts < _BYTE:

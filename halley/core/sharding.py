@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from halley.core.field_types import check_type
 from halley.core.types import Experts, Routing
 
 
@@ -20,6 +21,7 @@ def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
     Raises:
         ValueError: they do not.
     """
+    check_type(tp_size, int, name="tp_size")
     if tp_size < 1 or num_ranks % tp_size:
         raise ValueError(
             f"tp_size ({tp_size}) must be at least 1 and divide the ranks of the group "

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from halley.core.field_types import show_name
 from halley.core.types import Routing
 
 
@@ -69,6 +70,8 @@ def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
     Raises:
         ValueError: the word names no load, or its number is not one.
     """
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k ({top_k}) must be between 1 and num_experts ({num_experts})")
     kind, _, number = text.partition(":")
     if kind in ("balanced", "one-hot") and not number:
         if kind == "balanced":
@@ -85,7 +88,7 @@ def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
     if kind == "zipf" and math.isfinite(value):
         return zipf_load(num_experts, exponent=value, top_k=top_k)
     raise ValueError(
-        f"skew ({text}) must be balanced, std:NUMBER, cv:NUMBER, zipf:NUMBER or one-hot"
+        f"skew ({show_name(text)}) must be balanced, std:NUMBER, cv:NUMBER, zipf:NUMBER or one-hot"
     )
 
 

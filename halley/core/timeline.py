@@ -12,6 +12,10 @@ from typing import final
 import torch
 from torch.profiler import record_function
 
+from halley.core.field_types import check_type
+from halley.core.position import POSITION
+from halley.core.torch_device import parse_device
+
 
 Interval = tuple[float, float]
 _Moment = int | torch.cuda.Event
@@ -51,19 +55,19 @@ class Recorder:
     same parts as ``halley::<name>``. Any thread may mark, the one that runs a backward too.
 
     Args:
-        device: where the parts run, a CPU or a CUDA device.
+        device: where the parts run, a CPU or a CUDA device, or its name.
         rank: the rank written into the spans.
         enabled: without it parts are still shown to the profiler, but none is kept; may be changed
             between steps.
 
     Raises:
-        ValueError: the device is neither.
+        ValueError: the device is neither, or an argument has the wrong type.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0, enabled: bool = True) -> None:
-        self._device = torch.device(device)
-        if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device ({self._device}) must be a cpu or a cuda device")
+        self._device = parse_device(device)
+        check_type(rank, int, name="rank")
+        check_type(enabled, bool, name="enabled")
         self._rank = rank
         self.enabled = enabled
         self._parts: list[tuple[str, str, _Moment, _Moment]] = []
@@ -80,6 +84,11 @@ class Recorder:
         """
         if torch.compiler.is_compiling():
             return nullcontext()
+        if stream == "exposed":
+            return POSITION.waiting(name, self._part(name, stream))
+        return self._part(name, stream)
+
+    def _part(self, name: str, stream: str) -> AbstractContextManager[object]:
         if self.enabled and not self._is_capturing():
             return self._timed(name, stream)
         # A mark costs some microseconds of the host even when no profiler reads it, and torch tells
@@ -275,13 +284,20 @@ def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
 
 
 def write_chrome_trace(spans: Iterable[Span], path: str | Path) -> None:
-    """Write the spans as a Chrome trace that Perfetto opens, gzipped if the name ends in .gz."""
+    """Write the spans as a Chrome trace that Perfetto opens, gzipped if the name ends in .gz.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
     text = json.dumps(to_chrome_trace(spans))
-    if str(path).endswith(".gz"):
-        with gzip.open(path, "wt", encoding="utf-8") as file:
-            file.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
+    try:
+        if str(path).endswith(".gz"):
+            with gzip.open(path, "wt", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"trace ({path}) must be a file to write: {error.strerror}") from error
 
 
 def _elapsed_us(start: _Moment, end: _Moment) -> float:

@@ -13,16 +13,19 @@ Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+
+from halley.core.field_types import check_choice
 
 
 Activation = Literal["swiglu", "gelu"]
 # What fused layers keep for backward: the rows of their experts and what the activation was made
 # of; each row once, however many experts want it; or nothing, as rows are dispatched again.
 Save = Literal["all", "inputs", "recompute"]
+MAX_EXPERTS = 2**15 - 1  # slots are sorted by expert ids packed into int16
 DROPPED = -1  # expert id of a slot that capacity dropped
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -54,6 +57,9 @@ class Experts:
         up_bias_LG: bias of the first projection, or None.
         down_bias_LD: bias of the second projection, or None.
         activation: "swiglu" is ``silu(gate) * up``; "gelu" is the exact (erf) form.
+
+    Raises:
+        ValueError: there is no such activation.
     """
 
     up_LGD: torch.Tensor
@@ -61,6 +67,10 @@ class Experts:
     up_bias_LG: torch.Tensor | None = None
     down_bias_LD: torch.Tensor | None = None
     activation: Activation = "swiglu"
+
+    def __post_init__(self) -> None:
+        if self.activation not in ("swiglu", "gelu"):  # in traced code, a constant
+            check_choice(self.activation, get_args(Activation), name="activation")
 
     @property
     def num_local_experts(self) -> int:
@@ -134,6 +144,9 @@ class LayerShape:
     ep_size: int
     itemsize: int = 2
     activation: Activation = "swiglu"
+
+    def __post_init__(self) -> None:
+        check_choice(self.activation, get_args(Activation), name="activation")
 
     @property
     def up_size(self) -> int:

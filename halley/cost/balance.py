@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from halley.core.placement import ExpertPlacement
+from halley.core.types import MAX_EXPERTS
 
 
 _MAX_CHANGES = 200
@@ -57,13 +58,18 @@ def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
     """Return the fewest experts that a rank can hold, ``ceil(E / W)``.
 
     Raises:
-        ValueError: there is no rank, or with ``spare`` more a rank would hold more than all.
+        ValueError: there is no rank, there are more ranks or experts than ``MAX_EXPERTS``, or with
+            ``spare`` more a rank would hold more than all.
     """
     if num_ranks < 1:
         raise ValueError(f"ranks ({num_ranks}) must be at least 1")
     fewest = -(-num_experts // num_ranks)
     if spare < 0:
         raise ValueError(f"spare ({spare}) must be at least 0")
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"experts ({num_experts}) must be at most {MAX_EXPERTS}")
+    if num_ranks > MAX_EXPERTS:
+        raise ValueError(f"ranks ({num_ranks}) must be at most {MAX_EXPERTS}")
     if fewest + spare > num_experts:
         raise ValueError(
             f"spare ({spare}) must leave a rank at most all experts ({num_experts}), and it has "

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from halley.core.field_types import check_choice
 from halley.core.timeline import Span, exposed_us, total_us
 from halley.cost.simulate import HOST, NO_CONTENTION, Contention, Task, simulate
 
@@ -31,6 +32,10 @@ class Operation:
     needs: tuple[int, ...] = ()
     host_us: float = 0.0
     is_read: bool = False
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):  # plans make thousands of operations
+            check_choice(self.role, get_args(Role), name="role")
 
 
 @dataclass(frozen=True, kw_only=True)

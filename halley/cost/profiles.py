@@ -8,23 +8,27 @@ read with ``offline=True`` and then never measures.
 
 import json
 import math
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import cast, final
 
 import torch
 from torch.cuda import nccl
 
+from halley.core.field_types import build_record, check_fields, show
+from halley.core.json_file import read_json_lines
 from halley.cost.simulate import Contention
 
 
 _WARMUP = 10
 _COUNT = 10
 _FLUSH_BYTES = 64 * 2**20  # more than the L2 cache of any GPU
+_MAX_FILE_BYTES = 64 * 2**20  # a line has about 300
 _BUSY_CYCLES = 1_000_000  # half a millisecond in which the host gets ahead
 
 
@@ -43,6 +47,9 @@ class Environment:
     device: str
     versions: str
     topology: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def takes(self, other: "Environment") -> bool:
         """Return whether the time of an operation that was measured in another holds here."""
@@ -94,7 +101,7 @@ class Curve:
     """Time of a collective by its bytes: measured points, in ascending order of bytes.
 
     Attributes:
-        points: (bytes, microseconds), at least one, bytes above 0 and distinct.
+        points: (bytes, microseconds), at least one, both above 0, bytes distinct.
 
     Example: between (1000, 10) and (4000, 20), 2000 bytes are half of the way on a logarithmic
     scale of bytes and of time, so 14.1 us; below 1000 bytes it is 10 us, latency; above 4000 bytes
@@ -104,9 +111,13 @@ class Curve:
     points: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
+        check_fields(self)
         sizes = [num_bytes for num_bytes, _ in self.points]
         if not sizes or sizes[0] <= 0 or sizes != sorted(set(sizes)):
-            raise ValueError(f"points' bytes ({sizes}) must be positive, distinct and ascending")
+            rule = "positive, distinct and ascending"
+            raise ValueError(f"points' bytes ({show(sizes)}) must be {rule}")
+        if (least_us := min(duration_us for _, duration_us in self.points)) <= 0:
+            raise ValueError(f"points' microseconds ({least_us}) must be above 0")
 
     def at(self, num_bytes: float) -> float:
         """Return the microseconds of ``num_bytes``, interpolated between the points."""
@@ -145,6 +156,39 @@ def operation_key(
     return f"{name}({', '.join(operands)}){' ' if rest else ''}{rest}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OperationLine:
+    """A line of a file: the time of an operation."""
+
+    op: str
+    us: float
+    environment: Environment
+
+    def __post_init__(self) -> None:
+        if self.us < 0:
+            raise ValueError(f"us ({self.us}) must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CurveLine:
+    """A line of a file: the curve of a collective."""
+
+    collective: str
+    points: tuple[tuple[int, float], ...]
+    environment: Environment
+
+    def __post_init__(self) -> None:
+        Curve(self.points)  # refuses wrong points
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ContentionLine:
+    """A line of a file: how much computation and communication slow each other down."""
+
+    contention: Contention
+    environment: Environment
+
+
 @final
 class ProfileTable:
     """Times measured in one environment, read from a file and added to it.
@@ -164,7 +208,7 @@ class ProfileTable:
     def __init__(
         self, path: Path | None, environment: Environment, *, offline: bool = False
     ) -> None:
-        if offline and (path is None or not path.exists()):
+        if offline and (path is None or not os.path.exists(path)):
             raise ValueError(f"path ({path}) must be a file when offline")
         self.environment = environment
         self.offline = offline
@@ -172,9 +216,10 @@ class ProfileTable:
         self._times_us: dict[str, float] = {}
         self._curves: dict[str, Curve] = {}
         self.contention: Contention | None = None
-        if path is not None and path.exists():
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-                self._read(line, where=f"{path}:{number}")
+        if path is not None:
+            lines = read_json_lines(path, what="profiles", max_bytes=_MAX_FILE_BYTES)
+            for where, value in lines:
+                self._keep(value, where=where)
 
     def time_us(self, key: str) -> float | None:
         """Return the time of an operation, or None if it is unknown."""
@@ -214,29 +259,32 @@ class ProfileTable:
     def _write(self, entry: dict[str, object]) -> None:
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({**entry, "environment": asdict(self.environment)})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-
-    def _read(self, line: str, *, where: str) -> None:
         try:
-            entry = cast(dict[str, object], json.loads(line))
-            environment = Environment(**cast(dict[str, str], entry["environment"]))
-            if not self.environment.takes(environment):
-                return
-            if "op" in entry:
-                self._times_us[str(entry["op"])] = float(cast(float, entry["us"]))
-            elif environment.topology != self.environment.topology:
-                return
-            elif "contention" in entry:
-                self.contention = Contention(**cast(dict[str, Any], entry["contention"]))
-            else:
-                points = cast(list[tuple[int, float]], entry["points"])
-                curve = Curve(tuple((int(size), float(us)) for size, us in points))
-                self._curves[str(entry["collective"])] = curve
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where} must be a line of profiles: {error!r}") from error
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            raise ValueError(
+                f"profiles ({self._path}) must be a file to write: {error.strerror}"
+            ) from error
+
+    def _keep(self, value: object, *, where: str) -> None:
+        """Keep what a line of the file says if it holds for this environment."""
+        table = cast(dict[str, object], value) if isinstance(value, dict) else {}
+        kinds = {"op": _OperationLine, "contention": _ContentionLine}
+        kind = next((kinds[key] for key in kinds if key in table), _CurveLine)
+        line = build_record(kind, cast(object, value), where=where)
+        if not self.environment.takes(line.environment):
+            return
+        if isinstance(line, _OperationLine):
+            self._times_us[line.op] = line.us
+        elif line.environment.topology != self.environment.topology:
+            return
+        elif isinstance(line, _ContentionLine):
+            self.contention = line.contention
+        else:
+            self._curves[line.collective] = Curve(line.points)
 
 
 def measure_us(run: Callable[[], object], *, device: torch.device) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from halley.core.field_types import check_fields
 from halley.core.timeline import Span
 
 
@@ -45,7 +46,7 @@ class Contention:
             meanwhile (``ops.products``), for which both hold.
 
     Raises:
-        ValueError: a factor is below 1.
+        ValueError: a factor is below 1 or not finite, or a number of multiprocessors below 0.
     """
 
     compute: float = 1.0
@@ -54,6 +55,10 @@ class Contention:
     grouped_sm_margin: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("sm_margin", "grouped_sm_margin"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} ({value}) must be at least 0")
         for name in ("compute", "comm"):
             if (value := getattr(self, name)) < 1.0:
                 raise ValueError(f"{name} ({value}) must be at least 1")

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from halley.core.field_types import show_name
+
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTile:
@@ -102,9 +104,8 @@ class Knobs:
         for setting in settings:
             name, _, value = setting.partition("=")
             if name not in _named(knobs) or not value.isdecimal():
-                raise ValueError(
-                    f"setting ({setting}) must be the name of a knob, an equals sign and an integer"
-                )
+                rule = "the name of a knob, an equals sign and an integer"
+                raise ValueError(f"setting ({show_name(setting)}) must be {rule}")
             tile, _, part = name.rpartition(".")
             if tile:
                 knobs = replace(

@@ -3,10 +3,12 @@
 import torch
 from torch import nn
 
+from halley.core.field_types import check_type
 from halley.core.placement import ExpertPlacement
 from halley.core.routing import local_experts
 from halley.core.sharding import shard_size, sharded_dims
 from halley.core.timeline import Recorder
+from halley.core.torch_device import parse_device
 from halley.moe.parallel import ParallelGroups
 from halley.ops.replicas import Replicas
 
@@ -37,11 +39,12 @@ class GroupedExperts(nn.Module):
         bias: bool,
         groups: ParallelGroups,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | str,
         placement: ExpertPlacement | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
+        device = parse_device(device, types=("cpu", "cuda", "meta"))
         self.tp_rank, self.tp_size = groups.tp_rank, groups.tp_size
         if self.tp_size > 1 and (bias or placement is not None):
             name = "expert_bias (true) must be false" if bias else "placement must be None"
@@ -50,6 +53,7 @@ class GroupedExperts(nn.Module):
         if placement is None:
             local_experts(num_experts, ep_size=groups.ep_size, tp_size=self.tp_size)
             placement = ExpertPlacement.plain(num_experts, num_ranks=num_sets)
+        check_type(placement, ExpertPlacement, name="placement")
         _check_placement(placement, num_experts=num_experts, ep_size=num_sets)
         self.placement = placement
         self.expert_ids = placement.experts_WL[groups.ep_rank // self.tp_size]

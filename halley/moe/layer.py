@@ -8,11 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import MoEConfig
+from halley.core.field_types import check_type
 from halley.core.placement import ExpertPlacement, choose_replicas, replica_choices
 from halley.core.sharding import shard_size
 from halley.core.timeline import Recorder
+from halley.core.torch_device import parse_device
 from halley.core.types import Experts, Routing
 from halley.moe.experts import GroupedExperts
+from halley.moe.memory_check import check_layer_memory
 from halley.moe.parallel import ParallelGroups
 from halley.moe.router import build_router
 from halley.moe.side_stream import SideStream
@@ -81,7 +84,8 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: the experts do not divide over the ranks, the placement is for others, the sizes
-            are not aligned, or the strategy is made for other shards of experts than the groups.
+            are not aligned, the strategy is made for other shards of experts than the groups, an
+            argument has the wrong type, or the parameters do not fit into the device's memory.
     """
 
     def __init__(
@@ -98,7 +102,9 @@ class MoELayer(nn.Module):
         overlap_shared_expert: bool = False,
     ) -> None:
         super().__init__()
-        groups, device = groups or ParallelGroups(), torch.device(device)
+        groups = groups or ParallelGroups()
+        device = parse_device(device, types=("cpu", "cuda", "meta"))
+        _check_arguments(config, hidden_size, strategy=strategy, groups=groups, dtype=dtype)
         check_alignment(hidden_size, name="hidden_size", dtype=dtype)
         own_size = shard_size(config.intermediate_size, tp_size=groups.tp_size)
         check_alignment(own_size, name="intermediate_size", dtype=dtype)
@@ -106,6 +112,9 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"strategy's tp_size ({strategy.tp_size}) must be that of groups ({groups.tp_size})"
             )
+        num_local = -(-config.num_experts * groups.tp_size // groups.ep_size)
+        place = {"tp_size": groups.tp_size, "dtype": dtype, "device": device}
+        check_layer_memory(config, hidden_size, num_local=num_local, **place)
         self.config = config
         self.strategy = strategy
         self.overlap_shared_expert = overlap_shared_expert
@@ -157,7 +166,17 @@ class MoELayer(nn.Module):
         Args:
             x: ``(..., D)`` in the dtype of the parameters, or any under autocast, whose dtype the
                 output then has.
+
+        Raises:
+            ValueError: the input's shape, dtype or device does not fit the parameters.
         """
+        weight = self.router.weight
+        if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"x {tuple(x.shape)} must be (..., hidden_size) with hidden_size {weight.shape[1]}"
+            )
+        if x.device != weight.device:
+            raise ValueError(f"x device ({x.device}) must be that of the router ({weight.device})")
         x_TD = x.reshape(-1, x.shape[-1])
         routed = self.router(x_TD)
         experts = under_autocast(self.local_experts())
@@ -203,3 +222,22 @@ class MoELayer(nn.Module):
             routing.topk_idx_TK, self.choices_EC, self.num_choices_E, rank=self.ep_rank
         )
         return replace(routing, topk_idx_TK=replicas_TK)
+
+
+def _check_arguments(
+    config: MoEConfig,
+    hidden_size: int,
+    *,
+    strategy: AbstractStrategy,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+) -> None:
+    check_type(config, MoEConfig, name="config")
+    check_type(hidden_size, int, name="hidden_size")
+    check_type(strategy, AbstractStrategy, name="strategy")
+    check_type(groups, ParallelGroups, name="groups")
+    check_type(dtype, torch.dtype, name="dtype")
+    if hidden_size < 1:
+        raise ValueError(f"hidden_size ({hidden_size}) must be at least 1")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype ({dtype}) must be a floating dtype")

@@ -10,11 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halley.core.config import ModelConfig
+from halley.core.field_types import check_type
 from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.core.torch_device import parse_device
 from halley.moe.compiled import compiled_on_gpu
 from halley.moe.experts import GroupedExperts
 from halley.moe.layer import FeedForward, MoELayer
+from halley.moe.memory_check import check_model_memory
 from halley.moe.parallel import ParallelGroups
 from halley.moe.router import SigmoidRouter
 from halley.strategies.base import AbstractStrategy
@@ -182,7 +185,8 @@ class MoETransformer(nn.Module):
 
     Raises:
         ValueError: the experts do not divide over the ranks, placements are for others, placements
-            or strategies are for another number of layers, or sizes are not aligned.
+            or strategies are for another number of layers, sizes are not aligned, or the parameters
+            do not fit into the device's memory.
     """
 
     def __init__(
@@ -198,7 +202,10 @@ class MoETransformer(nn.Module):
         placements: Sequence[ExpertPlacement] | None = None,
     ) -> None:
         super().__init__()
-        device = torch.device(device)
+        device = parse_device(device, types=("cpu", "cuda", "meta"))
+        check_type(config, ModelConfig, name="config")
+        sizes = {"ep_size": groups.ep_size, "tp_size": groups.tp_size}
+        check_model_memory(config, dtype=dtype, device=device, **sizes)
         placement_of = _by_layer(config, placements, name="placements")
         one = isinstance(strategy, AbstractStrategy)
         strategies = [strategy] * config.num_moe_layers if one else strategy

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from halley.core.field_types import check_choice, check_type
 from halley.core.sharding import check_tp_size
 
 
@@ -34,6 +35,10 @@ class ParallelGroups:
         mesh: the mesh; None for a rank on its own.
         expert_mesh: the same, with "ep" as two dimensions where ranks share experts: "ep" of the
             sets, "etp" of the ranks of a set.
+
+    Raises:
+        ValueError: a size is below 1, a rank is not below the size of its group, or ``tp_size``
+            does not divide ``ep_size``.
     """
 
     rank: int = 0
@@ -47,6 +52,17 @@ class ParallelGroups:
     sums: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "num_ranks", "ep_rank", "ep_size", "tp_size"):
+            check_type(getattr(self, name), int, name=name)
+        for name in ("num_ranks", "ep_size", "tp_size"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        for name, size in (("rank", self.num_ranks), ("ep_rank", self.ep_size)):
+            if not 0 <= (value := getattr(self, name)) < size:
+                raise ValueError(f"{name} ({value}) must be between 0 and {size - 1}")
+        check_tp_size(self.tp_size, num_ranks=self.ep_size)
 
     @property
     def tp_rank(self) -> int:
@@ -97,9 +113,12 @@ def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> Paralle
         tp_size: how many of them share each expert.
 
     Raises:
-        ValueError: ``ep_size`` does not divide the number of ranks, or ``tp_size`` not ``ep_size``.
+        ValueError: ``ep_size`` does not divide the number of ranks, ``tp_size`` does not divide
+            ``ep_size``, or there is no such type of device.
         RuntimeError: a launcher has started several ranks, which have no process group yet.
     """
+    check_choice(device_type, ("cpu", "cuda"), name="device_type")
+    check_type(ep_size, int, name="ep_size")
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError(
             "torch.distributed.init_process_group must come first: this is one of "
@@ -131,7 +150,11 @@ def sync_gradients(
 
     Args:
         dense, expert: gradients, contiguous.
+
+    Raises:
+        ValueError: ``groups`` is of another type.
     """
+    check_type(groups, ParallelGroups, name="groups")
     _sum_over(dense, group=groups.world if groups.num_ranks > 1 else None, scale=groups.num_ranks)
     _sum_over(expert, group=groups.edp, scale=groups.num_ranks)
 

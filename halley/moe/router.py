@@ -10,6 +10,7 @@ from torch import nn
 
 from halley.core.config import MoEConfig
 from halley.core.routing import count_tokens_per_expert
+from halley.core.torch_device import parse_device
 from halley.core.types import DROPPED, Routing
 from halley.ops.capacity import take_slots, take_slots_by_weight
 
@@ -153,9 +154,10 @@ class SigmoidRouter(AbstractRouter):
 
 
 def build_router(
-    config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+    config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> AbstractRouter:
     """Return the router that ``config.router.kind`` names."""
+    device = parse_device(device, types=("cpu", "cuda", "meta"))
     router = SigmoidRouter if config.router.kind == "sigmoid" else SoftmaxRouter
     return router(config, hidden_size=hidden_size, dtype=dtype, device=device)
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import torch
 import torch.distributed as dist
 
+from halley.core.field_types import check_type, show_name
 from halley.core.sharding import check_tp_size
 from halley.core.timeline import Recorder
+from halley.core.torch_device import parse_device
 from halley.core.types import Save
 from halley.cost.hardware import CPU, H200, find_hardware
 from halley.cost.predict import Predictor
@@ -35,7 +37,7 @@ def build_strategy(
     group: dist.ProcessGroup | None,
     *,
     recorder: Recorder,
-    device: torch.device,
+    device: torch.device | str,
     tp_size: int = 1,
     num_chunks: int = 0,
     max_load: float = 0.0,
@@ -56,16 +58,16 @@ def build_strategy(
             own, shared by all its layers. With None "auto" leaves out kernels that are interpreted.
 
     Raises:
-        ValueError: there is no such strategy, or ``tp_size`` does not divide the ranks.
+        ValueError: there is no such strategy, or an argument is out of range or of a wrong type.
     """
-    check_strategy(name)
-    check_tp_size(tp_size, num_ranks=_count(group))
+    _check_arguments(name, group, recorder=recorder, tp_size=tp_size)
+    device = parse_device(device)
+    _check_options(num_chunks=num_chunks, max_load=max_load, timeout_s=timeout_s)
     if name == "sequential":
         return SequentialStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "chunked":
-        costs = predictor_of(device)
-        options = {"tp_size": tp_size, "num_chunks": num_chunks}
-        return ChunkedStrategy(group, recorder=recorder, predictor=costs, **options)
+        options = {"predictor": predictor_of(device), "num_chunks": num_chunks}
+        return ChunkedStrategy(group, recorder=recorder, tp_size=tp_size, **options)
     if name == "gathered":
         return GatheredStrategy(group, recorder=recorder, tp_size=tp_size)
     if name == "functional":
@@ -92,8 +94,33 @@ def build_strategy(
     return FusedStrategy(workspaces, recorder=recorder, **options)
 
 
+def _check_arguments(
+    name: str, group: dist.ProcessGroup | None, *, recorder: Recorder, tp_size: int
+) -> None:
+    check_strategy(name)
+    check_type(group, dist.ProcessGroup | None, name="group")
+    check_type(recorder, Recorder, name="recorder")
+    check_tp_size(tp_size, num_ranks=_count(group))
+
+
+def _check_options(*, num_chunks: int, max_load: float, timeout_s: float) -> None:
+    check_type(num_chunks, int, name="num_chunks")
+    check_type(max_load, float, name="max_load")
+    check_type(timeout_s, float, name="timeout_s")
+    if num_chunks < 0:
+        raise ValueError(f"num_chunks ({num_chunks}) must be at least 0")
+    if max_load != 0 and max_load < 1:
+        raise ValueError(f"max_load ({max_load}) must be 0 or at least 1")
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s ({timeout_s}) must be above 0")
+
+
 def build_strategies(
-    names: Sequence[str], group: dist.ProcessGroup | None, *, device: torch.device, **options: Any
+    names: Sequence[str],
+    group: dist.ProcessGroup | None,
+    *,
+    device: torch.device | str,
+    **options: Any,
 ) -> list[AbstractStrategy]:
     """Return a strategy for each layer; layers of one name share one, and all share buffers.
 
@@ -121,7 +148,8 @@ def split_strategies(text: str, *, num_layers: int) -> tuple[str, ...]:
     if len(names) == 1:
         return names * num_layers
     if len(names) != num_layers:
-        raise ValueError(f"strategy ({text}) must be one, or as many as MoE layers ({num_layers})")
+        given = show_name(text)
+        raise ValueError(f"strategy ({given}) must be one, or as many as MoE layers ({num_layers})")
     return names
 
 
@@ -155,16 +183,19 @@ def check_strategy(name: str) -> None:
     Raises:
         ValueError: there is none, or it cannot keep what the name says.
     """
+    check_type(name, str, name="strategy")
     kind, colon, save = name.partition(":")
     if kind not in STRATEGIES:
-        raise ValueError(f"strategy ({name}) must be one of {', '.join(STRATEGIES)}")
+        raise ValueError(f"strategy ({show_name(name)}) must be one of {', '.join(STRATEGIES)}")
     if colon and (kind not in _SAVING or save not in get_args(Save)):
         names = ", ".join(f"{each}:{save}" for each in _SAVING for save in get_args(Save))
-        raise ValueError(f"strategy ({name}) must be one of {', '.join(STRATEGIES)}, {names}")
+        listed = f"{', '.join(STRATEGIES)}, {names}"
+        raise ValueError(f"strategy ({show_name(name)}) must be one of {listed}")
 
 
-def predictor_of(device: torch.device) -> Predictor:
+def predictor_of(device: torch.device | str) -> Predictor:
     """Return the cost model of ``device``; a GPU without figures is taken for an H200."""
+    device = parse_device(device)
     if device.type == "cpu":
         return Predictor(CPU)
     try:

@@ -38,6 +38,42 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_launcher() -> None:
+    """Check what a launcher has put into the environment of this rank, if there is one.
+
+    Raises:
+        ValueError: a variable is missing, is no number or does not fit the others.
+    """
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if not given:
+        return
+    if len(given) == 1:
+        name = given[0]
+        raise ValueError(
+            f"environment variable {name} ({os.environ[name]}) must be set together with RANK and "
+            "WORLD_SIZE, as torchrun does, or be unset"
+        )
+    num_ranks = _read_number("WORLD_SIZE", least=1)
+    _read_number("RANK", least=0, below=num_ranks)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(f"environment variable {name} must be set where RANK is")
+    _read_number("MASTER_PORT", least=0, below=1 << 16)
+    if "LOCAL_RANK" in os.environ:
+        _read_number("LOCAL_RANK", least=0)
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        _read_number("LOCAL_WORLD_SIZE", least=1)
+
+
+def _read_number(name: str, *, least: int, below: int | None = None) -> int:
+    text = os.environ[name]
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+    if value < least or (below is not None and value >= below):
+        rule = f"at least {least}" + ("" if below is None else f" and below {below}")
+        raise ValueError(f"environment variable {name} ({text}) must be an integer, {rule}")
+    return value
+
+
 def pick_device(choice: str) -> torch.device:
     """Return this rank's device.
 
@@ -68,6 +104,7 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
         device_choice: as for ``pick_device``.
         timeout_s: after which a collective that does not end is an error.
     """
+    check_launcher()
     device = pick_device(device_choice)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.ops.gather import all_gather_single
+from halley.symm.peers import Collective
 
 
 @final
@@ -80,22 +81,33 @@ class Exchange:
         buffer, self.received = self.received, None
         if buffer is None:
             buffer = rows.new_empty(sum(come), rows.shape[1])
-        work = dist.all_to_all_single(
-            buffer, rows.contiguous(), come, to, group=self.group, async_op=True
-        )
+        with Collective(self._title(backward), group=self.group):
+            work = dist.all_to_all_single(
+                buffer, rows.contiguous(), come, to, group=self.group, async_op=True
+            )
         assert work is not None
         self._pending = (buffer, work)
         return buffer
 
     def finish(self, *, backward: bool) -> torch.Tensor:
-        """Wait for the all-to-all in flight; return its buffer, now filled."""
+        """Wait for the all-to-all in flight; return its buffer, now filled.
+
+        Raises:
+            RuntimeError: the all-to-all failed; names the operation and the ranks.
+        """
         assert self._pending is not None, f"{self.name} was waited for twice"
         buffer, work = self._pending
         self._pending = None
-        direction = ".backward" if backward else ""
-        with self.recorder.span(f"{self.name}{direction}.wait", stream="exposed"):
+        title = self._title(backward)
+        with (
+            self.recorder.span(f"{title}.wait", stream="exposed"),
+            Collective(title, group=self.group),
+        ):
             work.wait()
         return buffer
+
+    def _title(self, backward: bool) -> str:
+        return f"{self.name}.backward" if backward else self.name
 
 
 class _Start(torch.autograd.Function):
@@ -162,9 +174,13 @@ def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> 
 
     Args:
         values_V: this rank's, as many on each rank.
+
+    Raises:
+        RuntimeError: the all-gather failed; names the operation and the ranks.
     """
     if group is None:
         return values_V[None]
     table_WV = values_V.new_empty(dist.get_world_size(group) * values_V.numel())
-    all_gather_single(table_WV, values_V, group=group)
+    with Collective("route", group=group):
+        all_gather_single(table_WV, values_V, group=group)
     return table_WV.view(-1, values_V.numel())

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from halley.symm.peers import Collective
+
 
 # torch 2.13 renamed the call and warns about the old name, which 2.11 alone knows.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,13 +55,15 @@ def sum_at_home(
 def _gather(rows: torch.Tensor, most: int, group: dist.ProcessGroup) -> torch.Tensor:
     padded = F.pad(rows, (0, 0, 0, most - rows.shape[0])).contiguous()
     out = padded.new_empty(dist.get_world_size(group) * most, rows.shape[1])
-    all_gather_single(out, padded, group=group)
+    with Collective("all-gather of rows", group=group):
+        all_gather_single(out, padded, group=group)
     return out
 
 
 def _sum(rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
     arrived = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(arrived, rows.contiguous(), group=group)
+    with Collective("all-to-all of sums", group=group):
+        dist.all_to_all_single(arrived, rows.contiguous(), group=group)
     parts = arrived.view(dist.get_world_size(group), -1, rows.shape[1])
     return parts.float().sum(0)[:num_rows].to(rows.dtype)
 

@@ -1,9 +1,9 @@
-"""Knobs that were measured to be fastest, in a file: one JSON object a line.
+"""Read and write the file of kernel configurations that ``halley tune`` measured to be fastest.
 
-A line holds for one machine (device, versions, number of ranks) and one shape of layer; lines of
-other machines are passed over. What is not known takes the nearest number of tokens of its shape,
-else the default knobs. Lines that come with the package are known, too, with any versions: what was
-measured here comes before them.
+Each line is a JSON object for one machine (device, versions, number of ranks) and one layer shape.
+Lines of other machines are skipped. A shape without a line takes the line of the nearest number of
+tokens, and without any such line the defaults. Lines that come with the package hold for all
+versions; lines that were measured on this machine take precedence over them.
 """
 
 import json
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast, final
+from typing import cast, final
 
 import torch
 
+from halley.core.field_types import build_record, check_fields, show, show_name
+from halley.core.json_file import read_json_lines
 from halley.cost.profiles import Environment, default_path, find_environment
 from halley.kernels.knobs import Knobs
 from halley.symm.access import link_kind
@@ -25,6 +27,7 @@ from halley.symm.access import link_kind
 
 VERSION = 1
 PATH_VARIABLE = "HALLEY_KNOBS"
+_MAX_BYTES = 16 * 2**20  # a line has about 2,000
 SHIPPED = Path(__file__).with_name("shipped_knobs.jsonl")
 
 
@@ -41,6 +44,14 @@ class TunedShape:
     top_k: int
     dtype: str
     num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("hidden_size", "num_experts", "top_k"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.num_tokens < 0:
+            raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
         """Return the octaves between the numbers of tokens; infinity for layers of other shapes."""
@@ -66,6 +77,13 @@ class Tuned:
     median_us: float
     default_us: float
     sweeps: dict[str, dict[str, float]]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        Knobs().changed(self.settings)
+        for name in ("median_us", "default_us"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} ({value}) must be at least 0")
 
 
 def knobs_path() -> Path:
@@ -110,7 +128,7 @@ class KnobTable:
         num_found = 0
         for line in _read(path):
             if line.tuned is None:
-                others.add(f"version {line.version} of this file")
+                others.add(f"version {show(line.version)} of this file")
             elif line.environment != environment:
                 others.add(_told(line.environment))
             else:
@@ -134,9 +152,13 @@ class KnobTable:
     def write(self, tuned: Tuned) -> None:
         """Keep what was found; it counts from now on instead of what was known for its shape."""
         self._keep(tuned)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_entry(self.environment, tuned)) + "\n")
+        line = json.dumps(_entry(self.environment, tuned)) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise ValueError(_not_writable(self.path, error)) from error
 
     def _keep(self, tuned: Tuned) -> None:
         self.found = [each for each in self.found if each.shape != tuned.shape] + [tuned]
@@ -157,14 +179,18 @@ def merge_tables(sources: Sequence[Path], path: Path) -> int:
     """
     merged: dict[tuple[Environment, TunedShape], dict[str, object]] = {}
     for source in (path, *sources):
-        if source != path and not source.exists():
+        if source != path and not os.path.exists(source):
             raise ValueError(f"merge ({source}) must be a file of tuned knobs")
         for line in _read(source):
             if line.tuned is None:
-                raise ValueError(f"{source} must be of version {VERSION}, has {line.version}")
+                raise ValueError(f"{source} must be of version {VERSION}, has {show(line.version)}")
             merged[line.environment, line.tuned.shape] = _entry(line.environment, line.tuned)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in merged.values()), "utf-8")
+    text = "".join(json.dumps(entry) + "\n" for entry in merged.values())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ValueError(_not_writable(path, error)) from error
     return len(merged)
 
 
@@ -182,28 +208,30 @@ def _entry(environment: Environment, tuned: Tuned) -> dict[str, object]:
 
 
 def _read(path: Path) -> list[_Line]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [_parse(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    lines = read_json_lines(path, what="tuned knobs", max_bytes=_MAX_BYTES)
+    return [_parse(value, where=where) for where, value in lines]
 
 
-def _parse(line: str, *, where: str) -> _Line:
-    try:
-        entry = cast(dict[str, Any], json.loads(line))
-        found = {"environment": Environment(**entry["environment"]), "version": entry["version"]}
-        if entry["version"] != VERSION:
-            return _Line(**found, tuned=None)
-        tuned = Tuned(
-            shape=TunedShape(**entry["shape"]),
-            settings=tuple(entry["settings"]),
-            median_us=float(entry["median_us"]),
-            default_us=float(entry["default_us"]),
-            sweeps=dict(entry["sweeps"]),
-        )
-        Knobs().changed(tuned.settings)
-        return _Line(**found, tuned=tuned)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{where} must be a line of tuned knobs: {error!r}") from error
+def _parse(value: object, *, where: str) -> _Line:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} value ({show(value)}) must be a table")
+    table = cast(dict[str, object], value)
+    for name in ("version", "environment"):
+        if name not in table:
+            raise ValueError(f"{where} {name} is required")
+    version, place = table["version"], table["environment"]
+    environment = build_record(Environment, place, where=f"{where} environment:")
+    if type(version) is not int or version != VERSION:
+        return _Line(environment=environment, version=version, tuned=None)
+    found = {name: table[name] for name in table if name not in ("version", "environment")}
+    tuned = build_record(Tuned, found, where=where)
+    return _Line(environment=environment, version=version, tuned=tuned)
+
+
+def _not_writable(path: Path, error: OSError) -> str:
+    return f"tuned knobs ({path}) must be a file to write: {error.strerror}"
 
 
 def _told(environment: Environment) -> str:
-    return f"{environment.device}, {environment.versions}, {environment.topology}"
+    parts = (environment.device, environment.versions, environment.topology)
+    return ", ".join(map(show_name, parts))

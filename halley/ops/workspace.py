@@ -6,6 +6,7 @@ from typing import NamedTuple, TypedDict, final
 
 import torch
 
+from halley.core.position import POSITION
 from halley.kernels.driver import current_stream
 from halley.kernels.knobs import Knobs
 from halley.kernels.layout import TASK_ROWS, Layout
@@ -111,8 +112,7 @@ class Workspace:
         marks: how far the making of a plan has come, and how many passes there were.
         max_rows: rows of any call, if the host does not ask for its own; else 0.
         host_words: what the kernels tell the host, see ``kernels.status``.
-        in_flight: tensors that a launch works on beside which the next may run, kept so that
-            nobody gets their memory meanwhile; empty if there is no such launch.
+        in_flight: tensors of a launch beside which the next may run, kept until that has ended.
         rows_RD: scratch: rows on their way into the first projection, then out of the second.
         mark_plan: notes that all work queued up to now makes the plan.
         tapes: of passes that were run, by what they depend on; see ``ops.passes``.
@@ -229,6 +229,7 @@ class Workspace:
             RuntimeError: an earlier wait failed; nothing works until all ranks made a new one.
         """
         self.check()
+        POSITION.begin("a pass of a fused layer")
         self.in_flight = ()
         if self._stream is None:
             return
@@ -276,7 +277,8 @@ class Workspace:
                     "a CUDA graph of strategy fused needs max_load: without, the host reads how "
                     "many rows each call has"
                 )
-            self._plan_made.synchronize()
+            with POSITION.waiting("the plan of a fused layer"):
+                self._plan_made.synchronize()
         self.check()
         size = PlanSize(
             num_rows=int(self._told[_ROWS]),

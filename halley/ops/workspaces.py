@@ -14,6 +14,7 @@ from halley.ops.tuned import KnobTable, TunedShape, knobs_path, tuning_environme
 from halley.ops.workspace import ShapeClass, Workspace
 from halley.symm.heap import AbstractSymmHeap, RangeHook
 from halley.symm.open import open_heap
+from halley.symm.peers import compare_ranks
 from halley.symm.ranks import gather, place_in
 
 
@@ -76,7 +77,7 @@ class Workspaces:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        device: torch.device,
+        device: torch.device | str,
         *,
         tp_size: int = 1,
         max_tokens: int = 0,
@@ -90,6 +91,7 @@ class Workspaces:
             raise ValueError(f"max_load ({max_load}) must be at least 1, or 0 for any load")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s ({timeout_s}) must be above 0")
+        device = _with_index(torch.device(device))
         self.group, self.device, self.timeout_s = group, device, timeout_s
         self.max_tokens, self.max_load = max_tokens, max_load
         self.knobs = knobs or default_knobs(device)
@@ -121,7 +123,8 @@ class Workspaces:
             num_tokens: of this rank; decides nothing but the size of a new workspace.
 
         Raises:
-            RuntimeError: the ranks cannot address each other's memory, or differ in the shape.
+            ValueError: the ranks differ in the shape, or in arguments of this object.
+            RuntimeError: the ranks cannot address each other's memory, or one of them did not come.
             MemoryError: a rank has too little memory.
         """
         found = self._by_shape.get(shape)
@@ -199,19 +202,19 @@ class Workspaces:
     def _make(self, shape: ShapeClass, num_tokens: int) -> Workspace:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a layer must run once before it is captured in a CUDA graph")
+        # "fused" is the kind of kernel: strategy unfused shares the workspaces.
+        values = {"strategy": "fused", **shape._asdict(), "max_load": self.max_load}
+        values |= {"device": self.device.type, "workspaces": len(self._by_shape)}
+        compare_ranks("an MoE layer", values, group=self.group)
         if self._heap is None:
             self._heap = self._open_heap()
-        told = gather((shape, num_tokens, self._find_knobs(shape, num_tokens)), group=self.group)
-        for rank, (other, _, _) in enumerate(told):
-            if other != shape:
-                raise RuntimeError(
-                    f"rank {self._heap.rank} runs a layer of {shape}, rank {rank} one of {other}"
-                )
-        most = max(num_tokens for _, num_tokens, _ in told)
+        own = (num_tokens, self._find_knobs(shape, num_tokens))
+        told = gather(own, group=self.group, what="the making of buffers for a fused layer")
+        most = max(num_tokens for num_tokens, _ in told)
         self._by_shape[shape] = Workspace(
             shape,
             heap=self._heap,
-            knobs=told[0][2],  # of one rank: what ranks tell each other depends on them
+            knobs=told[0][1],  # of one rank: what ranks tell each other depends on them
             max_tokens=max(self.max_tokens, most, 1),
             timeout_s=self.timeout_s,
             max_load=self.max_load,
@@ -255,6 +258,13 @@ class Workspaces:
         except RuntimeError as error:
             advice = "the strategies sequential and chunked need none"
             raise RuntimeError(f"{error}; {advice}") from error
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device; a CUDA device without an index is the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def find_workspaces(handle: int) -> Workspaces:

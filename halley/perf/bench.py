@@ -66,7 +66,8 @@ def bench_layer(
     """
     tensors = make_tensors(case, groups, device=device, recorder=recorder)
     compile_ahead(list(candidates.values()), tensors, groups)
-    errors = _check_values(candidates, tensors, groups)
+    checking = _labelled(on_progress, f"{case.model.name}: checking values")
+    errors = _check_values(candidates, tensors, groups, on_progress=checking)
     gemms = floor_gemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
     rows: list[Row] = []
@@ -121,13 +122,19 @@ def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
 
 
 def _check_values(
-    candidates: dict[str, AbstractStrategy], tensors: LayerTensors, groups: ParallelGroups
+    candidates: dict[str, AbstractStrategy],
+    tensors: LayerTensors,
+    groups: ParallelGroups,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, tuple[float, bool]]:
     """Return each candidate's largest relative error, and whether it equals the first's bits."""
     wanted = reference_outputs(tensors, groups)
     first: dict[str, list[torch.Tensor]] = {}  # of those that use the same GEMM
     results: dict[str, tuple[float, bool]] = {}
-    for name, strategy in candidates.items():
+    for index, (name, strategy) in enumerate(candidates.items()):
+        if on_progress is not None:
+            on_progress(index, len(candidates))
         for _ in range(_CHECKED_CALL if tensors.x_TD.is_cuda else 1):
             got = outputs_of(strategy, tensors)
             (y_TD,) = outputs_of(strategy, tensors, backward=False)

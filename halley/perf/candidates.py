@@ -42,6 +42,33 @@ def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
     return check_spare(num_experts, num_ranks=ep_size, spare=case.spare)
 
 
+def check_layer_memory(
+    case: LayerCase, *, ep_size: int, memory_bytes: int, tp_size: int = 1, backward: bool = False
+) -> None:
+    """Check that the weights and tokens of a layer fit a rank; buffers come on top.
+
+    Args:
+        ep_size, tp_size: ranks that hold the experts, and that share each of them.
+        memory_bytes: that a rank has.
+        backward: whether there are gradients of the same size.
+
+    Raises:
+        ValueError: they do not fit, or the experts do not divide over the ranks.
+    """
+    moe, hidden = case.model.moe, case.model.hidden_size
+    num_local = check_experts(case, ep_size=ep_size, tp_size=tp_size) + (case.spare or 0)
+    up_size = moe.intermediate_size * (2 if moe.activation == "swiglu" else 1)
+    num_weights = num_local * hidden * (up_size + moe.intermediate_size) // tp_size
+    num_values = case.num_tokens * hidden * (2 + moe.top_k)  # of tokens, results and sent copies
+    num_bytes = (num_weights + num_values) * case.dtype.itemsize * (2 if backward else 1)
+    if num_bytes > memory_bytes:
+        raise ValueError(
+            f"model ({case.model.name}) with tokens ({case.num_tokens}) must fit the memory of a "
+            f"rank ({memory_bytes / 2**30:.1f} GiB): weights and tokens of a layer take "
+            f"{num_bytes / 2**30:.1f} GiB on each of {ep_size} ranks"
+        )
+
+
 def build_candidates(
     case: LayerCase,
     strategies: list[str],

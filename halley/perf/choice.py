@@ -1,23 +1,32 @@
-"""What strategy auto makes of one layer on these ranks, and what memory the fused kernels take."""
+"""Find which strategy ``auto`` picks for one layer on these ranks, and the memory of ``fused``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, final, get_args
 
 import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.types import LayerShape, Save
+from halley.core.types import Experts, LayerShape, Routing, Save
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
 from halley.moe.parallel import ParallelGroups
 from halley.moe.strategy import build_strategy
 from halley.perf.layer_case import LayerCase, make_tensors, outputs_of
 from halley.perf.memory import LayerMemory, RowCounts, layer_memory
 from halley.strategies.auto import AutoStrategy
+from halley.strategies.base import AbstractStrategy
 from halley.symm.access import peer_access
 
 
 if TYPE_CHECKING:
     from halley.ops.workspace import Workspace
+
+
+Progress = Callable[[str, int, int], None]
+
+_RUNS = 4  # of each candidate, by AutoStrategy: one that compiles, three that are timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,8 @@ class LayerChoice:
         times_us: of each candidate, on the slowest rank; none where nothing was measured.
         reason: auto's own words, and why others are no candidates.
         access_problem: why the ranks cannot address each other's memory; "" where they can.
-        buffers: of this rank; None where the fused kernels do not run.
+        buffers: of this rank; None where the fused kernels did not run.
+        no_buffers: why they did not run; "" where they did.
         memory: what training the layer with fused takes on the rank that takes most, beside the
             buffers, by what is kept for backward.
     """
@@ -67,18 +77,26 @@ class LayerChoice:
     reason: str
     access_problem: str
     buffers: FusedBuffers | None
+    no_buffers: str
     memory: dict[str, LayerMemory]
 
 
 def choose_strategy(
-    case: LayerCase, *, groups: ParallelGroups, device: torch.device
+    case: LayerCase,
+    *,
+    groups: ParallelGroups,
+    device: torch.device,
+    on_progress: Progress | None = None,
 ) -> LayerChoice:
     """Let strategy auto measure and choose for a layer without gradients; a collective.
+
+    On a CPU fused is left out: its kernels are interpreted there, for minutes a call.
 
     Args:
         case: the layer and its load.
         groups: its expert-parallel group runs the layer.
         device: of this rank.
+        on_progress: called before each run of a candidate, with text, runs done and runs to do.
 
     Raises:
         ValueError: sizes that do not fit the ranks.
@@ -88,20 +106,28 @@ def choose_strategy(
     # Only here: commands that need no kernels run where there is no Triton.
     from halley.ops.workspaces import Workspaces
 
-    workspaces = Workspaces(groups.ep, device)
+    report = on_progress or (lambda text, done, total: None)
+    workspaces = None if device.type == "cpu" else Workspaces(groups.ep, device)
     recorder = Recorder(device, enabled=False)
-    auto = build_strategy(
-        "auto", groups.ep, recorder=recorder, device=device, workspaces=workspaces
-    )
+    where = {"recorder": recorder, "device": device, "workspaces": workspaces}
+    auto = build_strategy("auto", groups.ep, **where)
     assert isinstance(auto, AutoStrategy)
+    auto.candidates = _announced(auto.candidates, report)
+    report(f"drawing the weights of {case.model.name}", 0, _RUNS * len(auto.candidates) + 1)
     outputs_of(auto, make_tensors(case, groups, device=device), backward=False)
     (reason,) = auto.reasons
-    if case.model.moe.expert_bias:
+    access_problem = peer_access(groups.ep, device)
+    no_buffers = access_problem
+    if workspaces is None:
+        no_buffers = access_problem or "its kernels are interpreted on a CPU"
+    elif case.model.moe.expert_bias:
         reason += "; measured without the experts' biases, with which fused cannot run"
-    buffers = [_measure_buffers(workspace) for workspace in workspaces.all()]
     shape = _shape(case, groups)
-    memory = [_memory(workspace, shape, groups) for workspace in workspaces.all()]
-    workspaces.close()
+    made = [] if workspaces is None else workspaces.all()
+    buffers = [_measure_buffers(each) for each in made]
+    memory = [_memory(each, shape, groups) for each in made]
+    if workspaces is not None:
+        workspaces.close()
     return LayerChoice(
         model=case.model.name,
         num_tokens=case.num_tokens,
@@ -110,10 +136,53 @@ def choose_strategy(
         strategy=auto.choice(shape, gradients=False),
         times_us=auto.times_us(shape, gradients=False),
         reason=reason,
-        access_problem=peer_access(groups.ep, device),
+        access_problem=access_problem,
         buffers=buffers[0] if buffers else None,
+        no_buffers="" if buffers else no_buffers,
         memory=memory[0] if memory else {},
     )
+
+
+def _announced(
+    candidates: dict[str, AbstractStrategy], report: Progress
+) -> dict[str, AbstractStrategy]:
+    """Return the candidates such that each tells of its runs before it begins them."""
+    total, num_runs = _RUNS * len(candidates) + 1, 0  # and the call itself, by the fastest
+
+    def announce(name: str) -> None:
+        nonlocal num_runs
+        report(f"running strategy {name}", num_runs, total)
+        num_runs += 1
+
+    return {name: _Announced(name, each, announce) for name, each in candidates.items()}
+
+
+@final
+class _Announced(AbstractStrategy):
+    """A strategy that calls a function with its name before each run."""
+
+    def __init__(
+        self, name: str, strategy: AbstractStrategy, announce: Callable[[str], None]
+    ) -> None:
+        self.tp_size = strategy.tp_size
+        self._name, self._strategy, self._announce = name, strategy, announce
+
+    @property
+    def gemm(self) -> str:
+        return self._strategy.gemm
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        self._announce(self._name)
+        return self._strategy.forward(x_TD, routing, experts)
+
+    def find_problem(self, experts: Experts, *, top_k: int) -> str:
+        return self._strategy.find_problem(experts, top_k=top_k)
+
+    def release(self) -> None:
+        self._strategy.release()
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        return self._strategy.tasks(shape, predictor)
 
 
 def _shape(case: LayerCase, groups: ParallelGroups) -> LayerShape:

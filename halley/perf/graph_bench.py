@@ -4,7 +4,7 @@ import gc
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,15 @@ from halley.core.timeline import union_us
 from halley.moe.parallel import ParallelGroups
 from halley.perf.bench import Progress
 from halley.perf.floor import measure_link
-from halley.perf.graph_case import CHUNKED, NONE, OVERLAP, SEQUENTIAL, WITH_PASSES, GraphCase
+from halley.perf.graph_case import (
+    CHUNKED,
+    NONE,
+    OVERLAP,
+    SEQUENTIAL,
+    WITH_PASSES,
+    GraphCase,
+    graph_case_name,
+)
 from halley.perf.graph_variants import Variant, Workshop
 from halley.perf.results import Row, machine_keys
 from halley.perf.timer import Timing, time_interleaved
@@ -40,10 +48,12 @@ def measure_graph_cases(
     commit: str | None,
     slow_link: str = "none",
     on_progress: Progress | None = None,
+    on_rows: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
     """Measure the cases one after another; return all result lines, complete.
 
     Args:
+        on_rows: called on every rank after each case, with the lines so far.
         variants: of ``VARIANTS``; "none" runs too, as all others are compared with it.
         groups: one expert-parallel group of all ranks, two at least.
         slow_link: how these ranks were told to send slowly; written into the lines.
@@ -53,9 +63,14 @@ def measure_graph_cases(
             says why.
     """
     link = measure_link(groups, device=device)
+    common = machine_keys(groups, device=device, commit=commit) | {
+        "case": graph_case_name(slow_link),
+        "slow_link": slow_link,
+        "link_gb_per_s": round(link / 1e9, 3),
+    }
     rows: list[Row] = []
     for case in cases:
-        rows += _bench_case(
+        found = _bench_case(
             case,
             variants,
             groups=groups,
@@ -63,13 +78,11 @@ def measure_graph_cases(
             num_samples=num_samples,
             on_progress=on_progress,
         )
+        rows += [row | common for row in found]
+        if on_rows is not None:
+            on_rows(rows)
         _release(device)
-    common = machine_keys(groups, device=device, commit=commit) | {
-        "case": "graph" if slow_link == "none" else f"graph-{slow_link}",
-        "slow_link": slow_link,
-        "link_gb_per_s": round(link / 1e9, 3),
-    }
-    return [row | common for row in rows]
+    return rows
 
 
 def _bench_case(

@@ -23,7 +23,12 @@ SEQUENTIAL, NONE, CHUNKED, OVERLAP = "sequential", "none", "chunked", "inductor-
 WITH_PASSES = ("both", "wgrad", "partition")
 VARIANTS: tuple[str, ...] = (NONE, SEQUENTIAL, *WITH_PASSES, CHUNKED, OVERLAP)
 _CHUNKS = (2, 3, 4, 8)
-_MAX_PARTS = 8  # as the passes' options have it, which bring torch's compiler
+MAX_PARTS = 8  # as the passes' options have it, which bring torch's compiler
+
+
+def graph_case_name(slow_link: str) -> str:
+    """Return the name of result lines, and of their file, by how NCCL is slowed down."""
+    return "graph" if slow_link == "none" else f"graph-{slow_link}"
 
 
 def check_inner(name: str) -> Inner:
@@ -68,8 +73,8 @@ class GraphCase:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch ({self.batch_size}) must be at least 1, or 0 for the model's")
-        if self.num_parts != 0 and not 2 <= self.num_parts <= _MAX_PARTS:
-            raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {_MAX_PARTS}")
+        if self.num_parts != 0 and not 2 <= self.num_parts <= MAX_PARTS:
+            raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {MAX_PARTS}")
         if self.num_parts and self.batch_size % self.num_parts:
             raise ValueError(f"num_parts ({self.num_parts}) must divide batch ({self.batch_size})")
         if not 0.0 <= self.memory_margin < inf:

@@ -3,7 +3,7 @@
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,8 @@ from halley.perf.timer import start_together
 from halley.perf.tracing import trace_step
 from halley.strategies.functional import FunctionalStrategy
 
+
+Progress = Callable[[str, int, int], None]
 
 _NUM_WARMUP = 3
 
@@ -51,18 +53,22 @@ class GraphMeasure:
 
 
 def measure_graphs(
-    config: RunConfig, *, options: dict[str, Any], device: torch.device, num_steps: int
+    config: RunConfig,
+    *,
+    options: dict[str, Any],
+    device: torch.device,
+    num_steps: int,
+    on_progress: Progress | None = None,
 ) -> GraphMeasure:
     """Compile a run's model with passes, time its step and trace one; a collective of all ranks.
 
-    Operators run one by one, so that each is seen. Rank 0 measures them first, and all ranks their
-    all-to-alls.
+    Operators run one by one. Rank 0 measures them first, and all ranks their all-to-alls.
 
     Args:
         config: model, batch, dtype and ranks that share experts, of the run; the batch is random.
         options: of the backend.
         device: of this rank.
-        num_steps: that count.
+        num_steps: that count; ``on_progress`` gets text, steps done and to do before each.
 
     Raises:
         ValueError: an option is not allowed, or no step would count.
@@ -81,9 +87,7 @@ def measure_graphs(
         device=device,
     )
     model.init_weights(seed=0)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (config.train.batch_size, config.data.seq_len)
-    tokens_BS = torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
+    tokens_BS = _draw_tokens(config, device)
     backend = Backend()
     with tempfile.TemporaryDirectory() as folder:
         options = {"profiles": Path(folder) / "profiles.jsonl", **options}
@@ -98,9 +102,7 @@ def measure_graphs(
 
         with warnings.catch_warnings(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             warnings.simplefilter("ignore")  # torch's own, of how it traces
-            for _ in range(_NUM_WARMUP):
-                step()
-            samples_us = [_step_us(step, device) for _ in range(num_steps)]
+            samples_us = _sample_us(step, device, num_steps=num_steps, on_progress=on_progress)
             spans = trace_step(step, rank=dist.get_rank(), device=device, warmup=1)
     if not backend.reports:
         raise RuntimeError("no graph has an all-to-all, so there is nothing to compare")
@@ -125,6 +127,25 @@ def simulated_step(reports: Sequence[OrderReport], *, passed: bool) -> list[Span
         spans = report.spans_after if passed else report.spans_before
         found += [replace(span, start_us=span.start_us + zero_us) for span in spans]
     return found
+
+
+def _draw_tokens(config: RunConfig, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (config.train.batch_size, config.data.seq_len)
+    return torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
+
+
+def _sample_us(
+    step: Callable[[], None], device: torch.device, *, num_steps: int, on_progress: Progress | None
+) -> list[float]:
+    """Return what each counted step took; the first steps compile and do not count."""
+    samples_us: list[float] = []
+    for index in range(_NUM_WARMUP + num_steps):
+        if on_progress is not None:
+            text = "measuring steps" if index else "compiling, and measuring operators"
+            on_progress(text, index, _NUM_WARMUP + num_steps)
+        samples_us.append(_step_us(step, device))
+    return samples_us[_NUM_WARMUP:]
 
 
 def _step_us(step: Any, device: torch.device) -> float:

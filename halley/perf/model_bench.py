@@ -48,10 +48,12 @@ def measure_models(
     num_samples: int,
     commit: str | None,
     on_progress: Progress | None = None,
+    on_rows: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
     """Measure the cases one after another; return all result lines, complete.
 
     Args:
+        on_rows: called on every rank after each case, with the lines so far.
         strategies: names of those that train; values are compared with the first's.
         make_optimizer: makes the optimizer of training for a model on these groups.
         groups: one expert-parallel group of all ranks.
@@ -71,13 +73,9 @@ def measure_models(
     for case in cases:
         layer = LayerCase(model=case.model, num_tokens=case.num_tokens, dtype=case.dtype)
         candidates = build_candidates(
-            layer,
-            strategies,
-            groups=groups,
-            recorder=recorder,
-            device=device,
+            layer, strategies, groups=groups, recorder=recorder, device=device,
             workspaces=workspaces,
-        )
+        )  # fmt: skip
         found = bench_model(
             case,
             candidates,
@@ -91,6 +89,8 @@ def measure_models(
             on_progress=on_progress,
         )
         rows += [row | machine for row in found]
+        if on_rows is not None:
+            on_rows(rows)
         workspaces.close()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -138,7 +138,7 @@ def bench_model(
             num_samples=num_samples,
             on_progress=report,
         )
-    errors = _check_values(case, subject, candidates=candidates)
+    errors = _check_values(case, subject, candidates=candidates, on_progress=on_progress)
     right = {n: s for n, s in candidates.items() if errors[n] <= RELATIVE_TOLERANCE[case.dtype]}
     runs = _runners(case, subject, candidates=right, make_optimizer=make_optimizer)
     timings: dict[str, Timing] = {}
@@ -203,6 +203,7 @@ def _check_values(
     subject: Subject,
     *,
     candidates: dict[str, AbstractStrategy],
+    on_progress: Progress | None,
 ) -> dict[str, float]:
     """Return how far each candidate's first step is from the first's, the same on all ranks.
 
@@ -210,7 +211,9 @@ def _check_values(
     """
     wanted: torch.Tensor | None = None
     errors: list[float] = []
-    for name, strategy in candidates.items():
+    for index, (name, strategy) in enumerate(candidates.items()):
+        if on_progress is not None:
+            on_progress(f"{case.model.name}: checking {name}", index, len(candidates))
         with memory_named(case, f"strategy {name}"):
             subject.use(strategy)
             values = subject.values()
@@ -259,10 +262,11 @@ def _times(case: ModelCase, timing: Timing, *, groups: ParallelGroups, device: t
     """Return times, and what they make of tokens and FLOPs; of all ranks."""
     tokens_per_s = case.num_tokens * groups.num_ranks / (timing.median_us * 1e-6)
     mfu = None
-    if device.type == "cuda" and case.dtype == torch.bfloat16:  # the rate that is known
-        peak = peak_flops_per_s(device) * groups.num_ranks
+    # The rate is that of bfloat16.
+    peak = peak_flops_per_s(device) if case.dtype == torch.bfloat16 else None
+    if peak is not None:
         flops = flops_per_token(case.model, seq_len=case.seq_len)
-        mfu = round(tokens_per_s * flops / peak, 4)
+        mfu = round(tokens_per_s * flops / (peak * groups.num_ranks), 4)
     return {
         "median_us": round(timing.median_us, 1),
         "p10_us": round(timing.p10_us, 1),

@@ -20,7 +20,7 @@ def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | 
     """Return what a result line says of the machine, the versions and the day."""
     cuda = device.type == "cuda"
     return {
-        "gpu": torch.cuda.get_device_name(device) if cuda else f"cpu {platform.machine()}",
+        "gpu": machine_name(device),
         "num_gpus": groups.num_ranks,
         "torch": torch.__version__,
         "triton": _triton_version(),
@@ -28,6 +28,13 @@ def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | 
         "commit": commit or _git_commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the name of the GPU, or "cpu" with the kind of processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()}"
 
 
 def results_path(folder: Path, row: Row) -> Path:
@@ -39,13 +46,17 @@ def results_path(folder: Path, row: Row) -> Path:
 def write_rows(rows: list[Row], folder: Path) -> Path:
     """Write the lines of one case, in place of earlier ones; return the file.
 
+    An interrupt leaves the earlier lines or these.
+
     Args:
         rows: complete lines of one case on one machine.
         folder: results of all machines, ``benchmarks/results`` in the repository.
     """
     path = results_path(folder, rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
+    draft.replace(path)
     return path
 
 

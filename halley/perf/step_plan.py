@@ -21,6 +21,8 @@ from halley.strategies.sketch import pipeline_tasks
 if TYPE_CHECKING:
     from halley.compiler import OrderReport
 
+Progress = Callable[[str, int, int], None]
+
 _IN_GRAPHS = ("functional", "fused")
 _WITHOUT_PASSES = ("sequential", "chunked", "fused")
 _MOST_ROLES = 3  # the first MoE layer, those inside, the last
@@ -51,6 +53,7 @@ def plan_strategies(
     num_ranks: int,
     hardware: Hardware,
     problems: Mapping[str, str],
+    on_progress: Progress | None = None,
     **options: Any,
 ) -> StepPlan:
     """Return the strategies that are predicted to be fastest; in a process that is no rank.
@@ -63,6 +66,8 @@ def plan_strategies(
         num_ranks: of the run.
         hardware: whose figures times are predicted from.
         problems: why strategies cannot run there, by name, as from ``find_problems``.
+        on_progress: called before each trace, with what is traced, traces done, and 0: how many
+            there will be is not known.
         options: of ``plan_graphs``, beside these.
 
     Raises:
@@ -75,7 +80,9 @@ def plan_strategies(
         reasons = "; ".join(f"not {name}: {why}" for name, why in problems.items())
         raise ValueError(f"strategy (planned) must leave one that can run: {reasons}")
     num_layers = config.model.num_moe_layers
-    times = StepTimes(config, num_ranks=num_ranks, hardware=hardware, **options)
+    times = StepTimes(
+        config, num_ranks=num_ranks, hardware=hardware, on_progress=on_progress, **options
+    )
     strategies = choose_strategies(names, num_layers=num_layers, predict=times)
     return StepPlan(
         strategies=strategies,
@@ -181,13 +188,21 @@ class StepTimes:
         config: of the run, with its passes.
         num_ranks: of the run.
         hardware: whose figures times are predicted from.
+        on_progress: as of ``plan_strategies``.
         options: of ``plan_graphs``, beside these.
     """
 
     def __init__(
-        self, config: RunConfig, *, num_ranks: int, hardware: Hardware, **options: Any
+        self,
+        config: RunConfig,
+        *,
+        num_ranks: int,
+        hardware: Hardware,
+        on_progress: Progress | None = None,
+        **options: Any,
     ) -> None:
         self._config = config
+        self._on_progress = on_progress
         self._options = {"num_ranks": num_ranks, "hardware": hardware, **options}
         self._chunked_us = _chunked_us(config, num_ranks=num_ranks, hardware=hardware)
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
@@ -219,6 +234,9 @@ class StepTimes:
             left_out = (model.num_moe_layers - len(strategies)) * model.moe_interval
             model = dataclasses.replace(model, num_layers=model.num_layers - left_out)
             config = dataclasses.replace(self._config, model=model)
+            if self._on_progress is not None:
+                text = f"predicting a step of {', '.join(in_graphs)} with passes {passes}"
+                self._on_progress(text, len(self._known), 0)
             reports = trace_step(config, in_graphs, passes=passes, **self._options)
             step_us = sum(each.time_after.makespan_us for each in reports)
             self._known[in_graphs, passes] = step_us

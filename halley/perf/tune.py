@@ -98,40 +98,40 @@ def tune_layer(
     Raises:
         RuntimeError: the default knobs give wrong values.
     """
+    what = f"{case.model.name} {case.num_tokens}"
+    report = on_progress or (lambda text, done, total: None)
+    report(f"checking the default knobs of {what}", 0, len(space))
     tensors = make_tensors(case, groups, device=device)
     base = default_knobs(device)
     want = [value.float() for value in reference_outputs(tensors, groups)]
     if not _is_right(base, want, tensors, groups):
         raise RuntimeError(f"the default knobs give wrong values for {case}")
     tried = [base.changed(value.split()) for values in space.values() for value in values]
+    report(f"compiling for {what}", 0, len(space))
     _compile([knobs for knobs in tried if fits(knobs, tensors)], base, tensors, groups)
     best: tuple[str, ...] = ()
     sweeps: dict[str, dict[str, float]] = {}
     default_us = best_us = 0.0
     for index, (name, values) in enumerate(space.items()):
-        if on_progress is not None:
-            on_progress(f"tuning {case.model.name} {case.num_tokens}: {name}", index, len(space))
         candidates: dict[str, tuple[str, ...]] = {"": best}
         for value in values:
             settings = (*best, *value.split())
             knobs = base.changed(settings)
             if knobs == base.changed(best):  # by another name
                 continue
+            report(f"tuning {what}: checking {value.strip()}", index, len(space))
             if fits(knobs, tensors) and _is_right(knobs, want, tensors, groups):
                 candidates[value] = settings
+        report(f"tuning {what}: timing {name}", index, len(space))
         times_us = _time(candidates, base, tensors, groups, num_samples=num_samples)
         sweeps[name] = times_us
         default_us, best_us = default_us or times_us[""], times_us[""]
         fastest = min(times_us, key=lambda value: times_us[value])
         if times_us[fastest] < (1 - _MIN_GAIN) * times_us[""]:
             best, best_us = candidates[fastest], times_us[fastest]
-    if best:  # both once more, in turn
-        times_us = _time({"": (), "best": best}, base, tensors, groups, num_samples=num_samples)
-        default_us, best_us = times_us[""], times_us["best"]
-        if best_us > (1 - _MIN_GAIN) * default_us:
-            best = ()
-    if not best:
-        best_us = default_us
+    best_us = default_us
+    if best:
+        best, default_us, best_us = _confirm(best, base, tensors, groups, num_samples=num_samples)
     return Tuned(
         shape=tuned_shape(case),
         settings=tuple(base.changed(best).settings(base)),
@@ -139,6 +139,22 @@ def tune_layer(
         default_us=default_us,
         sweeps=sweeps,
     )
+
+
+def _confirm(
+    best: tuple[str, ...],
+    base: Knobs,
+    tensors: LayerTensors,
+    groups: ParallelGroups,
+    *,
+    num_samples: int,
+) -> tuple[tuple[str, ...], float, float]:
+    """Time defaults and best in turn once more; return the better, the default's time and its."""
+    times_us = _time({"": (), "best": best}, base, tensors, groups, num_samples=num_samples)
+    default_us, best_us = times_us[""], times_us["best"]
+    if best_us > (1 - _MIN_GAIN) * default_us:
+        return (), default_us, default_us
+    return best, default_us, best_us
 
 
 def tuned_shape(case: LayerCase) -> TunedShape:

@@ -16,6 +16,8 @@ from halley.cost.predict import Predictor
 from halley.cost.simulate import Task, makespan_us
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
 from halley.symm.access import peer_access
+from halley.symm.peers import Collective, compare_ranks
+from halley.symm.ranks import place_in
 
 
 _NUM_SAMPLES = 3
@@ -49,16 +51,16 @@ class AutoStrategy(AbstractStrategy):
         candidates: dict[str, AbstractStrategy],
         *,
         group: dist.ProcessGroup | None,
-        device: torch.device,
+        device: torch.device | str,
         recorder: Recorder,
         shares_memory: tuple[str, ...] = ("unfused", "fused"),
         left_out: Mapping[str, str] = MappingProxyType({}),
         releases: bool = False,
     ) -> None:
         self.candidates = candidates
-        self.group, self.device, self.recorder = group, device, recorder
+        self.group, self.device, self.recorder = group, torch.device(device), recorder
         self.tp_size = next(iter(candidates.values())).tp_size
-        self.num_sets = (1 if group is None else dist.get_world_size(group)) // self.tp_size
+        self.num_sets = place_in(group)[1] // self.tp_size
         self._shares_memory, self._releases = shares_memory, releases
         self._left_out = left_out
         # Not asked yet, or for nobody.
@@ -123,6 +125,7 @@ class AutoStrategy(AbstractStrategy):
 
     def _decide(self, key: _Key, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> str:
         gradients = key[-1]
+        self._compare(key)
         names, problems = self._able(experts, top_k=key[3])
         direction = "with backward" if gradients else "forward"
         text = f"hidden_size {key[0]}, {key[2]} experts, top_k {key[3]}, {direction}: "
@@ -144,6 +147,17 @@ class AutoStrategy(AbstractStrategy):
             for each in set(self._shares_memory) & set(names):
                 self.candidates[each].release()
         return name
+
+    def _compare(self, key: _Key) -> None:
+        """Compare with the other ranks what is to be measured, before any of them measures."""
+        names = (
+            "hidden_size", "intermediate_size", "num_experts", "top_k", "element_bytes",
+            "activation", "expert_bias", "gradients",
+        )  # fmt: skip
+        values: dict[str, object] = dict(zip(names, key, strict=True))
+        values |= {"strategy": "auto", "candidates": ", ".join(self.candidates)}
+        values |= {"tp_size": self.tp_size, "device": self.device.type}
+        compare_ranks("an MoE layer", values, group=self.group)
 
     def _able(self, experts: Experts, *, top_k: int) -> tuple[list[str], dict[str, str]]:
         """Return the candidates that can run a layer, and why the others cannot."""
@@ -208,7 +222,8 @@ class AutoStrategy(AbstractStrategy):
         self.recorder.enabled = enabled
         slowest = samples.to(self.device)
         if self.group is not None:
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
+            with Collective("the maximum of measured times", group=self.group):
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
         columns = slowest.t().tolist()
         columns = [median(column) * 1e6 for column in columns]
         return dict(zip(names, columns, strict=True)), problems

@@ -19,7 +19,7 @@ from halley.core.routing import (
     plan_dispatch,
     sort_slots,
 )
-from halley.core.sharding import route_to_shards
+from halley.core.sharding import check_tp_size, route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.types import DispatchPlan, Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
@@ -28,8 +28,10 @@ from halley.ops.exchange import Exchange, join_rows
 from halley.ops.experts import apply_experts
 from halley.ops.permute import Permutation, combine_tokens, gather_tokens, permute_rows
 from halley.strategies.base import AbstractStrategy, check_inputs
+from halley.strategies.lockstep import Lockstep
 from halley.strategies.sketch import pipeline_tasks
 from halley.strategies.table import RoutingTable, arrival_order
+from halley.symm.ranks import place_in
 
 
 _CANDIDATES = (1, 2, 3, 4, 6, 8)
@@ -57,12 +59,13 @@ class ChunkedStrategy(AbstractStrategy):
         tp_size: int = 1,
         num_chunks: int = 0,
     ) -> None:
+        self.rank, self.ep_size = place_in(group)
+        check_tp_size(tp_size, num_ranks=self.ep_size)
         self.group, self.tp_size = group, tp_size
         self.recorder = recorder
         self.predictor = predictor
         self.num_chunks = num_chunks
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.ep_size = 1 if group is None else dist.get_world_size(group)
+        self._lockstep = Lockstep("chunked", group=group, tp_size=tp_size)
         self._chosen: dict[LayerShape, int] = {}
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
@@ -70,6 +73,7 @@ class ChunkedStrategy(AbstractStrategy):
         num_experts = num_local * self.ep_size
         routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
         check_inputs(x_TD, experts)
+        self._compare(x_TD, routing, experts)
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
@@ -95,11 +99,22 @@ class ChunkedStrategy(AbstractStrategy):
             parts.append(dropped_ND)
             # A rank on its own exchanges nothing, so nothing has been put into the buffer.
             back_ND = torch.cat(parts) if self.group is None else join_rows(back_ND, parts)
-            return combine_tokens(back_ND, weights_TK, slots)
+            return self._lockstep.end(combine_tokens(back_ND, weights_TK, slots))
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         num_chunks = self.num_chunks or choose_num_chunks(shape, predictor)
         return pipeline_tasks(shape, predictor, num_chunks=num_chunks)
+
+    def _compare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
+        """Compare with the other ranks what the number of chunks depends on."""
+        values: dict[str, object] = {"num_chunks": self.num_chunks}
+        if self.num_chunks == 0:
+            values |= {
+                "intermediate_size": experts.down_LDF.shape[2],
+                "top_k": routing.topk_idx_TK.shape[1] // self.tp_size,
+                "activation": experts.activation,
+            }
+        self._lockstep.begin(x_TD, experts, **values)
 
     def _run_pipeline(
         self,

@@ -5,6 +5,7 @@ travel by a collective of the graph, and splits are sizes that the graph reads f
 on its own has no splits to read (``run_alone``).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed._functional_collectives as fc
 
 from halley.core.reference import activate
 from halley.core.routing import check_routing
-from halley.core.sharding import route_to_shards
+from halley.core.sharding import check_tp_size, route_to_shards
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
@@ -28,7 +29,10 @@ from halley.ops.routed_rows import (
     sort_slots,
 )
 from halley.strategies.base import AbstractStrategy, check_inputs, under_autocast
+from halley.strategies.lockstep import Lockstep
 from halley.strategies.sketch import pipeline_tasks
+from halley.symm.peers import Collective
+from halley.symm.ranks import place_in
 
 
 @final
@@ -43,8 +47,10 @@ class FunctionalStrategy(AbstractStrategy):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, tp_size: int = 1) -> None:
+        self.ep_size = place_in(group)[1]
+        check_tp_size(tp_size, num_ranks=self.ep_size)
         self.group, self.tp_size = group, tp_size
-        self.ep_size = 1 if group is None else dist.get_world_size(group)
+        self._lockstep = Lockstep("functional", group=group, tp_size=tp_size)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_local = experts.num_local_experts
@@ -54,6 +60,7 @@ class FunctionalStrategy(AbstractStrategy):
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
         if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
             raise ValueError("expert_bias (true) must be false for the functional strategy")
+        self._lockstep.begin(x_TD, experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
         slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
@@ -62,13 +69,13 @@ class FunctionalStrategy(AbstractStrategy):
         send_splits, recv_splits = _read_splits(sent_WL, arrived_WL)
 
         rows_ND = gather_rows(x_TD, slots_N, num_rows=sum(send_splits), top_k=idx_TK.shape[1])
-        arrived_RD = self._exchange(rows_ND, send_splits, recv_splits)
+        arrived_RD = self._exchange("dispatch", rows_ND, send_splits, recv_splits)
         grouped = group_rows(arrived_WL, num_rows=sum(recv_splits))
         x_RD = permute_rows(arrived_RD, grouped.order_R, grouped.inverse_R)
         y_RD = _apply_experts(x_RD, experts, grouped.ends_L)
         y_RD = permute_rows(y_RD, grouped.inverse_R, grouped.order_R)
-        back_ND = self._exchange(y_RD, recv_splits, send_splits)
-        return combine_rows(back_ND, slots_N, weights_TK)
+        back_ND = self._exchange("combine", y_RD, recv_splits, send_splits)
+        return self._lockstep.end(combine_rows(back_ND, slots_N, weights_TK))
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return "experts have biases" if experts.up_bias_LG is not None else ""
@@ -79,15 +86,24 @@ class FunctionalStrategy(AbstractStrategy):
     def _exchange_counts(self, counts_WL: torch.Tensor) -> torch.Tensor:
         if self.group is None:
             return counts_WL
-        return fc.wait_tensor(fc.all_to_all_single(counts_WL, None, None, self.group))
+        with _named("route", self.group):
+            return fc.wait_tensor(fc.all_to_all_single(counts_WL, None, None, self.group))
 
     def _exchange(
-        self, rows_ND: torch.Tensor, send_splits: list[int], recv_splits: list[int]
+        self, name: str, rows_ND: torch.Tensor, send_splits: list[int], recv_splits: list[int]
     ) -> torch.Tensor:
         if self.group is None:
             return rows_ND
-        arrived_RD = fc.all_to_all_single_autograd(rows_ND, recv_splits, send_splits, self.group)
-        return fc.wait_tensor(arrived_RD)
+        with _named(name, self.group):
+            arrived_RD = fc.all_to_all_single_autograd(
+                rows_ND, recv_splits, send_splits, self.group
+            )
+            return fc.wait_tensor(arrived_RD)
+
+
+def _named(operation: str, group: dist.ProcessGroup) -> AbstractContextManager[object]:
+    """Return the context that names the operation and the ranks in errors; none in a graph."""
+    return nullcontext() if torch.compiler.is_compiling() else Collective(operation, group=group)
 
 
 def _read_splits(sent_WL: torch.Tensor, arrived_WL: torch.Tensor) -> tuple[list[int], list[int]]:

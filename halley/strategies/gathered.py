@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from halley.core.routing import check_routing, expert_starts, sort_slots
+from halley.core.sharding import check_tp_size
 from halley.core.timeline import Recorder
 from halley.core.types import DROPPED, Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
@@ -19,7 +20,10 @@ from halley.ops.experts import apply_experts
 from halley.ops.gather import gather_rows_of_all, sum_at_home
 from halley.ops.routed_rows import combine_rows, gather_rows
 from halley.strategies.base import AbstractStrategy, check_inputs
+from halley.strategies.lockstep import Lockstep
 from halley.strategies.sketch import gathered_tasks
+from halley.symm.peers import Collective
+from halley.symm.ranks import place_in
 
 
 @final
@@ -35,10 +39,11 @@ class GatheredStrategy(AbstractStrategy):
     def __init__(
         self, group: dist.ProcessGroup | None, *, recorder: Recorder, tp_size: int = 1
     ) -> None:
+        self.rank, self.num_ranks = place_in(group)
+        check_tp_size(tp_size, num_ranks=self.num_ranks)
         self.group, self.tp_size = group, tp_size
         self.recorder = recorder
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.num_ranks = 1 if group is None else dist.get_world_size(group)
+        self._lockstep = Lockstep("gathered", group=group, tp_size=tp_size)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_local, num_tokens = experts.num_local_experts, x_TD.shape[0]
@@ -46,6 +51,14 @@ class GatheredStrategy(AbstractStrategy):
         check_inputs(x_TD, experts)
         check_routing(routing, num_tokens=num_tokens, num_experts=num_experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+        # All of these are gathered as they are.
+        self._lockstep.begin(
+            x_TD,
+            experts,
+            top_k=idx_TK.shape[1],
+            ids_dtype=idx_TK.dtype,
+            weights_dtype=weights_TK.dtype,
+        )
 
         with self.recorder.span("route.wait", stream="exposed"):
             most = self._most(num_tokens, x_TD.device)
@@ -68,7 +81,8 @@ class GatheredStrategy(AbstractStrategy):
             y_RD = apply_experts(x_RD, experts, ends_L=ends_L)
             y_AD = combine_rows(y_RD, slots_N, weights_AK)
         with self.recorder.span("combine.wait", stream="exposed"):
-            return sum_at_home(y_AD, num_rows=num_tokens, group=self.group)
+            y_TD = sum_at_home(y_AD, num_rows=num_tokens, group=self.group)
+        return self._lockstep.end(y_TD)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         return gathered_tasks(shape, predictor)
@@ -78,5 +92,6 @@ class GatheredStrategy(AbstractStrategy):
         if self.group is None:
             return num_tokens
         most = torch.tensor(num_tokens, device=device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        with Collective("route", group=self.group):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return int(most)

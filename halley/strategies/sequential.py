@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from halley.core.routing import check_routing, plan_dispatch, sort_slots
-from halley.core.sharding import route_to_shards
+from halley.core.sharding import check_tp_size, route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
@@ -20,8 +20,10 @@ from halley.ops.exchange import Exchange
 from halley.ops.experts import apply_experts
 from halley.ops.permute import Permutation, combine_tokens, gather_tokens, permute_rows
 from halley.strategies.base import AbstractStrategy, check_inputs
+from halley.strategies.lockstep import Lockstep
 from halley.strategies.sketch import pipeline_tasks
 from halley.strategies.table import RoutingTable, arrival_order
+from halley.symm.ranks import place_in
 
 
 @final
@@ -37,18 +39,21 @@ class SequentialStrategy(AbstractStrategy):
     def __init__(
         self, group: dist.ProcessGroup | None, *, recorder: Recorder, tp_size: int = 1
     ) -> None:
+        check_tp_size(tp_size, num_ranks=place_in(group)[1])
         self.group, self.tp_size = group, tp_size
         self.recorder = recorder
+        self._lockstep = Lockstep("sequential", group=group, tp_size=tp_size)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         check_inputs(x_TD, experts)
+        self._lockstep.begin(x_TD, experts)
         num_local = experts.num_local_experts
         routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
 
         def multiply(x_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
             return apply_experts(x_RD, experts, ends_L=ends_L)
 
-        return run_in_turn(
+        y_TD = run_in_turn(
             x_TD,
             routing,
             multiply,
@@ -56,6 +61,7 @@ class SequentialStrategy(AbstractStrategy):
             group=self.group,
             recorder=self.recorder,
         )
+        return self._lockstep.end(y_TD)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         return pipeline_tasks(shape, predictor, num_chunks=1)

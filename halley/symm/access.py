@@ -46,7 +46,7 @@ class Place:
     may_share: bool = False
 
 
-def peer_access(group: dist.ProcessGroup | None, device: torch.device) -> str:
+def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
     """Return "" if every rank can address every other's memory, else a sentence that says why not.
 
     A collective: all ranks of the group call it, and all get the same answer. It does not change
@@ -56,7 +56,8 @@ def peer_access(group: dist.ProcessGroup | None, device: torch.device) -> str:
         group: the ranks; None for a rank on its own.
         device: of this rank; a CUDA device must be the current one where the group is NCCL.
     """
-    return find_problem(gather(_place(device), group=group))
+    place = _place(torch.device(device))
+    return find_problem(gather(place, group=group, what="the check of peer access"))
 
 
 def find_problem(places: list[Place]) -> str:
@@ -94,7 +95,7 @@ def find_problem(places: list[Place]) -> str:
     return ""
 
 
-def link_kind(device: torch.device) -> str:
+def link_kind(device: torch.device | str) -> str:
     """Return "NVLink" or "PCIe": how a GPU reaches the others that this process sees.
 
     PCIe where it reaches any of them so. The driver tells by whether a link carries atomic
@@ -103,6 +104,7 @@ def link_kind(device: torch.device) -> str:
     Raises:
         RuntimeError: the driver does not tell.
     """
+    device = torch.device(device)
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if num_gpus < 2:
         return ""

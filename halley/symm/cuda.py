@@ -12,6 +12,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from halley.symm.access import peer_access
 from halley.symm.heap import ALIGNMENT, AbstractSymmHeap, Segment
+from halley.symm.peers import Collective
 from halley.symm.ranks import gather, place_in
 
 
@@ -28,7 +29,7 @@ class CudaHeap(AbstractSymmHeap):
     tensors, and make them once. A rank on its own has ordinary memory of torch's allocator.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         """Meet the other ranks. Collective.
 
         Args:
@@ -39,6 +40,7 @@ class CudaHeap(AbstractSymmHeap):
             RuntimeError: two of the GPUs cannot address each other's memory.
         """
         rank, num_ranks = place_in(group)
+        device = torch.device(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(rank=rank, num_ranks=num_ranks, device=torch.device("cuda", index))
         self._group = group
@@ -54,7 +56,8 @@ class CudaHeap(AbstractSymmHeap):
         if self._group is not None:
             # On the current stream, so behind its work. dist.barrier chooses a device and a stream
             # by the group's history.
-            dist.all_reduce(self._token, group=self._group)
+            with Collective("a barrier of symmetric memory", group=self._group):
+                dist.all_reduce(self._token, group=self._group)
         torch.cuda.current_stream(self.device).synchronize()
 
     def _allocate(self, num_bytes: int) -> Segment:
@@ -77,7 +80,7 @@ class CudaHeap(AbstractSymmHeap):
 
     def _gather(self, value: T) -> list[T]:
         with torch.cuda.device(self.device):  # NCCL pickles to the current device
-            return gather(value, group=self._group)
+            return gather(value, group=self._group, what="an allocation of symmetric memory")
 
     def _new(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -10,7 +10,7 @@ from halley.symm.shared import SharedHeap
 
 def open_heap(
     group: dist.ProcessGroup | None,
-    device: torch.device,
+    device: torch.device | str,
     *,
     on_map: RangeHook | None = None,
     on_unmap: RangeHook | None = None,
@@ -26,6 +26,7 @@ def open_heap(
         ValueError: the device is neither.
         RuntimeError: the ranks cannot address each other's memory.
     """
+    device = torch.device(device)
     if device.type == "cuda":
         return CudaHeap(group, device)
     if device.type == "cpu":

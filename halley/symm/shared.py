@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from halley.symm.access import SHM, peer_access
 from halley.symm.heap import AbstractSymmHeap, RangeHook, Segment
+from halley.symm.peers import Collective
 from halley.symm.ranks import gather, place_in
 
 
@@ -59,7 +60,8 @@ class SharedHeap(AbstractSymmHeap):
         if self._group is not None:
             # Gloo's messages pass through sockets, and so through locks of the kernel: on any
             # machine, stores before the barrier come before loads after it.
-            dist.barrier(self._group)
+            with Collective("a barrier of symmetric memory", group=self._group):
+                dist.barrier(self._group)
 
     def _allocate(self, num_bytes: int) -> Segment:
         with ExitStack() as stack:
@@ -72,7 +74,7 @@ class SharedHeap(AbstractSymmHeap):
         return Segment(local=copies[self.rank], addresses=addresses, told=addresses, keep=copies)
 
     def _gather(self, value: T) -> list[T]:
-        return gather(value, group=self._group)
+        return gather(value, group=self._group, what="an allocation of symmetric memory")
 
 
 @contextmanager

@@ -1,34 +1,47 @@
-"""Checkpoints that are whole or not there: written aside, listed in a manifest, then renamed.
+"""Save and load checkpoints that are either complete or recognised as damaged.
 
-A checkpoint is a folder ``step-00000100`` of torch.distributed.checkpoint files. Its
-``manifest.json`` lists every file with its size, so that a copy cut short is told from a whole one,
-and has notes of the run.
+A checkpoint is a folder ``step-00000100`` of torch.distributed.checkpoint files and a manifest with
+the size and checksum of each. It is written to ``step-00000100.tmp``, flushed to the disk and then
+renamed, so that a crash at any moment leaves the checkpoints before it as they are.
 """
 
-import json
 import os
 import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from halley.train.checkpoint_reader import SafeReader, read_metadata
+from halley.train.manifest import (
+    Manifest,
+    compute_checksum,
+    find_file_defect,
+    find_size_defect,
+    read_manifest,
+    write_manifest,
+)
+from halley.train.rank_actions import on_all_ranks, on_rank_zero, rank_and_size
 
-_MANIFEST = "manifest.json"
-_WHOLE_NAME = re.compile(r"step-(\d{8,})")
-_TORN_NAME = re.compile(r"step-\d{8,}\.tmp")
 
-T = TypeVar("T")
+_NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp")
+_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # as DCP names the files of a rank
+
+_PROBE_BLOCK = bytes(1 << 16)
+_NUM_PROBE_BLOCKS = 16
+
+State = dict[str, object]
 
 
 def check_writable(folder: Path) -> None:
@@ -42,149 +55,215 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"halley")
             file.flush()
-    except OSError as error:
-        raise ValueError(
-            f"folder ({folder}) must be writable: {error.strerror or error}"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"folder ({folder}) must be writable: {reason}") from error
 
 
 def save_checkpoint(
     folder: Path,
-    state: dict[str, object],
+    state: State,
     *,
     step: int,
     keep: int,
-    notes: dict[str, object] | None = None,
+    notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint, then delete those that are too old. Collective.
+    """Write a checkpoint, then delete complete ones that are too old. Collective.
 
-    A crash at any moment leaves the checkpoints before this one as they are.
+    Whatever has the name of the new checkpoint already, such as a damaged one, is renamed to
+    ``<name>.replaced-1`` and stays.
 
     Args:
         folder: holds the checkpoints of one run; all ranks see the same folder.
-        state: nested dict of tensors, DTensors and plain numbers; what is not a DTensor is the
-            same on every rank.
+        state: nested dicts of tensors and DTensors; plain tensors are the same on every rank.
         step: training steps done.
-        keep: whole checkpoints to keep, this one counted, at least 1.
-        notes: for the manifest, what JSON can hold.
+        keep: complete checkpoints to keep, this one counted, at least 1.
+        notes: for the manifest; values that JSON can hold.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
-        ValueError: ``keep`` is too small, or the folder cannot be written to.
-        RuntimeError: writing failed on some rank, as when the disk is full.
+        ValueError: ``keep`` is too small, an entry is no tensor, or the folder cannot be written.
+        RuntimeError: writing failed on some rank, as when the disk is full. The unfinished folder
+            is removed and the checkpoints before it stay.
     """
     if keep < 1:
         raise ValueError(f"keep ({keep}) must be at least 1")
+    _check_tensors(state, prefix="state")
     path = folder / f"step-{step:08d}"
-    torn = folder / f"{path.name}.tmp"
+    draft = folder / f"{path.name}.tmp"
 
-    def prepare() -> None:
-        check_writable(folder)
-        for other in folder.iterdir():
-            if _TORN_NAME.fullmatch(other.name):
-                shutil.rmtree(other)
-        torn.mkdir()
-
-    def publish() -> None:
-        _write_manifest(torn, step=step, notes=notes or {})
-        if path.exists():
-            shutil.rmtree(path)
-        torn.rename(path)
-        _sync(folder)
-        _delete_old(folder, step=step, keep=keep)
-
-    _on_rank_zero(prepare)
-    with _quiet_without_group():
-        try:
-            save(state, storage_writer=FileSystemWriter(torn))
-        except CheckpointException as error:
-            raise RuntimeError(f"checkpoint {path} was not written: {_cause(error)}") from error
-    _on_rank_zero(publish)
+    on_rank_zero(lambda: _begin_draft(draft))
+    try:
+        with _quiet_without_group():
+            save(state, storage_writer=FileSystemWriter(draft))
+        shares = on_all_ranks(lambda rank: _checksum_own_files(draft, rank))
+        checksums = {name: value for share in shares for name, value in share.items()}
+        on_rank_zero(
+            lambda: write_manifest(draft, step=step, notes=notes or {}, checksums=checksums)
+        )
+    except (CheckpointException, RuntimeError) as error:
+        cause = _find_write_error(draft)
+        on_rank_zero(lambda: shutil.rmtree(draft, ignore_errors=True))
+        cause = cause or (_cause(error) if isinstance(error, CheckpointException) else error)
+        raise RuntimeError(f"checkpoint {path} was not written: {cause}") from error
+    on_rank_zero(lambda: _publish(draft, path, keep=keep))
     return path
 
 
+def _begin_draft(draft: Path) -> None:
+    folder = draft.parent
+    check_writable(folder)
+    for other in folder.iterdir():
+        if _UNFINISHED_NAME.fullmatch(other.name):
+            shutil.rmtree(other)
+    draft.mkdir()
+
+
+def _publish(draft: Path, path: Path, *, keep: int) -> None:
+    """Give a finished checkpoint its name, for good, and delete those that are too old."""
+    folder = path.parent
+    _sync(draft)
+    if os.path.lexists(path):
+        path.rename(find_free_name(folder, f"{path.name}.replaced"))
+    draft.rename(path)
+    _sync(folder)
+    _delete_old(folder, step=_step_of(path), keep=keep)
+
+
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint, the same on every rank, or None. Collective.
+    """Return the newest complete checkpoint, or None if there is none at all. Collective.
 
-    Checkpoints that are torn are passed over with a warning that says what is wrong with them.
+    Every file of a checkpoint is read and compared with its checksum; the ranks share the files.
+    Damaged checkpoints that are newer are passed over with one warning, on rank 0.
+
+    Raises:
+        ValueError: there are checkpoints, and all of them are damaged; names the defect of each.
     """
-    return _on_rank_zero(lambda: _find_newest(folder))
+    defects: list[str] = []
+    for path in reversed(on_rank_zero(lambda: _list_checkpoints(folder))):
+        defect = _find_defect(path)
+        if defect is None:
+            if defects and rank_and_size()[0] == 0:
+                warnings.warn(
+                    f"{'; '.join(defects)}: the run goes on from {path}, the newest complete "
+                    "checkpoint",
+                    stacklevel=2,
+                )
+            return path
+        defects.append(f"checkpoint {path} is damaged: {defect}")
+    if defects:
+        raise ValueError(
+            f"{'; '.join(defects)}; {folder} must hold a complete checkpoint: put back an intact "
+            "copy, or start at step 0 with halley train --restart, which keeps these files"
+        )
+    return None
 
 
-def read_manifest(path: Path) -> dict:
+def read_checkpoint_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint, the same on every rank. Collective.
 
     Raises:
-        ValueError: the checkpoint is torn.
+        ValueError: the manifest is damaged.
     """
-
-    def read() -> dict:
-        if defect := _defect(path):
-            raise ValueError(f"checkpoint ({path}) must be whole: {defect}")
-        return _read_manifest(path)
-
-    return _on_rank_zero(read)
+    return on_rank_zero(lambda: _read_manifest(path))
 
 
-def load_checkpoint(path: Path, state: dict[str, object]) -> int:
+def load_checkpoint(path: Path, state: State) -> int:
     """Read a checkpoint into ``state``, in place, and return its step. Collective.
 
     Args:
-        path: as ``find_newest_checkpoint`` returned it.
+        path: as ``find_newest_checkpoint`` returned it, which has compared the checksums.
         state: laid out as when it was saved, though DTensors may be sharded over other meshes;
-            tensors are copied into, numbers replaced.
+            tensors are copied into.
 
     Raises:
-        ValueError: the checkpoint is torn, or lacks entries or shapes of the state.
+        ValueError: the checkpoint is damaged, or lacks entries or shapes of the state.
         RuntimeError: reading failed on some rank.
     """
-    step = read_manifest(path)["step"]
+    manifest = read_checkpoint_manifest(path)
+    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
     with _quiet_without_group():
         try:
-            load(state, storage_reader=FileSystemReader(path))
+            load(state, storage_reader=SafeReader(path, file_sizes=sizes))
         except CheckpointException as error:
             if _is_misfit(error):
                 raise ValueError(
                     f"checkpoint ({path}) must fit the model and its optimizer: {_cause(error)}"
                 ) from error
             raise RuntimeError(f"checkpoint {path} cannot be read: {_cause(error)}") from error
-    return step
+    return manifest.step
 
 
-def _on_rank_zero(action: Callable[[], T]) -> T:
-    """Do something on rank 0 alone; its result, or its error, becomes that of every rank."""
-    outcome: list[object] = [None, None]
-    distributed = dist.is_initialized()
-    if not distributed or dist.get_rank() == 0:
+def find_free_name(folder: Path, stem: str) -> Path:
+    """Return the path of the first of ``<stem>-1``, ``<stem>-2``, ... that does not exist."""
+    number = 1
+    while os.path.lexists(folder / f"{stem}-{number}"):
+        number += 1
+    return folder / f"{stem}-{number}"
+
+
+def _find_write_error(folder: Path) -> str:
+    """Return why a rank cannot write to a folder, such as a full disk, or "". Collective.
+
+    torch's writer of tensors hides the error of the system behind one of its own.
+    """
+
+    def probe(rank: int) -> None:
+        with (folder / f"probe-{rank}").open("wb", buffering=0) as file:
+            for _ in range(_NUM_PROBE_BLOCKS):
+                if file.write(_PROBE_BLOCK) < len(_PROBE_BLOCK):
+                    file.write(_PROBE_BLOCK)  # raises what cut the first one short
+            os.fsync(file.fileno())
+
+    try:
+        on_all_ranks(probe)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _find_defect(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, the same on every rank, or None. Collective."""
+
+    def read() -> Manifest | str:
         try:
-            outcome[0] = action()
-        except Exception as error:
-            outcome[1] = error
-    if distributed:
-        dist.broadcast_object_list(outcome, src=0)
-    result, error = outcome
-    if isinstance(error, OSError):
-        raise RuntimeError(f"the checkpoint folder failed: {error}") from error
-    if isinstance(error, Exception):
-        raise error
-    return cast(T, result)
+            manifest = _read_manifest(path)
+            sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+            for name, record in manifest.files.items():
+                if defect := find_size_defect(path, name, record):
+                    return defect
+            read_metadata(path, file_sizes=sizes)
+        except ValueError as error:
+            return str(error)
+        return manifest
+
+    manifest = on_rank_zero(read)
+    if isinstance(manifest, str):
+        return manifest
+    _, num_ranks = rank_and_size()
+    largest_first = sorted(manifest.files.items(), key=lambda item: -item[1].num_bytes)
+
+    def compare(rank: int) -> list[str]:
+        found = (find_file_defect(path, *item) for item in largest_first[rank::num_ranks])
+        return [defect for defect in found if defect is not None]
+
+    defects = [defect for share in on_all_ranks(compare) for defect in share]
+    return min(defects, default=None)
 
 
-def _find_newest(folder: Path) -> Path | None:
-    for path in reversed(_checkpoints(folder)):
-        defect = _defect(path)
-        if defect is None:
-            return path
-        warnings.warn(f"checkpoint {path} is passed over: {defect}", stacklevel=5)
-    return None
+def _read_manifest(path: Path) -> Manifest:
+    manifest = read_manifest(path)
+    if manifest.step != _step_of(path):
+        raise ValueError(f"its manifest is of step {manifest.step}")
+    return manifest
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def _list_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if _WHOLE_NAME.fullmatch(path.name)]
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(paths, key=_step_of)
 
 
@@ -192,40 +271,39 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _defect(path: Path) -> str | None:
+def _checksum_own_files(folder: Path, rank: int) -> dict[str, str]:
+    """Return the checksums of the files that a rank has written, by name."""
+    names = [entry.name for entry in folder.iterdir()]
+    return {name: compute_checksum(folder / name) for name in names if _writer_of(name) == rank}
+
+
+def _writer_of(name: str) -> int:
+    match = _SHARD_NAME.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def _delete_old(folder: Path, *, step: int, keep: int) -> None:
+    """Delete complete checkpoints that have ``keep`` complete ones after them, up to ``step``."""
+    older = [path for path in _list_checkpoints(folder) if _step_of(path) <= step]
+    complete = [path for path in older if not path.is_symlink() and _has_all_files(path)]
+    for path in complete[:-keep]:
+        shutil.rmtree(path)
+
+
+def _has_all_files(path: Path) -> bool:
     try:
-        sizes = dict(_read_manifest(path)["files"])
-    except ValueError as error:
-        return str(error)
-    for name, num_bytes in sizes.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != num_bytes:
-            return f"{name} has {file.stat().st_size} bytes and not {num_bytes}"
-    return None
+        files = _read_manifest(path).files
+    except ValueError:
+        return False
+    return all(find_size_defect(path, name, record) is None for name, record in files.items())
 
 
-def _read_manifest(path: Path) -> dict:
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"it has no {_MANIFEST}") from None
-    except ValueError as error:
-        raise ValueError(f"its {_MANIFEST} is damaged: {error}") from error
-    if not (isinstance(manifest, dict) and {"step", "files"} <= manifest.keys()):
-        raise ValueError(f"its {_MANIFEST} is damaged: it names no step and files")
-    return {"notes": {}, **manifest}  # older ones have none
-
-
-def _write_manifest(path: Path, *, step: int, notes: dict[str, object]) -> None:
-    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
-    manifest = {"step": step, "torch": torch.__version__, "notes": notes, "files": files}
-    with (path / _MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(path)
+def _check_tensors(state: Mapping[str, object], *, prefix: str) -> None:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            _check_tensors(cast(Mapping[str, object], value), prefix=f"{prefix}.{name}")
+        elif not isinstance(value, torch.Tensor):
+            raise ValueError(f"{prefix}.{name} ({type(value).__name__}) must be a tensor")
 
 
 def _sync(folder: Path) -> None:
@@ -236,15 +314,8 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _delete_old(folder: Path, *, step: int, keep: int) -> None:
-    older = [path for path in _checkpoints(folder) if _step_of(path) <= step]
-    whole = [path for path in older if _defect(path) is None]
-    for path in older[: older.index(whole[-keep:][0])]:
-        shutil.rmtree(path)
-
-
 def _is_misfit(error: CheckpointException) -> bool:
-    # The planner raises these for entries that differ; metadata that is damaged raises others.
+    # The planner raises these for entries that differ; the metadata was read before.
     causes = [cause for cause, _ in error.failures.values()]
     return error.args[0] == "plan" and all(isinstance(c, RuntimeError | ValueError) for c in causes)
 

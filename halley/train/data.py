@@ -2,6 +2,7 @@
 
 import bisect
 import os
+import stat
 import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
@@ -32,12 +33,8 @@ def find_text_files(path: Path | None) -> list[Path]:
         folder = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(folder, left_out=_NOT_TEXT) if file.suffix == ".py"]
         path = folder
-    elif path.is_file():
-        files = [path]
-    elif path.is_dir():
-        files = _walk(path, left_out=set())
     else:
-        raise ValueError(f"text ({path}) must be a file or a folder that exists")
+        files = _find_files(path)
     for file in files:
         if not os.access(file, os.R_OK):
             raise ValueError(f"text ({file}) must be readable")
@@ -45,6 +42,19 @@ def find_text_files(path: Path | None) -> list[Path]:
     if not files:
         raise ValueError(f"text ({path}) must hold at least one byte; no file with text is there")
     return files
+
+
+def _find_files(path: Path) -> list[Path]:
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"text ({path}) must be a file or a folder: {reason}") from error
+    if stat.S_ISREG(mode):
+        return [path]
+    if stat.S_ISDIR(mode):
+        return _walk(path, left_out=set())
+    raise ValueError(f"text ({path}) must be a file or a folder, and is a pipe or a device")
 
 
 def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:

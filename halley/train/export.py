@@ -7,10 +7,12 @@ Halley's own training are bytes, so there is no tokenizer to write.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from halley.core.config import ModelConfig, RunConfig
+from halley.core.json_file import read_json
 from halley.core.load_config import build
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
@@ -30,6 +32,7 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
 }
 MAX_SHARD_BYTES = 4 * 2**30
+_MAX_CONFIG_BYTES = 1 << 20
 
 _MIXTRAL_NAMES = {"gate_proj.": "w1.", "up_proj.": "w3.", "down_proj.": "w2."}
 
@@ -117,18 +120,14 @@ def read_run_config(folder: Path) -> RunConfig:
         ValueError: it is missing or damaged.
     """
     path = folder / CONFIG_FILE
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.is_file():
         raise ValueError(
-            f"run ({folder}) must be the output folder of halley train, "
-            f"with a {CONFIG_FILE}: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} must be as halley train wrote it: {error}") from error
+            f"run ({folder}) must be the output folder of halley train, with a {CONFIG_FILE}"
+        )
+    table = read_json(path, what="run configuration", max_bytes=_MAX_CONFIG_BYTES)
     if not isinstance(table, dict):
-        raise ValueError(f"{path} must be as halley train wrote it, a table")
-    return build(RunConfig, table)
+        raise ValueError(f"run configuration ({path}) must be a table, as halley train wrote it")
+    return build(RunConfig, cast(dict[str, object], table))
 
 
 def check_family(config: ModelConfig) -> None:

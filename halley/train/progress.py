@@ -15,6 +15,8 @@ from halley.core.config import RunConfig
 
 
 METRICS_FILE = "metrics.jsonl"
+DISCARDED_FILE = "metrics.discarded.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 Metrics = dict[str, float | int | None]
 
 
@@ -39,7 +41,7 @@ class Reporter:
                 ) from error
             if metrics is not None:
                 self._board = SummaryWriter(
-                    str(metrics.parent / "tensorboard"), purge_step=first_step + 1
+                    str(metrics.parent / TENSORBOARD_FOLDER), purge_step=first_step + 1
                 )
         self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
@@ -60,8 +62,14 @@ class Reporter:
             name: value if value is not None and math.isfinite(value) else None
             for name, value in metrics.items()
         }
-        self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise RuntimeError(
+                f"{self._metrics.name} cannot be written: {error.strerror}; the checkpoints of "
+                "earlier steps stay"
+            ) from error
         step = int(metrics["step"] or 0)
         if self._board is not None:
             for name, value in metrics.items():
@@ -69,9 +77,10 @@ class Reporter:
                     self._board.add_scalar(name, value, step)
         if self._progress is not None:
             # Shorter than a line of the log, to fit beside the bar on a terminal of 80 columns.
+            mfu = "" if metrics["mfu"] is None else f"mfu {_share(metrics['mfu'])}  "
             text = (
                 f"loss {metrics['loss']:.3f}  {(metrics['tokens_per_s'] or 0) / 1e3:,.1f}k tok/s  "
-                f"mfu {_share(metrics['mfu'])}  exposed {_share(metrics['exposed_share'])}"
+                f"{mfu}exposed {_share(metrics['exposed_share'])}"
             )
             self._progress.update(self._bar, completed=step, description=text)
         elif step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
@@ -116,7 +125,8 @@ def say(console: Console, text: str) -> None:
 def describe(metrics: Metrics) -> str:
     """Return the metrics of a step as people read them."""
     parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
-    parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")
+    if metrics["mfu"] is not None:  # CPUs have no peak rate to compare with
+        parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")
     parts.append(f"exposed communication {_share(metrics['exposed_share'], digits=1)}")
     return "  ".join(parts)
 
@@ -126,20 +136,28 @@ def _share(value: float | int | None, *, digits: int = 0) -> str:
 
 
 def drop_later_steps(path: Path, *, step: int) -> None:
-    """Remove the lines of steps after ``step``, which a resumed run takes again.
+    """Take the lines of steps after ``step``, which a resumed run repeats, out of the metrics.
 
-    A last line that a crash cut short goes too.
+    They move to ``metrics.discarded.jsonl``, together with lines that a crash cut short.
     """
     if not path.exists():
         return
-    kept: list[str] = []
-    for line in path.read_text(encoding="ascii").splitlines(keepends=True):
-        try:
-            is_kept = line.endswith("\n") and json.loads(line)["step"] <= step
-        except (json.JSONDecodeError, KeyError):
-            continue
-        if is_kept:
-            kept.append(line)
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_up_to(line, step=step)]
+    dropped = [line for line in lines if not _is_up_to(line, step=step)]
+    if not dropped:
+        return
+    with path.with_name(DISCARDED_FILE).open("ab") as file:
+        file.writelines(dropped)
     draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text("".join(kept), encoding="ascii")
+    draft.write_bytes(b"".join(kept))
     os.replace(draft, path)  # a crash leaves the old lines or the new ones
+
+
+def _is_up_to(line: bytes, *, step: int) -> bool:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    number = entry.get("step") if isinstance(entry, dict) else None
+    return line.endswith(b"\n") and isinstance(number, int) and number <= step

@@ -14,6 +14,7 @@ from halley.core.placement import ExpertPlacement, load_placements
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
 from halley.moe.loss import next_token_loss
+from halley.moe.memory_check import check_memory
 from halley.moe.model import ModelOutput, MoETransformer
 from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.router import SigmoidRouter
@@ -24,6 +25,7 @@ from halley.train.counts import ExpertCounts
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
 from halley.train.optim import ModelOptimizer, learning_rate
 from halley.train.planned import check_strategies, plan_run
+from halley.train.save_requests import SaveRequests
 
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class TrainingRun:
         config: with the strategies that the model has.
         forward: runs the model, compiled if there are passes.
         counts: of the tokens that experts got.
+        requests: for checkpoints; a step adds up those of all ranks.
         plan: that chose the strategies; None where the user did.
     """
 
@@ -50,6 +53,7 @@ class TrainingRun:
     optimizer: ModelOptimizer
     loader: BatchLoader
     counts: ExpertCounts
+    requests: SaveRequests
     plan: "StepPlan | None" = None
 
     @property
@@ -138,9 +142,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
     Raises:
         ValueError: the configuration does not fit the ranks or the data.
     """
-    check_vocabulary(config)
-    check_strategies(config)
-    check_passes(config)
+    _check_run(config, world)
     if config.train.deterministic:
         _make_deterministic()
     groups = build_groups(
@@ -171,15 +173,6 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         placements=read_placements(config, ep_size=groups.ep_size),
     )
     model.init_weights(seed=config.train.seed)
-    loader = BatchLoader(
-        open_corpus(config),
-        seq_len=config.data.seq_len,
-        batch_size=config.train.batch_size,
-        num_microbatches=config.train.num_microbatches,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        seed=config.train.seed,
-    )
     return TrainingRun(
         config=config,
         world=world,
@@ -188,9 +181,31 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         model=model,
         forward=model if config.passes == "none" else compile_model(model, config, world.device),
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
-        loader=loader,
+        loader=_build_loader(config, world),
         counts=ExpertCounts(),
+        requests=SaveRequests(every_s=60.0 * config.checkpoint.every_minutes),
         plan=plan,
+    )
+
+
+def _check_run(config: RunConfig, world: World) -> None:
+    check_vocabulary(config)
+    check_strategies(config)
+    check_passes(config)
+    # The CPU ranks of a host share its memory.
+    num_sharing = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_memory(config, num_ranks=world.num_ranks, device=world.device, num_sharing=num_sharing)
+
+
+def _build_loader(config: RunConfig, world: World) -> BatchLoader:
+    return BatchLoader(
+        open_corpus(config),
+        seq_len=config.data.seq_len,
+        batch_size=config.train.batch_size,
+        num_microbatches=config.train.num_microbatches,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        seed=config.train.seed,
     )
 
 
@@ -228,16 +243,20 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
 
     assert counts_ME is not None
     run.counts.add(counts_ME)
+    requests = run.requests.local(is_first=run.world.is_first, device=run.world.device)
+    totals = torch.cat([losses, requests])
     with recorder.span("gradients.wait", stream="exposed"):
         run.optimizer.sync()
         if dist.is_initialized():
-            dist.all_reduce(losses)
+            dist.all_reduce(totals)
     rate = learning_rate(run.config.optimizer, step, num_steps=run.config.train.num_steps)
     with recorder.span("optimizer"):
         norm = run.optimizer.clip()
         run.optimizer.step(rate)
         _update_router_bias(run, counts_ME)
-    mean, router_mean = (losses / run.world.num_ranks).tolist()
+    totals[:2] /= run.world.num_ranks
+    mean, router_mean, *requested = totals.tolist()
+    run.requests.agree(requested)
     return StepResult(loss=mean, router_loss=router_mean, grad_norm=float(norm), learning_rate=rate)
 
 

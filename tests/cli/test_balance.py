@@ -58,28 +58,3 @@ def test_a_run_goes_on_with_the_placement_of_its_counts(
     longer = dataclasses.replace(config.train, num_steps=5)
     config = dataclasses.replace(config, train=longer, placement=str(placement))
     assert run_ranks(train_on_ranks, 2, config) == [[4, 5]] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("{folder}/none.json --ranks 2", "none.json) must be a readable file: No such file"),
-        ("{folder}/damaged.json --ranks 2", "damaged.json) must be JSON: "),
-        ("{folder}/counts.json --ranks 0", "ranks (0) must be at least 1"),
-        ("{folder}/counts.json --ranks 2 --spare 3", "spare (3) must leave a rank at most all ex"),
-        ("{folder}/counts.json --ranks 2 --model tiny", "model (tiny) must have the experts of"),
-        ("{folder}/counts.json --ranks 2 --model tinny", "model (tinny) must be one of"),
-        ("{folder}/counts.json", "--ranks"),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    (tmp_path / "counts.json").write_text("[4, 1, 1, 1]")
-    (tmp_path / "damaged.json").write_text("[4, 1")
-    words = arguments.format(folder=tmp_path).split()
-    assert main(["plan", "balance", *words, "--output", str(tmp_path / "placement.json")]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert message in err
-    assert not (tmp_path / "placement.json").exists()

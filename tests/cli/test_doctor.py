@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -55,8 +56,10 @@ CHOICE = LayerChoice(
         rows_mib=2.5,
         plan_mib=0.125,
     ),
+    no_buffers="",
     memory={"all": LayerMemory(kept=3 * 2**20, peak=2**31)},
 )
+FAR = "ranks 0 and 1 are [far]"
 RED = "\x1b[31m"
 
 
@@ -142,10 +145,10 @@ def test_choice_tells_why_and_what_it_takes():
 
 
 def test_ranks_out_of_reach_are_red():
-    far = dataclasses.replace(CHOICE, access_problem="ranks 0 and 1 are [far]", buffers=None)
+    far = dataclasses.replace(CHOICE, access_problem=FAR, buffers=None, no_buffers=FAR)
     text = _rendered(far, color=True)
     assert f"{RED}no: ranks 0 and 1 are [far]" in text
-    assert "none, as it does not run" in text
+    assert f"not measured: {FAR}" in text
     assert RED not in _rendered(CHOICE, color=True)
 
 
@@ -153,7 +156,11 @@ def test_model_on_two_ranks(capfd: pytest.CaptureFixture[str]):
     argv = ["doctor", "--model", "tiny", "--tokens", "16", "--nproc", "2", "--device", "cpu"]
     assert main(argv) == 0
     out, err = capfd.readouterr()
-    assert err == ""
+    assert err.splitlines()[:3] == [
+        "halley: drawing the weights of tiny (0 of 9)",
+        "halley: running strategy sequential (0 of 9)",
+        "halley: running strategy chunked (1 of 9)",
+    ]
     told = json.loads(out.splitlines()[-1])
     choice = told.pop("choice")
     assert told.keys() == {field.name for field in dataclasses.fields(Machine)}
@@ -162,5 +169,22 @@ def test_model_on_two_ranks(capfd: pytest.CaptureFixture[str]):
     assert min(choice["times_us"], key=choice["times_us"].get) == choice["strategy"]
     assert f"forward: {choice['strategy']} is fastest of sequential " in choice["reason"]
     assert choice["access_problem"] == ""
-    assert choice["buffers"]["home_mib"] == 2 * 16 * 128 * 4 / 2**20
+    assert (choice["buffers"], choice["no_buffers"]) == (
+        None,
+        "its kernels are interpreted on a CPU",
+    )
     assert out.count("Halley on this machine") == out.count("MoE layer of tiny") == 1
+    assert "not measured: its kernels" in out
+
+
+def test_time_limit_ends_all_ranks_with_one_line(capfd: pytest.CaptureFixture[str]):
+    """No rank of a layer that takes minutes waits for it: the limit is far below its start."""
+    argv = ["doctor", "--model", "tiny", "--nproc", "2", "--device", "cpu", "--time-limit", "0.01"]
+    assert main(argv) == 1
+    err = capfd.readouterr().err
+    assert re.fullmatch(
+        r"halley: failed on rank \d: the time limit of 0.01 s is over while waiting for the other "
+        r"ranks \(model tiny, 512 tokens a rank\): lower --tokens, choose a smaller --model or "
+        r"raise --time-limit\n",
+        err,
+    ), err

@@ -1,7 +1,5 @@
 """A mistake of the user: one line that names value and rule, exit code 2, and no rank started."""
 
-import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -11,41 +9,19 @@ import pytest
 
 from halley.cli import ranks
 from halley.cli.main import main
-from halley.core.load_config import load_config
-from tests.cli.wrong_inputs import CASES
 
 
 LIMIT_S = 60.0
 PREFIX = "halley: error: "
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the files that the cases name."""
-    path = tmp_path_factory.mktemp("wrong")
-    (path / "empty").mkdir()
-    (path / "short.txt").write_text("abc")
-    (path / "broken.toml").write_text("[train\n")
-    (path / "unknown.toml").write_text("[train]\nnum_stepz = 3\n")
-    (path / "binary.toml").write_bytes(b"\xff\xfe")
-    for model in ("tiny", "deepseek-v3"):
-        config = load_config(None, overrides=[f"model={model}"])
-        (path / model).mkdir()
-        (path / model / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    (path / "damaged").mkdir()
-    (path / "damaged" / "config.json").write_text('{"model": ')
-    return path
-
-
 @pytest.fixture(autouse=True)
-def _nothing_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def _nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(argv: list[str], *, num_processes: int) -> int:
         pytest.fail(f"{num_processes} ranks would start")
 
     monkeypatch.setattr(ranks, "launch", launch)
-    monkeypatch.chdir(folder)  # a run's default output is relative
+    monkeypatch.chdir(tmp_path)  # a run's default output is relative
 
 
 def _line_of(err: str) -> str:
@@ -54,15 +30,6 @@ def _line_of(err: str) -> str:
     assert err.endswith("\n")
     assert err.count("\n") == 1
     return err.removeprefix(PREFIX).strip()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_line_names_value_and_rule(name: str, folder: Path, capsys: pytest.CaptureFixture[str]):
-    command, wanted = (text.replace("{folder}", str(folder)) for text in CASES[name])
-    assert main(command.split()) == 2
-    captured = capsys.readouterr()
-    assert wanted in _line_of(captured.err)
-    assert captured.out == ""
 
 
 @pytest.mark.parametrize(
@@ -117,6 +84,30 @@ def test_a_folder_named_like_a_command_does_not_end_the_options(
     assert "No such option" not in lines[-1]
 
 
+@pytest.mark.parametrize(("local_rank", "is_told"), [(None, False), ("0", True), ("1", False)])
+def test_under_torchrun_one_rank_of_a_host_tells_a_failure(
+    local_rank: str | None,
+    is_told: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The others write theirs into torchrun's error file, which torchrun prints at its end."""
+
+    def fail() -> None:
+        raise RuntimeError("the disk\nis full")
+
+    monkeypatch.setattr("halley.cli.doctor.examine_machine", fail)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert main(["doctor"]) == 1
+    told = "halley: failed on rank 5: the disk is full\n" if is_told else ""
+    assert capsys.readouterr().err == told
+    assert (tmp_path / "error.json").exists() == (not is_told)
+
+
 @pytest.mark.parametrize(("rank", "is_told"), [("0", True), ("1", False)])
 def test_the_first_rank_of_each_host_tells_a_mistake(
     rank: str, is_told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -150,8 +141,9 @@ def test_a_failure_of_the_machine_is_told_apart(
     assert capsys.readouterr().err == "halley: failed: the disk is full\n"
 
 
-def test_as_a_program(folder: Path):
-    command = f"train --data {folder}/short.txt"
+def test_as_a_program(tmp_path: Path):
+    (tmp_path / "short.txt").write_text("abc")
+    command = f"train --data {tmp_path}/short.txt"
     done = subprocess.run(
         [sys.executable, "-m", "halley.cli", *command.split()],
         capture_output=True,

@@ -100,36 +100,3 @@ def test_measured_times_are_taken_where_there_are_any(capsys, tmp_path) -> None:
     after_us, left = plan()
     assert after_us > before_us + 9e5
     assert set(keys) - set(left) == {head}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--set strategy=chunked", "strategy (chunked) must be functional, unfused or fused"),
-        ("--set strategy=fused,fused,fused", "must be one, or as many as MoE layers (2)"),
-        ("--passes none", "passes (none) must be one of wgrad, partition, both"),
-        ("--measure -1", "measure (-1) must be a number of steps, or 0"),
-        ("--measure 3 --link 5", "link (5.0) must be left out with measure"),
-        ("--measure 3 --device abacus", "device (abacus) must be left out with measure"),
-        ("--measure 3 --set strategy=functional,fused", "must be functional with measure"),
-        ("--ranks 1", "ranks (1) must be at least 2: one rank has no all-to-alls"),
-        ("--ranks 3", "num_experts (8) must be divisible by ep_size (3)"),
-        ("--ranks 4 --set expert_tp_size=3", "expert_tp_size (3) must divide ep_size (4)"),
-        ("--ranks 4 --set ep_size=1", "ep_size (1) must be above 1: one rank has no all-to-alls"),
-        ("--ranks 4 --set ep_size=3", "ep_size (3) must divide the number of ranks (4)"),
-        ("--link nan", "link (nan) must be finite and positive, or 0 for the device's own"),
-        ("--device abacus", "device (abacus) must be one of those with figures"),
-        ("--profiles /nowhere", "profiles (/nowhere) must be a file, unless fill makes one"),
-        ("--fill", "fill must come with profiles, the file to fill"),
-        ("--fill --profiles x.jsonl", "fill must run where the GPU (none) is the device (NVIDIA H"),
-        ("--measure 3 --fill", "profiles and fill must be left out with measure"),
-        ("--num-parts 9", "num_parts (9) must be 0, or 2 to 8"),
-        ("--memory-margin -1", "memory_margin (-1.0) must be finite and at least 0"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    capsys, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["plan", "graph", *MODEL, *arguments.split()]) == 2
-    assert message in capsys.readouterr().err

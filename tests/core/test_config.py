@@ -66,7 +66,7 @@ VALID = {
         ("switch", "capacity_factor", 0.0, "capacity_factor (0.0) must be above 0 for the switch"),
         ("top2", "capacity_factor", 0.0, "capacity_factor (0.0) must be above 0 for the top2"),
         ("moe", "num_experts", 0, "num_experts (0) must be at least 1"),
-        ("moe", "intermediate_size", 0, "intermediate_size (0) must be >= 1"),
+        ("moe", "intermediate_size", 0, "intermediate_size (0) must be at least 1"),
         ("moe", "top_k", 0, "top_k (0) must be between 1 and num_experts (8)"),
         ("moe", "top_k", 9, "top_k (9) must be between 1 and num_experts (8)"),
         ("groups moe", "num_experts", 10, "num_experts (10) must be divisible by num_groups (4)"),

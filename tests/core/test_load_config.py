@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from halley.core.config import ModelConfig, MoEConfig, RouterConfig, RunConfig, TrainConfig
+from halley.core.config import (
+    CheckpointConfig,
+    ModelConfig,
+    MoEConfig,
+    RouterConfig,
+    RunConfig,
+    TrainConfig,
+)
 from halley.core.load_config import build, load_config
 from halley.core.models import NAMED_MODELS
 
@@ -132,10 +139,10 @@ def test_unknown_key_names_the_nearest(override: str, key: str, near: str) -> No
 
 
 def test_unknown_key_far_from_all_names_all() -> None:
-    message = _message("checkpoint.zzz=1")
-    want = "checkpoint.every_steps, checkpoint.keep, checkpoint.resume"
-    assert message.startswith(f"key (checkpoint.zzz) must be one of {want}")
-    assert _message("zqx=1").endswith(", checkpoint")  # nothing is near: no hint
+    names = [field.name for field in dataclasses.fields(CheckpointConfig)]
+    want = ", ".join(f"checkpoint.{name}" for name in names)
+    assert _message("checkpoint.zzz=1") == f"key (checkpoint.zzz) must be one of {want}"
+    assert _message("nothere=1").endswith(", checkpoint")  # nothing is near: no hint
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,7 @@ def test_unknown_key_far_from_all_names_all() -> None:
     [
         (
             "model.moe.router.bias_update_rate=nan",
-            "bias_update_rate (nan) must be finite",
+            "model.moe.router.bias_update_rate (nan) must be finite",
         ),
         ("max_load=inf", "max_load (inf) must be finite"),
         ("train.num_steps=many", "train.num_steps ('many') must be of type int"),
@@ -160,7 +167,7 @@ def test_unknown_key_far_from_all_names_all() -> None:
         ("model.moe=3", "model.moe (3) must be a table"),
         ("model.moe.top_k={a = 1}", "model.moe.top_k ({'a': 1}) must be of type int"),
         ("model=3", "model (3) must be a name or a table"),
-        ("model.name=3", "model.name (3) must be a string"),
+        ("model.name=3", "model.name (3) must be of type str"),
         ("train.num_steps=0", "train.num_steps (0) must be at least 1"),
         ("model.moe.top_k=9", "top_k (9) must be between 1 and num_experts (8)"),
         ("train.num_steps", "--set (train.num_steps) must be KEY=VALUE"),
@@ -191,7 +198,7 @@ def test_missing_file_is_an_error(tmp_path: Path) -> None:
         load_config(tmp_path, overrides=[])
 
 
-@pytest.mark.parametrize("content", [b"train = [", b"a = 1\na = 2", b"output = '\xff'"])
+@pytest.mark.parametrize("content", [b"train = [", b"a = 1\na = 2"])
 def test_broken_toml_is_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.toml"
     path.write_bytes(content)

@@ -98,11 +98,11 @@ WHOLE = {"version": 1, "num_experts": 5, "layers": [PLACEMENT.experts_WL] * 2}
     ("text", "message"),
     [
         ("[", "must be JSON: "),
-        ("[]", "must be a table as halley plan balance writes it"),
+        ("[]", "must be a table with a version"),
         (json.dumps(WHOLE | {"version": 2}), "must be of version 1 and is of 2"),
         (json.dumps(WHOLE | {"num_experts": 6}), "must be for num_experts 5 and is for 6"),
-        (json.dumps(WHOLE | {"layers": [[0, 1]]}), "must have layers: a list of expert ids a rank"),
-        (json.dumps(WHOLE | {"layers": [[[0, 1.5]]]}), "must have layers: a list of expert ids"),
+        (json.dumps(WHOLE | {"layers": [[0, 1]]}), "layers[0][0] (0) must be a list"),
+        (json.dumps(WHOLE | {"layers": [[[0, 1.5]]]}), "layers[0][0][1] (1.5) must be of type int"),
         (
             json.dumps(WHOLE | {"layers": [[[0, 1], [2, 3]]]}),
             "must be right in layer 0: placement must hold every expert: 4 is on no rank",

@@ -220,7 +220,8 @@ def test_tokens_and_flops_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     256 positions; the router and two experts. Six operations each, on four ranks in 1 ms.
     """
     case = ModelCase(model=cut_model("tiny", num_layers=2), num_tokens=512, seq_len=256)
-    monkeypatch.setattr(model_bench, "peak_flops_per_s", lambda device: 1e12)
+    rates = {"cuda": 1e12, "cpu": None}
+    monkeypatch.setattr(model_bench, "peak_flops_per_s", lambda device: rates[device.type])
     groups, timing = ParallelGroups(num_ranks=4), summarise([500.0, 1000.0, 4000.0])
     attention = 2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 128
     experts = 128 * 8 + 2 * 3 * 128 * 256

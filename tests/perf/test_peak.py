@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from halley.perf import peak
 from halley.perf.peak import peak_flops_per_s
 
 
@@ -11,8 +12,15 @@ def test_known_gpu_has_the_rate_of_its_data_sheet(monkeypatch: pytest.MonkeyPatc
     assert peak_flops_per_s(torch.device("cuda", 0)) == 989e12
 
 
-def test_cpu_is_measured_by_its_best_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clock readings in pairs, before and after each of five products of 2 * 512^3 operations."""
+def test_unknown_gpu_is_measured_by_its_fastest_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clock readings in pairs, before and after each of five matmuls of 2 * 4^3 operations."""
     readings = iter([0.0, 2.0, 2.0, 2.5, 3.0, 4.0, 4.0, 5.0, 5.0, 6.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(readings))
-    assert peak_flops_per_s(torch.device("cpu")) == pytest.approx(2 * 512**3 / 0.5)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(peak, "_SIZE", 4)
+    assert peak._measure_matmul(torch.device("cpu")) == pytest.approx(2 * 4**3 / 0.5)
+
+
+def test_cpu_has_none() -> None:
+    """With a rate of a CPU, its training steps would show a utilisation of no meaning."""
+    assert peak_flops_per_s(torch.device("cpu")) is None

@@ -1,6 +1,7 @@
 """A small training run for tests: a model that steps in milliseconds, on text of its own."""
 
 import dataclasses
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,8 +110,14 @@ def command_line(config: RunConfig) -> list[str]:
     ]
 
 
-def train_on_ranks(rank: int, num_ranks: int, config: RunConfig) -> list[int]:
-    """Train on the ranks of the default group; return the steps taken."""
+def train_on_ranks(
+    rank: int, num_ranks: int, config: RunConfig, signal_at: tuple[int, int] = (-1, 0)
+) -> list[int]:
+    """Train on the ranks of the default group; return the steps taken.
+
+    Args:
+        signal_at: a rank and the step before which it gets SIGTERM.
+    """
     groups: list[ParallelGroups] = []
 
     def build(config: RunConfig, world: World) -> TrainingRun:
@@ -119,9 +126,15 @@ def train_on_ranks(rank: int, num_ranks: int, config: RunConfig) -> list[int]:
         return run
 
     steps: list[int] = []
+
+    def on_step(step: int) -> None:
+        if (rank, step) == signal_at:
+            signal.raise_signal(signal.SIGTERM)
+        steps.append(step)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_run", build)
-        loop.train(config, make_world(rank, num_ranks), on_step=steps.append)
+        loop.train(config, make_world(rank, num_ranks), on_step=on_step)
     destroy(groups[0])
     return steps
 

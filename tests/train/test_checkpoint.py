@@ -1,7 +1,10 @@
 """Checkpoints: saved on some ranks and loaded on others, torn ones told from whole ones."""
 
 import json
+import os
+import resource
 import shutil
+import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import xxhash
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -18,9 +21,10 @@ from halley.train.checkpoint import (
     check_writable,
     find_newest_checkpoint,
     load_checkpoint,
-    read_manifest,
+    read_checkpoint_manifest,
     save_checkpoint,
 )
+from tests.damage import flip_bytes
 from tests.rank_pool import RunRanks
 
 
@@ -30,8 +34,8 @@ NUM_EXPERTS = 8
 def _state(value: int) -> dict[str, Any]:
     return {
         "model": {"weight": torch.full((2, 3), float(value))},
-        "optimizer": {"moments": [torch.full((3,), value + 0.5)], "num_steps": value},
-        "step": value,
+        "optimizer": {"moments": {"0": torch.full((3,), value + 0.5)}},
+        "step": torch.tensor(value),
     }
 
 
@@ -52,12 +56,30 @@ def test_one_process_loads_what_it_saved(tmp_path: Path):
 def test_manifest_lists_all_files(tmp_path: Path):
     notes: dict[str, object] = {"model": {"num_layers": 2, "name": None}}
     path = save_checkpoint(tmp_path, _state(1), step=3, keep=1, notes=notes)
-    manifest = json.loads((path / "manifest.json").read_text())
-    files = {file.name: file.stat().st_size for file in path.iterdir()}
-    del files["manifest.json"]
-    want = {"step": 3, "torch": torch.__version__, "notes": notes, "files": files}
-    assert manifest == read_manifest(path) == want
-    assert len(files) == 2
+    table = json.loads((path / "manifest.json").read_text())
+    files = {
+        file.name: {
+            "num_bytes": file.stat().st_size,
+            "xxh3_128": xxhash.xxh3_128_hexdigest(file.read_bytes()),
+        }
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    }
+    del table["xxh3_128"]
+    assert table == {"step": 3, "torch": torch.__version__, "notes": notes, "files": files}
+    assert sorted(files) == [".metadata", "__0_0.distcp"]
+    manifest = read_checkpoint_manifest(path)
+    assert (manifest.step, manifest.notes) == (3, notes)
+
+
+def test_files_have_ordinary_permissions(tmp_path: Path):
+    before = os.umask(0o022)
+    try:
+        path = save_checkpoint(tmp_path, _state(1), step=3, keep=1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
+    assert path.stat().st_mode & 0o777 == 0o755
 
 
 def test_old_checkpoints_and_remains_are_deleted(tmp_path: Path):
@@ -75,14 +97,18 @@ def test_torn_checkpoints_do_not_count_as_kept(tmp_path: Path):
     (tmp_path / "step-00000020" / "manifest.json").unlink()
     save_checkpoint(tmp_path, _state(30), step=30, keep=2)
     assert _names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+    # A damaged one is not deleted either: a person may still want something from it.
+    save_checkpoint(tmp_path, _state(40), step=40, keep=1)
+    assert _names(tmp_path) == ["step-00000020", "step-00000040"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path):
-    for value in (1, 2):
+def test_saving_a_step_again_keeps_the_earlier_one_under_another_name(tmp_path: Path):
+    for value in (1, 2, 3):
         path = save_checkpoint(tmp_path, _state(value), step=10, keep=1)
+    assert _names(tmp_path) == [path.name, f"{path.name}.replaced-1", f"{path.name}.replaced-2"]
     state = _state(0)
     load_checkpoint(path, state)
-    torch.testing.assert_close(state, _state(2), rtol=0, atol=0)
+    torch.testing.assert_close(state, _state(3), rtol=0, atol=0)
 
 
 def test_newer_checkpoints_of_another_run_stay(tmp_path: Path):
@@ -112,46 +138,140 @@ def test_crash_before_the_rename_leaves_the_one_before(
     assert find_newest_checkpoint(tmp_path) == path
 
 
-def _remove_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
+def _change_manifest(**changes: object) -> Callable[[Path], None]:
+    """Return the damage that changes fields of a manifest and gives it a right checksum again."""
+
+    def change(path: Path) -> None:
+        table = json.loads((path / "manifest.json").read_text()) | changes
+        del table["xxh3_128"]
+        text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+        table["xxh3_128"] = xxhash.xxh3_128_hexdigest(text.encode())
+        (path / "manifest.json").write_text(json.dumps(table))
+
+    return change
 
 
-def _damage_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('{"step": 2')
+def _replace(name: str, content: bytes) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        (path / name).write_bytes(content)
+
+    return replace
 
 
-def _misname_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('["step"]')
+def _link(name: str) -> Callable[[Path], None]:
+    def link(path: Path) -> None:
+        (path / name).rename(path.parent / "elsewhere")
+        (path / name).symlink_to(path.parent / "elsewhere")
+
+    return link
 
 
-def _remove_file(path: Path) -> None:
-    (path / "__0_0.distcp").unlink()
+def _flip_step(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 1'))
 
 
-def _cut_file(path: Path) -> None:
-    (path / "__0_0.distcp").write_bytes(b"123")
+DAMAGED = "manifest.json is damaged: "
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "cut manifest": (
+        _replace("manifest.json", b'{"step": 2'),
+        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be JSON: Expecting ',' delimiter: "
+        "line 1 column 11 (char 10)",
+    ),
+    "manifest of another kind": (
+        _replace("manifest.json", b'["step"]'),
+        f"{DAMAGED}it must be an object",
+    ),
+    "no text": (
+        _replace("manifest.json", b"\x80\x04"),
+        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be UTF-8 text: the byte at offset 0 "
+        "is not",
+    ),
+    "flipped step": (_flip_step, f"{DAMAGED}its content does not have its checksum"),
+    "another step": (_change_manifest(step=1), "its manifest is of step 1"),
+    "step of another type": (
+        _change_manifest(step="2"),
+        f"{DAMAGED}step ('2') must be an integer of at least 0",
+    ),
+    "negative step": (
+        _change_manifest(step=-2),
+        f"{DAMAGED}step (-2) must be an integer of at least 0",
+    ),
+    "notes of another type": (_change_manifest(notes=3), f"{DAMAGED}notes must be an object"),
+    "no files": (
+        _change_manifest(files={}),
+        f"{DAMAGED}files must be an object with at least one file",
+    ),
+    "file above the folder": (
+        _change_manifest(files={"../step-00000001/__0_0.distcp": 3}),
+        f"{DAMAGED}the file name '../step-00000001/__0_0.distcp' must be a plain name inside the "
+        "folder",
+    ),
+    "absolute file": (
+        _change_manifest(files={"/etc/passwd": 3}),
+        f"{DAMAGED}the file name '/etc/passwd' must be a plain name inside the folder",
+    ),
+    "folder itself": (
+        _change_manifest(files={"..": 3}),
+        f"{DAMAGED}the file name '..' must be a plain name inside the folder",
+    ),
+    "size of another type": (
+        _change_manifest(files={"__0_0.distcp": True}),
+        f"{DAMAGED}the size of __0_0.distcp (True) must be an integer of at least 0",
+    ),
+    "no checksum": (
+        _change_manifest(files={"__0_0.distcp": {"num_bytes": 3}}),
+        f"{DAMAGED}the checksum of __0_0.distcp must be a string",
+    ),
+    "no tensors": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "cut tensors": (
+        _replace("__0_0.distcp", b"123"),
+        "__0_0.distcp has 3 bytes instead of {num_bytes}",
+    ),
+    "flipped tensors": (
+        lambda path: flip_bytes(path / "__0_0.distcp", num_bytes=1),
+        "__0_0.distcp is damaged: its checksum is not that of manifest.json",
+    ),
+    "tensors behind a link": (_link("__0_0.distcp"), "__0_0.distcp is missing"),
+    "manifest behind a link": (_link("manifest.json"), "manifest.json is a link"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
+}
 
 
-TEARS = [
-    (_remove_manifest, "it has no manifest.json"),
-    (_damage_manifest, "its manifest.json is damaged: "),
-    (_misname_manifest, "its manifest.json is damaged: it names no step and files"),
-    (_remove_file, "__0_0.distcp is missing"),
-    (_cut_file, r"__0_0.distcp has 3 bytes and not \d+"),
-]
-
-
-@pytest.mark.parametrize(("tear", "reason"), TEARS)
-def test_torn_checkpoint_is_passed_over(tmp_path: Path, tear: Callable[[Path], None], reason: str):
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str):
     paths = [save_checkpoint(tmp_path, _state(step), step=step, keep=2) for step in (1, 2)]
     assert find_newest_checkpoint(tmp_path) == paths[1]
-    tear(paths[1])
-    message = rf"checkpoint .*/step-00000002 is passed over: {reason}"
-    with pytest.warns(UserWarning, match=message) as caught:
+    num_bytes = (paths[1] / "__0_0.distcp").stat().st_size
+    damage, defect = DAMAGE[name]
+    damage(paths[1])
+    told = f"checkpoint {paths[1]} is damaged: {defect.format(path=paths[1], num_bytes=num_bytes)}"
+    with pytest.warns(UserWarning, match="is damaged") as caught:
         assert find_newest_checkpoint(tmp_path) == paths[0]
-    assert [warning.filename for warning in caught] == [__file__]
-    with pytest.raises(ValueError, match=rf"checkpoint \(.*\) must be whole: {reason}"):
-        load_checkpoint(paths[1], _state(0))
+    assert [str(warning.message) for warning in caught] == [
+        f"{told}: the run goes on from {paths[0]}, the newest complete checkpoint"
+    ]
+    assert caught[0].filename == __file__
+    shutil.rmtree(paths[0])
+    with pytest.raises(ValueError, match="is damaged") as error:
+        find_newest_checkpoint(tmp_path)
+    assert str(error.value) == (
+        f"{told}; {tmp_path} must hold a complete checkpoint: put back an intact copy, or start at "
+        "step 0 with halley train --restart, which keeps these files"
+    )
+
+
+def test_a_checkpoint_without_checksums_is_still_read(tmp_path: Path):
+    path = save_checkpoint(tmp_path, _state(7), step=2, keep=1)
+    table = json.loads((path / "manifest.json").read_text())
+    del table["xxh3_128"]  # version 0.1 wrote sizes alone
+    table["files"] = {name: entry["num_bytes"] for name, entry in table["files"].items()}
+    (path / "manifest.json").write_text(json.dumps(table))
+    assert find_newest_checkpoint(tmp_path) == path
+    state = _state(0)
+    assert load_checkpoint(path, state) == 2
+    torch.testing.assert_close(state, _state(7), rtol=0, atol=0)
 
 
 def test_no_checkpoint_is_none(tmp_path: Path):
@@ -172,16 +292,10 @@ def test_other_shape_is_an_error(tmp_path: Path):
         load_checkpoint(path, {"model": {"weight": torch.zeros(5, 3)}})
 
 
-def test_damaged_data_is_no_misfit(tmp_path: Path):
-    path = save_checkpoint(tmp_path, _state(1), step=1, keep=1)
-    for name in (".metadata", "__0_0.distcp"):
-        copy = tmp_path / "copy" / path.name
-        shutil.copytree(path, copy)
-        num_bytes = (copy / name).stat().st_size
-        (copy / name).write_bytes(b"x" * num_bytes)
-        with pytest.raises(RuntimeError, match=r"checkpoint .* cannot be read: rank 0: "):
-            load_checkpoint(copy, _state(0))
-        shutil.rmtree(copy)
+def test_only_tensors_are_saved(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"^state\.optimizer\.step \(int\) must be a tensor$"):
+        save_checkpoint(tmp_path, {"optimizer": {"step": 3}}, step=1, keep=1)
+    assert _names(tmp_path) == []
 
 
 def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
@@ -211,7 +325,6 @@ def _sharded_state(num_ranks: int, ep_size: int, *, scale: float) -> dict[str, A
             "experts": DTensor.from_local(local, mesh["ep"], [Shard(0)]),
             "router": torch.arange(4.0) * scale,
         },
-        "step": int(5 * scale),
     }
 
 
@@ -227,7 +340,6 @@ def _load_sharded(rank: int, num_ranks: int, folder: Path, ep_size: int) -> Path
     state = _sharded_state(num_ranks, ep_size, scale=0.0)
     expected = _sharded_state(num_ranks, ep_size, scale=1.0)
     assert load_checkpoint(path, state) == 5
-    assert state["step"] == expected["step"] == 5
     assert torch.equal(state["model"]["router"], expected["model"]["router"])
     local = state["model"]["experts"].to_local()
     assert torch.equal(local, expected["model"]["experts"].to_local())
@@ -251,35 +363,71 @@ def test_experts_of_many_ranks_load_in_one_process(run_ranks: RunRanks, tmp_path
     assert torch.equal(state["model"]["experts"], rows)
 
 
-def _find_torn(rank: int, num_ranks: int, folder: Path) -> tuple[Path | None, int]:
+def _find_damaged(rank: int, num_ranks: int, folder: Path) -> tuple[Path | None, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         return find_newest_checkpoint(folder), len(caught)
 
 
 def test_ranks_agree_and_rank_0_warns(run_ranks: RunRanks, tmp_path: Path):
-    paths = [save_checkpoint(tmp_path, _state(step), step=step, keep=2) for step in (1, 2)]
-    _cut_file(paths[1])
-    assert run_ranks(_find_torn, 2, tmp_path) == [(paths[0], 1), (paths[0], 0)]
+    run_ranks(_save_sharded, 2, tmp_path, 2)
+    newer = tmp_path / "step-00000006"
+    shutil.copytree(tmp_path / "step-00000005", newer)
+    _change_manifest(step=6)(newer)
+    assert run_ranks(_find_damaged, 2, tmp_path) == [(newer, 0)] * 2
+    for name in ("__0_0.distcp", "__1_0.distcp"):  # each read by another rank
+        flip_bytes(newer / name, num_bytes=4)
+        found = [(tmp_path / "step-00000005", 1), (tmp_path / "step-00000005", 0)]
+        assert run_ranks(_find_damaged, 2, tmp_path) == found
+        flip_bytes(newer / name, num_bytes=4)
 
 
 def _fail_on_rank_1(rank: int, num_ranks: int, folder: Path) -> str:
-    state: dict[str, Any] = {"number": 1}
+    # Rank 1 may write no more than 64 KiB to a file, as on a full disk.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
-        state["more"] = lambda: None  # does not pickle
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    experts = DTensor.from_local(torch.zeros(1, 1 << 16), mesh, [Shard(0)])
     try:
-        save_checkpoint(folder, state, step=1, keep=1)
-    except RuntimeError as error:
-        dist.barrier()
-        return str(error)
-    raise AssertionError("saving did not fail")
+        with pytest.raises(RuntimeError, match="was not written") as caught:
+            save_checkpoint(folder, {"experts": experts}, step=2, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(caught.value)
 
 
-def test_failure_of_one_rank_is_that_of_all(run_ranks: RunRanks, tmp_path: Path):
+def test_failure_of_one_rank_is_that_of_all_and_keeps_the_checkpoint_before(
+    run_ranks: RunRanks, tmp_path: Path
+):
+    path = save_checkpoint(tmp_path, _state(1), step=1, keep=1)
     messages = run_ranks(_fail_on_rank_1, 2, tmp_path)
     assert messages[0] == messages[1]
-    assert "step-00000001 was not written: rank 1: " in messages[0]
-    assert find_newest_checkpoint(tmp_path) is None
+    assert messages[0] == (
+        f"checkpoint {tmp_path}/step-00000002 was not written: rank 1: File too large"
+    )
+    assert _names(tmp_path) == [path.name]
+    assert find_newest_checkpoint(tmp_path) == path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_a_full_disk_is_named_and_leaves_no_half_folder(tmp_path: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        path = save_checkpoint(disk, _state(1), step=1, keep=1)
+        state: dict[str, object] = {"weight": torch.zeros(1 << 19)}
+        with pytest.raises(RuntimeError, match="was not written") as caught:
+            save_checkpoint(disk, state, step=2, keep=1)
+        assert str(caught.value) == (
+            f"checkpoint {disk}/step-00000002 was not written: rank 0: No space left on device"
+        )
+        assert _names(disk) == [path.name]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def _unwritable(rank: int, num_ranks: int, folder: Path) -> str:

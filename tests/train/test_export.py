@@ -213,7 +213,9 @@ def test_read_run_config(tmp_path: Path):
     assert read_run_config(tmp_path) == config
     for text in ("[]", "{", '{"model": {"name": "x"}}'):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config.json must be|model\.vocab_size is required"):
+        with pytest.raises(
+            ValueError, match=r"config.json\) must be|model\.vocab_size is required"
+        ):
             read_run_config(tmp_path)
 
 

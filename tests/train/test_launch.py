@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -136,7 +139,122 @@ sys.exit(75)
     ]
 
 
-def test_user_error_is_left_to_rank_0(
+_TELL = "from halley.train.failures import tell_failure\n"
+
+
+def test_the_same_failure_of_all_ranks_is_told_once(
+    command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+):
+    """Each rank says what it lost, with its own number: one line, and none of the exit codes."""
+    script = (
+        _TELL
+        + """
+tell_failure("rank %d lost rank 9\\nin step 5" % rank)
+sys.exit(1)
+"""
+    )
+    assert run_ranks(command(script), num_processes=3) == 1
+    assert re.fullmatch(
+        r"halley: failed on rank (\d): rank \1 lost rank 9 in step 5\n", capfd.readouterr().err
+    )
+
+
+def test_different_failures_are_all_told_and_a_killed_rank_too(
+    command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+):
+    script = (
+        _TELL
+        + """
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5 * rank)
+tell_failure(["the disk is full", "rank 1 lost rank 2"][rank], details="Traceback %d" % rank)
+sys.exit(1)
+"""
+    )
+    assert run_ranks(command(script), num_processes=3) in (1, 128 + 9)
+    err = capfd.readouterr().err
+    assert err.startswith("Traceback 0\nhalley: failed on rank 0: the disk is full\nTraceback 1\n")
+    assert "halley: failed on rank 1: rank 1 lost rank 2\n" in err
+
+
+def test_at_most_four_failures_are_told(
+    command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+):
+    script = (
+        _TELL
+        + """
+for number in range(6):
+    tell_failure("failure %d" % number)
+sys.exit(1)
+"""
+    )
+    assert run_ranks(command(script), num_processes=1) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:-1] == [f"halley: failed on rank 0: failure {number}" for number in range(4)]
+    assert lines[-1] == "halley: more ranks failed, each in a way of its own: not shown"
+
+
+def test_a_mistake_that_one_rank_alone_sees_is_told(
+    command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+):
+    script = (
+        _TELL
+        + """
+if rank == 1:
+    tell_failure("text (a.txt) must be a readable file", is_mistake=True)
+    sys.exit(2)
+"""
+    )
+    assert run_ranks(command(script), num_processes=2) == 2
+    assert capfd.readouterr().err == "halley: error: text (a.txt) must be a readable file\n"
+
+
+def test_ranks_have_long_after_the_first_signal_and_none_after_the_second(
+    command: Callable[[str], list[str]],
+    start_launcher: Callable[[list[str]], subprocess.Popen[str]],
+    tmp_path: Path,
+):
+    """A rank that saves for longer than any patience of failures is left alone; then killed."""
+    script = """
+got = []
+signal.signal(signal.SIGTERM, lambda number, frame: (got.append(number), say(str(got))))
+say("ready")
+while True:
+    time.sleep(0.05)
+"""
+    launcher = start_launcher(command(script))
+    launcher.send_signal(signal.SIGTERM)
+    _wait_until(lambda: (tmp_path / "0.txt").read_text() == "[15]")
+    assert launcher.stderr is not None
+    hint = "halley: waiting up to 600 s for 2 ranks to end; another signal kills them at once\n"
+    assert launcher.stderr.readline() == hint
+    assert launcher.poll() is None
+    begin_s = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(LIMIT_S) == 128 + 15
+    assert time.monotonic() - begin_s < 3.0
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["[15]"] * 2
+
+
+def test_ranks_that_stay_after_a_signal_are_ended_at_last(
+    command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(launch_module, "_SIGNAL_PATIENCE_S", 0.5)
+    monkeypatch.setattr(launch_module, "_KILL_AFTER_S", 0.5)
+    signals: deque[int] = deque([signal.SIGINT])
+    monkeypatch.setattr(launch_module, "_signals_recorded", lambda: nullcontext(signals))
+    script = """
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+time.sleep(60)
+"""
+    begin_s = time.monotonic()
+    assert run_ranks(command(script), num_processes=1) == 128 + 2
+    assert time.monotonic() - begin_s < LIMIT_S
+
+
+def test_mistake_of_exit_code_2_gets_no_line_of_the_launcher(
     command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
 ):
     script = """

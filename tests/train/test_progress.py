@@ -115,7 +115,7 @@ def test_an_error_leaves_what_was_reported(tmp_path: Path):
 
 
 def test_describe_without_mfu():
-    want = "loss 0.5000  12,346 tokens/s  mfu -  exposed communication 12.5%"
+    want = "loss 0.5000  12,346 tokens/s  exposed communication 12.5%"
     assert describe(_metrics(8, mfu=None)) == want
 
 
@@ -143,17 +143,29 @@ def test_tensorboard_that_is_not_there_is_named_by_all_ranks(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "torn", ["", '{"step": 4, "lo', '{"step": 4}', '{"step": 2}', "\0\0\0\0", "{}\n", "\n"]
+    "torn",
+    [
+        "",
+        '{"step": 4, "lo',
+        '{"step": 4}',
+        '{"step": 2}',
+        "\0\0\0\0",
+        "{}\n",
+        "\n",
+        "[2]\n",
+        "\xff",
+    ],
 )
-def test_later_and_torn_lines_are_dropped(tmp_path: Path, torn: str):
+def test_later_and_torn_lines_move_to_a_file_of_their_own(tmp_path: Path, torn: str):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 0.1 * step}) + "\n" for step in (1, 2, 3, 4)]
-    path.write_text("".join(lines) + torn)
+    path.write_text("".join(lines) + torn, encoding="latin-1")
     drop_later_steps(path, step=2)
     assert path.read_text() == "".join(lines[:2])
     drop_later_steps(path, step=0)
     assert path.read_text() == ""
-    assert list(tmp_path.iterdir()) == [path]
+    discarded = (tmp_path / "metrics.discarded.jsonl").read_text(encoding="latin-1")
+    assert discarded == "".join(lines[2:]) + torn + "".join(lines[:2])
 
 
 def test_no_lines_are_none_to_drop(tmp_path: Path):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
+from halley.core.position import Position
 from halley.train.watchdog import EXIT_LOST_PEER, Watchdog
 
 
@@ -168,7 +169,10 @@ def test_watchdog_ends_ranks_that_hang(
     job.send_signal(victim, number)
     ends = job.collect([rank for rank in range(NUM_RANKS) if rank != victim])
     for rank, end in ends.items():
-        assert end == (EXIT_LOST_PEER, [f"halley: rank {rank} lost {name} in step 3"])
+        assert end == (
+            EXIT_LOST_PEER,
+            [f"halley: failed on rank {rank}: rank {rank} lost {name} in step 3"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -197,8 +201,9 @@ def test_suspended_job_goes_on(start_job: Callable[[str], _Job]):
 
 
 @pytest.fixture
-def watchdogs() -> Iterator[list[Watchdog]]:
-    """Yield two running watchdogs, as if of two ranks, in one process."""
+def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watchdog]]:
+    """Yield two running watchdogs, as if of two ranks, in one process that has run nothing."""
+    monkeypatch.setattr("halley.train.places.POSITION", Position())
     store = HashStore()
     pair = [Watchdog(store, rank=rank, num_ranks=2, interval_s=0.1) for rank in range(2)]
     for watchdog in pair:
@@ -214,7 +219,9 @@ def test_error_with_all_ranks_alive_is_repeated(watchdogs: list[Watchdog]):
     error = watchdogs[1].explain(RuntimeError("sizes differ\nmore"))
     assert time.monotonic() - begin_s < 10.0  # four heartbeats, not the 15 s of a lost rank
     assert str(error) == (
-        "rank 1 failed in step 12, though no rank was lost: RuntimeError: sizes differ"
+        "rank 1 failed in step 12, though no rank was lost: RuntimeError: sizes differ; "
+        "rank 0 is in or behind no operation (operation 0), "
+        "rank 1 is in or behind no operation (step 12, operation 0)"
     )
 
 

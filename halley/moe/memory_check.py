@@ -1,0 +1,164 @@
+"""Refuse models that cannot fit into the memory of a device, before any of it is allocated.
+
+The estimates are lower bounds: a model that passes may still run out of memory. One that is refused
+could not have been made.
+"""
+
+import os
+
+import torch
+
+from halley.core.config import ModelConfig, MoEConfig, RunConfig
+from halley.core.types import DTYPES
+
+
+_FLOAT32_BYTES = 4
+_ADAM_STATES = 2  # the means of the gradients and of their squares, float32 each
+
+
+def check_memory(
+    config: RunConfig, *, num_ranks: int, device: torch.device, num_sharing: int = 1
+) -> None:
+    """Check that the training state of a run fits into the memory of its devices.
+
+    It has parameters, gradients, optimizer state and the logits of one microbatch.
+
+    Args:
+        num_ranks: of the run.
+        device: of one rank; on a GPU this creates a CUDA context in the calling process.
+        num_sharing: ranks that share the device's memory, such as all CPU ranks of a host.
+
+    Raises:
+        ValueError: the state needs more bytes than the device has.
+    """
+    needed = training_bytes(config, num_ranks=num_ranks) * num_sharing
+    model, moe = config.model, config.model.moe
+    sizes = {
+        "model.vocab_size": model.vocab_size,
+        "model.hidden_size": model.hidden_size,
+        "model.num_layers": model.num_layers,
+        "model.moe.num_experts": moe.num_experts,
+        "model.moe.intermediate_size": moe.intermediate_size,
+        "train.batch_size": config.train.batch_size,
+        "data.seq_len": config.data.seq_len,
+    }
+    ranks = "a rank" if num_sharing == 1 else f"the {num_sharing} ranks that share it"
+    _check_fits(needed, sizes, device=device, use=f"of training state on {ranks}")
+
+
+def check_model_memory(
+    config: ModelConfig, *, ep_size: int, tp_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check that the parameters of a rank's model fit into the memory of its device.
+
+    Raises:
+        ValueError: they need more bytes than the device has.
+    """
+    needed = num_parameters(config, ep_size=ep_size, tp_size=tp_size) * dtype.itemsize
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_experts": config.moe.num_experts,
+        "intermediate_size": config.moe.intermediate_size,
+    }
+    _check_fits(needed, sizes, device=device, use="of parameters on a rank")
+
+
+def check_layer_memory(
+    config: MoEConfig,
+    hidden_size: int,
+    *,
+    num_local: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Check that the parameters of a rank's MoE layer fit into the memory of its device.
+
+    Args:
+        num_local: experts that the rank holds, or shares with others.
+        tp_size: ranks that share each expert.
+
+    Raises:
+        ValueError: they need more bytes than the device has.
+    """
+    number = num_layer_parameters(config, hidden_size, num_local=num_local, tp_size=tp_size)
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_experts": config.num_experts,
+        "intermediate_size": config.intermediate_size,
+        "shared_intermediate_size": config.shared_intermediate_size,
+    }
+    _check_fits(number * dtype.itemsize, sizes, device=device, use="of parameters on a rank")
+
+
+def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
+    """Return the bytes of parameters, gradients, optimizer state and logits of one rank."""
+    itemsize = DTYPES[config.train.dtype].itemsize
+    number = num_parameters(
+        config.model, ep_size=config.ep_size or num_ranks, tp_size=config.expert_tp_size
+    )
+    num_states = _ADAM_STATES if config.optimizer.kind == "adamw" else 0
+    if config.train.dtype != "float32":
+        num_states += 1  # the optimizer's copy of the parameters
+    num_tokens = config.train.batch_size * config.data.seq_len
+    activations = num_tokens * (config.model.vocab_size + config.model.hidden_size) * itemsize
+    return number * (2 * itemsize + num_states * _FLOAT32_BYTES) + activations
+
+
+def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
+    """Return the number of parameters of one rank, with the plain placement of experts."""
+    hidden, num_moe = config.hidden_size, config.num_moe_layers
+    query, key = (num * config.head_dim for num in (config.num_heads, config.num_kv_heads))
+    attention = 2 * hidden * (query + key)
+    if config.attention_bias:
+        attention += query + 2 * key
+    norm = {"none": 0, "head": 2 * config.head_dim, "full": query + key}[config.qk_norm]
+    num_local = -(-config.moe.num_experts * tp_size // ep_size)
+    moe = num_layer_parameters(config.moe, hidden, num_local=num_local, tp_size=tp_size)
+    dense = 3 * hidden * config.dense_intermediate_size
+    layers = config.num_layers * (attention + norm + 2 * hidden)
+    layers += num_moe * moe + (config.num_layers - num_moe) * dense
+    return layers + 2 * config.vocab_size * hidden + hidden
+
+
+def num_layer_parameters(
+    config: MoEConfig, hidden_size: int, *, num_local: int, tp_size: int
+) -> int:
+    """Return the number of parameters of one rank's MoE layer; arguments of check_layer_memory."""
+    num_up = 2 if config.activation == "swiglu" else 1
+    size = config.intermediate_size // tp_size
+    expert = (num_up + 1) * hidden_size * size
+    if config.expert_bias:
+        expert += num_up * size + hidden_size
+    shared = (num_up + 1) * hidden_size * config.shared_intermediate_size
+    gate = hidden_size if config.shared_gate and config.shared_intermediate_size else 0
+    return config.num_experts * hidden_size + num_local * expert + shared + gate
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory of a device, None if it allocates none, as "meta" does.
+
+    Raises:
+        RuntimeError: torch sees no such CUDA device.
+    """
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise RuntimeError(f"device ({device}) must be one of {count} CUDA devices")
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _check_fits(needed: int, sizes: dict[str, int], *, device: torch.device, use: str) -> None:
+    is_real = type(torch.empty(0)) is torch.Tensor  # fake tensors take no memory
+    available = total_memory(device) if is_real else None
+    if available is not None and needed > available:
+        listed = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+        raise ValueError(
+            f"{listed} must fit into the memory of {device}, {available / 1e9:.1f} GB, and need "
+            f"at least {needed / 1e9:.1f} GB {use}"
+        )

@@ -1,0 +1,165 @@
+"""The manifest of a checkpoint: its step, and the size and checksum of each of its files."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+
+from halley.core.json_file import read_json
+
+
+MANIFEST_FILE = "manifest.json"
+_MAX_MANIFEST_BYTES = 64 << 20
+_HASH_BLOCK_BYTES = 1 << 20
+# A name that cannot lead out of the folder.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What the manifest says of one file.
+
+    Attributes:
+        num_bytes: its size.
+        checksum: XXH3-128 of its content in hexadecimal; None in checkpoints of version 0.1, which
+            have none.
+    """
+
+    num_bytes: int
+    checksum: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of a manifest.
+
+    Attributes:
+        step: training steps done.
+        notes: what the run wrote down beside the tensors; values that JSON can hold.
+        files: the files of the checkpoint by name, the manifest itself left out.
+    """
+
+    step: int
+    notes: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+def write_manifest(
+    folder: Path, *, step: int, notes: Mapping[str, object], checksums: Mapping[str, str]
+) -> None:
+    """Write the manifest of a folder and flush it to the disk.
+
+    Args:
+        checksums: of every file in the folder, as from ``compute_checksum``.
+    """
+    files = {
+        name: {"num_bytes": (folder / name).stat().st_size, "xxh3_128": checksum}
+        for name, checksum in sorted(checksums.items())
+    }
+    content = {"step": step, "torch": torch.__version__, "notes": dict(notes), "files": files}
+    content["xxh3_128"] = _checksum_of_json(content)
+    with (folder / MANIFEST_FILE).open("w", encoding="ascii") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint; its files are not read.
+
+    Raises:
+        ValueError: the manifest is missing or damaged; the text says how.
+    """
+    path = folder / MANIFEST_FILE
+    if not os.path.lexists(path):
+        raise ValueError(f"{MANIFEST_FILE} is missing")
+    if path.is_symlink():
+        raise ValueError(f"{MANIFEST_FILE} is a link")
+    try:
+        table = read_json(path, what="the manifest", max_bytes=_MAX_MANIFEST_BYTES)
+        return _parse(table)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST_FILE} is damaged: {error}") from error
+
+
+def find_file_defect(folder: Path, name: str, record: FileRecord) -> str | None:
+    """Return how a file differs from its record, or None if it does not. Reads the whole file."""
+    if defect := find_size_defect(folder, name, record):
+        return defect
+    try:
+        if record.checksum not in (None, compute_checksum(folder / name)):
+            return f"{name} is damaged: its checksum is not that of {MANIFEST_FILE}"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def find_size_defect(folder: Path, name: str, record: FileRecord) -> str | None:
+    """Return why a file cannot be the recorded one, or None; looks at its size only."""
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        return f"{name} is missing"
+    num_bytes = path.stat().st_size
+    if num_bytes != record.num_bytes:
+        return f"{name} has {num_bytes} bytes instead of {record.num_bytes}"
+    return None
+
+
+def compute_checksum(path: Path) -> str:
+    """Return the XXH3-128 of a file in hexadecimal.
+
+    XXH3 finds accidental damage at the speed of memory; it is no defence against forgery.
+    """
+    # Not a memory map: a file that is cut short meanwhile would kill the process with SIGBUS.
+    block = memoryview(bytearray(_HASH_BLOCK_BYTES))
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(block):
+            digest.update(block[:num_bytes])
+    return digest.hexdigest()
+
+
+def _parse(value: object) -> Manifest:
+    if not isinstance(value, dict):
+        raise ValueError("it must be an object")
+    table = cast(dict[str, Any], value)
+    checksum = table.pop("xxh3_128", None)
+    # Version 0.1 wrote no checksums.
+    if checksum is not None and checksum != _checksum_of_json(table):
+        raise ValueError("its content does not have its checksum")
+    step, notes, files = table.get("step"), table.get("notes", {}), table.get("files")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step ({step!r}) must be an integer of at least 0")
+    if not isinstance(notes, dict):
+        raise ValueError("notes must be an object")
+    if not isinstance(files, dict) or not files:
+        raise ValueError("files must be an object with at least one file")
+    records = {
+        name: _parse_record(name, entry) for name, entry in cast(dict[str, object], files).items()
+    }
+    return Manifest(step=step, notes=cast(dict[str, Any], notes), files=records)
+
+
+def _parse_record(name: str, entry: object) -> FileRecord:
+    if not _PLAIN_NAME.fullmatch(name) or name in (".", "..", MANIFEST_FILE):
+        raise ValueError(f"the file name {name!r} must be a plain name inside the folder")
+    num_bytes, checksum = entry, None
+    if isinstance(entry, dict):
+        fields = cast(dict[str, object], entry)
+        num_bytes, checksum = fields.get("num_bytes"), fields.get("xxh3_128")
+        if not isinstance(checksum, str):
+            raise ValueError(f"the checksum of {name} must be a string")
+    if type(num_bytes) is not int or num_bytes < 0:
+        raise ValueError(f"the size of {name} ({num_bytes!r}) must be an integer of at least 0")
+    return FileRecord(num_bytes=num_bytes, checksum=checksum)
+
+
+def _checksum_of_json(table: Mapping[str, object]) -> str:
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode("ascii"))

@@ -1,0 +1,134 @@
+"""A lock on the folder of a run, so that two runs never write to it at the same time.
+
+``flock`` on ``run.lock`` decides, and the kernel drops it with the process, however that ends. The
+file names the owner for the error message. Some shared file systems keep ``flock`` local to a host;
+there an owner on another host is recognised by the modification time of the file, which the owner
+renews.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from halley.core.json_file import parse_json
+
+
+LOCK_FILE = "run.lock"
+RENEW_S = 5.0
+_WATCH_S = 3 * RENEW_S  # without a renewal in this time, an owner on another host is gone
+_PATIENCE_S = 3.0  # a rank that was killed needs a moment to let go
+_MAX_BYTES = 4096
+
+
+@contextmanager
+def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Hold the lock of a run's folder.
+
+    Args:
+        folder: exists and is writable.
+        patience_s: how long to wait for an owner that is about to end.
+
+    Raises:
+        ValueError: another process holds the lock; names its host, number and start.
+    """
+    path = folder / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise ValueError(f"{path} must be a file to write: {error.strerror}") from error
+    try:
+        _lock(descriptor, path, patience_s=patience_s)
+        _wait_for_other_host(descriptor, path)
+        _write(descriptor, {"host": _host(), "pid": os.getpid(), "started": _now()})
+        ended = threading.Event()
+        renewer = threading.Thread(
+            target=_renew, args=(descriptor, ended), name="halley-lock", daemon=True
+        )
+        renewer.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            renewer.join()
+            # The file stays: a process that waits for it must not lock a file that is gone.
+            _write(descriptor, {})
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise _in_use(path, _read(descriptor)) from None
+        except OSError as error:
+            warnings.warn(
+                f"{path} cannot be locked ({error.strerror}): only runs on other hosts are "
+                "recognised",
+                stacklevel=4,
+            )
+            return
+        time.sleep(0.1)
+
+
+def _wait_for_other_host(descriptor: int, path: Path) -> None:
+    """Make sure that an owner on another host, which left its name in the file, is gone."""
+    owner = _read(descriptor)
+    if not owner or owner.get("host") == _host():
+        return
+    renewed_ns = os.fstat(descriptor).st_mtime_ns
+    deadline_s = time.monotonic() + _WATCH_S
+    while time.monotonic() < deadline_s:
+        time.sleep(RENEW_S / 5)
+        if os.fstat(descriptor).st_mtime_ns != renewed_ns:
+            raise _in_use(path, _read(descriptor))
+
+
+def _renew(descriptor: int, ended: threading.Event) -> None:
+    while not ended.wait(RENEW_S):
+        os.utime(descriptor)
+
+
+def _in_use(path: Path, owner: dict[str, Any]) -> ValueError:
+    name = "another process"
+    if owner:
+        name = "process {pid} on host {host}, started {started}".format_map(
+            {"pid": "?", "host": "?", "started": "?"} | owner
+        )
+    return ValueError(
+        f"output ({path.parent}) must not be in use by another run: {name}, is training in it"
+    )
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    content = os.pread(descriptor, _MAX_BYTES, 0).decode("ascii", errors="replace")
+    try:
+        owner = parse_json(content, where=LOCK_FILE)
+    except ValueError:  # empty, or its owner was killed while it wrote
+        return {}
+    return cast(dict[str, Any], owner) if isinstance(owner, dict) else {}
+
+
+def _write(descriptor: int, owner: dict[str, object]) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(owner).encode("ascii"), 0)
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z")

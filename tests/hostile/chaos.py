@@ -1,0 +1,368 @@
+"""Disturb a training run again and again, and check that it ends as if nothing had happened.
+
+    python -m tests.hostile.chaos --seed 3 --faults 30
+
+Three CPU ranks train a small model. In each round one fault hits the run: ranks are killed, stopped
+or told to end, may write no more, files of checkpoints are damaged, or a second run starts in the
+same folder. The run is then started again. The script checks that
+
+- the ranks that are left end within a minute and name the rank that was hit,
+- the run goes on from the newest checkpoint that is complete, so no step in it is lost,
+- with no complete checkpoint left the run ends with exit code 2 and changes no file,
+- the losses of all steps are in the end those of an undisturbed run, bit for bit.
+
+Exit code 1 and a line that names seed and round tell of a failure.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from tests.damage import flip_bytes, hash_tree
+from tests.hostile.chaos_ranks import Ranks, make_context, start_ranks
+
+
+NUM_RANKS = 3
+NUM_STEPS = 260
+STEPS_LIMIT_S = 90.0
+SETTINGS = [
+    "device=cpu",
+    "model.hidden_size=64",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=16",
+    "model.moe.num_experts=6",
+    "model.moe.intermediate_size=64",
+    "data.seq_len=64",
+    "train.batch_size=4",
+    f"train.num_steps={NUM_STEPS}",
+    "train.log_every=1000",
+    "checkpoint.every_steps=4",
+    "checkpoint.keep=3",
+]
+
+
+class Chaos:
+    """One disturbed run.
+
+    Args:
+        folder: for the text, the runs and what the ranks print.
+        seed: of the kinds, the places and the times of the faults.
+    """
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.folder, self.output = folder, folder / "run"
+        self.checkpoints = self.output / "checkpoints"
+        self.context = make_context()
+        self.text = folder / "text.txt"
+        words = ["expert", "token", "router", "rank", "gate", "\n"]
+        draw = random.Random(0)
+        self.text.write_text(" ".join(draw.choice(words) for _ in range(20_000)))
+        self.faults: list[Callable[[], None]] = [
+            self.kill_all,
+            self.kill_one,
+            self.kill_while_saving,
+            self.stop_one,
+            self.tell_one_to_end,
+            self.tell_all_to_end,
+            self.starve_of_disk,
+            self.damage_newest,
+            self.damage_all,
+            self.start_twice,
+        ]
+
+    def start(self, output: Path | None = None, *, logs: str = "logs") -> Ranks:
+        place = self.folder / logs
+        place.mkdir(exist_ok=True)
+        argv = ["train", f"--data={self.text}", f"--output={output or self.output}"]
+        argv += [f"--set={setting}" for setting in SETTINGS]
+        return start_ranks(self.context, argv, num_ranks=NUM_RANKS, logs=place)
+
+    def run_to_the_end(self, output: Path | None = None) -> None:
+        """Train to the last step and check that all ranks say that they are done."""
+        newest = self.newest_complete() if output is None else 0
+        ranks = self.start(output)
+        deadline_s = time.monotonic() + 4 * STEPS_LIMIT_S
+        while any(process.is_alive() for process in ranks.processes):
+            assert time.monotonic() < deadline_s, "the run hangs"
+            time.sleep(0.05)
+        codes = ranks.wait()
+        assert codes == [0] * NUM_RANKS, f"exit codes {codes}: {ranks.text(0)[-800:]}"
+        self.check_resumed(ranks, newest)
+
+    def losses(self, output: Path | None = None) -> list[float]:
+        lines = (output or self.output).joinpath("metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+        return [row["loss"] for row in rows]
+
+    def step(self) -> int:
+        """Return the last step in the metrics."""
+        path = self.output / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def run_some_steps(self, *, most: int = 8) -> Ranks:
+        """Start the run, check from where it goes on, and let it take a few steps."""
+        newest = self.newest_complete()
+        ranks = self.start()
+        wanted = newest + self.draw.randint(2, most)
+        deadline_s = time.monotonic() + STEPS_LIMIT_S
+        while not (self.text_of_start(ranks) and self.step() >= wanted):
+            assert time.monotonic() < deadline_s, f"no step {wanted}: {ranks.text(0)[-800:]}"
+            assert ranks.processes[0].is_alive(), f"rank 0 ended: {ranks.text(0)[-800:]}"
+            time.sleep(0.005)
+        self.check_resumed(ranks, newest)
+        return ranks
+
+    def text_of_start(self, ranks: Ranks) -> str:
+        return next(
+            (line for line in ranks.text(0).splitlines() if "parameters a rank" in line), ""
+        )
+
+    def check_resumed(self, ranks: Ranks, newest: int) -> None:
+        told = self.text_of_start(ranks)
+        want = f", resumed after step {newest}" if newest else "float32"
+        assert told.endswith(want), f"checkpoint {newest} is complete, but: {told}"
+
+    def newest_complete(self) -> int:
+        """Return the step of the newest checkpoint whose files have their checksums, or 0."""
+        steps = [int(path.name[5:]) for path in self.complete_checkpoints()]
+        return max(steps, default=0)
+
+    def complete_checkpoints(self) -> list[Path]:
+        return [path for path in sorted(self.checkpoints.glob("step-????????")) if _is_whole(path)]
+
+    # The faults. Each leaves no process behind.
+
+    def kill_all(self) -> None:
+        ranks = self.run_some_steps()
+        for rank in self.draw.sample(range(NUM_RANKS), NUM_RANKS):
+            ranks.signal(rank, signal.SIGKILL)
+        ranks.wait()
+
+    def kill_while_saving(self) -> None:
+        ranks = self.run_some_steps()
+        deadline_s = time.monotonic() + STEPS_LIMIT_S
+        while not list(self.checkpoints.glob("*.tmp")):
+            assert time.monotonic() < deadline_s, "no checkpoint was begun"
+            assert ranks.processes[0].is_alive(), f"rank 0 ended: {ranks.text(0)[-800:]}"
+        time.sleep(self.draw.random() * 0.02)
+        for rank in range(NUM_RANKS):
+            ranks.signal(rank, signal.SIGKILL)
+        ranks.wait()
+
+    def kill_one(self) -> None:
+        self.lose_one(signal.SIGKILL)
+
+    def stop_one(self) -> None:
+        self.lose_one(signal.SIGSTOP)
+
+    def lose_one(self, number: int) -> None:
+        """Take one rank away and check that the others end and name it."""
+        ranks = self.run_some_steps()
+        victim = self.draw.randrange(NUM_RANKS)
+        ranks.signal(victim, number)
+        left = [rank for rank in range(NUM_RANKS) if rank != victim]
+        deadline_s = time.monotonic() + 60.0
+        while any(ranks.processes[rank].is_alive() for rank in left):
+            assert time.monotonic() < deadline_s, f"ranks hang without rank {victim}"
+            time.sleep(0.05)
+        ranks.kill()
+        for rank in left:
+            assert ranks.processes[rank].exitcode != 0
+            assert f"rank {victim}" in ranks.text(rank), (
+                f"rank {rank} does not name rank {victim}: {ranks.text(rank)[-800:]}"
+            )
+
+    def tell_one_to_end(self) -> None:
+        self.tell_to_end([self.draw.randrange(NUM_RANKS)])
+
+    def tell_all_to_end(self) -> None:
+        self.tell_to_end(list(range(NUM_RANKS)))
+
+    def tell_to_end(self, told: list[int]) -> None:
+        """Ask ranks to end and check that they do so with a checkpoint of their last step."""
+        ranks = self.run_some_steps()
+        number = self.draw.choice([signal.SIGINT, signal.SIGTERM])
+        for rank in told:
+            ranks.signal(rank, number)
+        codes = ranks.wait()
+        ranks.kill()
+        if self.step() < NUM_STEPS:
+            assert codes == [128 + number] * NUM_RANKS, f"codes {codes}: {ranks.text(0)[-800:]}"
+        assert self.newest_complete() == self.step()
+
+    def starve_of_disk(self) -> None:
+        """Let one rank write no more than a few bytes to a file, until the run ends of it."""
+        ranks = self.run_some_steps()
+        victim = self.draw.randrange(NUM_RANKS)
+        complete = self.newest_complete()
+        resource.prlimit(ranks.pid(victim), resource.RLIMIT_FSIZE, (1 << 12, 1 << 12))
+        codes = ranks.wait()
+        ranks.kill()
+        assert None not in codes, "ranks hang"
+        assert all(codes), f"codes {codes}"
+        assert "File too large" in ranks.text(victim), ranks.text(victim)[-800:]
+        assert self.newest_complete() >= complete
+        assert not list(self.checkpoints.glob("*.tmp")), "a half folder is left"
+
+    def damage_newest(self) -> None:
+        """Damage the newest of several checkpoints: the run must go on from the one before."""
+        if len(self.complete_checkpoints()) < 2:
+            self.tell_to_end([0])
+        if len(self.complete_checkpoints()) < 2:
+            return
+        newest = self.newest_complete()
+        self.damage(self.checkpoints / f"step-{newest:08d}")
+        assert self.newest_complete() < newest
+        self.kill_all()
+
+    def damage_all(self) -> None:
+        """Damage all checkpoints: the run must end and change nothing; then put them back."""
+        if not self.complete_checkpoints():
+            self.tell_to_end([0])
+        complete = self.complete_checkpoints()
+        backup = self.folder / "backup"
+        shutil.copytree(self.checkpoints, backup)
+        for path in complete:
+            self.damage(path)
+        before = hash_tree(self.output, leave_out={"run.lock"})
+        ranks = self.start()
+        codes = ranks.wait()
+        ranks.kill()
+        assert codes == [2] * NUM_RANKS, f"codes {codes}: {ranks.text(0)[-800:]}"
+        for path in complete:
+            assert f"checkpoint {path} is damaged" in ranks.text(0)
+        assert hash_tree(self.output, leave_out={"run.lock"}) == before, "files have changed"
+        shutil.rmtree(self.checkpoints)
+        backup.rename(self.checkpoints)
+
+    def damage(self, path: Path) -> None:
+        file = path / self.draw.choice(
+            ["manifest.json", ".metadata", "__0_0.distcp", "__2_0.distcp"]
+        )
+        kind = self.draw.choice(["flip", "cut", "remove", "empty", "folder"])
+        if kind == "flip":
+            flip_bytes(file, num_bytes=self.draw.choice([1, 4000]))
+        elif kind == "cut":
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        elif kind == "empty":
+            file.write_bytes(b"")
+        else:
+            file.unlink()
+            if kind == "folder":
+                file.mkdir()
+
+    def start_twice(self) -> None:
+        """Start a second run in the folder of the first, which must go on undisturbed."""
+        ranks = self.run_some_steps()
+        second = self.start(logs="second")
+        codes = second.wait()
+        second.kill()
+        if self.step() < NUM_STEPS:
+            assert codes == [2] * NUM_RANKS, f"codes {codes}: {second.text(0)[-800:]}"
+            told = f"must not be in use by another run: process {ranks.pid(0)} on host"
+            assert told in second.text(0), second.text(0)[-800:]
+        for rank in range(NUM_RANKS):
+            ranks.signal(rank, signal.SIGKILL)
+        ranks.wait()
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        files = json.loads((path / "manifest.json").read_text())["files"]
+        return (
+            all(
+                xxhash.xxh3_128_hexdigest((path / name).read_bytes()) == entry["xxh3_128"]
+                for name, entry in files.items()
+            )
+            and {".metadata", "__0_0.distcp"} <= files.keys()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def disturb(seed: int, *, num_faults: int, limit_s: float) -> int:
+    """Run one seed; return the number of faults, fewer than asked if the time or the run ended."""
+    with tempfile.TemporaryDirectory(prefix="halley-chaos-") as name:
+        chaos = Chaos(Path(name), seed=seed)
+        start_s = time.monotonic()
+        whole = chaos.folder / "whole"
+        chaos.run_to_the_end(whole)
+        reference = chaos.losses(whole)
+        order: list[Callable[[], None]] = []
+        count = 0
+        while count < num_faults and time.monotonic() - start_s < limit_s:
+            if not order:
+                order = chaos.draw.sample(chaos.faults, len(chaos.faults))
+            fault = order.pop()
+            if chaos.step() + 10 > NUM_STEPS:
+                break
+            count += 1
+            fault_s = time.monotonic()
+            try:
+                fault()
+            except BaseException as error:
+                raise RuntimeError(
+                    f"seed {seed}, fault {count} {fault.__name__}: {error}"
+                ) from error
+            say(
+                f"seed {seed} fault {count:2d} {fault.__name__:18s} step {chaos.step():3d} "
+                f"{time.monotonic() - fault_s:5.1f} s"
+            )
+        chaos.run_to_the_end()
+        assert chaos.losses() == reference, f"seed {seed}: the losses differ"
+        return count
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds a seed")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for seed in range(options.seed, options.seed + options.seeds):
+        start_s = time.monotonic()
+        try:
+            count = disturb(seed, num_faults=options.faults, limit_s=options.limit_s)
+        except (AssertionError, RuntimeError) as error:
+            say(f"chaos: FAILED: {error}")
+            return 1
+        say(
+            json.dumps(
+                {
+                    "case": "chaos",
+                    "seed": seed,
+                    "faults": count,
+                    "steps": NUM_STEPS,
+                    "bit_equal": True,
+                    "seconds": round(time.monotonic() - start_s, 1),
+                }
+            )
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Start the ranks of a training run from a fork server, so that a start takes no time to import."""
+
+import multiprocessing
+import os
+import socket
+import time
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+
+END_LIMIT_S = 60.0  # within which the ranks that are left must end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes of one run, by rank, and the files that take what they print."""
+
+    processes: list[ForkServerProcess]
+    logs: list[Path]
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank unless it has ended."""
+        if self.processes[rank].is_alive():
+            os.kill(self.pid(rank), number)
+
+    def wait(self) -> list[int | None]:
+        """Wait up to ``END_LIMIT_S`` for all ranks; return exit codes, None for who still runs."""
+        deadline_s = time.monotonic() + END_LIMIT_S
+        for process in self.processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        """Kill what is left."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def text(self, rank: int) -> str:
+        """Return what a rank has printed."""
+        return self.logs[rank].read_text(errors="replace")
+
+
+def make_context() -> ForkServerContext:
+    """Return the context whose server has imported Halley."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["halley.cli.main", __name__])
+    return context
+
+
+def start_ranks(
+    context: ForkServerContext, argv: list[str], *, num_ranks: int, logs: Path
+) -> Ranks:
+    """Start ``halley <argv>`` on ranks as torchrun would.
+
+    Args:
+        logs: a folder for what they print.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    ranks = Ranks(processes=[], logs=[logs / f"rank{rank}.log" for rank in range(num_ranks)])
+    for rank, log in enumerate(ranks.logs):
+        environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = context.Process(target=_run_rank, args=(argv, environment, log), daemon=True)
+        process.start()
+        ranks.processes.append(process)
+    return ranks
+
+
+def _run_rank(argv: list[str], environment: dict[str, str], log: Path) -> None:
+    os.environ.update(environment)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import torch
+
+    from halley.cli.main import main
+
+    torch.set_num_threads(1)
+    os._exit(main(argv))

@@ -1,0 +1,259 @@
+"""Ranks that differ, skip a pass, stop or die: the others end with an error that names them."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, Routing
+from halley.moe.strategy import build_strategy
+from halley.strategies.sequential import SequentialStrategy
+from halley.symm.peers import compare_ranks
+from halley.symm.ranks import place_in
+from halley.train.watchdog import EXIT_LOST_PEER
+from tests.hostile.peer_rank import BAD_RANK, BAD_STEP, TIMES, Ends, Fault, run_jobs
+from tests.rank_pool import RunRanks
+
+
+CPU = torch.device("cpu")
+COLLECTIVE = ("sequential", "chunked", "gathered", "functional", "auto")
+LAYER = {"hidden_size": 16, "num_local": 2, "top_k": 2, "tp_size": 1, "dtype": "float32"}
+# The property of rank 1, the strategies that it matters to, and the error.
+DIFFERENCES = (
+    ("hidden_size", 32, (*COLLECTIVE, "fused"), "hidden_size (16 on {0}, 32 on rank 1)"),
+    ("num_local", 4, (*COLLECTIVE, "fused"), "num_experts ({E} on {0}, {2E} on rank 1)"),
+    ("dtype", "bfloat16", (*COLLECTIVE[:-1], "fused"), "dtype (torch.float32 on {0}, torch.bf"),
+    ("dtype", "bfloat16", ("auto",), "element_bytes (4 on {0}, 2 on rank 1)"),
+    ("top_k", 1, ("chunked", "gathered", "auto", "fused"), "top_k (2 on {0}, 1 on rank 1)"),
+    ("tp_size", None, (*COLLECTIVE, "fused"), "tp_size (1 on {0}, {W} on rank 1)"),
+)
+
+
+def _layer(strategy: str, layer: Mapping[str, object]) -> torch.Tensor:
+    """Run one layer of that strategy in the default group."""
+    sizes = {name: int(str(layer[name])) for name in LAYER if name != "dtype"}
+    dtype = getattr(torch, str(layer["dtype"]))
+    hidden_size, num_local, top_k = sizes["hidden_size"], sizes["num_local"], sizes["top_k"]
+    built = build_strategy(
+        strategy,
+        dist.group.WORLD,
+        recorder=Recorder(CPU, enabled=False),
+        device=CPU,
+        tp_size=sizes["tp_size"],
+    )
+    experts = Experts(
+        up_LGD=torch.ones(num_local, 32, hidden_size, dtype=dtype),
+        down_LDF=torch.ones(num_local, hidden_size, 16, dtype=dtype),
+    )
+    idx_TK = torch.arange(top_k).expand(3, top_k).contiguous()
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=torch.ones(3, top_k))
+    return built.forward(torch.ones(3, hidden_size, dtype=dtype), routing, experts)
+
+
+def _run_different_layers(rank: int, num_ranks: int) -> dict[str, str]:
+    """Return the error of this rank by property and strategy."""
+    errors: dict[str, str] = {}
+    for name, value, strategies, _ in DIFFERENCES:
+        own = {name: value or num_ranks} if rank == BAD_RANK else {}
+        for strategy in strategies:
+            with pytest.raises(ValueError, match="must be the same") as caught:
+                _layer(strategy, {**LAYER, **own})
+            errors[f"{name} {strategy}"] = str(caught.value)
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_differ_get_one_error_before_any_collective(
+    run_ranks: RunRanks, num_ranks: int
+) -> None:
+    errors_W = run_ranks(_run_different_layers, num_ranks)
+    others = "rank 0" if num_ranks == 2 else "ranks 0 and 2"
+    for name, _, strategies, pattern in DIFFERENCES:
+        values = {"{0}": others, "{E}": 2 * num_ranks, "{2E}": 4 * num_ranks, "{W}": num_ranks}
+        for word, value in values.items():
+            pattern = pattern.replace(word, str(value))
+        for strategy in strategies:
+            texts = {errors[f"{name} {strategy}"] for errors in errors_W}
+            assert len(texts) == 1, "the ranks tell different things"
+            assert pattern in texts.pop()
+
+
+def _run_different_strategies(rank: int, num_ranks: int) -> str:
+    with pytest.raises(ValueError, match="must be the same") as caught:
+        _layer("sequential" if rank else "functional", LAYER)
+    return str(caught.value)
+
+
+def test_ranks_with_different_strategies_get_one_error(run_ranks: RunRanks) -> None:
+    error = (
+        "strategy (functional on rank 0, sequential on ranks 1 and 2) must be the same on all "
+        "ranks that run an MoE layer together"
+    )
+    assert run_ranks(_run_different_strategies, 3) == [error] * 3
+
+
+def _miss_one_comparison(rank: int, num_ranks: int) -> str:
+    group = dist.new_group()  # which no other test uses
+    if rank == BAD_RANK:
+        return ""
+    assert isinstance(group, dist.ProcessGroup)
+    store = group.get_group_store()
+    before = store.timeout  # pyright: ignore[reportAttributeAccessIssue]
+    store.set_timeout(0.3 * before / before.total_seconds())
+    try:
+        with pytest.raises(RuntimeError, match="did not come") as caught:
+            compare_ranks("an MoE layer", {"hidden_size": 16}, group=group)
+    finally:
+        store.set_timeout(before)
+    return str(caught.value)
+
+
+def test_rank_that_meets_no_new_layer_is_named_on_the_others(run_ranks: RunRanks) -> None:
+    errors_W = run_ranks(_miss_one_comparison, 3)
+    for rank in (0, 2):
+        assert errors_W[rank] == (
+            f"rank {rank}: rank 1 did not come to the first call of an MoE layer within 0.3 s: all "
+            "ranks of a group must run the same layers, in the same order"
+        )
+
+
+def _run_passes_in_another_order(rank: int, num_ranks: int) -> str:
+    """Run two layers forward; rank 1 then runs a third, the others a backward."""
+    strategy = SequentialStrategy(dist.group.WORLD, recorder=Recorder(CPU))
+    x_TD = torch.ones(3, 16, requires_grad=True)
+    experts = Experts(up_LGD=torch.ones(2, 32, 16), down_LDF=torch.ones(2, 16, 16))
+    idx_TK = torch.zeros(3, 1, dtype=torch.int64)
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=torch.ones(3, 1))
+    total = sum(strategy.forward(x_TD, routing, experts).sum() for _ in range(2))
+    assert isinstance(total, torch.Tensor)
+    third = partial(strategy.forward, x_TD, routing, experts)
+    run = third if rank == BAD_RANK else total.backward
+    with pytest.raises(RuntimeError, match="different passes") as caught:
+        run()
+    return str(caught.value)
+
+
+def test_ranks_in_different_passes_get_an_error_and_no_wrong_numbers(run_ranks: RunRanks) -> None:
+    errors_W = run_ranks(_run_passes_in_another_order, 3)
+    assert errors_W == [
+        f"rank {rank}: the ranks run different passes of strategy sequential: ranks 0 and 2 in the "
+        "backward pass of call 2, rank 1 in the forward pass of call 3; all ranks must run their "
+        "layers, forward and backward, in the same order"
+        for rank in range(3)
+    ]
+
+
+def _use_a_group_of_others(rank: int, num_ranks: int) -> str:
+    group = dist.new_group([0])
+    if rank == 0:
+        return ""
+    with pytest.raises(ValueError, match="no member") as caught:
+        SequentialStrategy(group, recorder=Recorder(CPU))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="no member"):
+        place_in(group)  # pyright: ignore[reportArgumentType]
+    return str(caught.value)
+
+
+def test_group_without_this_rank_is_refused(run_ranks: RunRanks) -> None:
+    error = run_ranks(_use_a_group_of_others, 2)[1]
+    assert re.fullmatch(
+        r"group \(.*\) must be one that this process belongs to: rank 1 of the default group is no "
+        "member",
+        error,
+    )
+
+
+def test_tp_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^tp_size \(2\) must be at least 1 and divide the ranks"):
+        SequentialStrategy(None, recorder=Recorder(CPU), tp_size=2)
+
+
+def _pass_name(fault: Fault) -> str:
+    if fault.strategy == "fused":
+        return "a pass of a fused layer"
+    direction = "backward" if fault.kind == "skip backward" else "forward"
+    return f"the start of the {direction} pass of call {BAD_STEP} of strategy {fault.strategy}"
+
+
+def _check_stuck(fault: Fault, ends: Ends) -> None:
+    for rank, (code, lines) in ends.items():
+        assert code in (1, EXIT_LOST_PEER)
+        text = re.sub(r"^\w+: |, operation \d+", "", "".join(lines))
+        assert text == (
+            f"rank {rank} cannot go on, since no rank has begun another operation for "
+            f"{TIMES['deadlock_s']:g} s: rank 0 waits in {_pass_name(fault)} (step {BAD_STEP}), "
+            f"rank 1 waits in all_reduce of torch.distributed (step {BAD_STEP})"
+        ), fault
+
+
+def _check_lost(fault: Fault, ends: Ends) -> None:
+    for rank, (code, lines) in ends.items():
+        assert code in (1, EXIT_LOST_PEER)
+        text = re.sub(r"^\w+: ", "", "".join(lines))
+        assert text == f"rank {rank} lost rank 1 (no heartbeat for 2 s) in step {BAD_STEP}", fault
+
+
+SKIPS = ("skip forward", "skip backward")
+
+
+def test_watchdog_names_the_operations_of_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+    faults = [
+        Fault(kind=kind, strategy=strategy, watched=True, num_ranks=2)
+        for kind in SKIPS
+        for strategy in ("sequential", "chunked")
+    ]
+    for fault, ends in zip(faults, run_jobs(faults, tmp_path), strict=True):
+        assert len(ends) == 2
+        _check_stuck(fault, ends)
+
+
+@pytest.mark.parametrize("kind", SKIPS)
+def test_watchdog_names_the_operations_of_fused_layers(kind: str, tmp_path: Path) -> None:
+    fault = Fault(kind=kind, strategy="fused", watched=True, num_ranks=2)
+    (ends,) = run_jobs([fault], tmp_path)
+    assert len(ends) == 2
+    _check_stuck(fault, ends)
+
+
+def test_watchdog_names_a_lost_or_stopped_rank(tmp_path: Path) -> None:
+    faults = [
+        Fault(kind="kill", strategy="sequential", watched=True),
+        Fault(kind="stop", strategy="chunked", watched=True),
+    ]
+    for fault, ends in zip(faults, run_jobs(faults, tmp_path), strict=True):
+        assert set(ends) == {0, 2}
+        _check_lost(fault, ends)
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_lost_rank_of_a_fused_layer_is_named_and_a_new_run_works(kind: str, tmp_path: Path) -> None:
+    fault = Fault(kind=kind, strategy="fused", watched=True, num_ranks=2)
+    (ends,) = run_jobs([fault], tmp_path / "first")
+    assert set(ends) == {0}
+    _check_lost(fault, ends)
+    again = dataclasses.replace(fault, kind="none", watched=False)
+    assert run_jobs([again], tmp_path / "again") == [dict.fromkeys(range(2), (0, []))]
+
+
+def test_without_a_watchdog_the_collective_names_the_rank(tmp_path: Path) -> None:
+    kinds = {"kill": "sequential", "stop": "chunked", "skip backward": "sequential"}
+    faults = [
+        Fault(kind=kind, strategy=strategy, watched=False, timeout_s=2.0)
+        for kind, strategy in kinds.items()
+    ]
+    for fault, ends in zip(faults, run_jobs(faults, tmp_path), strict=True):
+        for rank in (0, 2):
+            code, lines = ends[rank]
+            text = re.sub(r"operation \d+", "operation N", "".join(lines))
+            assert code == 1
+            assert text.startswith(
+                f"RuntimeError: rank {rank} failed in {_pass_name(fault)} (operation N of this "
+                "process): rank 1 did not report within 3 s: lost, stopped, or in another "
+                "operation; "
+            )

@@ -1,0 +1,94 @@
+"""Estimates of memory: exact numbers of parameters, and refusals on either side of the limit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from halley.core.config import OptimizerConfig, RunConfig, TrainConfig
+from halley.core.models import NAMED_MODELS
+from halley.core.timeline import Recorder
+from halley.moe.memory_check import (
+    check_layer_memory,
+    check_memory,
+    num_parameters,
+    total_memory,
+    training_bytes,
+)
+from halley.moe.model import MoETransformer
+from halley.moe.parallel import ParallelGroups
+from halley.moe.strategy import build_strategy
+
+
+CPU = torch.device("cpu")
+TINY = NAMED_MODELS["tiny"]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("name", NAMED_MODELS)
+def test_number_of_parameters_is_that_of_the_model(name: str, activation: Any) -> None:
+    """An estimate above the model's own size would refuse models that fit."""
+    config = NAMED_MODELS[name]
+    config = replace(config, moe=replace(config.moe, activation=activation))
+    number = sum(parameter.numel() for parameter in _model(config).parameters())
+    assert num_parameters(config, ep_size=1, tp_size=1) == number
+
+
+def test_experts_are_divided_over_ranks() -> None:
+    whole = num_parameters(TINY, ep_size=1, tp_size=1)
+    expert = 3 * 128 * 256  # gate, up and down
+    assert whole - num_parameters(TINY, ep_size=4, tp_size=1) == 4 * 6 * expert
+    assert whole - num_parameters(TINY, ep_size=4, tp_size=2) == 4 * 6 * expert
+    assert whole - num_parameters(TINY, ep_size=4, tp_size=4) == 4 * 6 * expert
+
+
+def test_bytes_of_training_state() -> None:
+    number = num_parameters(TINY, ep_size=1, tp_size=1)
+    tokens = 8 * 256 * (256 + 128)  # logits and hidden states
+    run = RunConfig(model=TINY)
+    assert training_bytes(run, num_ranks=1) == number * 16 + tokens * 4
+    sgd = replace(run, optimizer=OptimizerConfig(kind="sgd"))
+    assert training_bytes(sgd, num_ranks=1) == number * 8 + tokens * 4
+    half = replace(run, train=TrainConfig(dtype="bfloat16"))
+    assert training_bytes(half, num_ranks=1) == number * (2 + 2 + 4 + 8) + tokens * 2
+
+
+def test_limit_is_the_memory_of_the_device() -> None:
+    run = RunConfig(model=TINY)
+    available = total_memory(CPU)
+    assert available is not None
+    need = training_bytes(run, num_ranks=1)
+    check_memory(run, num_ranks=1, device=CPU)
+    check_memory(run, num_ranks=1, device=CPU, num_sharing=available // need)
+    with pytest.raises(ValueError, match=r"of training state on the \d+ ranks that share it$"):
+        check_memory(run, num_ranks=1, device=CPU, num_sharing=available // need + 1)
+
+
+def test_memory_that_is_not_taken_is_not_checked() -> None:
+    """Plans and exports make large models on "meta" or of fake tensors."""
+    place = {"num_local": 32767, "tp_size": 1, "dtype": torch.float32}
+    moe = replace(TINY.moe, num_experts=32767, intermediate_size=2**30)
+    check_layer_memory(moe, 4096, device=torch.device("meta"), **place)
+    with FakeTensorMode():
+        check_layer_memory(moe, 4096, device=CPU, **place)
+    with pytest.raises(ValueError, match="must fit into the memory of cpu"):
+        check_layer_memory(moe, 4096, device=CPU, **place)
+
+
+def test_device_that_is_not_there_is_named() -> None:
+    index = torch.cuda.device_count()
+    with pytest.raises(RuntimeError, match=rf"device \(cuda:{index}\) must be one of {index} CUDA"):
+        total_memory(torch.device("cuda", index))
+
+
+def _model(config: Any) -> MoETransformer:
+    recorder = Recorder("cpu", enabled=False)
+    return MoETransformer(
+        config,
+        strategy=build_strategy("sequential", None, recorder=recorder, device="cpu"),
+        groups=ParallelGroups(),
+        recorder=recorder,
+        device="meta",
+    )

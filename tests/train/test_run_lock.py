@@ -1,0 +1,125 @@
+"""The lock on a run's folder: one owner at a time, named, and gone with its process."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from halley.train import run_lock as module
+from halley.train.run_lock import run_lock
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from halley.train.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def _hold(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_second_run_is_told_the_owner(tmp_path: Path, is_stopped: bool):
+    owner = _hold(tmp_path)
+    try:
+        if is_stopped:
+            owner.send_signal(signal.SIGSTOP)
+        host = re.escape(module.socket.gethostname())
+        started = r"\d{4}(-\d\d){2} \d\d(:\d\d){2} [+-]\d{4}"
+        message = (
+            rf"^output \({tmp_path}\) must not be in use by another run: process {owner.pid} on "
+            rf"host {host}, started {started}, is training in it$"
+        )
+        with pytest.raises(ValueError, match=message), run_lock(tmp_path, patience_s=0.2):
+            pass
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def test_a_killed_owner_leaves_no_lock(tmp_path: Path):
+    owner = _hold(tmp_path)
+    owner.kill()
+    owner.communicate()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == owner.pid
+    with run_lock(tmp_path, patience_s=0.0):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+    with run_lock(tmp_path, patience_s=0.0):
+        pass
+
+
+def _write_foreign_owner(folder: Path) -> Path:
+    """Leave the file as an owner on another host does whose lock this host does not see."""
+    path = folder / "run.lock"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "started": "2026-11-25 10:00:00"}))
+    return path
+
+
+def test_an_owner_on_another_host_that_renews_its_lock_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "RENEW_S", 0.1)
+    path = _write_foreign_owner(tmp_path)
+    renewer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.1)",
+            path,
+        ]
+    )
+    try:
+        message = "process 7 on host elsewhere, started 2026-11-25 10:00:00, is training in it"
+        with pytest.raises(ValueError, match=message), run_lock(tmp_path):
+            pass
+    finally:
+        renewer.kill()
+        renewer.wait()
+
+
+def test_an_owner_on_another_host_that_is_gone_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_WATCH_S", 0.3)
+    monkeypatch.setattr(module, "RENEW_S", 0.1)
+    path = _write_foreign_owner(tmp_path)
+    with run_lock(tmp_path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        renewed_ns = path.stat().st_mtime_ns
+        time.sleep(0.3)
+        assert path.stat().st_mtime_ns > renewed_ns  # so that other hosts see that it lives
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff" * 5000, b'{"host": 3}'])
+def test_a_damaged_lock_file_of_no_process_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+):
+    monkeypatch.setattr(module, "_WATCH_S", 0.1)
+    (tmp_path / "run.lock").write_bytes(content)
+    with run_lock(tmp_path):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_link_is_no_lock_file(tmp_path: Path):
+    (tmp_path / "other").write_text("keep")
+    (tmp_path / "run.lock").symlink_to(tmp_path / "other")
+    message = rf"^{tmp_path}/run\.lock must be a file to write: Too many levels of symbolic links$"
+    with pytest.raises(ValueError, match=message), run_lock(tmp_path):
+        pass
+    assert (tmp_path / "other").read_text() == "keep"
