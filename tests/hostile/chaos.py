@@ -16,6 +16,7 @@ Exit code 1 and a line that names seed and round tell of a failure.
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -317,6 +318,8 @@ def disturb(seed: int, *, num_faults: int, limit_s: float) -> int:
             try:
                 fault()
             except BaseException as error:
+                for process in multiprocessing.active_children():  # a stopped one ends by SIGKILL
+                    process.kill()
                 raise RuntimeError(
                     f"seed {seed}, fault {count} {fault.__name__}: {error}"
                 ) from error

@@ -44,7 +44,8 @@ class Ranks:
 
     def text(self, rank: int) -> str:
         """Return what a rank has printed."""
-        return self.logs[rank].read_text(errors="replace")
+        log = self.logs[rank]
+        return log.read_text(errors="replace") if log.exists() else ""
 
 
 def make_context() -> ForkServerContext:
@@ -75,6 +76,7 @@ def start_ranks(
     }
     ranks = Ranks(processes=[], logs=[logs / f"rank{rank}.log" for rank in range(num_ranks)])
     for rank, log in enumerate(ranks.logs):
+        log.unlink(missing_ok=True)  # what earlier ranks printed must not be taken for these
         environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context.Process(target=_run_rank, args=(argv, environment, log), daemon=True)
         process.start()

@@ -28,7 +28,9 @@ TRAIN: dict[str, str] = {
     "train --config {long}": "config ({long}) must be a readable file: File name too long",
     "train --data ''": "--data () must not be empty",
     "train --output=": "--output () must not be empty",
-    "train --data {folder}/none": "text ({folder}/none) must be a file or a folder: No such file or directory",
+    "train --data {folder}/none": (
+        "text ({folder}/none) must be a file or a folder: No such file or directory"
+    ),
     "train --data {folder}/empty": (
         "text ({folder}/empty) must hold at least one byte; no file with text is there"
     ),
@@ -141,7 +143,9 @@ TRACE: dict[str, str] = {
     "trace --config {folder}/none.toml": (
         "config ({folder}/none.toml) must be a readable file: No such file or directory"
     ),
-    "trace --data {folder}/none": "text ({folder}/none) must be a file or a folder: No such file or directory",
+    "trace --data {folder}/none": (
+        "text ({folder}/none) must be a file or a folder: No such file or directory"
+    ),
     "trace --strategies magic": "strategy (magic) must be one of {strategies}",
     "trace --strategies ,": "strategies (,) must name at least one",
     "trace --strategies ''": "--strategies () must not be empty",

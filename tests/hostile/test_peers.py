@@ -184,7 +184,7 @@ def _pass_name(fault: Fault) -> str:
 def _check_stuck(fault: Fault, ends: Ends) -> None:
     for rank, (code, lines) in ends.items():
         assert code in (1, EXIT_LOST_PEER)
-        text = re.sub(r"^\w+: |, operation \d+", "", "".join(lines))
+        text = re.sub(r"^\w+: (failed on rank \d: )?|, operation \d+", "", "".join(lines))
         assert text == (
             f"rank {rank} cannot go on, since no rank has begun another operation for "
             f"{TIMES['deadlock_s']:g} s: rank 0 waits in {_pass_name(fault)} (step {BAD_STEP}), "
@@ -195,7 +195,7 @@ def _check_stuck(fault: Fault, ends: Ends) -> None:
 def _check_lost(fault: Fault, ends: Ends) -> None:
     for rank, (code, lines) in ends.items():
         assert code in (1, EXIT_LOST_PEER)
-        text = re.sub(r"^\w+: ", "", "".join(lines))
+        text = re.sub(r"^\w+: (failed on rank \d: )?", "", "".join(lines))
         assert text == f"rank {rank} lost rank 1 (no heartbeat for 2 s) in step {BAD_STEP}", fault
 
 
