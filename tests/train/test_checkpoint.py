@@ -24,6 +24,7 @@ from halley.train.checkpoint import (
     read_checkpoint_manifest,
     save_checkpoint,
 )
+from halley.train.manifest import compute_checksum
 from tests.damage import flip_bytes
 from tests.rank_pool import RunRanks
 
@@ -70,6 +71,19 @@ def test_manifest_lists_all_files(tmp_path: Path):
     assert sorted(files) == [".metadata", "__0_0.distcp"]
     manifest = read_checkpoint_manifest(path)
     assert (manifest.step, manifest.notes) == (3, notes)
+
+
+def test_checksum_of_a_file_of_several_segments(tmp_path: Path):
+    segment = 64 << 20
+    content = torch.arange(2 * segment + 5, dtype=torch.int64).to(torch.uint8).numpy().tobytes()
+    (tmp_path / "file").write_bytes(content)
+    parts = [content[:segment], content[segment : 2 * segment], content[2 * segment :]]
+    want = xxhash.xxh3_128_hexdigest(b"".join(map(xxhash.xxh3_128_digest, parts)))
+    assert compute_checksum(tmp_path / "file") == want
+    (tmp_path / "file").write_bytes(content[:segment])
+    assert compute_checksum(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content[:segment])
+    (tmp_path / "file").write_bytes(b"")
+    assert compute_checksum(tmp_path / "file") == xxhash.xxh3_128_hexdigest(b"")
 
 
 def test_files_have_ordinary_permissions(tmp_path: Path):
