@@ -33,8 +33,9 @@ from halley.strategies.fused import FusedStrategy
 
 
 PARTS = ("plan", "fetch", "up", "down", "combine")
+FUSED_LAUNCHES = ("fetch", "multiply", "multiply", "combine")
 BACKWARD_PARTS = ("stage", "fetch", "down", "up", "combine", "down.grad", "up.grad")
-KERNELS = ("plan", "dispatch_gemm", "gemm_combine", "stage", "weight_gemm")
+KERNELS = ("plan", "fetch", "multiply", "combine", "stage", "weight_gemm")
 NUM_CALLS = 7
 
 
@@ -77,10 +78,9 @@ def measure(
                 raise RuntimeError(f"{name} with {settings}: off by {error:.1e}")
     line: dict[str, object] = {"knobs": " ".join(settings)}
     line["parts_us"] = kernel_times(runs["unfused"], PARTS)
-    knobs = workspaces.knobs
-    launches = launches_of(knobs.up.beside, knobs.down.beside, first="plan")
+    launches = ("plan", *FUSED_LAUNCHES)
     line["fused_us"] = kernel_times(runs["fused"], launches)
-    launches += launches_of(knobs.down_grad.beside, knobs.up_grad.beside, first="stage")
+    launches += ("stage", *FUSED_LAUNCHES)
     launches += ("down.grad", "up.grad")
     parts = (*PARTS, *BACKWARD_PARTS)
     line["training_parts_us"] = kernel_times(runs["unfused_training"], parts)
@@ -89,13 +89,6 @@ def measure(
     line |= {f"{name}_whole_us": round(timing.median_us) for name, timing in whole.items()}
     workspaces.close()
     return line
-
-
-def launches_of(fetch_beside: int, combine_beside: int, *, first: str) -> tuple[str, ...]:
-    """Return the launches of a fused pass."""
-    fetch = ("fetch", "multiply") if fetch_beside else ("dispatch_gemm",)
-    combine = ("multiply", "combine") if combine_beside else ("gemm_combine",)
-    return (first, *fetch, *combine)
 
 
 def kernel_times(run: Callable[[], object], names: tuple[str, ...]) -> list[tuple[str, int]]:

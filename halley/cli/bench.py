@@ -13,8 +13,6 @@ from rich.table import Table
 
 from halley.cli.bars import step_progress
 from halley.cli.checks import (
-    check_distinct,
-    check_rate,
     check_samples,
     check_seed,
     rank_memory_bytes,
@@ -69,7 +67,6 @@ def layer(
     skew: SkewOption = "balanced",
     tp_size: Annotated[str, typer.Option(help="Numbers of ranks that share each expert.")] = "1",
     max_load: Annotated[float, typer.Option(help="Also CUDA graphs, with that room; 0 none.")] = 0,
-    link: Annotated[str, typer.Option(help="GB/s of links to emulate; 0 is the link.")] = "0",
     spare: SpareOption = None,
     dtype: DtypeOption = "default",
     samples: SamplesOption = 11,
@@ -96,12 +93,11 @@ def layer(
     names = _strategies(strategies)
     check_samples(samples)
     _check_graphs(max_load, names, on_gpu=on_gpu)
-    links = _links(link, names)
     tp_sizes = split_integers(tp_size, option="tp_size")
     options = {"memory_bytes": rank_memory_bytes(num_ranks, device=device), "backward": True}
     for case, size in product(cases, tp_sizes):
         check_layer_memory(case, ep_size=num_ranks, tp_size=size, **options)
-    case_name = _case_name(cases, tp_sizes, links, max_load)
+    case_name = _case_name(cases, tp_sizes, max_load)
     where = {"device": pick_device(device), "num_ranks": num_ranks}
     check_output(output, case=case_name, has_chart=case_name == _PLAIN, **where)
     code = hand_to_ranks(nproc, device=device)
@@ -114,26 +110,23 @@ def layer(
         step_progress(world) as on_progress,
     ):
         rows: list[Row] = []
-        for size, gb_per_s in product(tp_sizes, links):
+        for size in tp_sizes:
             rows += measure_layers(
                 cases, names, groups=build_groups(0, device_type=world.device.type, tp_size=size),
                 device=world.device, num_samples=samples, commit=commit, max_load=max_load,
-                link_gb_per_s=gb_per_s, case_name=case_name, on_progress=on_progress,
+                case_name=case_name, on_progress=on_progress,
                 on_rows=lambda found, before=tuple(rows): keep([*before, *found]),
             )  # fmt: skip
     return _report(rows, output) if world.is_first else 0
 
 
-def _case_name(
-    cases: list[LayerCase], tp_sizes: list[int], links: list[float], max_load: float
-) -> str:
+def _case_name(cases: list[LayerCase], tp_sizes: list[int], max_load: float) -> str:
     """Return the name of the lines, and of their file, by what is not plain about them."""
     named = {
         "skew": any(case.skew != "balanced" for case in cases),
         "placed": any(case.spare is not None for case in cases),
         "tp": tp_sizes != [1],
         "graph": bool(max_load),
-        "link": any(links),
     }
     return "-".join([_PLAIN, *(name for name, is_so in named.items() if is_so)])
 
@@ -254,27 +247,6 @@ def _strategies(words: str) -> list[str]:
     for name in names:
         check_strategy(name)
     return names
-
-
-def _links(text: str, strategies: list[str]) -> list[float]:
-    """Return the rates that the words between commas name, in GB/s; 0 is the link there is."""
-    others = [name for name in strategies if name.partition(":")[0] not in ("fused", "unfused")]
-    links: list[float] = []
-    for word in split_names(text, option="link"):
-        try:
-            rate = float(word)
-        except ValueError:
-            raise ValueError(
-                f"link ({word}) must be a number of GB/s, or 0 for the link there is"
-            ) from None
-        links.append(check_rate(rate, option="link", default="the link there is"))
-        if rate and others:
-            raise ValueError(
-                f"strategies ({', '.join(others)}) must be fused or unfused with link ({word}): "
-                "only their kernels emulate one"
-            )
-    check_distinct(links, text=text, option="link")
-    return links
 
 
 def _check_graphs(max_load: float, strategies: list[str], *, on_gpu: bool) -> None:

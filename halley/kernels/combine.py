@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from halley.kernels.layout import MAX_CHUNKS, TASK_ROWS
-from halley.kernels.link import hold_link
 from halley.kernels.peer import peer_ptr, signal
 
 
@@ -34,9 +33,9 @@ def _load_sends(first, plan, LAYOUT: tl.constexpr, WEIGHTED: tl.constexpr, ROWS:
 
 @triton.jit
 def combine_task(
-    task, chunk, z_RD, plan, home_ptrs_W, home_tokens, rank, status,
+    task, chunk, z_RD, plan, home_ptrs_W, home_tokens, rank,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, WEIGHTED: tl.constexpr, LINK: tl.constexpr,
+    STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Sum the rows of some sends over one chunk of columns and store the sums at their home.
 
@@ -47,7 +46,7 @@ def combine_task(
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
     first = task * _TASK_ROWS
-    origin_S, row_RK, _ = _load_sends(first, plan, LAYOUT, False, _TASK_ROWS)
+    _, row_RK, _ = _load_sends(first, plan, LAYOUT, False, _TASK_ROWS)
     most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
     if STAGES == 1:
         # All rows of some sends at once, whether there are so many or not: no load waits for one
@@ -100,11 +99,6 @@ def combine_task(
                     ROWS,
                 )
                 acc = tl.zeros((ROWS, CHUNK), tl.float32)
-    if LINK > 0:  # before the caller tells the peers that the sums stand
-        away = (origin_S >= 0) & (origin_S // LAYOUT.max_tokens != rank)
-        columns = tl.minimum(HIDDEN_SIZE - chunk * CHUNK, CHUNK)
-        row_bytes = columns * (z_RD.dtype.element_ty.primitive_bitwidth // 8)
-        hold_link(status + 2, tl.sum(away.to(tl.int32), axis=0) * row_bytes, LINK)
 
 
 @triton.jit

@@ -56,8 +56,6 @@ def _count_column(column, words, plan, epoch, rank, usable, LAYOUT: tl.constexpr
             if is_sends:
                 tl.store(plan + LAYOUT.own_sends + key, total)
                 total = 0
-            else:
-                tl.store(plan + LAYOUT.own_rows + column, total)
     if is_sends:
         tl.store(plan + LAYOUT.other_sends + key, total)
     else:
@@ -77,22 +75,6 @@ def _begin_sends(counts, begins, keys, real, first, origins, plan):
 
 
 @triton.jit
-def _order_tiles(local, real, rows, tiles, first, plan, LAYOUT: tl.constexpr):
-    """Say of each expert how many tiles have this rank's own rows alone, and where they come.
-
-    Tile t of an expert is that of place ``own_order + t`` if it is one of these, else of place
-    ``other_order + t``: own tiles of all experts come first.
-    """
-    own_rows = tl.load(plan + LAYOUT.own_rows + local, mask=real, other=0)
-    own = tl.where(own_rows == rows, tiles, own_rows // LAYOUT.block_m)
-    own_first = tl.cumsum(own, axis=0) - own
-    others = tl.sum(own, axis=0) + first - own_first - own
-    tl.store(plan + LAYOUT.own_tiles + local, own, mask=real)
-    tl.store(plan + LAYOUT.own_order + local, own_first, mask=real)
-    tl.store(plan + LAYOUT.other_order + local, others, mask=real)
-
-
-@triton.jit
 def _lay_out(
     plan, host_words, epoch, usable, wanted, max_rows,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
@@ -108,7 +90,6 @@ def _lay_out(
     first = tl.cumsum(tiles, axis=0) - tiles
     num_tiles = tl.sum(tiles, axis=0)
     tl.store(plan + LAYOUT.expert_begin + local, first * LAYOUT.block_m, mask=real)
-    _order_tiles(local, real, rows, tiles, first, plan, LAYOUT)
     for group in range(LAYOUT.num_groups):
         inside = real & (group_of(local, LAYOUT) == group)
         tl.store(plan + LAYOUT.group_tiles + group, tl.sum(tl.where(inside, tiles, 0), axis=0))

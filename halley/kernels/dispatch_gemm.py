@@ -1,17 +1,15 @@
 # Kernels are Triton, which only looks like Python to a type checker.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Fetch the rows of other ranks while the tiles whose rows are here are multiplied.
+"""Fetch the rows of other ranks while the tiles whose rows have arrived are multiplied.
 
 Forward, the rows are tokens and the tiles end in the activation (layer0). Backward, the rows are
-gradients of the output and the tiles end in the gradient of the activation: the same kernel.
+gradients of the output and the tiles end in the gradient of the activation: the same kernels.
 
-Fetch tasks and tiles are taken by atomic tickets, by persistent programs. On a GPU those that fetch
-are a launch of their own, beside which tiles are multiplied (``kernels.parts``). In one launch a
-program's role is what it does next: all begin with this rank's own rows, a few go on fetching, the
-rest multiply, and a program whose tile still waits for rows fetches some meanwhile. A program waits
-only for tickets that were taken before, by programs that never wait while they fetch: no deadlock,
-whatever the number of programs that run at a time.
+Two kernels run side by side (``kernels.parts``): ``fetch_kernel`` brings rows over the link and
+counts them by tile, ``multiply_arrived_kernel`` waits for a tile's count and multiplies. Persistent
+programs take fetch tasks and tiles by atomic tickets. A program waits only for fetch tasks, whose
+programs never wait: there is no deadlock, whatever the number of programs that run at a time.
 
 Source: COMET (arXiv:2502.19811), sections 3.1 and 3.2, with readiness by tile and not by rank.
 """
@@ -33,8 +31,15 @@ from halley.kernels.fetch import (
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher
 from halley.kernels.layout import ANY_SENDS, Layout
-from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
-from halley.kernels.peer import failure, fence_async, poll, wait
+from halley.kernels.parts import (
+    LaunchPair,
+    LaunchShape,
+    end_with_first,
+    let_second_begin,
+    shape_launches,
+    side_by_side,
+)
+from halley.kernels.peer import failure, fence_async, wait
 from halley.kernels.plan_words import EPOCH, NUM_OWN_SENDS, NUM_SENDS, NUM_TILES, usable_here
 from halley.kernels.status import DISPATCH
 from halley.kernels.tiles import describe, describe_rows, describe_weights, tile_of
@@ -74,110 +79,97 @@ def _alternate(task, num_own, num_tasks):
     return tl.where(task < 2 * num_pairs, paired, rest)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stage_tokens",
-        "num_fetchers",
-        "capacity",
-        "send_capacity",
-        "num_leaving",
-        "timeout_ns",
-    ]
-)
-def dispatch_gemm_kernel(
-    stage_ptrs_W, stage_tokens, marks, sends_SD, x_RD, plan, a_desc, b_desc, h, pre, dpre,
-    weight_R, dweight_RC,
-    num_fetchers, capacity, send_capacity, num_leaving, status, host_words, timeout_ns: tl.int64,
-    FETCH: tl.constexpr, MULTIPLY: tl.constexpr,
+@triton.jit
+def _leave(plan, num_tiles, num_leaving, LAYOUT: tl.constexpr):
+    """Count a program that ends; the last one of both launches resets the counters."""
+    exited = plan + LAYOUT.tickets + _EXITED
+    before = tl.atomic_add(exited, 1, sem="acq_rel", scope="gpu")
+    if before == num_leaving - 1:
+        _reset(plan, num_tiles, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["stage_tokens", "capacity", "send_capacity", "num_leaving"])
+def fetch_kernel(
+    stage_ptrs_W, stage_tokens, marks, sends_SD, x_RD, plan, capacity, send_capacity, num_leaving,
+    LAYOUT: tl.constexpr, FORM: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Bring all rows of the plan to their experts' rows, and clear what pads those."""
+    let_second_begin()
+    CLEAR: tl.constexpr = FORM.clear
+    usable = usable_here(plan, capacity, send_capacity, LAYOUT)
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
+    num_sends = tl.load(plan + LAYOUT.summary + NUM_SENDS) // ROWS * usable
+    num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS) // ROWS * usable
+    # Rows that pad are cleared first: the tiles of short experts wait for them.
+    num_clear = (LAYOUT.num_local if CLEAR > 0 else 0) * usable
+    num_tasks = num_sends + num_clear
+    first_token = (tl.load(marks + EPOCH) % 2).to(tl.int64) * stage_tokens
+    ticket = plan + LAYOUT.tickets + _FETCH_TICKET
+    more = num_tasks > 0
+    while more:
+        task = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+        if task < num_clear:
+            if CLEAR > 0:
+                clear_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, CLEAR, ROWS, COLUMNS)
+        elif task < num_tasks:
+            fetch_task(
+                _alternate(task - num_clear, num_own, num_sends),
+                stage_ptrs_W, first_token, sends_SD, x_RD, plan,
+                LAYOUT, FORM.sends, HIDDEN_SIZE, ROWS, COLUMNS,
+            )  # fmt: skip
+        more = task + 1 < num_tasks
+    _leave(plan, num_tiles, num_leaving, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["capacity", "send_capacity", "num_leaving", "timeout_ns"])
+def multiply_arrived_kernel(
+    plan, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+    capacity, send_capacity, num_leaving, status, host_words, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, FORM: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINK: tl.constexpr, OWN_FIRST: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Fetch and multiply by tickets, or one of the two.
+    """Multiply the tiles of the plan, each once all its rows have arrived.
 
     ``h``, ``pre`` and ``dpre`` are descriptors forward and pointers backward: a store by tensor
     memory is waited for, and backward has three for each of four parts of a tile.
     """
-    if not MULTIPLY:
-        let_second_begin()
     BLOCK_M: tl.constexpr = LAYOUT.block_m
     CLEAR: tl.constexpr = FORM.clear
     num_columns: tl.constexpr = (INTERMEDIATE_SIZE + BLOCK_F - 1) // BLOCK_F
     num_runs: tl.constexpr = (num_columns + RUN - 1) // RUN
     usable = usable_here(plan, capacity, send_capacity, LAYOUT)
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
-    total = num_tiles * num_runs * MULTIPLY
-    num_tasks = tl.load(plan + LAYOUT.summary + NUM_SENDS) // ROWS * usable * FETCH
-    num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS) // ROWS * usable * FETCH
-    num_first = num_own
-    if (tl.program_id(0) < num_fetchers) | (MULTIPLY == 0):
-        num_first = num_tasks
-    # What clears what pads the experts' rows comes first among the tasks.
-    num_clear = (LAYOUT.num_local if CLEAR > 0 else 0) * usable * FETCH
-    num_tasks += num_clear
-    num_first += num_clear
-    first_token = (tl.load(marks + EPOCH) % 2).to(tl.int64) * stage_tokens
-    tickets = plan + LAYOUT.tickets
-    ticket = total
-    if MULTIPLY:
-        ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
-    more = num_tasks > 0
-    fetching = num_first > 0
-    while (ticket < total) | fetching:
-        ready = False
-        if MULTIPLY:
-            tile, run = tile_of(ticket % tl.maximum(total, 1), num_tiles, num_runs, GROUP)
-            if OWN_FIRST:
-                order = plan + LAYOUT.tile_order + tile
-                tile = tl.load(order, mask=tile < num_tiles, other=0)
-            expert = tl.load(plan + LAYOUT.tile_expert + tile)
-            num_rows = tl.load(plan + LAYOUT.tile_rows + tile)
-            need = num_rows
-            if CLEAR > 0:
-                need += rows_to_clear(num_rows, CLEAR)
-            arrived = plan + LAYOUT.tile_arrived + tile
-            if not fetching:
-                ready = poll(arrived, "gpu") >= need
-        if fetching | (more & (not ready)):
-            task = tl.atomic_add(tickets + _FETCH_TICKET, 1, sem="relaxed", scope="gpu")
-            if FETCH:
-                if task < num_clear:
-                    if CLEAR > 0:
-                        clear_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, CLEAR, ROWS, COLUMNS)
-                elif task < num_tasks:
-                    which = task - num_clear
-                    if not MULTIPLY:
-                        which = _alternate(which, num_own, num_tasks - num_clear)
-                    fetch_task(
-                        which, stage_ptrs_W, first_token, sends_SD, x_RD, plan, status,
-                        LAYOUT, FORM.sends, HIDDEN_SIZE, ROWS, COLUMNS, LINK,
-                    )  # fmt: skip
-            more = task + 1 < num_tasks
-            fetching = task + 1 < num_first
-        elif MULTIPLY:
-            if not ready:
-                code = failure(_DISPATCH, 0, tile)
-                ready = wait(arrived, need, timeout_ns, status, host_words, code, "gpu")
-            if ready:
-                fence_async()
-                first = run * RUN
-                multiply_run(
-                    tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN), num_rows,
-                    a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
-                    FORM, HIDDEN_SIZE, INTERMEDIATE_SIZE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_F,
-                )  # fmt: skip
-                ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
-            else:
-                ticket = total
-    before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
-    if before == num_leaving - 1:
-        _reset(plan, num_tiles, LAYOUT)
-    if not FETCH:
-        end_with_first()
+    total = num_tiles * num_runs
+    tickets = plan + LAYOUT.tickets + _TILE_TICKET
+    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    while ticket < total:
+        tile, run = tile_of(ticket, num_tiles, num_runs, GROUP)
+        expert = tl.load(plan + LAYOUT.tile_expert + tile)
+        num_rows = tl.load(plan + LAYOUT.tile_rows + tile)
+        need = num_rows
+        if CLEAR > 0:
+            need += rows_to_clear(num_rows, CLEAR)
+        arrived = plan + LAYOUT.tile_arrived + tile
+        code = failure(_DISPATCH, 0, tile)
+        if wait(arrived, need, timeout_ns, status, host_words, code, "gpu"):
+            fence_async()
+            first = run * RUN
+            multiply_run(
+                tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN), num_rows,
+                a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+                FORM, HIDDEN_SIZE, INTERMEDIATE_SIZE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_F,
+            )  # fmt: skip
+            ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+        else:
+            ticket = total
+    _leave(plan, num_tiles, num_leaving, LAYOUT)
+    end_with_first()
 
 
-_launch = Launcher(dispatch_gemm_kernel)
+_launch_fetch = Launcher(fetch_kernel)
+_launch_multiply = Launcher(multiply_arrived_kernel)
 
 
 def dispatch_gemm(
@@ -236,21 +228,23 @@ def dispatch_gemm(
     x_desc = describe_rows(x_RD, block_rows=layout.block_m, block_columns=tile.block_k)
     up_desc = describe_weights(up_LGD, parts=form.num_parts, tile=tile)
 
-    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
-        _launch(
-            shape.num_programs,
+    capacity = min(len(x_RD), len(h_RF))
+    shapes = _shape_launches(tile, knobs, num_programs, fused=fused)
+    with side_by_side(fused):
+        _launch_fetch(
+            shapes.move.num_programs,
             (stage_ptrs_W, stage_tokens, marks, x_RD if sends_SD is None else sends_SD, x_RD, plan,
-             x_desc, up_desc, h_desc, pre_desc, pre_desc, status, status, knobs.num_fetchers,
-             min(len(x_RD), len(h_RF)), room, shape.num_leaving, status, host_words, timeout_ns),
-            (move, multiply,
-             *_constants(form, layout, knobs, tile, shape, x_RD.shape[1], intermediate_size)),
-            dtypes=(x_RD.dtype,), **shape.options,
+             capacity, room, shapes.move.num_leaving),
+            _fetch_constants(form, layout, knobs, shapes.move, x_RD.shape[1]),
+            dtypes=(x_RD.dtype,), **shapes.move.options,
         )  # fmt: skip
-
-    launch_parts(
-        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=True, movers=1, move_registers=_FETCH_REGISTERS,
-    )  # fmt: skip
+        _launch_multiply(
+            shapes.multiply.num_programs,
+            (plan, x_desc, up_desc, h_desc, pre_desc, pre_desc, status, status,
+             capacity, room, shapes.multiply.num_leaving, status, host_words, timeout_ns),
+            _multiply_constants(form, layout, knobs, tile, x_RD.shape[1], intermediate_size),
+            dtypes=(x_RD.dtype,), **shapes.multiply.options,
+        )  # fmt: skip
 
 
 def dispatch_dgrad(
@@ -299,21 +293,23 @@ def dispatch_dgrad(
     dy_desc = describe_rows(dy_RD, block_rows=layout.block_m, block_columns=tile.block_k)
     down_desc = describe_weights(down_LDF, parts=1, tile=tile, turned=True)
 
-    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
-        _launch(
-            shape.num_programs,
-            (stage_ptrs_W, stage_tokens, marks, dy_RD, dy_RD, plan, dy_desc, down_desc, weighted_RF,
-             pre_RG, dpre_RG, weight_R, dweight_RC, knobs.num_fetchers, dy_RD.shape[0],
-             ANY_SENDS, shape.num_leaving, status, host_words, timeout_ns),
-            (move, multiply,
-             *_constants(form, layout, knobs, tile, shape, dy_RD.shape[1], intermediate_size)),
-            dtypes=(dy_RD.dtype,), **shape.options,
+    capacity = dy_RD.shape[0]
+    shapes = _shape_launches(tile, knobs, num_programs, fused=fused)
+    with side_by_side(fused):
+        _launch_fetch(
+            shapes.move.num_programs,
+            (stage_ptrs_W, stage_tokens, marks, dy_RD, dy_RD, plan,
+             capacity, ANY_SENDS, shapes.move.num_leaving),
+            _fetch_constants(form, layout, knobs, shapes.move, dy_RD.shape[1]),
+            dtypes=(dy_RD.dtype,), **shapes.move.options,
         )  # fmt: skip
-
-    launch_parts(
-        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=True, movers=1, move_registers=_FETCH_REGISTERS,
-    )  # fmt: skip
+        _launch_multiply(
+            shapes.multiply.num_programs,
+            (plan, dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG, weight_R, dweight_RC,
+             capacity, ANY_SENDS, shapes.multiply.num_leaving, status, host_words, timeout_ns),
+            _multiply_constants(form, layout, knobs, tile, dy_RD.shape[1], intermediate_size),
+            dtypes=(dy_RD.dtype,), **shapes.multiply.options,
+        )  # fmt: skip
 
 
 def dgrad_columns(intermediate_size: int, knobs: Knobs) -> int:
@@ -321,19 +317,32 @@ def dgrad_columns(intermediate_size: int, knobs: Knobs) -> int:
     return -(-intermediate_size // knobs.down_grad.block_n)
 
 
-def _constants(
-    form: Form,
-    layout: Layout,
-    knobs: Knobs,
-    tile: GemmTile,
-    shape: LaunchShape,
-    hidden_size: int,
-    inner_size: int,
+def _shape_launches(tile: GemmTile, knobs: Knobs, num_programs: int, *, fused: bool) -> LaunchPair:
+    return shape_launches(
+        tile=tile,
+        knobs=knobs,
+        num_programs=num_programs,
+        fused=fused,
+        moves_first=True,
+        movers=1,
+        move_registers=_FETCH_REGISTERS,
+    )
+
+
+def _fetch_constants(
+    form: Form, layout: Layout, knobs: Knobs, shape: LaunchShape, hidden_size: int
+) -> tuple[object, ...]:
+    return (
+        layout, form, hidden_size, *knobs.fetch_block(hidden_size, num_warps=shape.num_warps)
+    )  # fmt: skip
+
+
+def _multiply_constants(
+    form: Form, layout: Layout, knobs: Knobs, tile: GemmTile, hidden_size: int, inner_size: int
 ) -> tuple[object, ...]:
     return (
         layout, form, hidden_size, inner_size, form.tile_columns(tile),
-        *knobs.fetch_block(hidden_size, num_warps=shape.num_warps), knobs.link_bytes_per_us,
-        knobs.own_first, tile.block_n, tile.block_k, tile.group, tile.run,
+        tile.block_n, tile.block_k, tile.group, tile.run,
     )  # fmt: skip
 
 

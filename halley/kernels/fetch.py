@@ -6,9 +6,6 @@
 import triton
 import triton.language as tl
 
-from halley.kernels.link import hold_link
-from halley.kernels.plan_words import NUM_OWN_SENDS
-
 
 # Where the rows of sends come from and whether they are kept one by one.
 FROM_PEERS = tl.constexpr(0)
@@ -18,9 +15,9 @@ FROM_KEPT = tl.constexpr(2)
 
 @triton.jit
 def fetch_task(
-    task, stage_ptrs_W, first_token, sends_SD, x_RD, plan, status,
+    task, stage_ptrs_W, first_token, sends_SD, x_RD, plan,
     LAYOUT: tl.constexpr, SENDS: tl.constexpr,
-    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINK: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Read the rows of some sends once over the link, write each to all its experts' rows.
 
@@ -40,10 +37,6 @@ def fetch_task(
     # All slots at once, then taken apart in registers: a load of each would be a wait of each.
     row_RK = tl.load(plan + LAYOUT.fetch_slot + line, mask=listed, other=-1)
     most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
-    if LINK > 0 and SENDS != FROM_KEPT:
-        if task * ROWS >= tl.load(plan + LAYOUT.summary + NUM_OWN_SENDS):
-            row_bytes: tl.constexpr = HIDDEN_SIZE * x_RD.dtype.element_ty.primitive_bitwidth // 8
-            hold_link(status + 1, tl.sum(real.to(tl.int32), axis=0) * row_bytes, LINK)
     if SENDS == FROM_KEPT:
         base = sends_SD + (send.to(tl.int64) * HIDDEN_SIZE)[:, None]
     else:

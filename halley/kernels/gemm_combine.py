@@ -4,15 +4,15 @@
 """Sum and send home the columns that are multiplied while the next are.
 
 Forward, rows of the activation are multiplied by the down projection and weighted (layer1).
-Backward, rows of gradients are multiplied by the up projection, turned, and only summed; the
-gradients of the routing weights go home beside them: the same kernel.
+Backward, rows of gradients are multiplied by the up projection, transposed, and only summed; the
+gradients of the routing weights go to their tokens' ranks as well: the same kernels.
 
-Tiles go columns first, in chunks; when the rows of a (token, source rank) stand in a chunk, they
-are weighted, summed in float32 and stored in the home buffer of the token's rank; when the last of
-a chunk is sent, a flag goes after it, and home adds up what its ranks sent. All three kinds
-of work are taken by atomic tickets, by persistent programs: tiles in one launch, the rest in
-another beside it (``kernels.parts``), or all in one. Programs wait for tiles that were taken
-before, and for ranks that obey the same rule.
+Two kernels run side by side (``kernels.parts``). ``multiply_columns_kernel`` makes tiles by chunks
+of columns. ``combine_kernel`` waits until the rows of a (token, source rank) are multiplied in a
+chunk, weights and sums them in float32 and stores the sum in the home buffer of the token's rank.
+After the last sum of a chunk it sets a flag on that rank, where the same kernel adds up what the
+ranks have sent. Persistent programs take all three kinds of work by atomic tickets. Programs wait
+for tiles that were taken before, and for ranks that obey the same rule.
 
 Source: COMET (arXiv:2502.19811), section 3.1 (columns first) and 3.2.
 """
@@ -40,7 +40,13 @@ from halley.kernels.home import (
 from halley.kernels.knobs import GemmTile, Knobs
 from halley.kernels.launch import Launcher, aligned
 from halley.kernels.layout import ANY_SENDS, MAX_CHUNKS, TASK_ROWS, Layout
-from halley.kernels.parts import LaunchShape, end_with_first, launch_parts, let_second_begin
+from halley.kernels.parts import (
+    LaunchPair,
+    end_with_first,
+    let_second_begin,
+    shape_launches,
+    side_by_side,
+)
 from halley.kernels.peer import failure, wait
 from halley.kernels.plan_words import EPOCH, NUM_SENDS, NUM_TILES, usable_here
 from halley.kernels.status import COMBINE
@@ -80,133 +86,120 @@ def _leave(num_leaving, plan, words, status, host_words, LAYOUT: tl.constexpr):
         look_for_overflow(words, status, host_words, LAYOUT)
 
 
-@triton.jit(do_not_specialize=[
-    "num_tokens", "home_tokens", "capacity", "send_capacity", "rank", "num_combiners",
-    "num_leaving", "timeout_ns",
-])  # fmt: skip
-def gemm_combine_kernel(
-    y_TD, z_RD, plan, a_desc, b_desc, z_desc, home_WTD, home_ptrs_W, words, words_ptrs_W,
-    dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-    num_tokens, home_tokens, capacity, send_capacity, marks, rank, num_combiners, num_leaving,
-    status, host_words, timeout_ns: tl.int64,
-    MULTIPLY: tl.constexpr, COMBINE: tl.constexpr,
-    LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr,
-    HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, HOME_ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    LINK: tl.constexpr,
+@triton.jit(do_not_specialize=["capacity", "send_capacity", "num_leaving"])
+def multiply_columns_kernel(
+    z_desc, plan, a_desc, b_desc, words, capacity, send_capacity, num_leaving, status, host_words,
+    LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply, combine and sum at home by tickets, or one of the two.
-
-    ``NUM_PARTS`` are those of the gradient of a routing weight, in backward; 0 is forward.
-    """
+    """Multiply the tiles of the plan, chunk by chunk of columns, and count those that are made."""
     let_second_begin()
-    BACKWARD: tl.constexpr = NUM_PARTS > 0
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
     per_chunk: tl.constexpr = CHUNK // BLOCK_N
-    epoch = tl.load(marks + EPOCH)
-    usable = usable_here(plan, capacity, send_capacity, LAYOUT)
-    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
-    tasks_a_chunk = tl.load(plan + LAYOUT.summary + NUM_SENDS) // _TASK_ROWS * usable
     last_columns: tl.constexpr = num_columns - (num_chunks - 1) * per_chunk
     runs_a_chunk: tl.constexpr = (per_chunk + RUN - 1) // RUN
     num_runs: tl.constexpr = (num_chunks - 1) * runs_a_chunk + (last_columns + RUN - 1) // RUN
-    total = num_tiles * num_runs * MULTIPLY
-    num_tasks = tasks_a_chunk * num_chunks * COMBINE
-    tickets = plan + LAYOUT.tickets
-    tickets_a_chunk = num_tiles * runs_a_chunk
-    ticket = 0
-    multiplying = total > 0
-    task = num_tasks
-    homes_a_chunk = tl.cdiv(num_tokens, HOME_ROWS)
-    num_homes = homes_a_chunk * num_chunks * usable * COMBINE
-    home = num_homes
-    if (tl.program_id(0) < num_combiners) | (total == 0):
-        task = tl.atomic_add(tickets + _TASK_TICKET, COMBINE, sem="relaxed", scope="gpu")
-    if (tl.program_id(0) * 4 < num_combiners) | (total == 0):
-        home = tl.atomic_add(tickets + _HOME_TICKET, COMBINE, sem="relaxed", scope="gpu")
-    arrived = -1  # the last chunk that all ranks have sent, as far as this program knows
+    usable = usable_here(plan, capacity, send_capacity, LAYOUT)
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
+    total = num_tiles * num_runs
+    tickets = plan + LAYOUT.tickets + _TILE_TICKET
     pending = 0  # chunk and number of the tiles made last, until they are counted
+    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    while ticket < total:
+        # Counts the tiles of the ticket before, whose stores are done by then.
+        pending = multiply_tiles(
+            ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
+            LAYOUT, HIDDEN_SIZE, DEPTH, BACKWARD, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
+        )  # fmt: skip
+        ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    count_tiles(pending, plan, LAYOUT)
+    _leave(num_leaving, plan, words, status, host_words, LAYOUT)
+
+
+@triton.jit(do_not_specialize=[
+    "num_tokens", "home_tokens", "capacity", "send_capacity", "rank", "num_leaving", "timeout_ns",
+])  # fmt: skip
+def combine_kernel(
+    y_TD, z_RD, plan, home_WTD, home_ptrs_W, words, words_ptrs_W,
+    dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
+    num_tokens, home_tokens, capacity, send_capacity, marks, rank, num_leaving,
+    status, host_words, timeout_ns: tl.int64,
+    LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, HOME_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows of sends that are multiplied and send the sums; add up the sums that arrive.
+
+    ``NUM_PARTS`` are those of the gradient of a routing weight, in backward; 0 is forward.
+    ``COLUMNS`` are those of a tile that is multiplied.
+    """
+    let_second_begin()
+    BACKWARD: tl.constexpr = NUM_PARTS > 0
+    num_columns: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
+    num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
+    per_chunk: tl.constexpr = CHUNK // COLUMNS
+    epoch = tl.load(marks + EPOCH)
+    usable = usable_here(plan, capacity, send_capacity, LAYOUT)
+    tasks_a_chunk = tl.load(plan + LAYOUT.summary + NUM_SENDS) // _TASK_ROWS * usable
+    num_tasks = tasks_a_chunk * num_chunks
+    homes_a_chunk = tl.cdiv(num_tokens, HOME_ROWS)
+    num_homes = homes_a_chunk * num_chunks * usable
+    tickets = plan + LAYOUT.tickets
+    task = tl.atomic_add(tickets + _TASK_TICKET, 1, sem="relaxed", scope="gpu")
+    home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
+    arrived = -1  # the last chunk that all ranks have sent, as far as this program knows
     ready = 0  # groups of experts that this program has seen to be whole, those of all chunks
-    which = 0
-    while multiplying | (task < num_tasks):
-        chunk = task // tl.maximum(tasks_a_chunk, 1)
+    while task < num_tasks:
+        chunk = task // tasks_a_chunk
         columns = tl.minimum(num_columns - chunk * per_chunk, per_chunk)
-        combine = task < num_tasks
-        if multiplying:
-            # In pace with the tiles of the next chunk, of which all take one while this makes one.
-            taken = ticket + tl.num_programs(0) - (chunk + 1) * tickets_a_chunk
-            combine &= taken * tasks_a_chunk >= (task - chunk * tasks_a_chunk) * tickets_a_chunk
-        if combine:
-            which = nth_task(task - chunk * tasks_a_chunk, tasks_a_chunk, plan, LAYOUT)
-            wanted = chunk * LAYOUT.num_groups + groups_of_task(which, plan, LAYOUT)
-            ready = count_ready(ready, chunk, wanted, columns, plan, LAYOUT)
-            combine = ready >= wanted
+        which = nth_task(task - chunk * tasks_a_chunk, tasks_a_chunk, plan, LAYOUT)
+        wanted = chunk * LAYOUT.num_groups + groups_of_task(which, plan, LAYOUT)
+        ready = count_ready(ready, chunk, wanted, columns, plan, LAYOUT)
         going_home = False
-        if not combine:
+        if ready < wanted:
             going_home = chunk_came(
                 home, num_homes, homes_a_chunk, arrived, plan, words, epoch, LAYOUT
             )
-        if combine:
-            if COMBINE:
-                combine_task(
-                    which, chunk, z_RD, plan, home_ptrs_W, home_tokens, rank, status,
-                    LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD, LINK,
-                )  # fmt: skip
-                if BACKWARD:
-                    if chunk == 0:
-                        send_weight_gradients(
-                            which, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
-                            LAYOUT, NUM_PARTS, ROWS,
-                        )  # fmt: skip
-                count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
-                task = tl.atomic_add(tickets + _TASK_TICKET, 1, sem="relaxed", scope="gpu")
-        elif going_home:
-            if COMBINE:
-                arrived = home // homes_a_chunk
-                take_home(
-                    home % homes_a_chunk, arrived, y_TD, home_WTD, home_tokens, plan, num_tokens,
-                    idx_TK, dweights_TK, weights_home_WTK,
-                    LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
-                )  # fmt: skip
-                home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
-        elif multiplying:
-            if MULTIPLY:
-                # Taken only now: a tile that waits in the hand of a program holds up its chunk.
-                ticket = tl.atomic_add(tickets + _TILE_TICKET, 1, sem="relaxed", scope="gpu")
-                multiplying = ticket < total
-                if multiplying:
-                    pending = multiply_tiles(
-                        ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
-                        LAYOUT, HIDDEN_SIZE, DEPTH, BACKWARD, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
+        if ready >= wanted:
+            combine_task(
+                which, chunk, z_RD, plan, home_ptrs_W, home_tokens, rank,
+                LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD,
+            )  # fmt: skip
+            if BACKWARD:
+                if chunk == 0:
+                    send_weight_gradients(
+                        which, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
+                        LAYOUT, NUM_PARTS, ROWS,
                     )  # fmt: skip
-                # Tiles are counted when the next are begun: by then their stores are done.
-                if (not multiplying) | (task < num_tasks):
-                    count_tiles(pending, plan, LAYOUT)
-                    pending = 0
-                if (not multiplying) & (task >= num_tasks):
-                    task = tl.atomic_add(
-                        tickets + _TASK_TICKET, COMBINE, sem="relaxed", scope="gpu"
-                    )
+            count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
+            task = tl.atomic_add(tickets + _TASK_TICKET, 1, sem="relaxed", scope="gpu")
+        elif going_home:
+            arrived = home // homes_a_chunk
+            take_home(
+                home % homes_a_chunk, arrived, y_TD, home_WTD, home_tokens, plan, num_tokens,
+                idx_TK, dweights_TK, weights_home_WTK,
+                LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
+            )  # fmt: skip
+            home = tl.atomic_add(tickets + _HOME_TICKET, 1, sem="relaxed", scope="gpu")
         else:
             code = failure(_COMBINE, 0, chunk)
             done, need = counter_of(ready, columns, plan, LAYOUT)
             if not wait(done, need, timeout_ns, status, host_words, code, "gpu"):
                 task = num_tasks
-    if COMBINE:
-        take_the_rest_home(
-            home, num_homes, homes_a_chunk, arrived, tickets + _HOME_TICKET, y_TD,
-            home_WTD, home_tokens, plan, num_tokens, idx_TK, dweights_TK, weights_home_WTK, words,
-            epoch, rank, status, host_words, timeout_ns,
-            LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
-        )  # fmt: skip
+    take_the_rest_home(
+        home, num_homes, homes_a_chunk, arrived, tickets + _HOME_TICKET, y_TD,
+        home_WTD, home_tokens, plan, num_tokens, idx_TK, dweights_TK, weights_home_WTK, words,
+        epoch, rank, status, host_words, timeout_ns,
+        LAYOUT, BACKWARD, HIDDEN_SIZE, HOME_ROWS, CHUNK,
+    )  # fmt: skip
     _leave(num_leaving, plan, words, status, host_words, LAYOUT)
-    if not MULTIPLY:
-        end_with_first()
+    end_with_first()
 
 
-_launch = Launcher(gemm_combine_kernel)
+_launch_multiply = Launcher(multiply_columns_kernel)
+_launch_combine = Launcher(combine_kernel)
 
 
 def gemm_combine(
@@ -250,25 +243,26 @@ def gemm_combine(
     ``dispatch_gemm``.
     """
     tile = knobs.down
-    descs = _describe(h_RF, down_LDF, z_RD, tile, layout, turned=False)
-
-    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
-        _launch(
-            shape.num_programs,
-            (y_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
-             status, status, status, status, status, y_TD.shape[0], home_WTD.shape[1],
-             min(z_RD.shape[0], h_RF.shape[0]), send_capacity, marks, rank,
-             knobs.num_combiners, shape.num_leaving, status, host_words, timeout_ns),
-            (multiply, move, *_constants(z_RD, h_RF, 0, tile, layout, knobs)),
-            dtypes=(z_RD.dtype,), **shape.options,
+    a_desc, b_desc, z_desc = _describe(h_RF, down_LDF, z_RD, tile, layout, turned=False)
+    capacity = min(z_RD.shape[0], h_RF.shape[0])
+    shapes = _shape_launches(tile, knobs, num_programs, fused=fused)
+    with side_by_side(fused):
+        _launch_multiply(
+            shapes.multiply.num_programs,
+            (z_desc, plan, a_desc, b_desc, words,
+             capacity, send_capacity, shapes.multiply.num_leaving, status, host_words),
+            _multiply_constants(z_RD, h_RF, tile, layout, knobs, backward=False),
+            dtypes=(z_RD.dtype,), **shapes.multiply.options,
         )  # fmt: skip
-
-    launch_parts(
-        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=False, movers=knobs.combiners_beside,
-        movers_after=knobs.combiners_after,
-        move_registers=_COMBINE_REGISTERS // knobs.combiners_beside,
-    )  # fmt: skip
+        _launch_combine(
+            shapes.move.num_programs,
+            (y_TD, z_RD, plan, home_WTD, home_ptrs_W, words, words_ptrs_W,
+             status, status, status, status, status, y_TD.shape[0], home_WTD.shape[1],
+             capacity, send_capacity, marks, rank, shapes.move.num_leaving,
+             status, host_words, timeout_ns),
+            _combine_constants(z_RD, 0, tile, layout, knobs),
+            dtypes=(z_RD.dtype,), **shapes.move.options,
+        )  # fmt: skip
 
 
 def dgrad_combine(
@@ -313,27 +307,27 @@ def dgrad_combine(
         fused: False runs the three parts one after another.
     """
     tile = knobs.up_grad
-    descs = _describe(dpre_RG, up_LGD, z_RD, tile, layout, turned=True)
+    a_desc, b_desc, z_desc = _describe(dpre_RG, up_LGD, z_RD, tile, layout, turned=True)
     idx_TK = aligned(topk_idx_TK)
-
-    def launch(shape: LaunchShape, *, multiply: bool, move: bool) -> None:
-        _launch(
-            shape.num_programs,
-            (dx_TD, z_RD, plan, *descs, home_WTD, home_ptrs_W, words, words_ptrs_W,
-             dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
-             dx_TD.shape[0], home_WTD.shape[1], dpre_RG.shape[0], ANY_SENDS, marks, rank,
-             knobs.num_combiners, shape.num_leaving, status, host_words, timeout_ns),
-            (multiply, move,
-             *_constants(z_RD, dpre_RG, dweight_RC.shape[1], tile, layout, knobs)),
-            dtypes=(z_RD.dtype, idx_TK.dtype), **shape.options,
+    capacity = dpre_RG.shape[0]
+    shapes = _shape_launches(tile, knobs, num_programs, fused=fused)
+    with side_by_side(fused):
+        _launch_multiply(
+            shapes.multiply.num_programs,
+            (z_desc, plan, a_desc, b_desc, words,
+             capacity, ANY_SENDS, shapes.multiply.num_leaving, status, host_words),
+            _multiply_constants(z_RD, dpre_RG, tile, layout, knobs, backward=True),
+            dtypes=(z_RD.dtype,), **shapes.multiply.options,
         )  # fmt: skip
-
-    launch_parts(
-        launch, tile=tile, knobs=knobs, num_programs=num_programs, fused=fused,
-        moves_first=False, movers=knobs.combiners_beside,
-        movers_after=knobs.combiners_after,
-        move_registers=_COMBINE_REGISTERS // knobs.combiners_beside,
-    )  # fmt: skip
+        _launch_combine(
+            shapes.move.num_programs,
+            (dx_TD, z_RD, plan, home_WTD, home_ptrs_W, words, words_ptrs_W,
+             dweight_RC, idx_TK, dweights_TK, weights_home_WTK, weights_home_ptrs_W,
+             dx_TD.shape[0], home_WTD.shape[1], capacity, ANY_SENDS, marks, rank,
+             shapes.move.num_leaving, status, host_words, timeout_ns),
+            _combine_constants(z_RD, dweight_RC.shape[1], tile, layout, knobs),
+            dtypes=(z_RD.dtype, idx_TK.dtype), **shapes.move.options,
+        )  # fmt: skip
 
 
 def _describe(
@@ -352,16 +346,38 @@ def _describe(
     )
 
 
-def _constants(
-    product: torch.Tensor,
+def _shape_launches(tile: GemmTile, knobs: Knobs, num_programs: int, *, fused: bool) -> LaunchPair:
+    return shape_launches(
+        tile=tile,
+        knobs=knobs,
+        num_programs=num_programs,
+        fused=fused,
+        moves_first=False,
+        movers=knobs.combiners_beside,
+        movers_after=knobs.combiners_after,
+        move_registers=_COMBINE_REGISTERS // knobs.combiners_beside,
+    )
+
+
+def _multiply_constants(
+    z_RD: torch.Tensor,
     rows: torch.Tensor,
-    num_parts: int,
     tile: GemmTile,
     layout: Layout,
     knobs: Knobs,
+    *,
+    backward: bool,
 ) -> tuple[object, ...]:
     return (
-        layout, num_parts, product.shape[1], rows.shape[1], knobs.combine_rows,
-        knobs.combine_stages, knobs.home_rows, knobs.chunk_columns, knobs.link_bytes_per_us,
+        layout, backward, z_RD.shape[1], rows.shape[1], knobs.chunk_columns,
         tile.block_n, tile.block_k, tile.group, tile.run,
+    )  # fmt: skip
+
+
+def _combine_constants(
+    z_RD: torch.Tensor, num_parts: int, tile: GemmTile, layout: Layout, knobs: Knobs
+) -> tuple[object, ...]:
+    return (
+        layout, num_parts, z_RD.shape[1], knobs.combine_rows, knobs.combine_stages,
+        knobs.home_rows, knobs.chunk_columns, tile.block_n,
     )  # fmt: skip

@@ -20,8 +20,8 @@ class GemmTile:
         num_warps: warps of a program.
         per_sm: programs on one multiprocessor: one multiplies while the other stores or combines.
         num_stages: steps in flight.
-        beside: 1 if what moves rows is a launch of its own beside that of the tiles, on the same
-            multiprocessors; 0 if programs of one launch do both by turns.
+        beside: of gradients of weights alone: 1 if the first of them begins while the last sums of
+            the tokens' gradients are on their way.
     """
 
     block_n: int = 256
@@ -31,7 +31,7 @@ class GemmTile:
     num_warps: int = 8
     per_sm: int = 1
     num_stages: int = 4
-    beside: int = 1
+    beside: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,28 +43,20 @@ class Knobs:
         block_m: rows of a tile, of both GEMMs.
         up, down: forward.
         down_grad, up_grad: backward, of the GEMMs with the same weights turned.
-        weight: of the gradients of weights; ``block_k`` divides ``block_m``. ``beside`` is 1 if the
-            first of them begins while the last sums of the tokens' gradients are on their way.
+        weight: of the gradients of weights; ``block_k`` divides ``block_m``.
         movers_alone: programs of a launch that moves rows on each multiprocessor, at least, where
             no tiles are made meanwhile.
         combiners_beside: programs that combine on each multiprocessor beside tiles.
         combiners_after: more of them, which begin where tiles' programs have ended.
         mover_warps: warps of a program that moves rows.
-        num_fetchers: in one launch, programs that fetch until nothing is left to fetch; the others
-            fetch their own rank's rows, and more while their next tile is not ready.
         fetch_elements: what a warp that fetches keeps in flight; those of a program together keep
             some whole rows, or a part of one.
-        own_first: 1 if tiles of this rank's own rows are made before all others, while rows of
-            other ranks are on their way; 0 makes tiles by expert, and reads weights once.
-        num_combiners: in one launch, programs that combine while others multiply, as far as they
-            must to keep pace; a quarter of them adds up at home meanwhile.
         combine_rows: sends that a combining program sums at once; divides ``TASK_ROWS``.
         combine_stages: steps of that loop in flight, each a row of ``combine_rows`` sends; 1 loads
             all rows of that many sends at once, without a loop.
         chunk_columns: columns of the down projection that are combined at once; a power of two,
             and a multiple of the columns of a tile.
         home_rows: tokens of one task of the sum at home.
-        link_bytes_per_us: rate of an emulated link, each way; 0 is the link there is.
     """
 
     num_programs: int = 0
@@ -73,20 +65,16 @@ class Knobs:
     down: GemmTile = field(default_factory=GemmTile)
     down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     up_grad: GemmTile = field(default_factory=GemmTile)
-    weight: GemmTile = field(default_factory=lambda: GemmTile(run=0, num_stages=3, beside=0))
+    weight: GemmTile = field(default_factory=lambda: GemmTile(run=0, num_stages=3))
     movers_alone: int = 2
     combiners_beside: int = 1
     combiners_after: int = 3
     mover_warps: int = 4
-    num_fetchers: int = 8
     fetch_elements: int = 2048
-    own_first: int = 0
-    num_combiners: int = 48
     combine_rows: int = 8
     combine_stages: int = 1
     chunk_columns: int = 512
     home_rows: int = 8
-    link_bytes_per_us: int = 0
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
         """Return rows and columns of the piece that a fetching program keeps in flight."""
@@ -95,7 +83,7 @@ class Knobs:
         return min(64, elements // columns), columns
 
     def changed(self, settings: Sequence[str]) -> "Knobs":
-        """Return these knobs but for some settings, such as "num_fetchers=16" and "up.run=2".
+        """Return these knobs but for some settings, such as "mover_warps=8" and "up.run=2".
 
         Raises:
             ValueError: a setting is not of that form, or names no knob.

@@ -35,10 +35,6 @@ rank, and padded to whole tiles. The sends that this rank receives are listed tw
             of their largest expert: they can be combined when its tiles stand, and those before
 
 Places of a list that stay empty hold -1. Inside, sends stand by source in ring order, then token.
-
-``tile_order`` lists the tiles in the order in which they can be made while rows of others are still
-on their way: those of this rank's own rows alone, which stand first among an expert's, then the
-others; both by expert.
 """
 
 from dataclasses import dataclass
@@ -115,10 +111,6 @@ class Layout:
             tickets=NUM_TICKETS,
             expert_rows=local,
             expert_begin=local,
-            own_rows=local,
-            own_tiles=local,
-            own_order=local,
-            other_order=local,
             own_sends=local + groups,
             own_begin=local + groups,
             other_sends=local + groups,
@@ -127,7 +119,6 @@ class Layout:
             tile_expert=max_tiles,
             tile_rows=max_tiles,
             tile_arrived=max_tiles,
-            tile_order=max_tiles,
             group_tiles=groups,
             chunk_done=MAX_CHUNKS * groups,
             chunk_sent=MAX_CHUNKS,

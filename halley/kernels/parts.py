@@ -1,19 +1,17 @@
 # Kernels are Triton, which only looks like Python to a type checker.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""How the two parts of a fused kernel run: in one launch, one after the other, or side by side.
+"""Launch two kernels of a fused layer side by side, or one after the other.
 
-Side by side means two launches whose programs share multiprocessors: those that move rows take the
-registers and the shared memory that those that multiply leave over, and work while the tensor cores
-do. No program gives up a tile for a transfer.
+One kernel moves rows between ranks, the other multiplies. Side by side their programs share
+multiprocessors: the kernel that moves rows takes the registers and the shared memory that the GEMM
+leaves over, and works while the tensor cores do.
 
-Which of the two waits for the other is launched second, as a programmatic dependent launch: it
-begins when all programs of the first have, and so cannot take the room that they need. Where
-launches only run one by one, no one waits in vain.
+The kernel that waits for the other is launched second, as a programmatic dependent launch: it
+begins when all programs of the first have begun, and so cannot take the room that they need.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import triton
 import triton.language as tl
@@ -48,11 +46,11 @@ def end_with_first():
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchShape:
-    """How a part is launched.
+    """How one of the two kernels is launched.
 
     Attributes:
         num_programs: of the launch.
-        num_leaving: of all launches of the kernel; the last of these leaves all as it was found.
+        num_leaving: programs of both launches; the last one to end resets the plan's counters.
         num_warps: of a program.
         options: how it is compiled and launched.
     """
@@ -63,14 +61,20 @@ class LaunchShape:
     options: LaunchOptions
 
 
-class LaunchPart(Protocol):
-    """Launches a kernel, or one of its two parts."""
+@dataclass(frozen=True, kw_only=True)
+class LaunchPair:
+    """How the two kernels are launched.
 
-    def __call__(self, shape: LaunchShape, *, multiply: bool, move: bool) -> None: ...
+    Attributes:
+        move: of the kernel that moves rows.
+        multiply: of the GEMM.
+    """
+
+    move: LaunchShape
+    multiply: LaunchShape
 
 
-def launch_parts(
-    launch: LaunchPart,
+def shape_launches(
     *,
     tile: GemmTile,
     knobs: Knobs,
@@ -80,25 +84,22 @@ def launch_parts(
     movers: int,
     movers_after: int = 0,
     move_registers: int,
-) -> None:
-    """Launch a kernel of which one part multiplies and the other moves rows.
+) -> LaunchPair:
+    """Return how the kernel that moves rows and the GEMM are launched.
 
     Args:
-        launch: launches both or one.
-        tile: of the part that multiplies.
+        tile: of the GEMM.
         num_programs: multiprocessors.
-        fused: False runs one part after the other.
-        moves_first: whether what multiplies waits for what moves, or the other way round.
-        movers: programs of the part that moves on each multiprocessor, beside tiles.
-        movers_after: more of them, which find room when those that multiply have ended.
-        move_registers: the most registers of a thread of that part.
+        fused: False runs one kernel after the other.
+        moves_first: whether the GEMM waits for the kernel that moves rows, or the other way round.
+        movers: programs that move rows on each multiprocessor, beside those of the GEMM.
+        movers_after: more of them, which find room when programs of the GEMM have ended.
+        move_registers: the most registers of a thread that moves rows.
     """
     num_multiplying = num_programs * tile.per_sm
     num_moving = num_programs * (
         movers + movers_after if fused else max(movers, knobs.movers_alone)
     )
-    both = fused and not tile.beside
-    num_leaving = num_multiplying + (0 if both else num_moving)
     left = _REGISTERS - movers * move_registers * knobs.mover_warps * _LANES
     left //= tile.per_sm * tile.num_warps * _LANES
 
@@ -107,28 +108,27 @@ def launch_parts(
         options: LaunchOptions = {
             "num_warps": num_warps,
             "num_stages": 1 if moves else tile.num_stages,
-            "max_registers": move_registers if moves else left // 8 * 8 if tile.beside else None,
-            "shares": not both,
-            "overlaps": fused and not both and moves != moves_first,
+            "max_registers": move_registers if moves else left // 8 * 8,
+            "shares": True,
+            "overlaps": fused and moves != moves_first,
         }
         return LaunchShape(
             num_programs=num_moving if moves else num_multiplying,
-            num_leaving=num_leaving,
+            num_leaving=num_multiplying + num_moving,
             num_warps=num_warps,
             options=options,
         )
 
-    if both:
-        launch(shape(moves=False), multiply=True, move=True)
-        return
-    with _side_by_side() if fused else nullcontext():
-        for moves in (moves_first, not moves_first):
-            launch(shape(moves=moves), multiply=not moves, move=moves)
+    return LaunchPair(move=shape(moves=True), multiply=shape(moves=False))
 
 
-def _side_by_side() -> AbstractContextManager[None]:
-    """Let the second of two launches begin as on a GPU, which needs no help with that."""
-    if not INTERPRETED:
+def side_by_side(fused: bool) -> AbstractContextManager[None]:
+    """Let the second of two launches in the block begin as on a GPU, which needs no help with it.
+
+    Args:
+        fused: False lets it begin when the first has ended.
+    """
+    if not (fused and INTERPRETED):
         return nullcontext()
     from halley.kernels.interpreter.launch import together
 

@@ -113,14 +113,11 @@ def _note_home(expert, token, record, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_tiles(local, plan, LAYOUT: tl.constexpr):
-    """Write the tiles of one expert: whose they are, how many rows, nothing arrived yet, when."""
+    """Write the tiles of one expert: its number, how many rows they have, none of them arrived."""
     STEP: tl.constexpr = 64
     rows = tl.load(plan + LAYOUT.expert_rows + local)
     first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m
     num_tiles = tl.cdiv(rows, LAYOUT.block_m)
-    num_own = tl.load(plan + LAYOUT.own_tiles + local)
-    own_order = tl.load(plan + LAYOUT.own_order + local)
-    other_order = tl.load(plan + LAYOUT.other_order + local)
     for start in range(0, num_tiles, STEP):
         tile = start + tl.arange(0, STEP)
         real = tile < num_tiles
@@ -128,8 +125,6 @@ def _place_tiles(local, plan, LAYOUT: tl.constexpr):
         tl.store(plan + LAYOUT.tile_expert + first + tile, tl.zeros_like(tile) + local, mask=real)
         tl.store(plan + LAYOUT.tile_rows + first + tile, left, mask=real)
         tl.store(plan + LAYOUT.tile_arrived + first + tile, tl.zeros_like(tile), mask=real)
-        place = tile + tl.where(tile < num_own, own_order, other_order)
-        tl.store(plan + LAYOUT.tile_order + place, first + tile, mask=real)
 
 
 @triton.jit

@@ -299,7 +299,6 @@ def measure_layers(
     num_samples: int,
     commit: str | None,
     max_load: float = 0.0,
-    link_gb_per_s: float = 0.0,
     case_name: str = "layer",
     on_progress: Progress | None = None,
     on_rows: Callable[[list[Row]], object] | None = None,
@@ -309,25 +308,20 @@ def measure_layers(
     Args:
         on_rows: called on every rank after each case, with the lines so far.
         max_load: if not 0, fused layers are measured as CUDA graphs, too, with that much room.
-        link_gb_per_s: if not 0, the rate of a link that the fused kernels emulate.
         case_name: of the lines, and of the file that is theirs.
     """
     # Only here: commands that need no kernels run where there is no Triton.
-    from halley.ops.workspaces import Workspaces, default_knobs
+    from halley.ops.workspaces import Workspaces
 
-    link, knobs = measure_link(groups, device=device), None
-    if link_gb_per_s:
-        link = min(link, 1e9 * link_gb_per_s)
-        rate = f"link_bytes_per_us={round(1e3 * link_gb_per_s)}"
-        knobs = default_knobs(device).changed([rate, "own_first=1"])
+    link = measure_link(groups, device=device)
     machine = machine_keys(groups, device=device, commit=commit)
-    machine |= {"case": case_name, "link_gb_per_s": link_gb_per_s or None}
+    machine |= {"case": case_name, "link_gb_per_s": None}
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
     where = {"groups": groups, "recorder": recorder, "device": device}
     build = partial(build_candidates, **where)
     bench = partial(bench_layer, **where, num_samples=num_samples)
-    make = partial(Workspaces, groups.ep, device, tp_size=groups.tp_size, knobs=knobs)
+    make = partial(Workspaces, groups.ep, device, tp_size=groups.tp_size)
     workspaces, bounded = make(), make(max_load=max_load) if max_load else None
     for case in cases:
         candidates = build(case, strategies, workspaces=workspaces, bounded=bounded)

@@ -36,11 +36,6 @@ Progress = Callable[[str, int, int], None]
 Space = dict[str, tuple[str, ...]]
 
 
-def _one_launch(*tiles: str) -> str:
-    """Return the settings for one launch that multiplies and moves by turns."""
-    return " ".join(f"{tile}.beside=0" for tile in tiles)
-
-
 def _paired(tile: str) -> str:
     """Return the settings for two programs on a multiprocessor, of half a tile each."""
     fields = ("block_n=128", "num_warps=4", "num_stages=3", "per_sm=2")
@@ -54,13 +49,6 @@ def _in_one_loop(tile: str) -> str:
 
 # Values of a knob are settings, several where they only make sense together.
 SPACE: Space = {
-    "dispatch": (_one_launch("up", "down_grad"), _one_launch("up"), _one_launch("down_grad")),
-    "combine": tuple(
-        f"{_one_launch('down', 'up_grad')} {sums}"
-        for sums in ("", "chunk_columns=1024 combine_rows=16 combine_stages=4 home_rows=16")
-    ),
-    "num_combiners": tuple(f"num_combiners={n}" for n in (16, 24)),
-    "own_first": ("own_first=1",),
     "fetch_elements": tuple(f"fetch_elements={n}" for n in (1024, 4096)),
     "chunk_columns": ("chunk_columns=256", "chunk_columns=1024 combine_rows=4"),
     "combine_rows": ("combine_rows=4", "combine_rows=4 home_rows=4"),
@@ -179,11 +167,8 @@ def fits(knobs: Knobs, tensors: LayerTensors) -> bool:
         steps = tile.num_stages * (knobs.block_m + tile.block_n) * tile.block_k * itemsize
         if tile.run > 1:  # a tile is stored while the loop goes on, from a buffer of its own
             steps += knobs.block_m * tile.block_n * itemsize
-        if not tile.beside:
-            programs = [max(steps, combines * knobs.combine_stages * sums)] * tile.per_sm
-        else:
-            programs = [steps] * tile.per_sm
-            programs += [(knobs.combine_stages - 1) * sums] * knobs.combiners_beside * combines
+        programs = [steps] * tile.per_sm
+        programs += [(knobs.combine_stages - 1) * sums] * knobs.combiners_beside * combines
         if max(programs) > _SHARED_BYTES - _RESERVED_BYTES:
             return False
         if sum(size + _RESERVED_BYTES for size in programs) > _SHARED_BYTES:

@@ -33,10 +33,7 @@ def test_words_with_commas_are_measured_one_by_one(
 
 
 def test_lines_are_named_by_what_is_not_plain() -> None:
-    assert bench._links("0, 25,0.5", ["fused", "unfused:inputs"]) == [0.0, 25.0, 0.5]
-    assert bench._links("0", ["sequential"]) == [0.0]
-    assert bench._case_name([], [1], [0.0], 0.0) == "layer"
-    assert bench._case_name([], [1], [0.0, 25.0], 0.0) == "layer-link"
-    assert bench._case_name([], [2], [0.0], 1.5) == "layer-tp-graph"
+    assert bench._case_name([], [1], 0.0) == "layer"
+    assert bench._case_name([], [2], 1.5) == "layer-tp-graph"
     placed = LayerCase(model=find_model("tiny"), num_tokens=8, spare=1)
-    assert bench._case_name([placed], [1], [0.0], 0.0) == "layer-placed"
+    assert bench._case_name([placed], [1], 0.0) == "layer-placed"

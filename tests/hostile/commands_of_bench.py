@@ -114,26 +114,6 @@ BENCH_LAYER: dict[str, str] = {
     "bench layer --device cpu --max-load inf": (
         "max_load (inf) must be finite and at least 1, or 0 for no CUDA graphs"
     ),
-    "bench layer --device cpu --link 25 --strategies sequential,fused": (
-        "strategies (sequential) must be fused or unfused with link (25): only their "
-        "kernels emulate one"
-    ),
-    "bench layer --device cpu --link 25,fast --strategies fused": (
-        "link (fast) must be a number of GB/s, or 0 for the link there is"
-    ),
-    "bench layer --device cpu --link nan --strategies fused": (
-        "link (nan) must be at least 0.001 GB/s, or 0 for the link there is"
-    ),
-    "bench layer --device cpu --link inf --strategies fused": (
-        "link (inf) must be at least 0.001 GB/s, or 0 for the link there is"
-    ),
-    "bench layer --device cpu --link -1 --strategies fused": (
-        "link (-1) must be at least 0.001 GB/s, or 0 for the link there is"
-    ),
-    "bench layer --device cpu --link 25,25.0 --strategies fused": (
-        "link (25,25.0) must name each once, and names 25.0 twice"
-    ),
-    "bench layer --device cpu --link ,": "link (,) must name at least one",
     "bench layer --device cpu --nproc 2 --output {folder}/taken": (
         "output ({folder}/taken/cpu-{machine}x2/layer.jsonl) must be a new file or hold "
         "result lines of halley bench: it holds something else"

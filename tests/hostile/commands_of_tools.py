@@ -75,7 +75,7 @@ TOOLS: dict[str, str] = {
     "tune --device cpu --tp-size 0": (
         "tp_size (0) must be at least 1 and divide the ranks of the group (2)"
     ),
-    "tune --device cpu --knobs num_combiners,turbo": "knobs (turbo) must be of {knobs}, or all",
+    "tune --device cpu --knobs combine_rows,turbo": "knobs (turbo) must be of {knobs}, or all",
     "tune --device cpu --knobs ,": "knobs (,) must name at least one",
     "tune --device cpu --knobs up,up": "knobs (up,up) must name each once, and names up twice",
     "tune --device cpu --samples 0": "samples (0) must be at least 1",

@@ -49,10 +49,10 @@ def write_knobs(path: Path) -> None:
         )
         tuned = Tuned(
             shape=shape,
-            settings=("num_fetchers=16", "up.run=2"),
+            settings=("home_rows=16", "up.run=2"),
             median_us=80.0,
             default_us=100.0,
-            sweeps={"num_fetchers": {"8": 90.0, "16": 80.0}},
+            sweeps={"home_rows": {"8": 90.0, "16": 80.0}},
         )
         table.write(tuned)
 

@@ -35,7 +35,7 @@ WORDS = {
     "{train_keys}": "train.num_steps, train.batch_size, train.num_microbatches, train.dtype, "
     "train.seed, train.activation_checkpointing, train.deterministic, train.log_every, "
     "train.tensorboard",
-    "{knobs}": "dispatch, combine, num_combiners, own_first, fetch_elements, chunk_columns, "
+    "{knobs}": "fetch_elements, chunk_columns, "
     "combine_rows, combine_stages, combiners_beside, combiners_after, down, up, down_grad, weight, "
     "up_grad",
     "{grouped_rows}": "torch's grouped GEMM reads rows of 16 bytes",

@@ -273,13 +273,13 @@ WRONG_LINES: list[tuple[str, str, str, str]] = [
     ),
     (
         "tuned knobs",
-        '"settings": ["num_fetchers=16", "up.run=2"]',
-        '"settings": "num_fetchers=16"',
-        ("{path}:1 must be a line of tuned knobs: settings ('num_fetchers=16') must be a list"),
+        '"settings": ["home_rows=16", "up.run=2"]',
+        '"settings": "home_rows=16"',
+        ("{path}:1 must be a line of tuned knobs: settings ('home_rows=16') must be a list"),
     ),
     (
         "tuned knobs",
-        '"num_fetchers=16"',
+        '"home_rows=16"',
         '"nothere=16"',
         (
             "{path}:1 must be a line of tuned knobs: setting (nothere=16) must be the name "
@@ -288,22 +288,22 @@ WRONG_LINES: list[tuple[str, str, str, str]] = [
     ),
     (
         "tuned knobs",
-        '"num_fetchers=16"',
-        '"num_fetchers=-1"',
+        '"home_rows=16"',
+        '"home_rows=-1"',
         (
-            "{path}:1 must be a line of tuned knobs: setting (num_fetchers=-1) must be the "
+            "{path}:1 must be a line of tuned knobs: setting (home_rows=-1) must be the "
             "name of a knob, an equals sign and an integer"
         ),
     ),
     (
         "tuned knobs",
-        '"num_fetchers=16"',
+        '"home_rows=16"',
         "16",
         "{path}:1 must be a line of tuned knobs: settings[0] (16) must be of type str",
     ),
     (
         "tuned knobs",
-        '"num_fetchers=16"',
+        '"home_rows=16"',
         '"a\\nb"',
         (
             "{path}:1 must be a line of tuned knobs: setting ('a\\nb') must be the name of "
@@ -359,16 +359,13 @@ WRONG_LINES: list[tuple[str, str, str, str]] = [
         "tuned knobs",
         '{"8": 90.0',
         '{"8": "90"',
-        (
-            "{path}:1 must be a line of tuned knobs: sweeps.num_fetchers.8 ('90') must be "
-            "of type float"
-        ),
+        ("{path}:1 must be a line of tuned knobs: sweeps.home_rows.8 ('90') must be of type float"),
     ),
     (
         "tuned knobs",
-        '"num_fetchers": {"8": 90.0, "16": 80.0}',
-        '"num_fetchers": 3',
-        ("{path}:1 must be a line of tuned knobs: sweeps.num_fetchers (3) must be a table"),
+        '"home_rows": {"8": 90.0, "16": 80.0}',
+        '"home_rows": 3',
+        ("{path}:1 must be a line of tuned knobs: sweeps.home_rows (3) must be a table"),
     ),
     (
         "tuned knobs",

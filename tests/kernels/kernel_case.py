@@ -26,23 +26,12 @@ SMALL_KNOBS = Knobs(
     down_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
     up_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
     weight=GemmTile(block_n=32, block_k=16, group=2, num_warps=4, num_stages=1),
-    num_fetchers=2,
     fetch_elements=512,
-    num_combiners=2,
     combine_rows=64,
     combine_stages=2,
     chunk_columns=32,
     home_rows=16,
 )
-
-
-def in_one_launch(knobs: Knobs) -> Knobs:
-    """Return knobs with which programs multiply and move rows by turns."""
-    tiles = {
-        name: replace(getattr(knobs, name), beside=0)
-        for name in ("up", "down", "down_grad", "up_grad")
-    }
-    return replace(knobs, **tiles)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from tests.kernels.kernel_case import (
     KernelCase,
     assert_close,
     expected_gradients,
-    in_one_launch,
     make_dy,
     make_tokens,
 )
@@ -103,30 +102,10 @@ def test_values_and_bits(name: str) -> None:
     _assert_same(fused, unfused, f"seed {seed}")
 
 
-def test_one_launch_that_does_both_by_turns() -> None:
-    case = replace(TWO, num_tokens_CW=((18, 5),))
-    wanted = _train(case, fused=False)
-    turns = replace(case, knobs=in_one_launch(case.knobs))
-    for seed in range(6):
-        got = _train(turns, fused=True, seed=seed, starve=0.02 * (seed % 2))
-        _assert_same(got, wanted, f"seed {seed}")
-
-
-@pytest.mark.parametrize("name", ["two ranks", "skewed", "no tokens", "large tiles"])
-def test_tiles_of_own_rows_first(name: str) -> None:
-    case = CASES[name]
-    case = replace(case, num_tokens_CW=(tuple(3 * n for n in case.num_tokens_CW[0]),))
-    own_first = replace(case, knobs=replace(case.knobs, own_first=1))
-    _assert_same(_train(own_first, fused=True, seed=3), _train(case, fused=False), name)
-
-
-@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("resident", [1, 2, 8])
-def test_any_number_of_resident_programs(resident: int, one_launch: bool) -> None:
+def test_any_number_of_resident_programs(resident: int) -> None:
     """However few run at a time, none of them waits for one that has not begun."""
-    knobs = replace(TWO.knobs, num_programs=6, num_fetchers=3, num_combiners=3)
-    knobs = in_one_launch(knobs) if one_launch else knobs
-    case = replace(TWO, num_tokens_CW=((18, 5),), knobs=knobs)
+    case = replace(TWO, num_tokens_CW=((18, 5),), knobs=replace(TWO.knobs, num_programs=6))
     _assert_values(_train(case, fused=True, seed=resident, resident=resident), case)
 
 

@@ -75,15 +75,15 @@ _COUNT_CLEARED = """\
 """
 _CLEAR_LOOP = "    for first in range(begin, end, ROWS):\n"
 _SEND_WEIGHT_GRADIENTS = """\
-                if BACKWARD:
-                    if chunk == 0:
-                        send_weight_gradients(
-                            which, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
-                            LAYOUT, NUM_PARTS, ROWS,
-                        )  # fmt: skip
+            if BACKWARD:
+                if chunk == 0:
+                    send_weight_gradients(
+                        which, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
+                        LAYOUT, NUM_PARTS, ROWS,
+                    )  # fmt: skip
 """
 _COUNT_SENT = """\
-                count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
+            count_sent(chunk, tasks_a_chunk, plan, words, words_ptrs_W, rank, epoch, LAYOUT)
 """
 
 MUTATIONS = {
@@ -139,7 +139,7 @@ MUTATIONS = {
         function=fetch.clear_task, edits=((_COUNT_CLEARED, ""),), timeout_s=SHORT_S
     ),
     "dispatch: tiles wait for as many as there are rows": Mutation(
-        function=dispatch_gemm.dispatch_gemm_kernel,
+        function=dispatch_gemm.multiply_arrived_kernel,
         edits=(("need += rows_to_clear(num_rows, CLEAR)", "need += 0"),),
         first_seed=1,
     ),
@@ -149,12 +149,12 @@ MUTATIONS = {
         timeout_s=SHORT_S,
     ),
     "combine: gradients of weights after the flags": Mutation(
-        function=gemm_combine.gemm_combine_kernel,
+        function=gemm_combine.combine_kernel,
         edits=((_SEND_WEIGHT_GRADIENTS, ""), (_COUNT_SENT, _COUNT_SENT + _SEND_WEIGHT_GRADIENTS)),
         first_seed=27,
     ),
     "combine: gradients of weights with the last chunk": Mutation(
-        function=gemm_combine.gemm_combine_kernel,
+        function=gemm_combine.combine_kernel,
         edits=(("if chunk == 0:\n", "if chunk == num_chunks - 1:\n"),),
         first_seed=1,
     ),
@@ -300,7 +300,7 @@ def test_one_stage_for_all_passes_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         for kernel, half in (
             (stage.stage_kernel, "(epoch % 2)"),
-            (dispatch_gemm.dispatch_gemm_kernel, "(tl.load(marks + EPOCH) % 2)"),
+            (dispatch_gemm.fetch_kernel, "(tl.load(marks + EPOCH) % 2)"),
         ):
             none = half.replace("% 2", "* 0")
             apply(Mutation(function=kernel, edits=((half, none),)), patch)

@@ -84,9 +84,9 @@ def _record_launches() -> dict[str, tuple[Any, ...]]:
         def record(num_programs: int, args: Any, constants: Any, **options: Any) -> None:
             frame = sys._getframe(1)
             name = frame.f_code.co_name
-            if name == "launch":  # of one part, called by launch_parts, called by the launcher
-                part = "multiply" if frame.f_locals["multiply"] else "move"
-                name = f"{sys._getframe(3).f_code.co_name}.{part}"
+            if name in FUSED:
+                is_gemm = kernel.__name__.startswith("multiply")
+                name += ".multiply" if is_gemm else ".move"
             if name == "weight_gemm":
                 name += ".{0.run}x{0.block_n}".format(frame.f_locals["tile"])
                 name += ".wide" * frame.f_locals["is_wide"] + ".add" * frame.f_locals["accumulate"]

@@ -140,11 +140,9 @@ def test_too_few_rows_write_nothing(fused: bool) -> None:
     run_world(CASE, run)
 
 
-@pytest.mark.parametrize(("num_fetchers", "num_programs"), [(0, 3), (1, 1), (4, 4), (9, 5)])
-def test_any_split_of_programs(num_fetchers: int, num_programs: int) -> None:
-    knobs = replace(
-        CASE.knobs, num_fetchers=num_fetchers, num_programs=num_programs, fetch_elements=512
-    )
+@pytest.mark.parametrize("num_programs", [1, 3, 5])
+def test_any_number_of_programs(num_programs: int) -> None:
+    knobs = replace(CASE.knobs, num_programs=num_programs, fetch_elements=512)
 
     def run(rank: KernelRank) -> None:
         rows = _start(rank)

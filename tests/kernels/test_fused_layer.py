@@ -12,7 +12,6 @@ from tests.kernels.kernel_case import (
     KernelCase,
     assert_close,
     expected_outputs,
-    in_one_launch,
     make_experts,
     make_tokens,
 )
@@ -55,18 +54,6 @@ def test_values_and_bits(name: str) -> None:
             assert torch.equal(y_TD, wanted_TD), f"seed {seed}"
 
 
-@pytest.mark.parametrize("one_launch", [False, True])
-@pytest.mark.parametrize("name", ["skewed", "empty expert", "one takes all", "no tokens"])
-def test_tiles_of_own_rows_first(name: str, one_launch: bool) -> None:
-    """With many tokens, so that experts have tiles of both kinds; any order gives the same bits."""
-    case = CASES[name]
-    case = replace(case, num_tokens_CW=(tuple(3 * n for n in case.num_tokens_CW[0]),))
-    knobs = in_one_launch(case.knobs) if one_launch else case.knobs
-    got = run_forward(replace(case, knobs=replace(knobs, own_first=1)), seed=2 + one_launch)
-    for outputs, wanted in zip(got, run_forward(case, fused=False), strict=True):
-        assert torch.equal(outputs[0], wanted[0])
-
-
 @pytest.mark.parametrize(("up", "down", "chunk_columns"), [(2, 3, 64), (3, 2, 128)])
 def test_tiles_made_in_runs(up: int, down: int, chunk_columns: int) -> None:
     """Runs that end with a row of tiles, with a chunk, or in their midst, give the same bits."""
@@ -91,21 +78,10 @@ def test_sums_that_load_all_rows_at_once() -> None:
         assert torch.equal(outputs[0], others[0])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_one_launch_that_does_both_by_turns(seed: int) -> None:
-    case = replace(TWO, knobs=in_one_launch(TWO.knobs))
-    got = run_forward(case, seed=seed, resident=2 + 2 * (seed % 2), starve=0.02 * (seed % 2))
-    for outputs, others in zip(got, run_forward(TWO, fused=False), strict=True):
-        assert torch.equal(outputs[0], others[0])
-
-
-@pytest.mark.parametrize("one_launch", [False, True])
 @pytest.mark.parametrize("resident", [1, 2, 8])
-def test_any_number_of_resident_programs(resident: int, one_launch: bool) -> None:
+def test_any_number_of_resident_programs(resident: int) -> None:
     """However few run at a time, none of them waits for one that has not begun."""
-    knobs = replace(TWO.knobs, num_programs=6, num_fetchers=3, num_combiners=3)
-    knobs = in_one_launch(knobs) if one_launch else knobs
-    case = replace(TWO, knobs=knobs)
+    case = replace(TWO, knobs=replace(TWO.knobs, num_programs=6))
     outputs = run_forward(case, seed=resident, resident=resident)
     for y, wanted in zip(outputs, expected_outputs(case), strict=True):
         assert_close(y[0], wanted[0])

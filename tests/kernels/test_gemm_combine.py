@@ -113,9 +113,9 @@ def test_any_chunk(chunk_columns: int) -> None:
     _run_and_check(replace(CASE, hidden_size=104, knobs=knobs))
 
 
-@pytest.mark.parametrize(("num_combiners", "num_programs"), [(0, 3), (1, 1), (4, 4), (9, 5)])
-def test_any_split_of_programs(num_combiners: int, num_programs: int) -> None:
-    knobs = replace(CASE.knobs, num_combiners=num_combiners, num_programs=num_programs)
+@pytest.mark.parametrize("num_programs", [1, 3, 5])
+def test_any_number_of_programs(num_programs: int) -> None:
+    knobs = replace(CASE.knobs, num_programs=num_programs)
     _run_and_check(replace(CASE, hidden_size=72, knobs=knobs))
 
 

@@ -106,7 +106,7 @@ MUTATIONS = {
         function=publish.record_of,
         edits=(("(epoch % 2) * LAYOUT.num_ranks + source", "source + epoch * 0"),),
         case=AHEAD,
-        first_seed=21,
+        first_seed=55,
     ),
     "plan: stale epoch": Mutation(
         function=count.count_task, edits=(("wait(flag, epoch,", "wait(flag, epoch - 1,"),)
@@ -126,13 +126,13 @@ MUTATIONS = {
         timeout_s=SHORT_S,
     ),
     "dispatch: tiles do not wait": Mutation(
-        function=dispatch_gemm.dispatch_gemm_kernel,
-        edits=(('ready = poll(arrived, "gpu") >= need', "ready = True"),),
+        function=dispatch_gemm.multiply_arrived_kernel,
+        edits=(("wait(arrived, need,", "wait(arrived, 0,"),),
         first_seed=25,
     ),
     "dispatch: the first row of a tile is enough": Mutation(
-        function=dispatch_gemm.dispatch_gemm_kernel,
-        edits=((">= need", ">= 1"),),
+        function=dispatch_gemm.multiply_arrived_kernel,
+        edits=(("wait(arrived, need,", "wait(arrived, 1,"),),
         first_seed=21,
     ),
     "dispatch: rows counted before they are stored": Mutation(
@@ -186,7 +186,7 @@ MUTATIONS = {
         function=combine.count_sent, edits=((" == num_tasks - 1:", " >= 0:"),)
     ),
     "dispatch: the last of one launch leaves": Mutation(
-        function=dispatch_gemm.dispatch_gemm_kernel,
+        function=dispatch_gemm._leave,
         edits=(("before == num_leaving - 1", "before == tl.num_programs(0) - 1"),),
         timeout_s=SHORT_S,
     ),

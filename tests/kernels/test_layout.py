@@ -10,11 +10,10 @@ from halley.kernels.layout import HEADER_WORDS, MAX_CHUNKS, Layout
 MAILBOX = ("arrived", "home", "overflow", "calls", "staged", "records")
 RECORD = ("header", "counts", "packed", "weights", "record_words")
 PLAN = (
-    "summary", "tickets", "expert_rows", "expert_begin", "own_rows", "own_tiles", "own_order",
-    "other_order", "own_sends", "own_begin", "other_sends", "other_begin", "base", "tile_expert",
-    "tile_rows", "tile_arrived", "tile_order", "group_tiles", "chunk_done", "chunk_sent",
-    "home_sources", "home_ranks", "fetch_origin", "fetch_slot", "sum_origin", "sum_slot",
-    "sum_weight", "plan_words",
+    "summary", "tickets", "expert_rows", "expert_begin", "own_sends", "own_begin", "other_sends",
+    "other_begin", "base", "tile_expert", "tile_rows", "tile_arrived", "group_tiles", "chunk_done",
+    "chunk_sent", "home_sources", "home_ranks", "fetch_origin", "fetch_slot", "sum_origin",
+    "sum_slot", "sum_weight", "plan_words",
 )  # fmt: skip
 
 
@@ -78,9 +77,7 @@ def test_sections_hold_what_is_written_there() -> None:
     assert room("other_begin") >= 3 + 4
     assert room("base") >= 4 * 10 * 9
     assert room("group_tiles") >= 4
-    for name in ("own_rows", "own_tiles", "own_order", "other_order"):
-        assert room(name) >= 3
-    for name in ("tile_expert", "tile_rows", "tile_arrived", "tile_order"):
+    for name in ("tile_expert", "tile_rows", "tile_arrived"):
         assert room(name) >= layout.max_tiles
     assert room("chunk_done") >= 4 * MAX_CHUNKS
     assert room("chunk_sent") >= MAX_CHUNKS

@@ -42,13 +42,11 @@ class ExpectedPlan:
     Attributes:
         expert_begin: first row of each local expert.
         tiles: expert and rows of each.
-        order: tiles of the rank's own rows alone, then the others.
         fetch, sum: the two lists of sends; None where a list is empty, in whole tasks.
     """
 
     expert_begin: list[int] = field(default_factory=list)
     tiles: list[tuple[int, int]] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
     fetch: list[Send | None] = field(default_factory=list)
     sum: list[Send | None] = field(default_factory=list)
     num_own_sends: int = 0
@@ -63,7 +61,6 @@ def _expected_plan(layout: Layout, rank: int, routings: list[Routing]) -> Expect
     ring = [(rank + i) % layout.num_ranks for i in range(layout.num_ranks)]
     tables = [routing.topk_idx_TK.tolist() for routing in routings]
     row_of: dict[tuple[int, int, int], int] = {}
-    waits: list[bool] = []  # of each tile, for rows of other ranks
     for local in range(num_local):
         expert, begin = rank * num_local + local, len(plan.tiles) * layout.block_m
         rows = [(s, t) for s in ring for t, experts in enumerate(tables[s]) if expert in experts]
@@ -72,8 +69,6 @@ def _expected_plan(layout: Layout, rank: int, routings: list[Routing]) -> Expect
         for start in range(0, len(rows), layout.block_m):
             tile = rows[start : start + layout.block_m]
             plan.tiles.append((local, len(tile)))
-            waits.append(any(source != rank for source, _ in tile))
-    plan.order = sorted(range(len(waits)), key=waits.__getitem__)
     sends = []
     for place, source in enumerate(ring):
         for token, experts in enumerate(tables[source]):
@@ -119,7 +114,6 @@ def check_plan(rank: KernelRank, routings: list[Routing], num_rows: int) -> None
     tile_expert = rank.section("tile_expert", num_tiles).tolist()
     tile_rows = rank.section("tile_rows", num_tiles).tolist()
     assert list(zip(tile_expert, tile_rows, strict=True)) == expected.tiles
-    assert rank.section("tile_order", num_tiles).tolist() == expected.order
     rows_of_expert = Counter(dict.fromkeys(range(layout.num_local), 0))
     for local, num_tile_rows in expected.tiles:
         rows_of_expert[local] += num_tile_rows

@@ -150,7 +150,7 @@ def test_backward_again(
         y_TD.backward(grad_TD)
     names = [name for name, _ in repeated]
     assert names.count("weight_gemm_kernel") == 2
-    assert names[0] == ("dispatch_gemm_kernel" if save == "inputs" else "stage_kernel")
+    assert names[0] == ("fetch_kernel" if save == "inputs" else "stage_kernel")
     values = [value for _, launched in repeated for value in launched]
     staged = next(launched[0] for name, launched in repeated if name == "stage_kernel")
     assert staged == (x_TD if save == "recompute" else grad_TD).data_ptr()
