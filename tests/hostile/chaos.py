@@ -113,7 +113,8 @@ class Chaos:
     def step(self) -> int:
         """Return the last step in the metrics."""
         path = self.output / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the run may be writing the next
         return json.loads(lines[-1])["step"] if lines else 0
 
     def run_some_steps(self, *, most: int = 8) -> Ranks:
