@@ -26,7 +26,7 @@ CPU_KNOBS = Knobs(
     down=GemmTile(block_n=64, block_k=64, group=2),
     down_grad=GemmTile(block_n=64, block_k=64, group=2),
     up_grad=GemmTile(block_n=64, block_k=64, group=2),
-    weight=GemmTile(block_n=64, block_k=16, group=2),
+    weight=GemmTile(block_n=64, block_k=16, group=2, beside=1),
     fetch_elements=4096,
     combine_rows=64,
     combine_stages=2,
