@@ -30,7 +30,7 @@ from halley.moe.parallel import build_groups
 from halley.moe.strategy import check_strategy
 from halley.moe.world import pick_device
 from halley.perf.bench import LayerCase, measure_layers
-from halley.perf.candidates import check_layer_memory
+from halley.perf.candidates import check_case_memory
 from halley.perf.charts import draw_layer_bench
 from halley.perf.model_bench import measure_models
 from halley.perf.model_case import ModelCase, check_memory, cut_model
@@ -96,7 +96,7 @@ def layer(
     tp_sizes = split_integers(tp_size, option="tp_size")
     options = {"memory_bytes": rank_memory_bytes(num_ranks, device=device), "backward": True}
     for case, size in product(cases, tp_sizes):
-        check_layer_memory(case, ep_size=num_ranks, tp_size=size, **options)
+        check_case_memory(case, ep_size=num_ranks, tp_size=size, **options)
     case_name = _case_name(cases, tp_sizes, max_load)
     where = {"device": pick_device(device), "num_ranks": num_ranks}
     check_output(output, case=case_name, has_chart=case_name == _PLAIN, **where)

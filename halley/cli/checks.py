@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from halley.core.types import DTYPES
+from halley.moe.memory_check import total_memory
 from halley.moe.world import pick_device
 
 
@@ -173,7 +174,8 @@ def rank_memory_bytes(num_ranks: int, *, device: str) -> int:
         device: "auto", "cpu" or "cuda".
     """
     place = pick_device(device)
+    num_bytes = total_memory(place)
+    assert num_bytes is not None, f"{place} has memory"
     if place.type == "cuda":
-        return torch.cuda.get_device_properties(place).total_memory
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        return num_bytes
+    return num_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))

@@ -17,7 +17,7 @@ from halley.cli.time_limit import time_limit as time_limited
 from halley.core.models import find_model
 from halley.moe.parallel import build_groups
 from halley.moe.world import pick_device
-from halley.perf.candidates import check_experts, check_layer_memory
+from halley.perf.candidates import check_case_memory, check_experts
 from halley.perf.choice import LayerChoice, choose_strategy
 from halley.perf.doctor import (
     OPTIONAL_PACKAGES,
@@ -87,7 +87,7 @@ def doctor(
     check_at_least(case.num_tokens, 1, option="tokens")
     check_experts(case, ep_size=num_ranks)
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
-    check_layer_memory(case, ep_size=num_ranks, memory_bytes=memory_bytes)
+    check_case_memory(case, ep_size=num_ranks, memory_bytes=memory_bytes)
     code = hand_to_ranks(nproc or 0, device=device)
     return _try_layer(case, device=device, limit_s=limit_s) if code is None else code
 

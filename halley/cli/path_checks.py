@@ -23,23 +23,6 @@ def check_readable(path: Path, *, option: str) -> None:
         raise ValueError(f"{option} ({path}) must be a readable file: {error.strerror}") from error
 
 
-def check_folder(folder: Path, *, option: str) -> None:
-    """Make a folder and write to it.
-
-    Raises:
-        ValueError: it cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"halley")
-            file.flush()
-    except OSError as error:
-        raise ValueError(
-            f"{option} ({folder}) must be a folder to write to: {error.strerror}"
-        ) from error
-
-
 def check_replaceable(
     path: Path, *, option: str, is_own: Callable[[bytes], bool], what: str
 ) -> None:

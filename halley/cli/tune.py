@@ -33,7 +33,7 @@ from halley.cli.path_checks import check_picture, check_readable, check_replacea
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.moe.parallel import build_groups
 from halley.moe.world import pick_device
-from halley.perf.candidates import check_layer_memory
+from halley.perf.candidates import check_case_memory
 from halley.perf.layer_case import LayerCase
 
 
@@ -127,7 +127,7 @@ def _cases(
     )
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
     for case in cases:
-        check_layer_memory(
+        check_case_memory(
             case, ep_size=num_ranks, tp_size=tp_size, memory_bytes=memory_bytes, backward=True
         )
     return cases

@@ -42,7 +42,7 @@ def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
     return check_spare(num_experts, num_ranks=ep_size, spare=case.spare)
 
 
-def check_layer_memory(
+def check_case_memory(
     case: LayerCase, *, ep_size: int, memory_bytes: int, tp_size: int = 1, backward: bool = False
 ) -> None:
     """Check that the weights and tokens of a layer fit a rank; buffers come on top.
