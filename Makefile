@@ -31,7 +31,7 @@ lint: $(VENV)/.installed
 
 # A training run that is killed, stopped and damaged for two minutes, and must end as if it had not.
 chaos: $(VENV)/.installed
-	$(BIN)/python -m tests.hostile.chaos --seed 0 --faults 30 --limit-s 150
+	$(BIN)/python -m tests.hostile.chaos --seed 0 --faults 30 --limit-s 120
 
 bench: $(VENV)/.installed
 	$(BIN)/halley bench layer

@@ -35,7 +35,7 @@ from tests.hostile.chaos_ranks import Ranks, make_context, start_ranks
 
 
 NUM_RANKS = 3
-NUM_STEPS = 400
+NUM_STEPS = 200
 STEPS_LIMIT_S = 90.0
 SETTINGS = [
     "device=cpu",
