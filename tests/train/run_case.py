@@ -1,10 +1,12 @@
 """A small training run for tests: a model that steps in milliseconds, on text of its own."""
 
 import dataclasses
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +148,35 @@ def built(config: RunConfig, *, rank: int = 0, num_ranks: int = 1) -> Iterator[T
     yield run
     if run.groups.mesh is not None:
         destroy(run.groups)
+
+
+def read_metrics(config: RunConfig) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics."""
+    lines = Path(config.output, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses_of(config: RunConfig) -> list[float]:
+    """Return the losses of a run, each step once and in order."""
+    rows = read_metrics(config)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def checkpoint_of(config: RunConfig, step: int) -> Path:
+    """Return the folder of a checkpoint, there or not."""
+    return Path(config.output, "checkpoints", f"step-{step:08d}")
+
+
+def train_here(config: RunConfig) -> list[int]:
+    """Train in this process; return the steps taken."""
+    steps: list[int] = []
+    loop.train(config, make_world(), on_step=steps.append)
+    return steps
+
+
+def truncate(path: Path) -> int:
+    """Cut one byte off a checkpoint's tensors and return how many are left."""
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    return file.stat().st_size

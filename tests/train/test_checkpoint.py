@@ -6,7 +6,6 @@ import resource
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,10 @@ from halley.train.checkpoint import (
 from halley.train.manifest import compute_checksum
 from tests.damage import flip_bytes
 from tests.rank_pool import RunRanks
+from tests.train.checkpoint_case import change_manifest, make_state
 
 
 NUM_EXPERTS = 8
-
-
-def _state(value: int) -> dict[str, Any]:
-    return {
-        "model": {"weight": torch.full((2, 3), float(value))},
-        "optimizer": {"moments": {"0": torch.full((3,), value + 0.5)}},
-        "step": torch.tensor(value),
-    }
 
 
 def _names(folder: Path) -> list[str]:
@@ -45,18 +37,18 @@ def _names(folder: Path) -> list[str]:
 
 
 def test_one_process_loads_what_it_saved(tmp_path: Path):
-    path = save_checkpoint(tmp_path / "runs", _state(7), step=100, keep=1)
+    path = save_checkpoint(tmp_path / "runs", make_state(7), step=100, keep=1)
     assert path == tmp_path / "runs" / "step-00000100"
-    state = _state(0)
+    state = make_state(0)
     weight = state["model"]["weight"]
     assert load_checkpoint(path, state) == 100
-    torch.testing.assert_close(state, _state(7), rtol=0, atol=0)
+    torch.testing.assert_close(state, make_state(7), rtol=0, atol=0)
     assert weight.tolist() == [[7.0] * 3] * 2  # in place
 
 
 def test_manifest_lists_all_files(tmp_path: Path):
     notes: dict[str, object] = {"model": {"num_layers": 2, "name": None}}
-    path = save_checkpoint(tmp_path, _state(1), step=3, keep=1, notes=notes)
+    path = save_checkpoint(tmp_path, make_state(1), step=3, keep=1, notes=notes)
     table = json.loads((path / "manifest.json").read_text())
     files = {
         file.name: {
@@ -89,7 +81,7 @@ def test_checksum_of_a_file_of_several_segments(tmp_path: Path):
 def test_files_have_ordinary_permissions(tmp_path: Path):
     before = os.umask(0o022)
     try:
-        path = save_checkpoint(tmp_path, _state(1), step=3, keep=1)
+        path = save_checkpoint(tmp_path, make_state(1), step=3, keep=1)
     finally:
         os.umask(before)
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
@@ -101,191 +93,67 @@ def test_old_checkpoints_and_remains_are_deleted(tmp_path: Path):
     (tmp_path / "step-00000005.tmp" / "part").touch()
     (tmp_path / "notes.txt").touch()
     for step in (10, 20, 30):
-        save_checkpoint(tmp_path, _state(step), step=step, keep=2)
+        save_checkpoint(tmp_path, make_state(step), step=step, keep=2)
     assert _names(tmp_path) == ["notes.txt", "step-00000020", "step-00000030"]
 
 
 def test_torn_checkpoints_do_not_count_as_kept(tmp_path: Path):
     for step in (10, 20):
-        save_checkpoint(tmp_path, _state(step), step=step, keep=2)
+        save_checkpoint(tmp_path, make_state(step), step=step, keep=2)
     (tmp_path / "step-00000020" / "manifest.json").unlink()
-    save_checkpoint(tmp_path, _state(30), step=30, keep=2)
+    save_checkpoint(tmp_path, make_state(30), step=30, keep=2)
     assert _names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
     # A damaged one is not deleted either: a person may still want something from it.
-    save_checkpoint(tmp_path, _state(40), step=40, keep=1)
+    save_checkpoint(tmp_path, make_state(40), step=40, keep=1)
     assert _names(tmp_path) == ["step-00000020", "step-00000040"]
 
 
 def test_saving_a_step_again_keeps_the_earlier_one_under_another_name(tmp_path: Path):
     for value in (1, 2, 3):
-        path = save_checkpoint(tmp_path, _state(value), step=10, keep=1)
+        path = save_checkpoint(tmp_path, make_state(value), step=10, keep=1)
     assert _names(tmp_path) == [path.name, f"{path.name}.replaced-1", f"{path.name}.replaced-2"]
-    state = _state(0)
+    state = make_state(0)
     load_checkpoint(path, state)
-    torch.testing.assert_close(state, _state(3), rtol=0, atol=0)
+    torch.testing.assert_close(state, make_state(3), rtol=0, atol=0)
 
 
 def test_newer_checkpoints_of_another_run_stay(tmp_path: Path):
     for step in (30, 10):
-        save_checkpoint(tmp_path, _state(step), step=step, keep=1)
+        save_checkpoint(tmp_path, make_state(step), step=step, keep=1)
     assert _names(tmp_path) == ["step-00000010", "step-00000030"]
 
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keeping_nothing_is_an_error(tmp_path: Path, keep: int):
     with pytest.raises(ValueError, match=rf"keep \({keep}\) must be at least 1"):
-        save_checkpoint(tmp_path, _state(1), step=1, keep=keep)
+        save_checkpoint(tmp_path, make_state(1), step=1, keep=keep)
 
 
 def test_crash_before_the_rename_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    path = save_checkpoint(tmp_path, _state(1), step=1, keep=1)
+    path = save_checkpoint(tmp_path, make_state(1), step=1, keep=1)
 
     def crash(folder: Path) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "_sync", crash)
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, _state(2), step=2, keep=1)
+        save_checkpoint(tmp_path, make_state(2), step=2, keep=1)
     assert _names(tmp_path) == ["step-00000001", "step-00000002.tmp"]
     assert find_newest_checkpoint(tmp_path) == path
 
 
-def _change_manifest(**changes: object) -> Callable[[Path], None]:
-    """Return the damage that changes fields of a manifest and gives it a right checksum again."""
-
-    def change(path: Path) -> None:
-        table = json.loads((path / "manifest.json").read_text()) | changes
-        del table["xxh3_128"]
-        text = json.dumps(table, sort_keys=True, separators=(",", ":"))
-        table["xxh3_128"] = xxhash.xxh3_128_hexdigest(text.encode())
-        (path / "manifest.json").write_text(json.dumps(table))
-
-    return change
-
-
-def _replace(name: str, content: bytes) -> Callable[[Path], None]:
-    def replace(path: Path) -> None:
-        (path / name).write_bytes(content)
-
-    return replace
-
-
-def _link(name: str) -> Callable[[Path], None]:
-    def link(path: Path) -> None:
-        (path / name).rename(path.parent / "elsewhere")
-        (path / name).symlink_to(path.parent / "elsewhere")
-
-    return link
-
-
-def _flip_step(path: Path) -> None:
-    file = path / "manifest.json"
-    file.write_text(file.read_text().replace('"step": 2', '"step": 1'))
-
-
-DAMAGED = "manifest.json is damaged: "
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-    "cut manifest": (
-        _replace("manifest.json", b'{"step": 2'),
-        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be JSON: Expecting ',' delimiter: "
-        "line 1 column 11 (char 10)",
-    ),
-    "manifest of another kind": (
-        _replace("manifest.json", b'["step"]'),
-        f"{DAMAGED}it must be an object",
-    ),
-    "no text": (
-        _replace("manifest.json", b"\x80\x04"),
-        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be UTF-8 text: the byte at offset 0 "
-        "is not",
-    ),
-    "flipped step": (_flip_step, f"{DAMAGED}its content does not have its checksum"),
-    "another step": (_change_manifest(step=1), "its manifest is of step 1"),
-    "step of another type": (
-        _change_manifest(step="2"),
-        f"{DAMAGED}step ('2') must be an integer of at least 0",
-    ),
-    "negative step": (
-        _change_manifest(step=-2),
-        f"{DAMAGED}step (-2) must be an integer of at least 0",
-    ),
-    "notes of another type": (_change_manifest(notes=3), f"{DAMAGED}notes must be an object"),
-    "no files": (
-        _change_manifest(files={}),
-        f"{DAMAGED}files must be an object with at least one file",
-    ),
-    "file above the folder": (
-        _change_manifest(files={"../step-00000001/__0_0.distcp": 3}),
-        f"{DAMAGED}the file name '../step-00000001/__0_0.distcp' must be a plain name inside the "
-        "folder",
-    ),
-    "absolute file": (
-        _change_manifest(files={"/etc/passwd": 3}),
-        f"{DAMAGED}the file name '/etc/passwd' must be a plain name inside the folder",
-    ),
-    "folder itself": (
-        _change_manifest(files={"..": 3}),
-        f"{DAMAGED}the file name '..' must be a plain name inside the folder",
-    ),
-    "size of another type": (
-        _change_manifest(files={"__0_0.distcp": True}),
-        f"{DAMAGED}the size of __0_0.distcp (True) must be an integer of at least 0",
-    ),
-    "no checksum": (
-        _change_manifest(files={"__0_0.distcp": {"num_bytes": 3}}),
-        f"{DAMAGED}the checksum of __0_0.distcp must be a string",
-    ),
-    "no tensors": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "cut tensors": (
-        _replace("__0_0.distcp", b"123"),
-        "__0_0.distcp has 3 bytes instead of {num_bytes}",
-    ),
-    "flipped tensors": (
-        lambda path: flip_bytes(path / "__0_0.distcp", num_bytes=1),
-        "__0_0.distcp is damaged: its checksum is not that of manifest.json",
-    ),
-    "tensors behind a link": (_link("__0_0.distcp"), "__0_0.distcp is missing"),
-    "manifest behind a link": (_link("manifest.json"), "manifest.json is a link"),
-    "no metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str):
-    paths = [save_checkpoint(tmp_path, _state(step), step=step, keep=2) for step in (1, 2)]
-    assert find_newest_checkpoint(tmp_path) == paths[1]
-    num_bytes = (paths[1] / "__0_0.distcp").stat().st_size
-    damage, defect = DAMAGE[name]
-    damage(paths[1])
-    told = f"checkpoint {paths[1]} is damaged: {defect.format(path=paths[1], num_bytes=num_bytes)}"
-    with pytest.warns(UserWarning, match="is damaged") as caught:
-        assert find_newest_checkpoint(tmp_path) == paths[0]
-    assert [str(warning.message) for warning in caught] == [
-        f"{told}: the run goes on from {paths[0]}, the newest complete checkpoint"
-    ]
-    assert caught[0].filename == __file__
-    shutil.rmtree(paths[0])
-    with pytest.raises(ValueError, match="is damaged") as error:
-        find_newest_checkpoint(tmp_path)
-    assert str(error.value) == (
-        f"{told}; {tmp_path} must hold a complete checkpoint: put back an intact copy, or start at "
-        "step 0 with halley train --restart, which keeps these files"
-    )
-
-
 def test_a_checkpoint_without_checksums_is_still_read(tmp_path: Path):
-    path = save_checkpoint(tmp_path, _state(7), step=2, keep=1)
+    path = save_checkpoint(tmp_path, make_state(7), step=2, keep=1)
     table = json.loads((path / "manifest.json").read_text())
     del table["xxh3_128"]  # version 0.1 wrote sizes alone
     table["files"] = {name: entry["num_bytes"] for name, entry in table["files"].items()}
     (path / "manifest.json").write_text(json.dumps(table))
     assert find_newest_checkpoint(tmp_path) == path
-    state = _state(0)
+    state = make_state(0)
     assert load_checkpoint(path, state) == 2
-    torch.testing.assert_close(state, _state(7), rtol=0, atol=0)
+    torch.testing.assert_close(state, make_state(7), rtol=0, atol=0)
 
 
 def test_no_checkpoint_is_none(tmp_path: Path):
@@ -295,13 +163,13 @@ def test_no_checkpoint_is_none(tmp_path: Path):
 
 
 def test_entry_that_was_not_saved_is_an_error(tmp_path: Path):
-    path = save_checkpoint(tmp_path, _state(1), step=1, keep=1)
+    path = save_checkpoint(tmp_path, make_state(1), step=1, keep=1)
     with pytest.raises(ValueError, match=r"must fit the model .* rank 0: .*router"):
         load_checkpoint(path, {"model": {"router": torch.zeros(2)}})
 
 
 def test_other_shape_is_an_error(tmp_path: Path):
-    path = save_checkpoint(tmp_path, _state(1), step=1, keep=1)
+    path = save_checkpoint(tmp_path, make_state(1), step=1, keep=1)
     with pytest.raises(ValueError, match=r"must fit the model .*model\.weight"):
         load_checkpoint(path, {"model": {"weight": torch.zeros(5, 3)}})
 
@@ -319,7 +187,7 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         check_writable(folder)
     with pytest.raises(ValueError, match=message):
-        save_checkpoint(folder, _state(1), step=1, keep=1)
+        save_checkpoint(folder, make_state(1), step=1, keep=1)
 
 
 def test_writable_folder_is_left_empty(tmp_path: Path):
@@ -387,7 +255,7 @@ def test_ranks_agree_and_rank_0_warns(run_ranks: RunRanks, tmp_path: Path):
     run_ranks(_save_sharded, 2, tmp_path, 2)
     newer = tmp_path / "step-00000006"
     shutil.copytree(tmp_path / "step-00000005", newer)
-    _change_manifest(step=6)(newer)
+    change_manifest(step=6)(newer)
     assert run_ranks(_find_damaged, 2, tmp_path) == [(newer, 0)] * 2
     for name in ("__0_0.distcp", "__1_0.distcp"):  # each read by another rank
         flip_bytes(newer / name, num_bytes=4)
@@ -414,7 +282,7 @@ def _fail_on_rank_1(rank: int, num_ranks: int, folder: Path) -> str:
 def test_failure_of_one_rank_is_that_of_all_and_keeps_the_checkpoint_before(
     run_ranks: RunRanks, tmp_path: Path
 ):
-    path = save_checkpoint(tmp_path, _state(1), step=1, keep=1)
+    path = save_checkpoint(tmp_path, make_state(1), step=1, keep=1)
     messages = run_ranks(_fail_on_rank_1, 2, tmp_path)
     assert messages[0] == messages[1]
     assert messages[0] == (
@@ -432,7 +300,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_folder(tmp_path: Path):
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this container may not mount")
     try:
-        path = save_checkpoint(disk, _state(1), step=1, keep=1)
+        path = save_checkpoint(disk, make_state(1), step=1, keep=1)
         state: dict[str, object] = {"weight": torch.zeros(1 << 19)}
         with pytest.raises(RuntimeError, match="was not written") as caught:
             save_checkpoint(disk, state, step=2, keep=1)
@@ -446,7 +314,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_folder(tmp_path: Path):
 
 def _unwritable(rank: int, num_ranks: int, folder: Path) -> str:
     with pytest.raises(ValueError, match="must be writable") as caught:
-        save_checkpoint(folder, _state(1), step=1, keep=1)
+        save_checkpoint(folder, make_state(1), step=1, keep=1)
     return str(caught.value)
 
 

@@ -2,68 +2,35 @@
 
 import dataclasses
 import json
-import re
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from halley.cli.main import main
 from halley.cli.train import read_config
 from halley.core.config import RunConfig
 from halley.train.data import Corpus
-from halley.train.loop import train
-from tests.damage import flip_bytes, hash_tree
 from tests.rank_pool import RunRanks
 from tests.train.run_case import (
     ADAMW,
     SETTINGS,
     SGD,
     SIGMOID,
-    command_line,
+    checkpoint_of,
+    losses_of,
     make_config,
-    make_world,
+    read_metrics,
+    train_here,
     train_on_ranks,
     write_text,
 )
 
 
-def _read_lines(config: RunConfig) -> list[dict[str, Any]]:
-    lines = Path(config.output, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def _losses(config: RunConfig) -> list[float]:
-    rows = _read_lines(config)
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [row["loss"] for row in rows]
-
-
-def _checkpoint(config: RunConfig, step: int) -> Path:
-    return Path(config.output, "checkpoints", f"step-{step:08d}")
-
-
-def _train_here(config: RunConfig) -> list[int]:
-    """Train in this process; return the steps taken."""
-    steps: list[int] = []
-    train(config, make_world(), on_step=steps.append)
-    return steps
-
-
-def _truncate(path: Path) -> int:
-    """Cut one byte off a checkpoint's tensors and return how many are left."""
-    file = path / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-    return file.stat().st_size
-
-
 def test_a_run_writes_its_config_metrics_and_checkpoints(tmp_path: Path):
     config = make_config(write_text(tmp_path), num_steps=5, every_steps=2)
-    assert _train_here(config) == [1, 2, 3, 4, 5]
+    assert train_here(config) == [1, 2, 3, 4, 5]
     output = Path(config.output)
     assert sorted(path.name for path in output.iterdir()) == [
         "checkpoints",
@@ -92,11 +59,11 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path: Path):
     with pytest.raises(
         RuntimeError, match=r"(loss|grad_norm) \((nan|inf)\) of step \d+ is not fini"
     ):
-        _train_here(config)
-    last = _read_lines(config)[-1]
+        train_here(config)
+    last = read_metrics(config)[-1]
     assert None in (last["loss"], last["grad_norm"])
-    assert not _checkpoint(config, last["step"]).exists()
-    assert _checkpoint(config, last["step"] - 1).exists()
+    assert not checkpoint_of(config, last["step"]).exists()
+    assert checkpoint_of(config, last["step"] - 1).exists()
 
 
 @pytest.mark.parametrize("num_steps", [3, 2])
@@ -104,13 +71,13 @@ def test_a_finished_run_says_so_and_keeps_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int
 ):
     config = make_config(write_text(tmp_path), num_steps=3)
-    _train_here(config)
+    train_here(config)
     files = [Path(config.output, name) for name in ("config.json", "metrics.jsonl")]
     before = [file.read_text() for file in files]
     capsys.readouterr()
     shorter = dataclasses.replace(config.train, num_steps=num_steps, log_every=1)
     again = dataclasses.replace(config, train=shorter)
-    assert _train_here(again) == []
+    assert train_here(again) == []
     assert [file.read_text() for file in files] == before
     assert capsys.readouterr().err == (
         f"run ({config.output}) is done already: it is at step 3 of train.num_steps "
@@ -120,12 +87,12 @@ def test_a_finished_run_says_so_and_keeps_its_files(
 
 def test_a_run_that_is_not_to_resume_refuses_the_checkpoints_of_another(tmp_path: Path):
     config = make_config(write_text(tmp_path), num_steps=3)
-    _train_here(config)
-    losses = _losses(config)
+    train_here(config)
+    losses = losses_of(config)
     again = dataclasses.replace(config.checkpoint, resume=False)
     with pytest.raises(ValueError, match=r"checkpoint\.resume \(false\) .*step-00000003 is there"):
-        _train_here(dataclasses.replace(config, checkpoint=again))
-    assert _losses(config) == losses
+        train_here(dataclasses.replace(config, checkpoint=again))
+    assert losses_of(config) == losses
 
 
 @pytest.mark.parametrize(
@@ -144,15 +111,15 @@ def test_a_run_does_not_go_on_with_another_model(
     text, output = str(write_text(tmp_path)), str(tmp_path / "run")
     settings = [*SETTINGS, "train.num_steps=3"]
     config = read_config(None, settings, data=text, output=output)
-    _train_here(config)
+    train_here(config)
     files = [Path(output, name) for name in ("config.json", "metrics.jsonl", "counts.json")]
     before = [file.read_text() for file in files]
     settings = [*settings, setting, f"train.num_steps={num_steps}"]
     other = read_config(None, settings, data=text, output=output)
     with pytest.raises(ValueError, match=r"must be") as caught:
-        _train_here(other)
+        train_here(other)
     assert str(caught.value) == (
-        f"{name} must be {saved}, as in checkpoint {_checkpoint(config, 3)} from which the run "
+        f"{name} must be {saved}, as in checkpoint {checkpoint_of(config, 3)} from which the run "
         "would go on; with another output it starts anew"
     )
     assert [file.read_text() for file in files] == before
@@ -161,7 +128,7 @@ def test_a_run_does_not_go_on_with_another_model(
 def test_a_run_goes_on_with_other_settings_of_its_training(tmp_path: Path):
     text, output = str(write_text(tmp_path)), str(tmp_path / "run")
     settings = [*SETTINGS, "train.num_steps=3"]
-    _train_here(read_config(None, settings, data=text, output=output))
+    train_here(read_config(None, settings, data=text, output=output))
     manifest = Path(output, "checkpoints", "step-00000003", "manifest.json")
     older = json.loads(manifest.read_text())
     assert older["notes"]["config"]["model"].pop("num_heads") == 4
@@ -178,147 +145,20 @@ def test_a_run_goes_on_with_other_settings_of_its_training(tmp_path: Path):
         "num_chunks=2",
     ]
     other = read_config(None, settings, data=text, output=output)
-    assert _train_here(other) == [4, 5]
+    assert train_here(other) == [4, 5]
     written = json.loads(Path(output, "config.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(other)))
 
 
-@pytest.mark.filterwarnings("default")
-def test_damaged_checkpoints_are_one_line_for_the_user(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    text, output = str(write_text(tmp_path)), str(tmp_path / "run")
-    config = read_config(None, [*SETTINGS, "train.num_steps=9"], data=text, output=output)
-    argv = command_line(config)
-    assert main([*argv, "--nproc=1"]) == 0
-    losses = _losses(config)
-    _checkpoint(config, 9).joinpath("manifest.json").unlink()
-    num_bytes = _truncate(_checkpoint(config, 6))
-    capsys.readouterr()
-    assert main([*argv, "--nproc=1"]) == 0
-    assert _losses(config) == losses
-    lines = capsys.readouterr().err.splitlines()
-    folder = tmp_path / "run" / "checkpoints"
-    assert lines[0] == (
-        f"halley: warning: checkpoint {folder}/step-00000009 is damaged: manifest.json is "
-        f"missing; checkpoint {folder}/step-00000006 is damaged: __0_0.distcp has {num_bytes} "
-        f"bytes instead of {num_bytes + 1}: the run goes on from {folder}/step-00000003, the "
-        "newest complete checkpoint"
-    )
-    assert lines[1].endswith(", resumed after step 3")
-
-
-def test_damaged_checkpoints_stay_when_the_run_reaches_their_step_again(tmp_path: Path):
-    config = make_config(write_text(tmp_path), num_steps=9, every_steps=3, optimizer=ADAMW)
-    _train_here(config)
-    losses = _losses(config)
-    _truncate(_checkpoint(config, 9))
-    damaged = hash_tree(_checkpoint(config, 9))
-    with pytest.warns(UserWarning, match=r"step-00000009 is damaged: __0_0\.distcp has"):
-        assert _train_here(config) == [7, 8, 9]
-    assert _losses(config) == losses
-    assert hash_tree(_checkpoint(config, 9).with_name("step-00000009.replaced-1")) == damaged
-    discarded = Path(config.output, "metrics.discarded.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in discarded] == [7, 8, 9]
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    text, output = str(write_text(tmp_path)), str(tmp_path / "run")
-    config = read_config(None, [*SETTINGS, "train.num_steps=6"], data=text, output=output)
-    argv = [*command_line(config), "--nproc=1"]
-    assert main(argv) == 0
-    losses = _losses(config)
-    flip_bytes(_checkpoint(config, 3) / "__0_0.distcp", num_bytes=4000)
-    (_checkpoint(config, 6) / ".metadata").unlink()
-    before = hash_tree(Path(output), leave_out={"run.lock"})
-    capsys.readouterr()
-    assert main(argv) == 2
-    folder = tmp_path / "run" / "checkpoints"
-    assert capsys.readouterr().err == (
-        f"halley: error: checkpoint {folder}/step-00000006 is damaged: .metadata is missing; "
-        f"checkpoint {folder}/step-00000003 is damaged: __0_0.distcp is damaged: its checksum is "
-        f"not that of manifest.json; {folder} must hold a complete checkpoint: put back an intact "
-        "copy, or start at step 0 with halley train --restart, which keeps these files\n"
-    )
-    assert hash_tree(Path(output), leave_out={"run.lock"}) == before
-    assert main([*argv, "--restart"]) == 0
-    assert _losses(config) == losses
-    assert hash_tree(Path(output, "previous-1")) == before
-
-
-def test_a_launcher_that_repeats_the_command_restarts_only_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    config = make_config(write_text(tmp_path), num_steps=4, every_steps=2)
-    _train_here(config)
-    shutil.rmtree(_checkpoint(config, 4))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    steps: list[int] = []
-    train(config, make_world(), on_step=steps.append, restart=True)
-    assert steps == [3, 4]
-    assert not Path(config.output, "previous-1").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path: Path, number: int):
-    whole = make_config(write_text(tmp_path), num_steps=5)
-    _train_here(whole)
-    config = dataclasses.replace(whole, output=str(tmp_path / "stopped"))
-
-    def on_step(step: int) -> None:
-        if step == 3:
-            signal.raise_signal(number)
-
-    outcome = train(config, make_world(), on_step=on_step)
-    assert (outcome.stop_signal, outcome.metrics["step"]) == (number, 3)
-    assert _checkpoint(config, 3).exists()
-    assert _train_here(config) == [4, 5]
-    assert _losses(config) == _losses(whole)
-
-
-def test_a_signal_to_one_rank_ends_all_after_the_same_step(run_ranks: RunRanks, tmp_path: Path):
-    config = make_config(write_text(tmp_path), num_steps=5)
-    assert run_ranks(train_on_ranks, 2, config, (1, 2)) == [[1, 2]] * 2
-    assert _checkpoint(config, 2).exists()
-
-
-def test_a_checkpoint_is_written_once_the_minutes_have_passed(tmp_path: Path):
-    config = make_config(write_text(tmp_path), num_steps=4)
-    every = dataclasses.replace(config.checkpoint, every_minutes=1e-9)
-    _train_here(dataclasses.replace(config, checkpoint=every))
-    folders = sorted(path.name for path in _checkpoint(config, 1).parent.iterdir())
-    assert folders == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
-
-
-def test_notes_of_a_wrong_type_are_an_error(tmp_path: Path):
-    config = make_config(write_text(tmp_path), num_steps=2)
-    _train_here(config)
-    manifest = _checkpoint(config, 2) / "manifest.json"
-    for name, value, rule in (
-        ("num_sequences", "8", "num_sequences ('8') of checkpoint {} must be at least 0"),
-        ("config", [1], "config of checkpoint {} must be a table"),
-    ):
-        table = json.loads(manifest.read_text())
-        del table["xxh3_128"]
-        text = json.dumps({**table, "notes": {**table["notes"], name: value}})
-        shutil.copytree(config.output, tmp_path / name)
-        copy = dataclasses.replace(config, output=str(tmp_path / name))
-        (_checkpoint(copy, 2) / "manifest.json").write_text(text)
-        with pytest.raises(ValueError, match=f"^{re.escape(rule.format(_checkpoint(copy, 2)))}$"):
-            _train_here(copy)
-
-
 def test_metrics_that_a_crash_cut_short_are_written_again(tmp_path: Path):
     config = make_config(write_text(tmp_path), num_steps=6, every_steps=4)
-    _train_here(config)
-    losses = _losses(config)
-    shutil.rmtree(_checkpoint(config, 6))
+    train_here(config)
+    losses = losses_of(config)
+    shutil.rmtree(checkpoint_of(config, 6))
     metrics = Path(config.output, "metrics.jsonl")
     metrics.write_text(metrics.read_text()[:-20])
-    assert _train_here(config) == [5, 6]
-    assert _losses(config) == losses
+    assert train_here(config) == [5, 6]
+    assert losses_of(config) == losses
 
 
 @pytest.fixture(params=[SGD, ADAMW], ids=["sgd", "adamw"])
@@ -335,8 +175,8 @@ def trained(
         every_steps=4,
     )
     assert run_ranks(train_on_ranks, 4, config) == [list(range(1, 9))] * 4
-    losses = _losses(config)
-    shutil.rmtree(_checkpoint(config, 8))
+    losses = losses_of(config)
+    shutil.rmtree(checkpoint_of(config, 8))
     return config, losses
 
 
@@ -350,7 +190,7 @@ def test_a_run_goes_on_with_another_ep_size(
             train_on_ranks, 4, dataclasses.replace(config, ep_size=4, expert_tp_size=2)
         ),
         lambda config: run_ranks(train_on_ranks, 4, config),
-        lambda config: _train_here(
+        lambda config: train_here(
             dataclasses.replace(
                 config, ep_size=0, train=dataclasses.replace(config.train, num_microbatches=4)
             )
@@ -361,7 +201,7 @@ def test_a_run_goes_on_with_another_ep_size(
         shutil.copytree(config.output, output)
         copy = dataclasses.replace(config, output=str(output))
         resume(copy)
-        got = _losses(copy)
+        got = losses_of(copy)
         assert got[:4] == losses[:4]
         assert got == pytest.approx(losses, rel=1e-6)
         if index == 2:  # the same ranks
@@ -382,21 +222,21 @@ def test_a_run_goes_on_behind_what_other_ranks_and_batches_have_read(
 
     monkeypatch.setattr(Corpus, "read_window", record)
     for sizes in ({"num_steps": 5, "batch_size": 3}, {"num_steps": 6, "num_microbatches": 2}):
-        _train_here(dataclasses.replace(config, train=dataclasses.replace(config.train, **sizes)))
+        train_here(dataclasses.replace(config, train=dataclasses.replace(config.train, **sizes)))
     whole = dataclasses.replace(config.train, num_steps=11)  # of 2 sequences
     goes_on, read[:] = list(read), []
-    _train_here(dataclasses.replace(config, train=whole, output=str(tmp_path / "whole")))
+    train_here(dataclasses.replace(config, train=whole, output=str(tmp_path / "whole")))
     assert len(read) == 3 * 2 * 2 + 2 * 3 + 1 * 2 * 2
     assert goes_on == read[12:]
 
 
 def test_another_order_of_the_text_is_a_warning(tmp_path: Path):
     config = make_config(write_text(tmp_path), num_steps=2)
-    _train_here(config)
+    train_here(config)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=8))
     longer = dataclasses.replace(config.train, num_steps=3, seed=5)
     with pytest.warns(UserWarning, match="was") as caught:
-        assert _train_here(dataclasses.replace(config, train=longer)) == [3]
+        assert train_here(dataclasses.replace(config, train=longer)) == [3]
     end = (
         " up to step 2: the text comes in another order now, so this pass reads some of it again "
         "and leaves some out"
