@@ -93,7 +93,7 @@ def doctor(
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
-    """Print the machine and what strategy auto makes of the layer, on each rank."""
+    """Measure the layer on the ranks; print the machine and which strategy ``auto`` picks."""
     last_text = "waiting for the other ranks"
 
     def explain() -> str:

@@ -84,7 +84,7 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _check_words(arguments: list[str]) -> None:
-    """Check what no argument may be, whatever its type; a script's own may be anything.
+    """Refuse arguments that no option takes; those of a script are not checked.
 
     Raises:
         ValueError: an argument is empty, has a NUL byte, or bytes that are not UTF-8.
@@ -101,7 +101,7 @@ def _check_words(arguments: list[str]) -> None:
 
 
 def _report(error: Exception, *, details: str) -> int:
-    """Tell one line for the error, below ``details``; return the exit code."""
+    """Tell the user the error in one line, after ``details``; return the exit code."""
     usage = _usage_text(error)
     if usage is not None or isinstance(error, ValueError):
         text = str(error) if usage is None else usage
@@ -133,7 +133,7 @@ def _usage_text(error: Exception) -> str | None:
 
 
 def _is_of_stdout(error: Exception) -> bool:
-    """Return whether what was printed could not be written, as on a full disk."""
+    """Return whether flushing standard output fails, as on a full disk."""
     try:
         _flush_output()
     except OSError:
@@ -147,7 +147,7 @@ def _flush_output() -> None:
 
 
 def _drop_output() -> None:
-    """Send what is still to be printed nowhere, or the interpreter tells of it when it ends."""
+    """Discard buffered output, which the interpreter would fail to flush when it exits."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # no descriptor of its own
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

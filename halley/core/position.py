@@ -1,4 +1,4 @@
-"""Which operation this process is in: what a watchdog tells the other ranks about it."""
+"""Track the operation that this process is in, which its watchdog tells the other ranks."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext

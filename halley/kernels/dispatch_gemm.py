@@ -55,7 +55,7 @@ _FETCH_REGISTERS = 72  # of a thread that fetches; backward, tiles leave no more
 
 @triton.jit
 def _reset(plan, num_tiles, LAYOUT: tl.constexpr):
-    """Leave the counters as the plan had them, for whoever runs on this plan again."""
+    """Set the counters to 0, as the plan has them, for the next pass with this plan."""
     STEP: tl.constexpr = 1024
     tickets = plan + LAYOUT.tickets
     tl.store(tickets + _FETCH_TICKET, 0)
@@ -68,7 +68,7 @@ def _reset(plan, num_tiles, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _alternate(task, num_own, num_tasks):
-    """Return the task in a turn that alternates between this rank's own rows and those of others.
+    """Return the task that comes at a place, so that own rows and rows of others alternate.
 
     Both come as far as their number goes: the link has work from the start, and so have experts
     whose first rows are this rank's own.

@@ -1,7 +1,7 @@
 # Kernels are Triton, which only looks like Python to a type checker.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Sum and send home the columns that are multiplied while the next are.
+"""Combine the columns that are multiplied already while the next ones are multiplied.
 
 Forward, rows of the activation are multiplied by the down projection and weighted (layer1).
 Backward, rows of gradients are multiplied by the up projection, transposed, and only summed; the
@@ -66,7 +66,7 @@ _COMBINE_REGISTERS = 160  # of a thread, of all programs that combine on a multi
 
 @triton.jit
 def _reset(plan, LAYOUT: tl.constexpr):
-    """Leave the counters as the plan had them, for whoever runs on this plan again."""
+    """Set the counters to 0, as the plan has them, for the next pass with this plan."""
     tickets = plan + LAYOUT.tickets
     tl.store(tickets + _TILE_TICKET, 0)
     tl.store(tickets + _TASK_TICKET, 0)
@@ -78,7 +78,7 @@ def _reset(plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _leave(num_leaving, plan, words, status, host_words, LAYOUT: tl.constexpr):
-    """Count a program that ends; the last one of all launches leaves all as it was found."""
+    """Count a program that ends; the last one of both launches resets the counters."""
     tickets = plan + LAYOUT.tickets
     before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
     if before == num_leaving - 1:
@@ -93,7 +93,7 @@ def multiply_columns_kernel(
     HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles of the plan, chunk by chunk of columns, and count those that are made."""
+    """Multiply the tiles of the plan, one chunk of columns after another, and count those done."""
     let_second_begin()
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
     num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
@@ -224,7 +224,7 @@ def gemm_combine(
     fused: bool = True,
     send_capacity: int = ANY_SENDS,
 ) -> None:
-    """Multiply by the second projection, sum over each token's experts, bring the sums home.
+    """Multiply by the second projection and return the sums over its experts to each token's rank.
 
     Args:
         y_TD: written: the layer's output for this rank's tokens.
@@ -236,7 +236,7 @@ def gemm_combine(
             writes its own part of it on every rank.
         home_ptrs_W: addresses of all ranks' home buffers.
         marks: as for ``make_plan``.
-        fused: False runs the three parts one after another.
+        fused: False runs the GEMM first, then the kernel that combines.
         send_capacity: for how many sends ``dispatch_gemm`` had room, if it wrote them.
 
     A plan with more rows than ``h_RF`` or ``z_RD``, or more sends, does nothing, as in
@@ -291,7 +291,7 @@ def dgrad_combine(
     timeout_ns: int,
     fused: bool = True,
 ) -> None:
-    """Multiply gradients by the first projection, sum over each token's experts, bring them home.
+    """Multiply gradients by the first projection and return their sums to each token's rank.
 
     Args:
         dx_TD: written: the gradient of this rank's tokens.
@@ -304,7 +304,7 @@ def dgrad_combine(
         home_WTD, home_ptrs_W: as for ``gemm_combine``.
         weights_home_WTK, weights_home_ptrs_W: the same for gradients of routing weights, float32.
         marks: as for ``make_plan``.
-        fused: False runs the three parts one after another.
+        fused: False runs the GEMM first, then the kernel that combines.
     """
     tile = knobs.up_grad
     a_desc, b_desc, z_desc = _describe(dpre_RG, up_LGD, z_RD, tile, layout, turned=True)

@@ -83,7 +83,7 @@ class Knobs:
         return min(64, elements // columns), columns
 
     def changed(self, settings: Sequence[str]) -> "Knobs":
-        """Return these knobs but for some settings, such as "mover_warps=8" and "up.run=2".
+        """Return these knobs with some settings changed, such as "mover_warps=8" and "up.run=2".
 
         Raises:
             ValueError: a setting is not of that form, or names no knob.

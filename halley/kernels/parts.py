@@ -123,7 +123,7 @@ def shape_launches(
 
 
 def side_by_side(fused: bool) -> AbstractContextManager[None]:
-    """Let the second of two launches in the block begin as on a GPU, which needs no help with it.
+    """Start the second of two launches in the block while the first runs, in the interpreter too.
 
     Args:
         fused: False lets it begin when the first has ended.

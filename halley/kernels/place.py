@@ -113,7 +113,7 @@ def _note_home(expert, token, record, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_tiles(local, plan, LAYOUT: tl.constexpr):
-    """Write the tiles of one expert: its number, how many rows they have, none of them arrived."""
+    """Write each tile of one expert: the expert, the number of rows, and that none has arrived."""
     STEP: tl.constexpr = 64
     rows = tl.load(plan + LAYOUT.expert_rows + local)
     first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m

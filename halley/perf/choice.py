@@ -146,7 +146,7 @@ def choose_strategy(
 def _announced(
     candidates: dict[str, AbstractStrategy], report: Progress
 ) -> dict[str, AbstractStrategy]:
-    """Return the candidates such that each tells of its runs before it begins them."""
+    """Wrap the candidates so that each reports its runs before they start."""
     total, num_runs = _RUNS * len(candidates) + 1, 0  # and the call itself, by the fastest
 
     def announce(name: str) -> None:

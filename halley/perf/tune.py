@@ -137,7 +137,7 @@ def _confirm(
     *,
     num_samples: int,
 ) -> tuple[tuple[str, ...], float, float]:
-    """Time defaults and best in turn once more; return the better, the default's time and its."""
+    """Time defaults and best again in turn; return the faster, the defaults' time and its own."""
     times_us = _time({"": (), "best": best}, base, tensors, groups, num_samples=num_samples)
     default_us, best_us = times_us[""], times_us["best"]
     if best_us > (1 - _MIN_GAIN) * default_us:

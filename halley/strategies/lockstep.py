@@ -1,4 +1,4 @@
-"""Checks that the ranks of a group run the same layers in the same order.
+"""Check that the ranks of a group run the same layers in the same order.
 
 Collectives that do not match abort a process, hang or give wrong numbers. So a strategy compares
 each new kind of layer across ranks before its first collective. Over gloo, whose collectives of

@@ -1,4 +1,4 @@
-"""Name the ranks that differ from this one, or that did not come, through the store of the group.
+"""Name ranks that differ or are missing, by values that ranks exchange through a group's store.
 
 A collective between ranks that differ aborts the process, hangs or gives wrong numbers, by backend.
 The store needs no matching call of the other ranks, so it still answers after a collective failed.

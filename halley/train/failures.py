@@ -25,7 +25,7 @@ _MAX_DETAILS = 20_000  # characters of a traceback
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What one rank says before it ends.
+    """The failure that one rank reports before it ends.
 
     Attributes:
         text: one line.
@@ -78,7 +78,7 @@ def tell_failure(
     error: BaseException | None = None,
     details: str = "",
 ) -> None:
-    """Hand the failure of this process to whoever tells the user.
+    """Tell the user, or the launcher that prints for all ranks, how this process failed.
 
     That is the launcher if ``halley`` started this rank. Under another launcher all ranks of a host
     see the same mistake, which local rank 0 tells; a failure of another local rank goes into the

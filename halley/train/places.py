@@ -1,4 +1,4 @@
-"""Where each rank is in its training, as the watchdogs tell each other."""
+"""Describe the operation that each rank is in, as watchdogs exchange it."""
 
 import json
 import sys

@@ -5,15 +5,18 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from halley.symm.peers import Collective
+from halley.symm.ranks import gather, place_in
+
+
+_OPERATION = "work on the run's folder"  # in messages
 
 T = TypeVar("T")
 
 
 def rank_and_size() -> tuple[int, int]:
     """Return this rank and the number of ranks of the default group; (0, 1) without one."""
-    if not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
+    return place_in(_default_group())
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
@@ -31,8 +34,10 @@ def on_rank_zero(action: Callable[[], T]) -> T:
             outcome[1] = RuntimeError(str(error))
         except Exception as error:
             outcome[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, src=0)
+    group = _default_group()
+    if group is not None:
+        with Collective(_OPERATION, group=group):
+            dist.broadcast_object_list(outcome, src=0)
     result, error = outcome
     if isinstance(error, Exception):
         raise error
@@ -45,16 +50,18 @@ def on_all_ranks(action: Callable[[int], T]) -> list[T]:
     Raises:
         RuntimeError: the action raised an OSError on some rank; names the first.
     """
-    rank, num_ranks = rank_and_size()
+    rank, _ = rank_and_size()
     outcome: tuple[T | None, str] = (None, "")
     try:
         outcome = (action(rank), "")
     except OSError as error:
         outcome = (None, error.strerror or str(error))
-    outcomes = [outcome] * num_ranks
-    if dist.is_initialized():
-        dist.all_gather_object(outcomes, outcome)
+    outcomes = gather(outcome, group=_default_group(), what=_OPERATION)
     for each, (_, problem) in enumerate(outcomes):
         if problem:
             raise RuntimeError(f"rank {each}: {problem}")
     return cast(list[T], [result for result, _ in outcomes])
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
