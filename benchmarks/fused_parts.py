@@ -20,16 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.kernels.knobs import Knobs
-from halley.moe.parallel import ParallelGroups, build_groups
-from halley.moe.strategy import build_strategy
-from halley.moe.world import join_world
-from halley.ops.workspaces import Workspaces
-from halley.perf.floor import floor_gemms
-from halley.perf.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
-from halley.perf.timer import time_interleaved
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.distributed.world import join_world
+from halley.fused.buffer_cache import Workspaces
+from halley.ops.kernels.gemm_config import Knobs
 from halley.strategies.fused import FusedStrategy
+from halley.strategies.registry import build_strategy
+from halley.tools.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
+from halley.tools.lower_bound import floor_gemms
+from halley.tools.timer import time_interleaved
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 PARTS = ("plan", "fetch", "up", "down", "combine")

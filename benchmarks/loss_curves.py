@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from halley.core.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from halley.moe.parallel import build_groups
-from halley.moe.world import World, join_world
-from halley.perf.model_case import cut_model
-from halley.perf.results import Row, machine_keys, results_path
+from halley.distributed.mesh import build_groups
+from halley.distributed.world import World, join_world
+from halley.tools.model_case import cut_model
+from halley.tools.results import Row, machine_keys, results_path
 from halley.train.step import build_run, train_step
 
 

@@ -34,17 +34,17 @@ import triton
 import triton.language as tl
 
 from halley.compiler import Backend, group_cost
-from halley.compiler.collectives import ALL_TO_ALL
+from halley.compiler.graph_collectives import ALL_TO_ALL
 from halley.core.timeline import Recorder, union_us
 from halley.cost.profiles import ProfileTable, find_environment, measure_curve
-from halley.kernels.launch import Launcher
-from halley.moe.parallel import ParallelGroups
-from halley.moe.strategy import build_strategy
-from halley.perf.gpt2_moe import find_shape
-from halley.perf.graph_case import GraphCase, GraphSubject, Loss
-from halley.perf.results import machine_keys
-from halley.perf.timer import time_interleaved
-from halley.perf.tracing import exposed_comm_us, trace_step
+from halley.distributed.mesh import ParallelGroups
+from halley.ops.kernels.launch import Launcher
+from halley.strategies.registry import build_strategy
+from halley.tools.gpt2_moe import find_shape
+from halley.tools.graph_case import GraphCase, GraphSubject, Loss
+from halley.tools.results import machine_keys
+from halley.tools.timer import time_interleaved
+from halley.tools.tracing import exposed_comm_us, trace_step
 
 
 LATENCY_US = 30.0  # of a collective of few bytes, about that of NCCL between GPUs of a host

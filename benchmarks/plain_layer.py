@@ -20,15 +20,15 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
-from halley.moe.parallel import build_groups
-from halley.moe.world import join_world
-from halley.perf.bench import bench_layer
-from halley.perf.candidates import build_candidates
-from halley.perf.floor import measure_link
-from halley.perf.layer_case import LayerCase
-from halley.perf.results import Row, machine_keys, write_rows
+from halley.distributed.mesh import build_groups
+from halley.distributed.world import join_world
 from halley.strategies.base import AbstractStrategy
-from halley.strategies.sketch import pipeline_tasks
+from halley.strategies.tasks import pipeline_tasks
+from halley.tools.candidates import build_candidates
+from halley.tools.layer_bench import bench_layer
+from halley.tools.layer_case import LayerCase
+from halley.tools.lower_bound import measure_link
+from halley.tools.results import Row, machine_keys, write_rows
 
 
 MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")

@@ -16,15 +16,15 @@ from plain_layer import MODELS, NUM_TOKENS, PlainStrategy
 
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.moe.parallel import ParallelGroups, build_groups
-from halley.moe.world import join_world
-from halley.ops.workspaces import Workspaces
-from halley.perf.bench import bench_layer
-from halley.perf.candidates import build_candidates
-from halley.perf.choice import choose_strategy
-from halley.perf.floor import measure_link
-from halley.perf.layer_case import LayerCase
-from halley.perf.results import Row, machine_keys, write_rows
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.distributed.world import join_world
+from halley.fused.buffer_cache import Workspaces
+from halley.tools.candidates import build_candidates
+from halley.tools.choice import choose_strategy
+from halley.tools.layer_bench import bench_layer
+from halley.tools.layer_case import LayerCase
+from halley.tools.lower_bound import measure_link
+from halley.tools.results import Row, machine_keys, write_rows
 
 
 SAVES = {"fused": "all", "fused:inputs": "inputs", "fused:recompute": "recompute"}

@@ -95,9 +95,9 @@ def _replace_default(strategy: str, record: Record) -> None:
     """Put Halley's function in the place of transformers' default."""
     import torch
 
-    import halley.integrations.huggingface as halley_hf
-    from halley.integrations.huggingface.layout import local_experts
-    from halley.integrations.huggingface.seams import find_seams
+    import halley.integrations.transformers as halley_hf
+    from halley.integrations.transformers.seams import find_seams
+    from halley.integrations.transformers.weight_layout import local_experts
 
     halley_hf.register(strategy)
     seams = find_seams()

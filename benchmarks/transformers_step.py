@@ -27,16 +27,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import halley.integrations.huggingface as halley_hf
+import halley.integrations.transformers as halley_hf
 from halley.core.config import ModelConfig, RunConfig
 from halley.core.models import find_model
-from halley.core.tolerance import RELATIVE_TOLERANCE
-from halley.integrations.huggingface.seams import find_seams
-from halley.moe.parallel import build_groups
-from halley.moe.world import World, join_world
-from halley.perf.results import Row, machine_keys, write_rows
-from halley.perf.timer import time_interleaved
-from halley.train.export import hf_config
+from halley.distributed.mesh import build_groups
+from halley.distributed.world import World, join_world
+from halley.integrations.transformers.seams import find_seams
+from halley.tools.results import Row, machine_keys, write_rows
+from halley.tools.timer import time_interleaved
+from halley.tools.tolerance import RELATIVE_TOLERANCE
+from halley.train.hf_export import hf_config
 
 
 NAMES = ("all_to_all", "halley")

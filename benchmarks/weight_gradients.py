@@ -22,16 +22,16 @@ from fused_parts import BACKWARD_PARTS, PARTS, kernel_times
 
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.kernels.knobs import Knobs
-from halley.kernels.weight_gemm import weight_gemm
-from halley.moe.parallel import ParallelGroups, build_groups
-from halley.moe.world import join_world
-from halley.ops.workspaces import Workspaces
-from halley.perf.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
-from halley.perf.results import Row, machine_keys, write_rows
-from halley.perf.timer import time_interleaved
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.distributed.world import join_world
+from halley.fused.buffer_cache import Workspaces
+from halley.ops.kernels.gemm_config import Knobs
+from halley.ops.kernels.weight_gemm import weight_gemm
 from halley.strategies.fused import FusedStrategy
+from halley.tools.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
+from halley.tools.results import Row, machine_keys, write_rows
+from halley.tools.timer import time_interleaved
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")

@@ -10,8 +10,8 @@ import torch
 
 import halley
 from halley.core.types import Experts, Routing
-from halley.moe.world import join_world
-from halley.ops.workspaces import Workspaces
+from halley.distributed.world import join_world
+from halley.fused.buffer_cache import Workspaces
 
 
 NUM_TOKENS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 256, 128

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import halley.integrations.huggingface as halley_hf
+import halley.integrations.transformers as halley_hf
 
 
 NUM_STEPS = 5

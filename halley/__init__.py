@@ -3,10 +3,10 @@
 from halley.core.config import MoEConfig, RouterConfig
 from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.distributed.mesh import ParallelGroups, build_groups, sync_gradients
+from halley.distributed.watchdog import Watchdog
 from halley.moe.layer import MoELayer, MoEOutput
-from halley.moe.parallel import ParallelGroups, build_groups, sync_gradients
-from halley.moe.strategy import build_strategy
-from halley.train.watchdog import Watchdog
+from halley.strategies.registry import build_strategy
 
 
 __all__ = [

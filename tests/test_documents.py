@@ -11,11 +11,11 @@ import torch
 
 from halley.core.models import find_model
 from halley.core.placement import ExpertPlacement
-from halley.core.skew import zipf_load
-from halley.cost.balance import max_over_mean, plan_placement, rank_loads
-from halley.kernels.knobs import Knobs
-from halley.kernels.layout import Layout
-from halley.moe.parallel import build_groups
+from halley.distributed.mesh import build_groups
+from halley.fused.kernels.layout import Layout
+from halley.ops.kernels.gemm_config import Knobs
+from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
+from halley.tools.skew import zipf_load
 from tests.rank_pool import RunRanks
 
 

@@ -17,7 +17,7 @@ from halley.core.config import ModelConfig
 from halley.core.counts import read_counts
 from halley.core.models import find_model
 from halley.core.placement import ExpertPlacement, save_placements
-from halley.cost.balance import max_over_mean, plan_placement, rank_loads
+from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
 
 
 _ITEMSIZE = 2  # bytes of a weight in bfloat16

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from halley.moe.world import World
+from halley.distributed.world import World
 
 
 _LINE_EVERY_S = 10.0  # of work that has had a line already

@@ -25,16 +25,16 @@ from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import layer_table, model_table
 from halley.core.config import OptimizerConfig
 from halley.core.models import find_model
-from halley.core.skew import parse_load
-from halley.moe.parallel import build_groups
-from halley.moe.strategy import check_strategy
-from halley.moe.world import pick_device
-from halley.perf.bench import LayerCase, measure_layers
-from halley.perf.candidates import check_case_memory
-from halley.perf.charts import draw_layer_bench
-from halley.perf.model_bench import measure_models
-from halley.perf.model_case import ModelCase, check_memory, cut_model
-from halley.perf.results import Row, results_path
+from halley.distributed.mesh import build_groups
+from halley.distributed.world import pick_device
+from halley.strategies.registry import check_strategy
+from halley.tools.candidates import check_case_memory
+from halley.tools.charts import draw_layer_bench
+from halley.tools.layer_bench import LayerCase, measure_layers
+from halley.tools.model_bench import measure_models
+from halley.tools.model_case import ModelCase, check_memory, cut_model
+from halley.tools.results import Row, results_path
+from halley.tools.skew import parse_load
 from halley.train.optim import ModelOptimizer
 
 

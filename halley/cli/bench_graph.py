@@ -19,11 +19,11 @@ from halley.cli.checks import check_known, check_samples, check_seed, read_dtype
 from halley.cli.kept_rows import check_output, kept_rows
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.tables import graph_table
-from halley.moe.parallel import build_groups
-from halley.moe.world import pick_device
-from halley.perf.gpt2_moe import check_gate, find_shape
-from halley.perf.graph_case import VARIANTS, GraphCase, check_inner, graph_case_name
-from halley.perf.results import Row, results_path
+from halley.distributed.mesh import build_groups
+from halley.distributed.world import pick_device
+from halley.tools.gpt2_moe import check_gate, find_shape
+from halley.tools.graph_case import VARIANTS, GraphCase, check_inner, graph_case_name
+from halley.tools.results import Row, results_path
 
 
 # What NCCL is told, to send between the GPUs of one host as slowly as between hosts.
@@ -113,7 +113,7 @@ def _measure(
 ) -> list[Row]:
     """Return the result lines on the first rank, none on the others."""
     # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
-    from halley.perf.graph_bench import measure_graph_cases
+    from halley.tools.graph_bench import measure_graph_cases
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type)
@@ -134,7 +134,7 @@ def _measure(
 
 def _report(rows: list[Row], output: Path | None) -> None:
     if output is not None:
-        from halley.perf.graph_chart import draw_graph_bench
+        from halley.tools.graph_chart import draw_graph_bench
 
         draw_graph_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
     for row in rows:

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import torch
 
 from halley.core.types import DTYPES
+from halley.distributed.world import pick_device
 from halley.moe.memory_check import total_memory
-from halley.moe.world import pick_device
 
 
 MAX_RANKS = 65536  # of a plan

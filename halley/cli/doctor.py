@@ -15,11 +15,11 @@ from halley.cli.checks import check_at_least, check_seconds, rank_memory_bytes, 
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
 from halley.cli.time_limit import time_limit as time_limited
 from halley.core.models import find_model
-from halley.moe.parallel import build_groups
-from halley.moe.world import pick_device
-from halley.perf.candidates import check_case_memory, check_experts
-from halley.perf.choice import LayerChoice, choose_strategy
-from halley.perf.doctor import (
+from halley.distributed.mesh import build_groups
+from halley.distributed.world import pick_device
+from halley.tools.candidates import check_case_memory, check_experts
+from halley.tools.choice import LayerChoice, choose_strategy
+from halley.tools.diagnosis import (
     OPTIONAL_PACKAGES,
     Device,
     Link,
@@ -27,7 +27,7 @@ from halley.perf.doctor import (
     StrategyState,
     examine_machine,
 )
-from halley.perf.layer_case import LayerCase
+from halley.tools.layer_case import LayerCase
 
 
 _TIME_LIMIT_S = 300.0  # of a layer, unless the user chooses

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halley.train.export import export_run
+from halley.train.hf_export import export_run
 
 
 def export(

@@ -10,8 +10,8 @@ import typer
 
 from halley.cli.checks import check_package
 from halley.cli.path_checks import check_replaceable, is_chart
-from halley.moe.world import World
-from halley.perf.results import Row, machine_name, results_path, write_rows
+from halley.distributed.world import World
+from halley.tools.results import Row, machine_name, results_path, write_rows
 
 
 def check_output(

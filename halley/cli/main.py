@@ -12,9 +12,9 @@ import typer
 
 from halley.cli import bench, bench_graph, doctor, export, plan, run, trace, train, tune
 from halley.cli.ranks import COMMAND
-from halley.moe.world import is_launched
-from halley.train.failures import tell_failure
-from halley.train.launch import READER_GONE, USER_ERROR
+from halley.distributed.failures import tell_failure
+from halley.distributed.launcher import READER_GONE, USER_ERROR
+from halley.distributed.world import is_launched
 
 
 INTERRUPTED = 130  # as a shell has it: 128 and SIGINT's number

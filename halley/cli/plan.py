@@ -28,16 +28,16 @@ from halley.core.config import RunConfig
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
 from halley.cost.profiles import ProfileTable, find_environment
-from halley.moe.strategy import PLANNED, describe_strategies, split_strategies
-from halley.perf.graph_case import MAX_PARTS
-from halley.perf.step_plan import StepPlan, find_problems, plan_strategies, trace_step
-from halley.train.compiled import check_passes
-from halley.train.planned import check_strategies
+from halley.planner.planned_run import check_strategies
+from halley.planner.step_plan import StepPlan, find_problems, plan_strategies, trace_step
+from halley.strategies.registry import PLANNED, describe_strategies, split_strategies
+from halley.tools.graph_case import MAX_PARTS
+from halley.train.compiled_model import check_passes
 
 
 if TYPE_CHECKING:
     from halley.compiler import OrderReport
-    from halley.perf.graph_measure import GraphMeasure
+    from halley.tools.compiled_step import GraphMeasure
 
 app = typer.Typer(help="Plan without ranks and without a GPU.", no_args_is_help=True)
 app.command("balance")(balance)
@@ -112,7 +112,7 @@ def _measure_on_ranks(
     run_config: RunConfig, options: dict[str, Any], *, num_steps: int
 ) -> "GraphMeasure | None":
     """Return what the first rank measured, None on the others."""
-    from halley.perf.graph_measure import measure_graphs
+    from halley.tools.compiled_step import measure_graphs
 
     with joined(run_config.device) as (world, _):
         with step_progress(world) as on_progress:
@@ -268,8 +268,8 @@ def _as_dict(report: "OrderReport") -> dict[str, object]:
 
 
 def _draw(reports: "Sequence[OrderReport]", path: Path, measured: "GraphMeasure | None") -> None:
-    from halley.perf.charts import draw_timelines
-    from halley.perf.graph_measure import simulated_step
+    from halley.tools.charts import draw_timelines
+    from halley.tools.compiled_step import simulated_step
 
     timelines = {
         "simulated, without passes": simulated_step(reports, passed=False),

@@ -7,9 +7,9 @@ from contextvars import ContextVar
 
 import torch
 
-from halley.moe.world import World, check_launcher, is_launched, join_world, pick_device
-from halley.train.launch import default_num_processes, launch
-from halley.train.watchdog import Watchdog
+from halley.distributed.launcher import default_num_processes, launch
+from halley.distributed.watchdog import Watchdog
+from halley.distributed.world import World, check_launcher, is_launched, join_world, pick_device
 
 
 MAX_RANKS = 1024

@@ -14,9 +14,9 @@ import typer
 
 from halley.cli.checks import check_package
 from halley.cli.ranks import hand_to_ranks
-from halley.moe.strategy import check_strategy
-from halley.moe.world import is_launched
-from halley.train.failures import tell_failure
+from halley.distributed.failures import tell_failure
+from halley.distributed.world import is_launched
+from halley.strategies.registry import check_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def run(
     if code is not None:
         return code
     # Only here: no other command needs it.
-    from halley.integrations.huggingface import register
+    from halley.integrations.transformers import register
 
     said = register(strategy, strict=strict, default=True)
     if os.environ.get("RANK", "0") == "0":

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from halley.perf.results import Row
+from halley.tools.results import Row
 from halley.train.compare import EXPOSED, OTHER, STEP
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from halley.train.failures import tell_failure
+from halley.distributed.failures import tell_failure
 
 
 _EXIT_CODE = 1

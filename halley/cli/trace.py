@@ -15,8 +15,8 @@ from halley.cli.ranks import hand_to_ranks, joined
 from halley.cli.tables import step_table
 from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
 from halley.core.timeline import write_chrome_trace
-from halley.moe.strategy import check_strategy
-from halley.perf.charts import draw_timelines
+from halley.strategies.registry import check_strategy
+from halley.tools.charts import draw_timelines
 from halley.train.compare import EXPOSED, StepProfile, compare_strategies
 
 

@@ -14,12 +14,12 @@ from halley.core.load_config import load_config
 from halley.core.routing import chunk_sizes, local_experts
 from halley.core.sharding import shard_size
 from halley.core.types import DTYPES
-from halley.ops.experts import check_alignment
+from halley.ops.expert_forward import check_alignment
+from halley.planner.planned_run import check_strategies
 from halley.train.checkpoint import check_writable
-from halley.train.compiled import check_passes
-from halley.train.loop import CHECKPOINTS_FOLDER, train
-from halley.train.planned import check_strategies
+from halley.train.compiled_model import check_passes
 from halley.train.step import check_vocabulary, open_corpus, read_placements
+from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
 
 ConfigOption = Annotated[Path | None, typer.Option(help="A TOML file.")]

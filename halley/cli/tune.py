@@ -31,15 +31,15 @@ from halley.cli.checks import (
 )
 from halley.cli.path_checks import check_picture, check_readable, check_replaceable
 from halley.cli.ranks import count_ranks, hand_to_ranks, joined
-from halley.moe.parallel import build_groups
-from halley.moe.world import pick_device
-from halley.perf.candidates import check_case_memory
-from halley.perf.layer_case import LayerCase
+from halley.distributed.mesh import build_groups
+from halley.distributed.world import pick_device
+from halley.tools.candidates import check_case_memory
+from halley.tools.layer_case import LayerCase
 
 
 if TYPE_CHECKING:
     from halley.cost.profiles import Environment
-    from halley.ops.tuned import KnobTable
+    from halley.fused.tuned import KnobTable
 
 
 def tune(
@@ -61,8 +61,8 @@ def tune(
     Writes each layer to the file once it is measured. Prints a table, then a JSON line a layer.
     """
     # Only here: Triton is not there on every platform.
-    from halley.ops.tuned import KnobTable, knobs_path, merge_tables, tuning_environment
-    from halley.perf.tune import SPACE, tune_layer
+    from halley.fused.tuned import KnobTable, knobs_path, merge_tables, tuning_environment
+    from halley.tools.tuner import SPACE, tune_layer
 
     if show and merge:
         raise ValueError("show must be left out with merge, which shows the result")
@@ -106,7 +106,7 @@ def tune(
 
 def _check_table(file: Path, environment: "Environment") -> None:
     """Check the file before the work: that its lines can be read, and others added."""
-    from halley.ops.tuned import KnobTable
+    from halley.fused.tuned import KnobTable
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of knobs of other machines, which the ranks tell of
@@ -141,7 +141,7 @@ def _names(knobs: str, allowed: list[str]) -> list[str]:
 
 def _print(table: "KnobTable", chart: Path | None) -> None:
     if chart is not None:
-        from halley.perf.sweep_chart import draw_sweeps
+        from halley.tools.tuning_chart import draw_sweeps
 
         draw_sweeps(table.found, chart)
     shown = Table(title=f"{table.path}: {table.environment.device}, {table.environment.topology}")

@@ -22,19 +22,19 @@ from torch._guards import CompileContext
 from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import record_function
 
-from halley.compiler.early import EarlyGradients
-from halley.compiler.graph import NodeKind, node_kind
+from halley.compiler.gradient_ready import EarlyGradients
+from halley.compiler.graph_analysis import NodeKind, node_kind
 from halley.compiler.options import Options, parse_options
-from halley.compiler.passes import (
+from halley.compiler.pipeline import (
     device_of,
     find_batch_inputs,
     is_backward,
     report_as_is,
     run_passes,
 )
-from halley.compiler.plan import OrderReport
-from halley.compiler.sm_margin import leave_sms_beside
+from halley.compiler.reserved_sms import leave_sms_beside
 from halley.compiler.step_peak import StepPeak
+from halley.compiler.wgrad.schedule import OrderReport
 
 
 NAME = "halley"

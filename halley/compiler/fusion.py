@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from halley.compiler.collectives import find_operator, operator_name
-from halley.compiler.graph import (
+from halley.compiler.graph_analysis import (
     NodeKind,
     fills,
     is_empty,
@@ -16,6 +15,7 @@ from halley.compiler.graph import (
     node_kind,
     writes,
 )
+from halley.compiler.graph_collectives import find_operator, operator_name
 from halley.compiler.sizes import Sizes
 from halley.cost.predict import Predictor
 

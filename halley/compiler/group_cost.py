@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
 
-from halley.compiler.agree import Council
-from halley.compiler.collectives import ALL_TO_ALL, group_of, operator_name
+from halley.compiler.consensus import Council
+from halley.compiler.graph_collectives import ALL_TO_ALL, group_of, operator_name
 from halley.compiler.node_cost import exchanged_bytes
 from halley.compiler.sizes import Sizes
 from halley.cost.contention import Work, measure_contention

@@ -13,16 +13,16 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.utils._ordered_set import OrderedSet
 
-from halley.compiler.early import EarlyGradients
-from halley.compiler.expand import expand
-from halley.compiler.graph import GraphFacts, is_product
+from halley.compiler.decompose import expand
+from halley.compiler.gradient_ready import EarlyGradients
+from halley.compiler.graph_analysis import GraphFacts, is_product
 from halley.compiler.kernel_order import keep_order
 from halley.compiler.options import Options
-from halley.compiler.passes import find_batch_inputs, is_backward, run_passes
-from halley.compiler.plan import OrderReport
+from halley.compiler.pipeline import find_batch_inputs, is_backward, run_passes
+from halley.compiler.reserved_sms import leave_sms_beside
 from halley.compiler.sizes import Sizes
-from halley.compiler.sm_margin import leave_sms_beside
 from halley.compiler.step_peak import Halves, StepPeak
+from halley.compiler.wgrad.schedule import OrderReport
 from halley.compiler.writes import write_parts
 
 

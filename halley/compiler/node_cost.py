@@ -10,14 +10,7 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.collectives import (
-    ALL_TO_ALL,
-    collective_kind,
-    find_operator,
-    group_of,
-    operator_name,
-)
-from halley.compiler.fake import with_values
+from halley.compiler.fake_tensors import with_values
 from halley.compiler.fusion import (
     WHOLE,
     Border,
@@ -27,7 +20,14 @@ from halley.compiler.fusion import (
     is_join,
     is_split_sum,
 )
-from halley.compiler.graph import GraphFacts, NodeKind, fills, is_empty, is_product
+from halley.compiler.graph_analysis import GraphFacts, NodeKind, fills, is_empty, is_product
+from halley.compiler.graph_collectives import (
+    ALL_TO_ALL,
+    collective_kind,
+    find_operator,
+    group_of,
+    operator_name,
+)
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
 from halley.cost.predict import Predictor

@@ -6,8 +6,8 @@ from typing import Any, final
 from torch import fx
 
 from halley.compiler.fusion import find_borders, inside_kernels
-from halley.compiler.graph import GraphFacts
-from halley.compiler.memory import LiveBytes
+from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.sizes import Sizes
 
 

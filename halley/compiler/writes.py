@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from halley.compiler.fake import trace_result
+from halley.compiler.fake_tensors import trace_result
 from halley.compiler.fusion import Border, find_borders, takes_place
 from halley.compiler.sizes import Sizes
 from halley.ops.fills import fill_range, fill_rows

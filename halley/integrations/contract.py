@@ -15,10 +15,10 @@ from torch import nn
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
-from halley.moe.strategy import build_strategy, check_strategy
-from halley.ops.experts import check_alignment
+from halley.ops.expert_forward import check_alignment
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy, under_autocast
+from halley.strategies.registry import build_strategy, check_strategy
 from halley.strategies.sequential import run_in_turn
 
 

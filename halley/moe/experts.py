@@ -9,7 +9,7 @@ from halley.core.routing import local_experts
 from halley.core.sharding import shard_size, sharded_dims
 from halley.core.timeline import Recorder
 from halley.core.torch_device import parse_device
-from halley.moe.parallel import ParallelGroups
+from halley.distributed.mesh import ParallelGroups
 from halley.ops.replicas import Replicas
 
 

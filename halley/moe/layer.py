@@ -14,12 +14,12 @@ from halley.core.sharding import shard_size
 from halley.core.timeline import Recorder
 from halley.core.torch_device import parse_device
 from halley.core.types import Experts, Routing
+from halley.distributed.mesh import ParallelGroups
 from halley.moe.experts import GroupedExperts
 from halley.moe.memory_check import check_layer_memory
-from halley.moe.parallel import ParallelGroups
 from halley.moe.router import build_router
 from halley.moe.side_stream import SideStream
-from halley.ops.experts import check_alignment
+from halley.ops.expert_forward import check_alignment
 from halley.ops.replicas import share_gradients
 from halley.strategies.base import AbstractStrategy, under_autocast
 

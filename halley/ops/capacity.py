@@ -63,7 +63,7 @@ def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if takes_kernels(topk_idx):
-        from halley.kernels import route
+        from halley.ops.kernels import route
 
         return route.take_slots(topk_idx, used, limit)
     in_order = topk_idx.t().flatten()

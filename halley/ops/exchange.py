@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
+from halley.distributed.peers import Collective
 from halley.ops.gather import all_gather_single
-from halley.symm.peers import Collective
 
 
 @final

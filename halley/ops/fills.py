@@ -50,7 +50,7 @@ def _places_of_part(counts: torch.Tensor, num_parts: int, part: int, num_rows: i
     part go to 0 and 3, those of the second to 1 and 2.
     """
     if takes_kernels(counts):
-        from halley.kernels import route
+        from halley.ops.kernels import route
 
         return route.places_of_part(counts, num_parts, part, num_rows)
     counts_PS = counts.view(num_parts, -1)

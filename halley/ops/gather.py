@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from halley.symm.peers import Collective
+from halley.distributed.peers import Collective
 
 
 # torch 2.13 renamed the call and warns about the old name, which 2.11 alone knows.

@@ -71,7 +71,7 @@ def takes_kernels(tensor: torch.Tensor) -> bool:
 def _compiles_kernels() -> bool:
     if find_spec("triton") is None:  # not on Linux
         return False
-    from halley.kernels.switch import INTERPRETED
+    from halley.interpreter.switch import INTERPRETED
 
     return not INTERPRETED
 

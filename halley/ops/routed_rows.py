@@ -130,7 +130,7 @@ def _fake_order_of_parts(counts: torch.Tensor, num_parts: int, num_rows: int) ->
 
 def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     if takes_kernels(topk_idx):
-        from halley.kernels import route
+        from halley.ops.kernels import route
 
         return route.sort_slots(topk_idx, num_experts)
     keys, slots = sort_keys(topk_idx, num_experts)
@@ -235,7 +235,7 @@ def _first(values: torch.Tensor, number: int) -> torch.Tensor:
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
     if takes_kernels(counts):
-        from halley.kernels import route
+        from halley.ops.kernels import route
 
         return route.group_rows(counts, num_rows)
     # Not contiguous(), which would return the input itself where there is one rank.

@@ -14,10 +14,10 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task, makespan_us
+from halley.distributed.peers import Collective, compare_ranks
+from halley.distributed.ranks import place_in
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
-from halley.symm.access import peer_access
-from halley.symm.peers import Collective, compare_ranks
-from halley.symm.ranks import place_in
+from halley.symm_mem.access import peer_access
 
 
 _NUM_SAMPLES = 3

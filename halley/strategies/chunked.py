@@ -24,14 +24,14 @@ from halley.core.timeline import Recorder
 from halley.core.types import DispatchPlan, Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task, makespan_us
+from halley.distributed.ranks import place_in
 from halley.ops.exchange import Exchange, join_rows
-from halley.ops.experts import apply_experts
+from halley.ops.expert_forward import apply_experts
 from halley.ops.permute import Permutation, combine_tokens, gather_tokens, permute_rows
 from halley.strategies.base import AbstractStrategy, check_inputs
 from halley.strategies.lockstep import Lockstep
-from halley.strategies.sketch import pipeline_tasks
 from halley.strategies.table import RoutingTable, arrival_order
-from halley.symm.ranks import place_in
+from halley.strategies.tasks import pipeline_tasks
 
 
 _CANDIDATES = (1, 2, 3, 4, 6, 8)

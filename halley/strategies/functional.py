@@ -18,8 +18,10 @@ from halley.core.sharding import check_tp_size, route_to_shards
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
+from halley.distributed.peers import Collective
+from halley.distributed.ranks import place_in
+from halley.ops.expert_forward import check_alignment
 from halley.ops.expert_gemm import expert_gemm
-from halley.ops.experts import check_alignment
 from halley.ops.routed_rows import (
     combine_rows,
     gather_rows,
@@ -30,9 +32,7 @@ from halley.ops.routed_rows import (
 )
 from halley.strategies.base import AbstractStrategy, check_inputs, under_autocast
 from halley.strategies.lockstep import Lockstep
-from halley.strategies.sketch import pipeline_tasks
-from halley.symm.peers import Collective
-from halley.symm.ranks import place_in
+from halley.strategies.tasks import pipeline_tasks
 
 
 @final

@@ -16,15 +16,15 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Save
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
-from halley.kernels.launch import is_aligned
-from halley.kernels.layout import MAX_CHUNKS
-from halley.kernels.switch import INTERPRETED
-from halley.ops.fused_experts import compile_fused_experts, fused_experts
-from halley.ops.overlap import shape_class
-from halley.ops.workspace import Workspace
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspace
+from halley.fused.forward_ops import shape_class
+from halley.fused.kernels.layout import MAX_CHUNKS
+from halley.fused.op import compile_fused_experts, fused_experts
+from halley.interpreter.switch import INTERPRETED
+from halley.ops.kernels.launch import is_aligned
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
-from halley.strategies.sketch import fused_tasks
+from halley.strategies.tasks import fused_tasks
 
 
 _CAPABILITY = (9, 0)

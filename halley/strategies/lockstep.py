@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from halley.core.types import Experts
-from halley.symm.peers import Collective, compare_ranks, name_ranks, time_limit
+from halley.distributed.peers import Collective, compare_ranks, name_ranks, time_limit
 
 
 @final

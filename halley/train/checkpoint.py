@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from halley.distributed.rank_actions import on_all_ranks, on_rank_zero, rank_and_size
 from halley.train.checkpoint_reader import SafeReader, read_metadata
 from halley.train.manifest import (
     Manifest,
@@ -31,7 +32,6 @@ from halley.train.manifest import (
     read_manifest,
     write_manifest,
 )
-from halley.train.rank_actions import on_all_ranks, on_rank_zero, rank_and_size
 
 
 _NAME = re.compile(r"step-(\d{8,})")

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from halley.core.config import RunConfig
 from halley.core.timeline import Span, waited_us
-from halley.moe.world import World
-from halley.perf.timer import start_together
-from halley.perf.tracing import gather_spans, time_by_part, trace_step
+from halley.distributed.world import World
+from halley.tools.timer import start_together
+from halley.tools.tracing import gather_spans, time_by_part, trace_step
 from halley.train.step import TrainingRun, build_run, train_step
 
 
@@ -62,7 +62,7 @@ def compare_strategies(
         raise ValueError(f"steps ({num_steps}) must be at least 1")
     if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
         # First: it decides how Triton runs, which comes with torch's optimizers.
-        import halley.kernels  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        import halley.interpreter.switch  # noqa: F401  # pyright: ignore[reportUnusedImport]
     runs = {
         name: build_run(dataclasses.replace(config, strategy=name), world) for name in strategies
     }

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halley.moe.parallel import BUCKET_BYTES, ParallelGroups
-from halley.ops.hand_over import set_taker
+from halley.distributed.mesh import BUCKET_BYTES, ParallelGroups
+from halley.ops.gradient_hook import set_taker
 
 
 @dataclass(kw_only=True)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from halley.core.config import OptimizerConfig
+from halley.distributed.mesh import ParallelGroups, global_norm
 from halley.moe.experts import GroupedExperts, grouped_experts
-from halley.moe.parallel import ParallelGroups, global_norm
+from halley.train.expert_shards import ExpertShards
 from halley.train.gradients import Gradients
-from halley.train.shards import ExpertShards
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:

@@ -13,23 +13,23 @@ from halley.core.config import RunConfig
 from halley.core.placement import ExpertPlacement, load_placements
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
-from halley.moe.loss import next_token_loss
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.distributed.world import World
+from halley.moe.losses import next_token_loss
 from halley.moe.memory_check import check_memory
-from halley.moe.model import ModelOutput, MoETransformer
-from halley.moe.parallel import ParallelGroups, build_groups
 from halley.moe.router import SigmoidRouter
-from halley.moe.strategy import build_strategies, split_strategies
-from halley.moe.world import World
-from halley.train.compiled import check_passes, compile_model
-from halley.train.counts import ExpertCounts
+from halley.moe.transformer import ModelOutput, MoETransformer
+from halley.planner.planned_run import check_strategies, plan_run
+from halley.strategies.registry import build_strategies, split_strategies
+from halley.train.compiled_model import check_passes, compile_model
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
+from halley.train.expert_counter import ExpertCounts
 from halley.train.optim import ModelOptimizer, learning_rate
-from halley.train.planned import check_strategies, plan_run
 from halley.train.save_requests import SaveRequests
 
 
 if TYPE_CHECKING:
-    from halley.perf.step_plan import StepPlan
+    from halley.planner.step_plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)

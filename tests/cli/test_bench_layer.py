@@ -8,7 +8,7 @@ import pytest
 from halley.cli import bench
 from halley.cli.main import main
 from halley.core.models import find_model
-from halley.perf.layer_case import LayerCase
+from halley.tools.layer_case import LayerCase
 
 
 def test_words_with_commas_are_measured_one_by_one(

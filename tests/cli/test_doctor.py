@@ -10,10 +10,10 @@ from rich.console import Console
 
 from halley.cli.doctor import choice_table, machine_table
 from halley.cli.main import main
-from halley.moe.strategy import STRATEGIES
-from halley.perf.choice import FusedBuffers, LayerChoice
-from halley.perf.doctor import Device, Link, Machine, StrategyState
-from halley.perf.memory import LayerMemory
+from halley.strategies.registry import STRATEGIES
+from halley.tools.choice import FusedBuffers, LayerChoice
+from halley.tools.diagnosis import Device, Link, Machine, StrategyState
+from halley.tools.fused_memory import LayerMemory
 
 
 GPU = Device(

@@ -10,8 +10,8 @@ import torch
 
 from halley.cli.bars import line_progress
 from halley.cli.kept_rows import kept_rows
-from halley.moe.world import World
-from halley.perf.results import Row
+from halley.distributed.world import World
+from halley.tools.results import Row
 
 
 ROWS: list[Row] = [

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from halley.cli.main import main
-from halley.integrations import huggingface
-from halley.train.launch import run_ranks
+from halley.distributed.launcher import run_ranks
+from halley.integrations import transformers as huggingface
 
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from torch import fx
 from halley.compiler.partition.axes import BatchFlow, find_axes
 from halley.compiler.partition.rules import all_rules
 from halley.cost.hardware import H200
-from halley.moe.parallel import ParallelGroups
+from halley.distributed.mesh import ParallelGroups
 from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
 from tests.compiler.gpu_attention import AsOnGPU, attend_by
 from tests.compiler.model_case import whole_graphs

@@ -1,8 +1,8 @@
 """A narrow GPT-2 with experts in every other layer, its weights so large that all of it matters."""
 
-from halley.moe.parallel import ParallelGroups
-from halley.perf.gpt2_moe import Gate, GPT2MoE, GPT2Shape
+from halley.distributed.mesh import ParallelGroups
 from halley.strategies.functional import FunctionalStrategy
+from halley.tools.gpt2_moe import Gate, GPT2MoE, GPT2Shape
 
 
 SEQ_LEN = 8

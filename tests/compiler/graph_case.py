@@ -5,7 +5,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from halley.compiler.graph import GraphFacts
+from halley.compiler.graph_analysis import GraphFacts
 
 
 aten = torch.ops.aten

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from halley.core.timeline import Recorder
-from halley.moe.model import ModelOutput, MoETransformer
-from halley.moe.parallel import ParallelGroups
+from halley.distributed.mesh import ParallelGroups
+from halley.moe.transformer import ModelOutput, MoETransformer
 from halley.strategies.functional import FunctionalStrategy
 from tests.moe.model_case import MODELS, make_tokens
 

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from halley.compiler.fusion import WHOLE, find_borders, inside_kernels, is_fused
-from halley.compiler.graph import GraphFacts
-from halley.compiler.memory import LiveBytes
+from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.pipeline_cost import PipelineCost

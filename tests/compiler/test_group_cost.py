@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from halley.compiler.agree import open_council
+from halley.compiler.consensus import open_council
 from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost
 from halley.compiler.sizes import Sizes

@@ -13,10 +13,10 @@ from torch import nn
 from halley.compiler import Backend, OrderReport, node_cost
 from halley.core.config import MoEConfig
 from halley.cost.simulate import Contention
+from halley.distributed.mesh import ParallelGroups
 from halley.moe.layer import MoELayer
-from halley.moe.parallel import ParallelGroups
-from halley.perf.gpt2_moe import ROUTERS
 from halley.strategies.functional import FunctionalStrategy
+from halley.tools.gpt2_moe import ROUTERS
 from tests.compiler.model_case import whole_graphs
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halley.compiler import Backend
-from halley.moe.parallel import build_groups
+from halley.distributed.mesh import build_groups
 from tests.compiler.model_case import build_model, run_steps, whole_graphs
 from tests.moe.model_case import destroy
 

@@ -11,9 +11,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halley.ops.routed_rows  # noqa: F401
-from halley.compiler.fake import without_values
+from halley.compiler.fake_tensors import without_values
 from halley.compiler.fusion import find_borders
-from halley.compiler.graph import GraphFacts
+from halley.compiler.graph_analysis import GraphFacts
 from halley.compiler.node_cost import (
     ProfiledCost,
     example_arguments,
@@ -256,7 +256,7 @@ def test_contention_is_read_from_the_table(tmp_path: Path) -> None:
 
 
 def test_fused_operators_take_what_is_longer_of_product_and_wire() -> None:
-    importlib.import_module("halley.ops.fused_experts")  # defines the operators
+    importlib.import_module("halley.fused.op")  # defines the operators
     halley = torch.ops.halley
     b = GraphBuilder()
     x, up, down = b.input("x", 10, 40), b.input("up", 4, 60, 40), b.input("down", 4, 40, 1000)

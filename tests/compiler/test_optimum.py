@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from halley.compiler.wgrad import Unit, assign
+from halley.compiler.wgrad.candidates import Unit, assign
 
 
 NUM_INSTANCES = 200

@@ -11,9 +11,14 @@ from torch import fx
 
 from halley.compiler.node_cost import NodeCost
 from halley.compiler.partition.axes import find_axes
+from halley.compiler.partition.choose import (
+    LAYERS_A_RANGE,
+    PartitionPlan,
+    plan_partition,
+    read_plan,
+)
 from halley.compiler.partition.groups import group_nodes, has_exchange
 from halley.compiler.partition.pipeline_cost import PipelineCost
-from halley.compiler.partition.plan import LAYERS_A_RANGE, PartitionPlan, plan_partition, read_plan
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes

@@ -12,9 +12,9 @@ from torch import nn
 
 from halley.compiler.options import Options
 from halley.core.types import DROPPED
-from halley.moe.parallel import build_groups
+from halley.distributed.mesh import build_groups
 from halley.moe.router import AbstractRouter, RouterOutput
-from halley.perf.gpt2_moe import Gate
+from halley.tools.gpt2_moe import Gate
 from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
 from tests.compiler.model_case import run_steps, whole_graphs
 from tests.compiler.variants import Variants, compile_variants

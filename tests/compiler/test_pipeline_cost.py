@@ -6,7 +6,7 @@ import pytest
 from torch import fx
 
 from halley.compiler.fusion import find_borders
-from halley.compiler.graph import GraphFacts
+from halley.compiler.graph_analysis import GraphFacts
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.pipeline_cost import PipelineCost

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from halley.compiler.graph import GraphFacts
-from halley.compiler.memory import LiveBytes
-from halley.compiler.order import build_order, place_reductions
-from halley.compiler.plan import hidden_products, plan_wgrad
+from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad import Unit, assign, find_units, label
+from halley.compiler.wgrad.candidates import Unit, assign, find_units, label
+from halley.compiler.wgrad.order import build_order, place_reductions
+from halley.compiler.wgrad.schedule import hidden_products, plan_wgrad
 from halley.cost.graph_cost import Operation
 from tests.compiler.graph_case import GraphBuilder, aten, find, names, two_layers
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from halley.compiler.graph import fills
+from halley.compiler.graph_analysis import fills
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes

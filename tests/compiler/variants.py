@@ -10,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from halley.compiler.options import Options
-from halley.compiler.passes import find_batch_inputs, run_passes
-from halley.compiler.plan import OrderReport
+from halley.compiler.pipeline import find_batch_inputs, run_passes
+from halley.compiler.wgrad.schedule import OrderReport
 from tests.compiler.model_case import Model
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from halley.core.reference import activate, apply_expert, moe_reference
-from halley.core.skew import balanced_load, sample_routing
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import DROPPED, Activation, Experts, Routing
+from halley.tools.skew import balanced_load, sample_routing
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 Matrix = list[list[float]]

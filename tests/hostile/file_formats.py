@@ -9,7 +9,7 @@ from halley.core.counts import read_counts, write_counts
 from halley.core.placement import ExpertPlacement, load_placements, save_placements
 from halley.cost.profiles import Curve, Environment, ProfileTable
 from halley.cost.simulate import Contention
-from halley.ops.tuned import KnobTable, Tuned, TunedShape
+from halley.fused.tuned import KnobTable, Tuned, TunedShape
 
 
 HERE = Environment(device="cpu", versions="torch 2", topology="ranks 2")

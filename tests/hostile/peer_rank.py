@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.moe.strategy import build_strategy
-from halley.train.watchdog import Watchdog
+from halley.distributed.watchdog import Watchdog
+from halley.strategies.registry import build_strategy
 from tests.strategies.layer_case import LayerCase, run_forward
 
 

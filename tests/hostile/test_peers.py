@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
-from halley.moe.strategy import build_strategy
+from halley.distributed.peers import compare_ranks
+from halley.distributed.ranks import place_in
+from halley.distributed.watchdog import EXIT_LOST_PEER
+from halley.strategies.registry import build_strategy
 from halley.strategies.sequential import SequentialStrategy
-from halley.symm.peers import compare_ranks
-from halley.symm.ranks import place_in
-from halley.train.watchdog import EXIT_LOST_PEER
 from tests.hostile.peer_rank import BAD_RANK, BAD_STEP, TIMES, Ends, Fault, run_jobs
 from tests.rank_pool import RunRanks
 

@@ -10,7 +10,7 @@ import halley
 from halley.core.config import RunConfig
 from halley.core.models import NAMED_MODELS
 from halley.moe.memory_check import check_memory, num_parameters, total_memory, training_bytes
-from halley.moe.model import MoETransformer
+from halley.moe.transformer import MoETransformer
 from tests.hostile.test_configuration import MODEL, MOE
 from tests.hostile.wrong_calls import RECORDER, STRATEGY, WRONG_CALLS
 from tests.hostile.wrong_values import WRONG_VALUES

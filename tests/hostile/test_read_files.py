@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halley.core.load_config import load_config
-from halley.ops.tuned import merge_tables
+from halley.fused.tuned import merge_tables
 from tests.hostile.file_formats import FORMATS
 from tests.hostile.wrong_lines import WRONG_LINES
 from tests.hostile.wrong_tables import WRONG_TABLES

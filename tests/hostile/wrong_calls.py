@@ -9,9 +9,9 @@ import torch
 
 import halley
 from halley.moe.experts import GroupedExperts
-from halley.moe.model import MoETransformer
 from halley.moe.router import build_router
-from halley.moe.strategy import build_strategies, predictor_of, split_strategies
+from halley.moe.transformer import MoETransformer
+from halley.strategies.registry import build_strategies, predictor_of, split_strategies
 from tests.hostile.test_configuration import MODEL, MOE
 
 

@@ -11,13 +11,13 @@ import halley
 from halley.core.reference import activate
 from halley.core.routing import chunk_sizes, local_experts, sort_slots
 from halley.core.sharding import check_tp_size
-from halley.core.skew import parse_load
 from halley.core.timeline import write_chrome_trace
 from halley.core.types import Experts, LayerShape
-from halley.cost.balance import plan_placement
 from halley.cost.graph_cost import Operation
 from halley.cost.profiles import Curve, Environment
 from halley.cost.simulate import Contention
+from halley.planner.expert_balance import plan_placement
+from halley.tools.skew import parse_load
 
 
 def any_(value: Any) -> Any:

@@ -14,8 +14,8 @@ import transformers.modeling_utils  # here, as ranks are forked with it
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import halley.integrations.huggingface as halley_hf
-from halley.integrations.huggingface.seams import find_seams
+import halley.integrations.transformers as halley_hf
+from halley.integrations.transformers.seams import find_seams
 
 
 _SIZES: dict[str, Any] = {

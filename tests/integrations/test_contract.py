@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from halley.core.reference import apply_expert, moe_reference
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts, Routing
 from halley.integrations.contract import ExpertParallelism, ExpertsFunction, LocalExperts
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 
 

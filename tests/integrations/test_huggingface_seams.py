@@ -12,8 +12,9 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-import halley.integrations.huggingface as halley_hf
-from halley.integrations.huggingface import layout, seams
+import halley.integrations.transformers as halley_hf
+from halley.integrations.transformers import seams
+from halley.integrations.transformers import weight_layout as layout
 from tests.integrations.hf_case import (
     Mesh,
     compare_step,

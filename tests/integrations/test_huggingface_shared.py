@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import halley.integrations.huggingface as halley_hf
+import halley.integrations.transformers as halley_hf
 from tests.integrations.hf_case import (
     Mesh,
     Wanted,

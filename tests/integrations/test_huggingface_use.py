@@ -11,8 +11,8 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
-import halley.integrations.huggingface as halley_hf
-from halley.integrations.huggingface.seams import find_seams
+import halley.integrations.transformers as halley_hf
+from halley.integrations.transformers.seams import find_seams
 from tests.integrations.hf_case import (
     Mesh,
     Wanted,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import halley.integrations.huggingface as halley_hf
-from halley.integrations.huggingface.seams import find_seams
+import halley.integrations.transformers as halley_hf
+from halley.integrations.transformers.seams import find_seams
 from tests.integrations.hf_case import (
     FAMILIES,
     Mesh,

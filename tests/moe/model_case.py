@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from halley.core.config import ModelConfig, MoEConfig, RouterConfig
 from halley.core.timeline import Recorder
-from halley.moe.model import MoETransformer
-from halley.moe.parallel import ParallelGroups
-from halley.moe.strategy import build_strategy
+from halley.distributed.mesh import ParallelGroups
+from halley.moe.transformer import MoETransformer
+from halley.strategies.registry import build_strategy
 
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.layer import MoELayer
-from halley.moe.parallel import ParallelGroups, build_groups
-from halley.moe.strategy import build_strategy
+from halley.strategies.registry import build_strategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens
 from tests.rank_pool import RunRanks
 

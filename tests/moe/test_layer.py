@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from halley.core.config import MoEConfig
 from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Activation
+from halley.distributed.mesh import ParallelGroups
 from halley.moe.layer import FeedForward, MoELayer
-from halley.moe.parallel import ParallelGroups
-from halley.moe.strategy import build_strategy
+from halley.strategies.registry import build_strategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU
 
 

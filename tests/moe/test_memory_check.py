@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halley.core.config import OptimizerConfig, RunConfig, TrainConfig
 from halley.core.models import NAMED_MODELS
 from halley.core.timeline import Recorder
+from halley.distributed.mesh import ParallelGroups
 from halley.moe.memory_check import (
     check_layer_memory,
     check_memory,
@@ -17,9 +18,8 @@ from halley.moe.memory_check import (
     total_memory,
     training_bytes,
 )
-from halley.moe.model import MoETransformer
-from halley.moe.parallel import ParallelGroups
-from halley.moe.strategy import build_strategy
+from halley.moe.transformer import MoETransformer
+from halley.strategies.registry import build_strategy
 
 
 CPU = torch.device("cpu")

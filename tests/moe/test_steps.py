@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.distributed.mesh import ParallelGroups, build_groups, global_norm, sync_gradients
 from halley.moe.experts import expert_parameter_names
-from halley.moe.model import MoETransformer
-from halley.moe.parallel import ParallelGroups, build_groups, global_norm, sync_gradients
 from halley.moe.router import SigmoidRouter
+from halley.moe.transformer import MoETransformer
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import MODELS, build_model, destroy, make_tokens
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from halley.core.reference import apply_expert
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Activation, Experts
-from halley.ops.experts import add_bias, apply_experts, check_alignment, grouped_linear
+from halley.ops.expert_forward import add_bias, apply_experts, check_alignment, grouped_linear
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 ROWS = [

@@ -6,7 +6,7 @@ import torch
 
 from halley.core.timeline import Recorder
 from halley.core.types import Save
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
 
 

@@ -10,8 +10,8 @@ import torch
 
 from halley.core.reference import moe_reference
 from halley.core.sharding import shard_experts
-from halley.core.skew import parse_load, sample_routing
 from halley.core.types import Activation, Experts, Routing
+from halley.tools.skew import parse_load, sample_routing
 
 
 SIZES = {"hidden_size": 24, "intermediate_size": 16}  # rows of 16 bytes in float32 and bfloat16

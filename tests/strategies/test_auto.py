@@ -11,15 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.hardware import H200
 from halley.cost.predict import Predictor
 from halley.cost.simulate import Task
-from halley.moe.strategy import build_strategy
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
+from halley.strategies.registry import build_strategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     SIZES,

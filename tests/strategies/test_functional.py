@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.strategies.functional import FunctionalStrategy, find_problem_alone, run_alone
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.layer_case import LayerCase, expected, gradients, make_experts, make_tokens
 from tests.strategies.test_values import check_layer
 

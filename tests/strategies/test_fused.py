@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts
-from halley.kernels.interpreter import sanitizer
-from halley.ops.workspace import Workspace, roomy_tokens
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspace, roomy_tokens
+from halley.interpreter import sanitizer
 from halley.strategies.fused import FusedStrategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     SIZES,
@@ -324,7 +324,7 @@ def test_what_the_kernels_cannot_run(experts: Experts, top_k: int, problem: str)
 
 
 def test_no_peer_access_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halley.symm.shared.peer_access", lambda group, device: "on Mars")
+    monkeypatch.setattr("halley.symm_mem.posix.peer_access", lambda group, device: "on Mars")
     with pytest.raises(RuntimeError, match=r"on Mars; the strategies sequential and chunked need"):
         _check_case(_build(Workspaces(None, CPU)), LayerCase(num_tokens_W=(8,)), 0)
 

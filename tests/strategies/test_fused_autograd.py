@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Save
-from halley.ops.workspaces import CPU_KNOBS, Workspaces
+from halley.fused.buffer_cache import CPU_KNOBS, Workspaces
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.fused_case import CPU, SAVES, assert_same, build
 from tests.strategies.layer_case import (
     LayerCase,

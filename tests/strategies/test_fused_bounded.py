@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Save
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens, run_forward

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts, Routing, Save
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspace
 from halley.moe.layer import MoELayer
-from halley.moe.parallel import ParallelGroups, build_groups
-from halley.ops.workspace import Workspace
-from halley.ops.workspaces import Workspaces
 from halley.strategies.fused import FusedStrategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import MODELS, destroy
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (

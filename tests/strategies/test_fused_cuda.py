@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts, Routing, Save
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from halley.core.sharding import route_to_shards
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Save
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.fused_case import CPU, SAVES, assert_same, build
 from tests.strategies.layer_case import (

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
-from halley.ops.workspaces import Workspaces
-from halley.perf.graphs import captured
+from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
+from halley.tools.cuda_graphs import captured
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens

@@ -7,10 +7,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.core.types import Experts
-from halley.ops.workspaces import Workspaces
+from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.layer_case import (
     LayerCase,
     expected,

@@ -9,7 +9,7 @@ from halley.core.types import LayerShape
 from halley.cost.hardware import H200
 from halley.cost.predict import Predictor
 from halley.cost.simulate import simulate
-from halley.moe.strategy import build_strategy
+from halley.strategies.registry import build_strategy
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
 

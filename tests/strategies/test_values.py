@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.moe.strategy import build_strategy
 from halley.ops.exchange import Exchange
+from halley.strategies.registry import build_strategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.layer_case import LayerCase, expected, run_forward
 
 

@@ -21,9 +21,9 @@ from halley.core.config import (
     RunConfig,
     TrainConfig,
 )
-from halley.moe.parallel import ParallelGroups
-from halley.moe.world import World
-from halley.train import loop
+from halley.distributed.mesh import ParallelGroups
+from halley.distributed.world import World
+from halley.train import trainer as loop
 from halley.train.step import TrainingRun, build_run
 from tests.moe.model_case import MODELS, destroy
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from halley.core.models import NAMED_MODELS
-from halley.train.export import check_family, differences, hf_config
+from halley.train.hf_export import check_family, differences, hf_config
 from tests.train.export_case import MODELS, MOE, NOT_NORMALIZED, run_config
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from halley.core.config import OptimizerConfig
-from halley.moe.parallel import ParallelGroups, build_groups
+from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.train import gradients
 from halley.train.gradients import Gradients
 from halley.train.optim import ModelOptimizer

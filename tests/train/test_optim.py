@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from halley.core.config import OptimizerConfig
+from halley.distributed.mesh import ParallelGroups
 from halley.moe.experts import GroupedExperts
-from halley.moe.parallel import ParallelGroups
 from halley.train.optim import ModelOptimizer, learning_rate
 
 

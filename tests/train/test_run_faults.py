@@ -11,7 +11,7 @@ import pytest
 
 from halley.cli.main import main
 from halley.cli.train import read_config
-from halley.train.loop import train
+from halley.train.trainer import train
 from tests.damage import flip_bytes, hash_tree
 from tests.rank_pool import RunRanks
 from tests.train.run_case import (

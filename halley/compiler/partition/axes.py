@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.collectives import find_operator, operator_name
-from halley.compiler.graph import is_random, writes
+from halley.compiler.graph_analysis import is_random, writes
+from halley.compiler.graph_collectives import find_operator, operator_name
 
 
 @dataclass(frozen=True)

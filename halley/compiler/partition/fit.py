@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import fx
 
-from halley.compiler.graph import GraphFacts
-from halley.compiler.memory import LiveBytes
-from halley.compiler.partition.plan import RANGE, PartitionPlan
+from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_memory import LiveBytes
+from halley.compiler.partition.choose import RANGE, PartitionPlan
 from halley.compiler.sizes import Sizes
 
 

@@ -6,7 +6,7 @@ from statistics import median
 
 from torch import fx
 
-from halley.compiler.collectives import collective_kind, is_wait
+from halley.compiler.graph_collectives import collective_kind, is_wait
 from halley.compiler.partition.axes import Axes, Batch, BatchFlow
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeAlias, final
 
 from torch import fx
 
-from halley.compiler.graph import node_kind
+from halley.compiler.graph_analysis import node_kind
 from halley.compiler.node_cost import ROLES, NodeCost, host_us, is_read
 from halley.compiler.partition.axes import BatchFlow, Division
 from halley.compiler.partition.merge_cost import Known, MergeCost, Price

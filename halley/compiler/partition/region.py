@@ -14,8 +14,8 @@ from typing import Literal, cast
 
 from torch import fx
 
-from halley.compiler.collectives import collective_kind
-from halley.compiler.graph import is_random, is_view, writes
+from halley.compiler.graph_analysis import is_random, is_view, writes
+from halley.compiler.graph_collectives import collective_kind
 from halley.compiler.partition.axes import (
     Batch,
     BatchFlow,

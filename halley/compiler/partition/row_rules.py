@@ -13,7 +13,7 @@ from typing import cast
 
 from torch import fx
 
-from halley.compiler.collectives import collective_kind
+from halley.compiler.graph_collectives import collective_kind
 from halley.compiler.partition.axes import (
     Batch,
     Call,

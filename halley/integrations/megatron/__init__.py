@@ -1,8 +1,8 @@
 """MoE layers of Megatron-Core run by Halley, by one spec; see docs/megatron.md."""
 
 from halley.integrations.contract import describe
-from halley.integrations.megatron.experts import StackedExperts
-from halley.integrations.megatron.layer import HalleyMoELayer
+from halley.integrations.megatron.grouped_experts import StackedExperts
+from halley.integrations.megatron.moe_layer import HalleyMoELayer
 from halley.integrations.megatron.spec import job_spec, use_halley
 
 

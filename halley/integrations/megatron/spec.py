@@ -5,8 +5,8 @@ import importlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from halley.integrations.megatron.layer import HalleyMoELayer
-from halley.integrations.megatron.parts import megatron
+from halley.integrations.megatron.mcore import megatron
+from halley.integrations.megatron.moe_layer import HalleyMoELayer
 
 
 def use_halley(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:

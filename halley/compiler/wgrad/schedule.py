@@ -1,0 +1,173 @@
+"""The weight-gradient pass's decisions for one graph, within its memory, and what they change."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from halley.compiler.graph_analysis import GraphFacts, is_product, module_of
+from halley.compiler.graph_memory import LiveBytes
+from halley.compiler.node_cost import NodeCost, operations
+from halley.compiler.partition.choose import RangeReport
+from halley.compiler.sizes import Sizes
+from halley.compiler.wgrad.candidates import Unit, assign, find_units, label
+from halley.compiler.wgrad.headroom import Headroom
+from halley.compiler.wgrad.order import build_order, place_reductions
+from halley.core.timeline import Span, exposed_us
+from halley.cost.graph_cost import GraphTime, Operation, graph_spans, time_of
+from halley.cost.simulate import NO_CONTENTION, Contention
+
+
+_MAX_TRIES = 8  # each allows as much less as the last was too high
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderReport:
+    """What an order of a graph does, as predicted.
+
+    Attributes:
+        windows: names of the matrix products behind each all-to-all, by name of that.
+        modules: where these are in the model, as ``module_of`` says it, by name.
+        time_before, time_after: of the graph.
+        peak_before, peak_after: bytes alive at the worst moment.
+        spans_before, spans_after: when each node runs.
+        ranges: that run in parts.
+        skipped: why others do not.
+        predicted: operations whose time nobody has measured, by their keys in profiles.
+        sm_margins: multiprocessors that dense and grouped products leave free beside collectives.
+        planning_s, measuring_s: what the passes took: to plan, and to measure what they did not
+            know yet.
+    """
+
+    windows: dict[str, tuple[str, ...]]
+    time_before: GraphTime
+    time_after: GraphTime
+    peak_before: int
+    peak_after: int
+    modules: dict[str, str] = field(default_factory=dict[str, str], repr=False)
+    spans_before: tuple[Span, ...] = field(default=(), repr=False)
+    spans_after: tuple[Span, ...] = field(default=(), repr=False)
+    ranges: tuple[RangeReport, ...] = ()
+    skipped: tuple[str, ...] = ()
+    predicted: tuple[str, ...] = ()
+    sm_margins: tuple[int, int] = (0, 0)
+    planning_s: float = 0.0
+    measuring_s: float = 0.0
+
+
+def plan_wgrad(
+    facts: GraphFacts,
+    *,
+    cost: NodeCost,
+    sizes: Sizes,
+    max_bytes: float,
+    contention: Contention = NO_CONTENTION,
+    inside: Collection[fx.Node] = frozenset(),
+    products_alone: bool = False,
+) -> list[int]:
+    """Return the order of the weight-gradient pass; in forward, what joins parts moves, too.
+
+    Args:
+        facts: of the graph.
+        cost: microseconds of a node.
+        sizes: of what nodes return.
+        max_bytes: that may be alive.
+        contention: of computation and communication.
+        inside: nodes whose results never come to memory, as of ``LiveBytes``.
+        products_alone: as of ``find_units``.
+
+    Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
+    operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
+    """
+    all_to_alls = facts.find_collectives("all_to_all")
+    identity = list(range(len(facts.nodes)))
+    if not all_to_alls:
+        return identity
+    works = operations(facts, cost)
+    labels = label(facts, all_to_alls)
+    units = find_units(facts, labels, cost=cost, products_alone=products_alone)
+    # In microseconds of computation as it is alone: so much runs behind an all-to-all.
+    stretch = contention.comm / contention.compute
+    times_us = [time_us * stretch for time_us in _exposed_us(works, units, all_to_alls)]
+    # Inductor computes these where what they read is made. What reads nothing, such as zeros for an
+    # embedding's gradient, would only take memory.
+    in_units = {index for unit in units for index in unit.nodes}
+    movable = [index for index in labels if index not in in_units and facts.needs[index]]
+    early = sorted(movable) if products_alone else []
+    live = LiveBytes(facts, sizes, inside=inside)
+    allowed = max_bytes
+    for _ in range(_MAX_TRIES):
+        room = Headroom(facts, live, units=units, all_to_alls=all_to_alls, limit=allowed)
+        assignment = assign(units, times_us, fits=room.take)
+        windows = dict(zip(all_to_alls, assignment.windows, strict=True))
+        order = build_order(facts, units, windows, early=early)
+        order = place_reductions(facts, works, order)
+        peak = live.peak(order)[0]
+        if peak <= max_bytes:
+            return order
+        allowed -= peak - max_bytes
+    return identity
+
+
+def _exposed_us(
+    works: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
+) -> list[float]:
+    """Return for how long nothing runs beside each all-to-all that stays where it is."""
+    moved = {index for unit in units for index in unit.nodes}
+    stays = [
+        replace(work, duration_us=0.0) if index in moved else work
+        for index, work in enumerate(works)
+    ]
+    spans = graph_spans(stays, range(len(stays)))
+    compute = [span for span in spans if span.stream == "compute"]
+    own = {span.name: span for span in spans if span.stream == "comm"}
+    found = [own.get(works[index].name) for index in all_to_alls]
+    return [0.0 if span is None else exposed_us([span], compute) for span in found]
+
+
+def report_order(
+    facts: GraphFacts,
+    order: Sequence[int],
+    *,
+    cost: NodeCost,
+    sizes: Sizes,
+    contention: Contention = NO_CONTENTION,
+    inside: Collection[fx.Node] = frozenset(),
+) -> OrderReport:
+    """Return what an order does to a graph.
+
+    Args:
+        facts: of the graph as it was.
+        order: of all of its nodes.
+        cost: microseconds of a node.
+        sizes: of what nodes return.
+        contention: of computation and communication.
+        inside: nodes whose results never come to memory, as of ``LiveBytes``.
+    """
+    works, live = operations(facts, cost), LiveBytes(facts, sizes, inside=inside)
+    identity = range(len(facts.nodes))
+    shown = [facts.nodes[index] for index in facts.find_collectives("all_to_all")]
+    shown += filter(is_product, facts.nodes)
+    before, after = (graph_spans(works, each, contention) for each in (identity, order))
+    return OrderReport(
+        windows=hidden_products(facts, order),
+        modules={node.name: module_of(node) for node in shown},
+        time_before=time_of(before),
+        time_after=time_of(after),
+        peak_before=live.peak(identity)[0],
+        peak_after=live.peak(order)[0],
+        spans_before=tuple(before),
+        spans_after=tuple(after),
+    )
+
+
+def hidden_products(facts: GraphFacts, order: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    """Return the matrix products between start and wait of each all-to-all, by names."""
+    found: dict[str, tuple[str, ...]] = {}
+    place = {index: at for at, index in enumerate(order)}
+    for start in facts.find_collectives("all_to_all"):
+        ends = [place[wait] for wait in facts.find_waits(start)]
+        between = order[place[start] + 1 : min(ends, default=len(order))]
+        nodes = [facts.nodes[index] for index in between]
+        found[facts.nodes[start].name] = tuple(node.name for node in nodes if is_product(node))
+    return found

@@ -1,0 +1,4 @@
+"""Process groups and their mesh, the launcher, and the watchdog that names lost ranks.
+
+Start with ``world.py`` (join and leave a run), then ``mesh.py`` (who holds which experts).
+"""

@@ -1,0 +1,236 @@
+"""Start the ranks of one host, pass signals on to them, and tell the user which rank failed."""
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from halley.distributed.failures import FAILURES_VARIABLE, FailureReader
+
+
+USER_ERROR = 2  # exit code of a rank for a mistake of the user, which the rank tells itself
+READER_GONE = 141  # of one that could not print, 128 and SIGPIPE's number: `halley ... | head -1`
+
+_POLL_S = 0.1
+_KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
+_SIGNAL_PATIENCE_S = 600.0  # after the user's first signal: ranks may save a checkpoint
+_HINT_AFTER_S = 3.0  # of waiting after a signal, the user is told what the launcher waits for
+
+# Run in place of a rank, becomes it: the kernel then kills the rank when its parent dies, however
+# that dies. A hook between fork and exec could do the same, but not safely beside threads.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def default_num_processes() -> int:
+    """Return one rank per CUDA device, or two where there is none."""
+    return torch.cuda.device_count() or 2
+
+
+def launch(argv: list[str], *, num_processes: int) -> int:
+    """Run ``halley <argv>`` on several ranks of this host and wait for all of them.
+
+    Args:
+        argv: arguments of the command, without its name.
+        num_processes: ranks to start, at least 1.
+
+    Returns:
+        The exit code of the rank that failed first, 128 + n after signal n, or 0.
+
+    Raises:
+        ValueError: ``num_processes`` is too small.
+    """
+    return run_ranks([sys.executable, "-m", "halley.cli", *argv], num_processes=num_processes)
+
+
+def run_ranks(command: list[str], *, num_processes: int, patience_s: float = 30.0) -> int:
+    """Run a command on several ranks of this host and wait for all of them.
+
+    Failures that ranks tell by ``tell_failure`` are printed once for each cause. The first SIGINT
+    or SIGTERM goes to all ranks, which then have ten minutes to end; the second one kills them.
+
+    Args:
+        command: program and arguments, the same for every rank.
+        num_processes: ranks to start, at least 1.
+        patience_s: seconds that the other ranks have to end once one has failed.
+
+    Returns:
+        The exit code of the rank that failed first, 128 + n after signal n, or 0.
+
+    Raises:
+        ValueError: ``num_processes`` is too small.
+        RuntimeError: a rank could not be started.
+    """
+    if num_processes < 1:
+        raise ValueError(f"num_processes ({num_processes}) must be at least 1")
+    if sys.platform == "linux":
+        wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+        command = wrapper + command
+    ranks: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="halley-") as folder, _signals_recorded() as signals:
+        failures = FailureReader(Path(folder) / "failures.jsonl")
+        environment = _environment(num_processes) | {FAILURES_VARIABLE: str(failures.path)}
+        try:
+            for rank in range(num_processes):
+                # A group of its own: a Ctrl-C reaches a rank once, from here, not twice.
+                process = subprocess.Popen(
+                    command,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                )
+                ranks.append(process)
+            return _wait(ranks, signals=signals, failures=failures, patience_s=patience_s)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"rank {len(ranks)} of {num_processes} could not be started: {error.strerror}"
+            ) from error
+        finally:
+            _send(ranks, signal.SIGKILL)
+
+
+def _wait(
+    ranks: list[subprocess.Popen[bytes]],
+    *,
+    signals: deque[int],
+    failures: FailureReader,
+    patience_s: float,
+) -> int:
+    """Wait for all ranks, tell the user which one failed first and return its exit code."""
+    failed: int | None = None
+    interrupted_by: int | None = None
+    deadline_s = hint_s = math.inf
+    next_signal = signal.SIGTERM
+    while True:
+        codes = [process.poll() for process in ranks]
+        failures.show_new()
+        if failed is None and interrupted_by is None:
+            failed = _find_failure(codes)
+        if None not in codes:
+            break
+        now_s = time.monotonic()
+        while signals:
+            number = signals.popleft()
+            if number == signal.SIGTSTP:
+                _pause(ranks)
+                continue
+            _send(ranks, number if interrupted_by is None else signal.SIGKILL)
+            if interrupted_by is None:
+                interrupted_by = number
+                deadline_s, hint_s = now_s + _SIGNAL_PATIENCE_S, now_s + _HINT_AFTER_S
+        if failed is not None and deadline_s == math.inf:
+            deadline_s = now_s + patience_s
+        if now_s > hint_s:
+            _say(_waiting(codes))
+            hint_s = math.inf
+        if now_s > deadline_s:
+            _send(ranks, next_signal)
+            deadline_s, next_signal = now_s + _KILL_AFTER_S, signal.SIGKILL
+        time.sleep(_POLL_S)
+    if failed is not None:
+        return _report(failed, ranks[failed].returncode, is_told=failed in failures.ranks)
+    return 0 if interrupted_by is None else 128 + interrupted_by
+
+
+def _waiting(codes: list[int | None]) -> str:
+    num_running = codes.count(None)
+    return (
+        f"waiting up to {_SIGNAL_PATIENCE_S:g} s for {num_running} "
+        f"{'rank' if num_running == 1 else 'ranks'} to end; another signal kills them at once"
+    )
+
+
+def _find_failure(codes: list[int | None]) -> int | None:
+    # A rank that a signal killed did not fail because of another one.
+    killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
+    ended = [rank for rank, code in enumerate(codes) if code is not None and code > 0]
+    return min(killed or ended, default=None)
+
+
+def _report(rank: int, code: int, *, is_told: bool) -> int:
+    if code < 0:
+        _say(f"rank {rank} was killed by {_name_signal(-code)}")
+        return 128 - code
+    if code not in (USER_ERROR, READER_GONE) and not is_told:
+        _say(f"rank {rank} ended with exit code {code}")
+    return code
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"halley: {text}\n")
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names of their own
+        return f"signal {number}"
+
+
+def _send(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
+    for process in ranks:
+        process.send_signal(number)
+
+
+def _pause(ranks: list[subprocess.Popen[bytes]]) -> None:
+    _send(ranks, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)  # until the shell sends SIGCONT
+    _send(ranks, signal.SIGCONT)
+
+
+def _environment(num_processes: int) -> dict[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return {
+        "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
+        # Its C++ warnings of a lost store carry stack traces that bury what the rank itself says.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "KINETO_LOG_LEVEL": "99",  # the profiler's own notes go to stdout
+        **os.environ,  # what the user chose stays
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _num_cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _signals_recorded() -> Iterator[deque[int]]:
+    """Yield a queue of the signals that ask this process to end or to pause."""
+    signals: deque[int] = deque()
+
+    def record(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {
+        number: signal.signal(number, record)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
+    }
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,71 @@
+# Kernels are Triton, which only looks like Python to a type checker.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
+"""A grouped GEMM alone: what the fused kernels would take if the rows were there already."""
+
+import torch
+import triton
+import triton.language as tl
+
+from halley.ops.kernels.gemm_config import GemmTile
+from halley.ops.kernels.launch import Launcher
+from halley.ops.kernels.tiles import describe_rows, describe_weights, multiply_tile, tile_of
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def grouped_gemm_kernel(
+    a_desc, b_desc, c_desc, tile_expert, num_tiles,
+    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Persistent: program p makes tiles p, p + programs, and so on."""
+    total = num_tiles * NUM_COLUMNS
+    for ticket in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+        tile, column = tile_of(ticket, num_tiles, NUM_COLUMNS, GROUP)
+        expert = tl.load(tile_expert + tile)
+        acc = multiply_tile(
+            a_desc, b_desc, tile * BLOCK_M, expert, column * BLOCK_N,
+            DEPTH, False, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        c_desc.store([tile * BLOCK_M, column * BLOCK_N], acc.to(c_desc.dtype))
+
+
+_launch = Launcher(grouped_gemm_kernel)
+
+
+def grouped_gemm(
+    out_RN: torch.Tensor,
+    a_RK: torch.Tensor,
+    weight_LNK: torch.Tensor,
+    *,
+    tile_expert: torch.Tensor,
+    block_m: int,
+    tile: GemmTile,
+    num_programs: int,
+    flatten: bool = True,
+) -> None:
+    """Multiply the rows of each tile by the weights of its expert.
+
+    Args:
+        out_RN: written.
+        a_RK: rows, padded so that each tile of ``block_m`` rows belongs to one expert.
+        weight_LNK: stacked weights.
+        tile_expert: the expert of each tile, int32.
+        flatten: let a tile's first loads begin during the last product of the tile before.
+    """
+    num_rows, depth = a_RK.shape
+    num_columns = triton.cdiv(weight_LNK.shape[1], tile.block_n)
+    _launch(
+        num_programs,
+        (
+            describe_rows(a_RK, block_rows=block_m, block_columns=tile.block_k),
+            describe_weights(weight_LNK, parts=1, tile=tile),
+            describe_rows(out_RN, block_rows=block_m, block_columns=tile.block_n),
+            tile_expert,
+            num_rows // block_m,
+        ),
+        (num_columns, depth, block_m, tile.block_n, tile.block_k, tile.group, flatten),
+        dtypes=(a_RK.dtype,),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

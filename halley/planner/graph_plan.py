@@ -1,0 +1,163 @@
+"""What the compiler's passes would do to a model, without ranks, devices or memory for it."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+import torch._dynamo
+import torch._dynamo.config
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from halley.compiler import Backend, OrderReport
+from halley.compiler.fake_tensors import without_values
+from halley.compiler.options import parse_options
+from halley.core.config import RunConfig, num_even_rows
+from halley.core.timeline import Recorder
+from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save
+from halley.cost.hardware import CPU, Hardware
+from halley.cost.predict import Predictor
+from halley.cost.profiles import shipped_path
+from halley.cost.simulate import Task
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.moe.transformer import MoETransformer
+from halley.strategies.base import AbstractStrategy
+from halley.strategies.functional import FunctionalStrategy
+
+
+def plan_graphs(
+    config: RunConfig,
+    *,
+    passes: str,
+    num_ranks: int,
+    hardware: Hardware,
+    num_parts: int = 0,
+    memory_margin: float = 0.02,
+    strategies: Sequence[str] = (),
+    profiles: str | Path = "",
+    fill: bool = False,
+) -> list[OrderReport]:
+    """Return what passes do to forward and to backward of a run's model, as predicted.
+
+    The model is traced with tensors that have no values, in a group whose other ranks are not
+    there. Rows of a rank are those of an even load. As in training, graphs with passes are priced
+    as Inductor compiles them on a GPU, without passes as operators that run one by one.
+
+    Args:
+        config: model, batch, dtype and ranks that share experts, of the run.
+        passes, num_parts, memory_margin: as of ``halley.compiler.options``.
+        num_ranks: of the run.
+        hardware: whose figures times are predicted from.
+        strategies: of each MoE layer, "functional", "unfused" or "fused"; none is all functional.
+            Kernels must have been imported where one is of them.
+        profiles: file of times measured on ``hardware``; "" takes those of the package, if any.
+        fill: measure on this machine's GPU, which must be that, what ``profiles`` lacks.
+
+    Raises:
+        ValueError: an option is not allowed, or experts and ranks do not fit each other.
+        RuntimeError: this process is one of several ranks already.
+    """
+    options: dict[str, Any] = {
+        "passes": passes,
+        "inner": "eager" if passes == "none" or hardware.name == CPU.name else "inductor",
+        "agree": False,
+        "hardware": hardware,
+        "num_parts": num_parts,
+        "memory_margin": memory_margin,
+        "unknown_size": num_even_rows(config),
+        "profiles": profiles or shipped_path(hardware.name) or "",
+        "measure": fill,
+    }
+    parse_options(options)  # before Dynamo wraps what is wrong with them
+    backend, device = Backend(plans_only=True), torch.device("cuda" if fill else "cpu")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's own, of how it traces
+        stack.enter_context(_alone(num_ranks))
+        groups = build_groups(config.ep_size, device_type="cpu", tp_size=config.expert_tp_size)
+        stack.enter_context(without_values())
+        stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
+        names = strategies or ("functional",) * config.model.num_moe_layers
+        model = _build_model(config, names, groups, device)
+        shape = (config.train.batch_size, config.data.seq_len)
+        tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
+        compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
+        output = compiled(tokens_BS)
+        (output.logits_BSV.float().sum() + output.router_loss).backward()  # compiles backward
+    return backend.reports
+
+
+def _build_model(
+    config: RunConfig, names: Sequence[str], groups: ParallelGroups, device: torch.device
+) -> MoETransformer:
+    return MoETransformer(
+        config.model,
+        strategy=[_traced(name, groups, device) for name in names],
+        groups=groups,
+        recorder=Recorder("cpu", enabled=False),
+        dtype=DTYPES[config.train.dtype],
+        device=device,
+    )
+
+
+@contextlib.contextmanager
+def _alone(num_ranks: int) -> Iterator[None]:
+    """Let this process be rank 0 of a group whose other ranks are not there."""
+    if dist.is_initialized():
+        raise RuntimeError("a plan is made by one process: this one is a rank of several")
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+
+
+def _traced(name: str, groups: ParallelGroups, device: torch.device) -> AbstractStrategy:
+    """Return what has the operators of a strategy that graphs can have."""
+    if name == "functional":
+        return FunctionalStrategy(groups.ep, tp_size=groups.tp_size)
+    kind, _, save = name.partition(":")
+    kept = cast(Save, save or "all")
+    return _FusedOperators(kind == "fused", kept, tp_size=groups.tp_size, device=device)
+
+
+@final
+class _FusedOperators(AbstractStrategy):
+    """The operators of the fused strategy without the buffers that they need to run.
+
+    Args:
+        fused, save: as of the strategy.
+        tp_size: neighbours in rank that share each expert.
+        device: of the trace.
+    """
+
+    def __init__(self, fused: bool, save: Save, *, tp_size: int, device: torch.device) -> None:
+        self.fused, self.tp_size = fused, tp_size
+        self.save: Save = save
+        self._turn = torch.zeros(1, dtype=torch.int32, device=device)
+        # Only where it is wanted: Triton is not there on every platform.
+        from halley.fused.op import fused_experts
+
+        self._fused_experts = fused_experts
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        return self._fused_experts(
+            x_TD,
+            routing.topk_idx_TK,
+            routing.topk_weights_TK,
+            experts.up_LGD,
+            experts.down_LDF,
+            gated=experts.activation == "swiglu",
+            fused=self.fused,
+            save=self.save,
+            workspaces=0,
+            turn=self._turn,
+        )
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        raise NotImplementedError("a traced layer is described by its graph")

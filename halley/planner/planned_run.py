@@ -1,0 +1,110 @@
+"""A run whose strategies are planned: by rank 0, before the model is built, for all ranks alike."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import torch
+
+from halley.core.config import RunConfig
+from halley.core.sharding import shard_size
+from halley.core.timeline import Recorder
+from halley.core.types import DTYPES, Experts
+from halley.distributed.mesh import ParallelGroups
+from halley.distributed.ranks import gather
+from halley.distributed.world import World
+from halley.strategies.registry import (
+    PLANNED,
+    build_strategy,
+    describe_strategies,
+    predictor_of,
+    split_strategies,
+)
+from halley.symm_mem.access import peer_access
+
+
+if TYPE_CHECKING:
+    from halley.planner.step_plan import StepPlan
+
+
+def check_strategies(config: RunConfig) -> None:
+    """Check that there are the strategies of a run, as many as MoE layers.
+
+    Raises:
+        ValueError: there are not.
+    """
+    if config.strategy != PLANNED:
+        split_strategies(config.strategy, num_layers=config.model.num_moe_layers)
+
+
+def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPlan | None":
+    """Return the plan of a run that wants one, the same on all ranks; a collective of them.
+
+    Raises:
+        ValueError: no strategy can run.
+        RuntimeError: rank 0 made no plan. Both on all ranks.
+    """
+    if config.strategy != PLANNED:
+        return None
+    from halley.planner.step_plan import find_problems, plan_strategies
+
+    hardware = predictor_of(world.device).hardware
+    problem = gather(_find_problem(config, world, groups), group=groups.world)
+    plan: StepPlan | Exception | None = None
+    if world.is_first:
+        why = next(filter(None, problem), "")
+        problems = find_problems(config, hardware=hardware, fused_problem=why)
+        try:
+            # A process of its own: in this one are ranks, and traced models leave much behind.
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                plan = pool.submit(
+                    plan_strategies,
+                    config,
+                    num_ranks=world.num_ranks,
+                    hardware=hardware,
+                    problems=problems,
+                ).result()
+        except ValueError as error:  # the others wait to hear of it
+            plan = error
+        except Exception as error:
+            plan = RuntimeError(f"rank 0 made no plan: {error!r}")
+    plan = gather(plan, group=groups.world)[0]
+    if isinstance(plan, Exception):
+        raise plan
+    return plan
+
+
+def describe_plan(plan: "StepPlan") -> str:
+    """Return what was planned, what else there was, and what was left out."""
+    times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in plan.uniform_us.items())
+    left_out = "".join(f"; not {name}: {why}" for name, why in plan.problems.items())
+    return (
+        f"planned: {describe_strategies(plan.strategies)}, {plan.step_us / 1e3:.2f} ms forward and "
+        f"backward, predicted; one for all layers: {times}{left_out}"
+    )
+
+
+def _find_problem(config: RunConfig, world: World, groups: ParallelGroups) -> str:
+    """Return why the fused kernels cannot run a layer of this rank's group, or ""; a collective."""
+    if world.device.type == "cpu":
+        return "its kernels are interpreted on a CPU"
+    if no_access := peer_access(groups.ep, world.device):
+        return no_access
+    moe, num_sets = config.model.moe, groups.ep_size // groups.tp_size
+    inner_size = shard_size(moe.intermediate_size, tp_size=groups.tp_size)
+    up_size = inner_size * (2 if moe.activation == "swiglu" else 1)
+
+    def empty(*shape: int) -> torch.Tensor:
+        dtype = DTYPES[config.train.dtype]
+        return torch.empty(moe.num_experts // num_sets, *shape, dtype=dtype, device=world.device)
+
+    experts = Experts(
+        up_LGD=empty(up_size, config.model.hidden_size),
+        down_LDF=empty(config.model.hidden_size, inner_size),
+        activation=moe.activation,
+    )
+    recorder = Recorder(world.device, enabled=False)
+    fused = build_strategy(
+        "fused", groups.ep, recorder=recorder, device=world.device, tp_size=groups.tp_size
+    )
+    return fused.find_problem(experts, top_k=moe.top_k)

@@ -1,0 +1,265 @@
+"""Which strategy each MoE layer of a run takes: what is predicted to make a step fastest.
+
+A step is traced with the run's passes and priced for each choice that is tried. Layers that are
+alike are chosen alike, and of a deep model a short one is traced.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from halley.core.config import RunConfig
+from halley.core.types import DTYPES, LayerShape
+from halley.cost.hardware import CPU, Hardware
+from halley.cost.predict import Predictor
+from halley.cost.simulate import makespan_us
+from halley.strategies.chunked import choose_num_chunks
+from halley.strategies.tasks import pipeline_tasks
+
+
+if TYPE_CHECKING:
+    from halley.compiler import OrderReport
+
+Progress = Callable[[str, int, int], None]
+
+_IN_GRAPHS = ("functional", "fused")
+_WITHOUT_PASSES = ("sequential", "chunked", "fused")
+_MOST_ROLES = 3  # the first MoE layer, those inside, the last
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Which strategies a run takes, with predicted microseconds of forward and backward.
+
+    Attributes:
+        strategies: of each MoE layer.
+        step_us: with these.
+        uniform_us: with one strategy for all layers, by its name.
+        unpassed_us: the same without the run's passes, of strategies that no graph can have.
+        problems: why others cannot run, by name.
+    """
+
+    strategies: tuple[str, ...]
+    step_us: float
+    uniform_us: dict[str, float]
+    unpassed_us: dict[str, float]
+    problems: dict[str, str]
+
+
+def plan_strategies(
+    config: RunConfig,
+    *,
+    num_ranks: int,
+    hardware: Hardware,
+    problems: Mapping[str, str],
+    on_progress: Progress | None = None,
+    **options: Any,
+) -> StepPlan:
+    """Return the strategies that are predicted to be fastest; in a process that is no rank.
+
+    With passes a layer is in a graph: functional, which the passes hide and divide, or fused.
+    Without, it is sequential, chunked or fused.
+
+    Args:
+        config: of the run; ``passes`` are those that it takes.
+        num_ranks: of the run.
+        hardware: whose figures times are predicted from.
+        problems: why strategies cannot run there, by name, as from ``find_problems``.
+        on_progress: called before each trace, with what is traced, traces done, and 0: how many
+            there will be is not known.
+        options: of ``plan_graphs``, beside these.
+
+    Raises:
+        ValueError: no strategy can run, or as for ``plan_graphs``.
+    """
+    candidates = _WITHOUT_PASSES if config.passes == "none" else _IN_GRAPHS
+    problems = {name: why for name, why in problems.items() if name in candidates}
+    names = [name for name in candidates if name not in problems]
+    if not names:
+        reasons = "; ".join(f"not {name}: {why}" for name, why in problems.items())
+        raise ValueError(f"strategy (planned) must leave one that can run: {reasons}")
+    num_layers = config.model.num_moe_layers
+    times = StepTimes(
+        config, num_ranks=num_ranks, hardware=hardware, on_progress=on_progress, **options
+    )
+    strategies = choose_strategies(names, num_layers=num_layers, predict=times)
+    return StepPlan(
+        strategies=strategies,
+        step_us=times(strategies),
+        uniform_us={name: times((name,) * num_layers) for name in names},
+        unpassed_us={
+            name: times((name,) * num_layers, passed=False)
+            for name in _WITHOUT_PASSES
+            if name not in candidates and "functional" in names
+        },
+        problems=problems,
+    )
+
+
+def find_problems(
+    config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
+) -> dict[str, str]:
+    """Return why strategies cannot run, by name, as far as no rank is needed to know.
+
+    Args:
+        config: of the run.
+        hardware: of a rank.
+        fused_problem: why the fused kernels cannot run, as ranks found; "" if they can.
+    """
+    found: dict[str, str] = {}
+    if config.model.moe.expert_bias:
+        why = "expert_bias (true) must be false for it"
+        found = {"functional": why, "fused": why}
+    if fused_problem:
+        found["fused"] = fused_problem
+    elif not _has_triton():
+        found["fused"] = "Triton is not installed"
+    elif hardware.name != CPU.name and config.train.dtype == "float32":
+        found["fused"] = "train.dtype (float32) must be bfloat16 for it on a GPU"
+    return found
+
+
+def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
+    """Return the reports of a step whose layers run by these strategies, as ``plan_graphs``."""
+    if _has_triton():
+        # First: it decides how Triton runs, which comes with torch's compiler.
+        import halley.interpreter.switch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from halley.planner.graph_plan import plan_graphs
+
+    return plan_graphs(config, strategies=strategies, **options)
+
+
+def choose_strategies(
+    names: Sequence[str],
+    *,
+    num_layers: int,
+    predict: Callable[[tuple[str, ...]], float],
+) -> tuple[str, ...]:
+    """Return the strategy of each layer: the best one for all, then changes that are faster.
+
+    The first layer and the last differ from those inside, which are alike and change together: in
+    forward nothing but the embedding is ahead of the first, in backward few products of the last.
+
+    Args:
+        names: of the strategies.
+        num_layers: to choose for.
+        predict: microseconds of a step with such strategies of all layers.
+    """
+    num_roles = min(num_layers, _MOST_ROLES)
+
+    def time_us(roles: tuple[str, ...]) -> float:
+        return predict(_spread(roles, num_layers))
+
+    best = min(((name,) * num_roles for name in names), key=time_us)
+    while changed := [
+        (*best[:at], other, *best[at + 1 :])
+        for at in range(num_roles)
+        for other in names
+        if other != best[at]
+    ]:
+        found = min(changed, key=time_us)
+        if time_us(found) >= time_us(best):
+            break
+        best = found
+    return _spread(best, num_layers)
+
+
+def _spread(roles: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    """Return the strategies of all layers, from those of the first, of those inside, of the last"""
+    if num_layers <= _MOST_ROLES:
+        return roles
+    first, inside, last = roles
+    return (first, *[inside] * (num_layers - 2), last)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@final
+class StepTimes:
+    """Predicted microseconds of a step by the strategies of its MoE layers; each traced once.
+
+    A step of more layers than roles takes what one of few layers takes, and for each other layer
+    inside as much as one of these adds.
+
+    Args:
+        config: of the run, with its passes.
+        num_ranks: of the run.
+        hardware: whose figures times are predicted from.
+        on_progress: as of ``plan_strategies``.
+        options: of ``plan_graphs``, beside these.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        num_ranks: int,
+        hardware: Hardware,
+        on_progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._options = {"num_ranks": num_ranks, "hardware": hardware, **options}
+        self._chunked_us = _chunked_us(config, num_ranks=num_ranks, hardware=hardware)
+        self._known: dict[tuple[tuple[str, ...], str], float] = {}
+
+    def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
+        """Return the time of a step; all layers but the first and the last are alike.
+
+        Args:
+            strategies: of all MoE layers.
+            passed: False for the time without passes.
+        """
+        more = len(strategies) - _MOST_ROLES - 1
+        if more <= 0:
+            return self._of_traced(strategies, passed=passed)
+        short_us, shorter_us = (
+            self._of_traced((*strategies[:1], *inside, *strategies[-1:]), passed=passed)
+            for inside in (strategies[1:3], strategies[1:2])
+        )
+        return short_us + more * (short_us - shorter_us)
+
+    def _of_traced(self, strategies: tuple[str, ...], *, passed: bool) -> float:
+        # Outside of graphs sequential and chunked layers are functional ones in their costs.
+        in_graphs = tuple(
+            "functional" if name in ("sequential", "chunked") else name for name in strategies
+        )
+        passes = self._config.passes if passed else "none"
+        if (in_graphs, passes) not in self._known:
+            model = self._config.model
+            left_out = (model.num_moe_layers - len(strategies)) * model.moe_interval
+            model = dataclasses.replace(model, num_layers=model.num_layers - left_out)
+            config = dataclasses.replace(self._config, model=model)
+            if self._on_progress is not None:
+                text = f"predicting a step of {', '.join(in_graphs)} with passes {passes}"
+                self._on_progress(text, len(self._known), 0)
+            reports = trace_step(config, in_graphs, passes=passes, **self._options)
+            step_us = sum(each.time_after.makespan_us for each in reports)
+            self._known[in_graphs, passes] = step_us
+        return self._known[in_graphs, passes] + strategies.count("chunked") * self._chunked_us
+
+
+def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
+    """Return by how much a chunked layer takes longer than a sequential one, by their sketches."""
+    model, predictor = config.model, Predictor(hardware)
+    tp_size = config.expert_tp_size  # a shard is to these strategies an expert of its own
+    shape = LayerShape(
+        num_tokens=config.train.batch_size * config.data.seq_len,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.moe.intermediate_size // tp_size,
+        num_experts=model.moe.num_experts * tp_size,
+        top_k=model.moe.top_k * tp_size,
+        ep_size=config.ep_size or num_ranks,
+        itemsize=DTYPES[config.train.dtype].itemsize,
+        activation=model.moe.activation,
+    )
+    num_chunks = config.num_chunks or choose_num_chunks(shape, predictor)
+    chunked_us, sequential_us = (
+        makespan_us(pipeline_tasks(shape, predictor, num_chunks=number))
+        for number in (num_chunks, 1)
+    )
+    return chunked_us - sequential_us

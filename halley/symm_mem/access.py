@@ -1,0 +1,146 @@
+"""Whether the ranks of a group can address each other's memory, and if not, why."""
+
+import ctypes
+import itertools
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from halley.distributed.ranks import gather
+
+
+SHM = Path("/dev/shm")
+
+# Torch's own switch. Set to 1, ranks may share a GPU, taking turns: a way to try what several ranks
+# do where there is one GPU, and no way to be fast.
+MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank's memory is.
+
+    Attributes:
+        host: name of the machine.
+        boot_id: of the machine's kernel, since host names repeat; "" where there is none.
+        device: "cpu" or "cuda:<index>".
+        shm_id: which shared memory a CPU rank sees, since containers have their own; None without.
+        uuid: of the GPU; "" on a CPU.
+        reachable: uuids of the GPUs whose memory this one can address.
+        may_share: whether this rank may be on the GPU of another, see ``MAY_SHARE``.
+    """
+
+    host: str
+    boot_id: str
+    device: str
+    shm_id: int | None = None
+    uuid: str = ""
+    reachable: tuple[str, ...] = ()
+    may_share: bool = False
+
+
+def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
+    """Return "" if every rank can address every other's memory, else a sentence that says why not.
+
+    A collective: all ranks of the group call it, and all get the same answer. It does not change
+    while the ranks live, so ask once.
+
+    Args:
+        group: the ranks; None for a rank on its own.
+        device: of this rank; a CUDA device must be the current one where the group is NCCL.
+    """
+    place = _place(torch.device(device))
+    return find_problem(gather(place, group=group, what="the check of peer access"))
+
+
+def find_problem(places: list[Place]) -> str:
+    """Return why ranks at these places cannot address each other, or "".
+
+    Args:
+        places: by rank.
+    """
+    for rank, place in enumerate(places):
+        if place.device == "cpu" and place.shm_id is None:
+            return f"rank {rank} has no shared memory: {place.host} has no {SHM}"
+    for (rank, here), (peer, there) in itertools.permutations(enumerate(places), 2):
+        both = f"ranks {rank} and {peer}"
+        if (here.host, here.boot_id) != (there.host, there.boot_id):
+            return f"{both} are on different hosts, {here.host} and {there.host}"
+        if here.device.partition(":")[0] != there.device.partition(":")[0]:
+            return f"{both} are on different kinds of device, {here.device} and {there.device}"
+        if here.shm_id != there.shm_id:
+            return f"{both} have different {SHM}: they are in different containers"
+        if here.device == "cpu":
+            continue
+        if here.uuid == there.uuid:
+            if here.may_share and there.may_share:
+                continue
+            return f"{both} share one GPU, {here.device} and {there.device}"
+        if here.device == there.device:  # torch takes the index for the GPU's identity
+            return (
+                f"{both} both call their GPU {here.device}: let every rank see all GPUs "
+                "(CUDA_VISIBLE_DEVICES)"
+            )
+        if there.uuid not in here.reachable:
+            return (
+                f"no peer access from {here.device} of rank {rank} to {there.device} of rank {peer}"
+            )
+    return ""
+
+
+def link_kind(device: torch.device | str) -> str:
+    """Return "NVLink" or "PCIe": how a GPU reaches the others that this process sees.
+
+    PCIe where it reaches any of them so. The driver tells by whether a link carries atomic
+    operations, as NVLink does. "" where there are no others.
+
+    Raises:
+        RuntimeError: the driver does not tell.
+    """
+    device = torch.device(device)
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if num_gpus < 2:
+        return ""
+    driver, has = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuInit(0)  # commands that start ranks ask before torch has done so
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for peer in range(num_gpus):
+        if peer != index:
+            code = driver.cuDeviceGetP2PAttribute(ctypes.byref(has), _NATIVE_ATOMICS, index, peer)
+            if code:
+                raise RuntimeError(f"cuDeviceGetP2PAttribute failed with CUDA error {code}")
+            if not has.value:
+                return "PCIe"
+    return "NVLink"
+
+
+def _place(device: torch.device) -> Place:
+    host = socket.gethostname()
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    if device.type == "cpu":
+        shm_id = SHM.stat().st_dev if SHM.is_dir() else None
+        return Place(host=host, boot_id=boot_id, device="cpu", shm_id=shm_id)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Place(
+        host=host,
+        boot_id=boot_id,
+        device=f"cuda:{index}",
+        uuid=_uuid(index),
+        reachable=tuple(
+            _uuid(peer)
+            for peer in range(torch.cuda.device_count())
+            if peer != index and torch.cuda.can_device_access_peer(index, peer)
+        ),
+        may_share=os.environ.get(MAY_SHARE) == "1",
+    )
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)

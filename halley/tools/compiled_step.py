@@ -1,0 +1,160 @@
+"""A compiled step on the ranks of this host, beside what was predicted of its graphs."""
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+
+from halley.compiler import Backend, OrderReport
+from halley.compiler.options import parse_options
+from halley.core.config import RunConfig
+from halley.core.timeline import Recorder, Span
+from halley.core.types import DTYPES
+from halley.distributed.mesh import build_groups
+from halley.moe.transformer import MoETransformer
+from halley.strategies.functional import FunctionalStrategy
+from halley.tools.timer import start_together
+from halley.tools.tracing import trace_step
+
+
+Progress = Callable[[str, int, int], None]
+
+_NUM_WARMUP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphMeasure:
+    """What a step took, and was predicted to take.
+
+    Attributes:
+        reports: of forward and backward.
+        predicted_us: of both graphs.
+        measured_us: median of the slowest rank's steps.
+        measured: when this rank's operators ran, in one step.
+    """
+
+    reports: tuple[OrderReport, ...]
+    predicted_us: float
+    measured_us: float
+    measured: tuple[Span, ...]
+
+    @property
+    def predicted_over_measured(self) -> float:
+        """Return 1 where the prediction was right."""
+        return self.predicted_us / self.measured_us
+
+
+def measure_graphs(
+    config: RunConfig,
+    *,
+    options: dict[str, Any],
+    device: torch.device,
+    num_steps: int,
+    on_progress: Progress | None = None,
+) -> GraphMeasure:
+    """Compile a run's model with passes, time its step and trace one; a collective of all ranks.
+
+    Operators run one by one. Rank 0 measures them first, and all ranks their all-to-alls.
+
+    Args:
+        config: model, batch, dtype and ranks that share experts, of the run; the batch is random.
+        options: of the backend.
+        device: of this rank.
+        num_steps: that count; ``on_progress`` gets text, steps done and to do before each.
+
+    Raises:
+        ValueError: an option is not allowed, or no step would count.
+        RuntimeError: there is no all-to-all in the graphs, so that nothing was predicted.
+    """
+    if num_steps < 1:
+        raise ValueError(f"steps ({num_steps}) must be at least 1")
+    parse_options(options)  # before Dynamo wraps what is wrong with them
+    groups = build_groups(config.ep_size, device_type=device.type, tp_size=config.expert_tp_size)
+    model = MoETransformer(
+        config.model,
+        strategy=FunctionalStrategy(groups.ep, tp_size=groups.tp_size),
+        groups=groups,
+        recorder=Recorder("cpu", enabled=False),
+        dtype=DTYPES[config.train.dtype],
+        device=device,
+    )
+    model.init_weights(seed=0)
+    tokens_BS = _draw_tokens(config, device)
+    backend = Backend()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"profiles": Path(folder) / "profiles.jsonl", **options}
+        options |= {"inner": "eager", "measure": True}
+        compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
+
+        def step() -> None:
+            output = compiled(tokens_BS)
+            (output.logits_BSV.float().sum() + output.router_loss).backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        with warnings.catch_warnings(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            warnings.simplefilter("ignore")  # torch's own, of how it traces
+            samples_us = _sample_us(step, device, num_steps=num_steps, on_progress=on_progress)
+            spans = trace_step(step, rank=dist.get_rank(), device=device, warmup=1)
+    if not backend.reports:
+        raise RuntimeError("no graph has an all-to-all, so there is nothing to compare")
+    return GraphMeasure(
+        reports=tuple(backend.reports),
+        predicted_us=sum(report.time_after.makespan_us for report in backend.reports),
+        measured_us=median(samples_us),
+        measured=tuple(spans),
+    )
+
+
+def simulated_step(reports: Sequence[OrderReport], *, passed: bool) -> list[Span]:
+    """Return when each node runs, as simulated: the graphs of a step one after another.
+
+    Args:
+        reports: of the graphs, in order.
+        passed: with what the passes did, or without.
+    """
+    found: list[Span] = []
+    for report in reports:
+        zero_us = max((span.end_us for span in found), default=0.0)
+        spans = report.spans_after if passed else report.spans_before
+        found += [replace(span, start_us=span.start_us + zero_us) for span in spans]
+    return found
+
+
+def _draw_tokens(config: RunConfig, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (config.train.batch_size, config.data.seq_len)
+    return torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
+
+
+def _sample_us(
+    step: Callable[[], None], device: torch.device, *, num_steps: int, on_progress: Progress | None
+) -> list[float]:
+    """Return what each counted step took; the first steps compile and do not count."""
+    samples_us: list[float] = []
+    for index in range(_NUM_WARMUP + num_steps):
+        if on_progress is not None:
+            text = "measuring steps" if index else "compiling, and measuring operators"
+            on_progress(text, index, _NUM_WARMUP + num_steps)
+        samples_us.append(_step_us(step, device))
+    return samples_us[_NUM_WARMUP:]
+
+
+def _step_us(step: Any, device: torch.device) -> float:
+    """Return how long the slowest rank's step took."""
+    start_together(device)
+    begin = time.perf_counter_ns()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    took_us = torch.tensor((time.perf_counter_ns() - begin) / 1e3, device=device)
+    dist.all_reduce(took_us, op=dist.ReduceOp.MAX)
+    return took_us.item()

@@ -1,0 +1,339 @@
+"""What a machine has for Halley: versions, devices, links, and whether each strategy can run."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.cuda import nccl
+
+from halley.cost.hardware import H200, find_hardware
+from halley.strategies.registry import STRATEGIES
+
+
+# Package, and the extra of halley-moe that brings it.
+OPTIONAL_PACKAGES = {
+    "matplotlib": "plot",
+    "safetensors": "hf",
+    "tensorboard": "tensorboard",
+    "transformers": "hf",
+}
+
+_SMI_TIMEOUT_S = 20.0
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU, or the host's CPU.
+
+    Attributes:
+        compute_capability: as "9.0"; None for a CPU.
+        num_cores: cores that this process may use; multiprocessors of a GPU.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    compute_capability: str | None
+    num_cores: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How two GPUs reach each other.
+
+    Attributes:
+        first, second: indices of torch.
+        peer_access: each may address the other's memory.
+        kind: "NVLink (NV18)" or "PCIe (PIX)", words of nvidia-smi; None where it does not tell.
+    """
+
+    first: int
+    second: int
+    peer_access: bool
+    kind: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyState:
+    """Whether a strategy can run here.
+
+    Attributes:
+        needs: what it needs, and whether that is there.
+        problems: what keeps it from running, each with its cure.
+        notes: what it does without.
+    """
+
+    name: str
+    needs: dict[str, bool]
+    problems: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """All facts.
+
+    Attributes:
+        versions, packages: version by name; None where it is missing.
+        devices: GPUs if torch has any, then the CPU.
+        backends: of torch.distributed, and whether each is in this build.
+        notes: what is wrong with the machine at large, each with its cure.
+    """
+
+    versions: dict[str, str | None]
+    packages: dict[str, str | None]
+    devices: list[Device]
+    links: list[Link]
+    backends: dict[str, bool]
+    strategies: list[StrategyState]
+    notes: list[str]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether any strategy can run."""
+        return any(not strategy.problems for strategy in self.strategies)
+
+
+def examine_machine() -> Machine:
+    """Gather all facts about this machine; starts no ranks."""
+    devices = [*_gpus(), _cpu()]
+    backends = {
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+    }
+    grouped_gemm_problem = _try_grouped_gemm(torch.device(devices[0].kind))
+    strategies = [
+        check_strategy(
+            name,
+            device=devices[0],
+            backends=backends,
+            grouped_gemm_problem=grouped_gemm_problem,
+        )
+        for name in STRATEGIES
+    ]
+    return Machine(
+        versions=_versions(backends),
+        packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
+        devices=devices,
+        links=_links(),
+        backends=backends,
+        strategies=strategies,
+        notes=_notes(devices),
+    )
+
+
+def check_strategy(
+    name: str,
+    *,
+    device: Device,
+    backends: dict[str, bool],
+    grouped_gemm_problem: str | None,
+) -> StrategyState:
+    """Return whether a strategy can run, and why not.
+
+    Args:
+        name: one of ``STRATEGIES``.
+        device: that ranks would take.
+        backends: as of ``Machine``.
+        grouped_gemm_problem: what torch said when a grouped GEMM was tried, or None.
+    """
+    backend = "nccl" if device.kind == "cuda" else "gloo"
+    needs = {f"{backend} of torch.distributed": backends[backend]}
+    has_own_kernels = name in ("unfused", "fused")
+    if has_own_kernels:
+        needs["triton"] = _installed("triton") is not None
+    else:
+        needs["torch.nn.functional.grouped_mm"] = grouped_gemm_problem is None
+    problems: list[str] = []
+    notes: list[str] = []
+    if not backends[backend]:
+        problems.append(
+            f"ranks cannot reach each other, as this torch has no {backend}: "
+            f"install a torch that is built with {backend}"
+        )
+    if has_own_kernels and not needs["triton"]:
+        problems.append("its kernels are written in Triton: install triton 3.6 or newer")
+    if not has_own_kernels and grouped_gemm_problem is not None:
+        problems.append(
+            f"torch.nn.functional.grouped_mm does not run on {device.name} "
+            f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"
+        )
+    if name == "chunked":
+        known = device.kind == "cpu" or _has_figures(device.name)
+        needs["figures of the hardware"] = known
+        if not known:
+            notes.append(
+                f"the number of chunks is chosen with the figures of {H200.name}, as there are "
+                "none for this GPU: num_chunks sets it by hand"
+            )
+    return StrategyState(name=name, needs=needs, problems=problems, notes=notes)
+
+
+def parse_topology(text: str) -> dict[tuple[int, int], str]:
+    """Return the words of ``nvidia-smi topo -m`` for each pair of GPUs, by its own indices.
+
+    Example: the row ``GPU0  X  NV18  PHB`` gives {(0, 1): "NV18", (0, 2): "PHB"}.
+    """
+    rows = [line.split() for line in _ANSI.sub("", text).splitlines()]
+    header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row[:2]), [])
+    columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
+    pairs: dict[tuple[int, int], str] = {}
+    for row in rows:
+        if row is header or not row or row[0] not in columns:
+            continue
+        first = int(row[0].removeprefix("GPU"))
+        for column, word in zip(columns, row[1:], strict=False):
+            second = int(column.removeprefix("GPU"))
+            if second != first:
+                pairs[first, second] = word
+    return pairs
+
+
+def _versions(backends: dict[str, bool]) -> dict[str, str | None]:
+    return {
+        "halley": _installed("halley-moe"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, nccl.version())) if backends["nccl"] else None,
+        "numpy": _installed("numpy"),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[Device]:
+    found: list[Device] = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            Device(
+                name=properties.name,
+                kind="cuda",
+                memory_bytes=properties.total_memory,
+                compute_capability=f"{properties.major}.{properties.minor}",
+                num_cores=properties.multi_processor_count,
+            )
+        )
+    return found
+
+
+def _cpu() -> Device:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        name = model.group(1).strip() if model else name
+    linux = hasattr(os, "sched_getaffinity")
+    return Device(
+        name=name,
+        kind="cpu",
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        compute_capability=None,
+        num_cores=len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1,
+    )
+
+
+def _links() -> list[Link]:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus < 2:
+        return []
+    words = parse_topology(_ask_smi("topo", "-m"))
+    places = _smi_indices(num_gpus)
+    found: list[Link] = []
+    for first in range(num_gpus):
+        for second in range(first + 1, num_gpus):
+            pair = places.get(first, -1), places.get(second, -1)
+            both_ways = all(
+                torch.cuda.can_device_access_peer(*ends)
+                for ends in ((first, second), (second, first))
+            )
+            kind = _link_kind(words.get(pair))
+            found.append(Link(first=first, second=second, peer_access=both_ways, kind=kind))
+    return found
+
+
+def _link_kind(word: str | None) -> str | None:
+    if word is None:
+        return None
+    if word.startswith("NV"):
+        return f"NVLink ({word})"
+    return f"PCIe ({word})" if word in ("PIX", "PXB", "PHB", "NODE", "SYS") else word
+
+
+def _smi_indices(num_gpus: int) -> dict[int, int]:
+    """Return nvidia-smi's index of each of torch's devices, which CUDA_VISIBLE_DEVICES reorders."""
+    index_of: dict[str, int] = {}
+    for line in _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader").splitlines():
+        index, comma, uuid = line.partition(",")
+        if comma and index.strip().isdecimal():
+            index_of[uuid.strip().removeprefix("GPU-")] = int(index)
+    uuids = {
+        device: str(torch.cuda.get_device_properties(device).uuid) for device in range(num_gpus)
+    }
+    return {device: index_of[uuid] for device, uuid in uuids.items() if uuid in index_of}
+
+
+def _ask_smi(*arguments: str) -> str:
+    """Return what nvidia-smi prints, or nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_SMI_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _try_grouped_gemm(device: torch.device) -> str | None:
+    """Run the smallest grouped GEMM on a device; return what went wrong, in one line, or None."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        rows = torch.ones(16, 16, device=device, dtype=dtype)
+        ends = torch.tensor([16], device=device, dtype=torch.int32)
+        sums = F.grouped_mm(rows, rows[None], offs=ends)
+        wrong = bool((sums != 16).any())
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    return "wrong values" if wrong else None
+
+
+def _has_figures(device_name: str) -> bool:
+    try:
+        find_hardware(device_name)
+    except ValueError:
+        return False
+    return True
+
+
+def _notes(devices: list[Device]) -> list[str]:
+    if devices[0].kind == "cuda" or shutil.which("nvidia-smi") is None:
+        return []
+    if torch.version.cuda is None:
+        return [
+            f"nvidia-smi is here, but torch {torch.__version__} is built without CUDA and takes "
+            "the CPU: install a CUDA build of torch"
+        ]
+    return [
+        f"nvidia-smi is here, but torch {torch.__version__} (CUDA {torch.version.cuda}) sees no "
+        "GPU: check CUDA_VISIBLE_DEVICES and that the driver is new enough for this CUDA"
+    ]

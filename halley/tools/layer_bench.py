@@ -1,0 +1,348 @@
+"""Measures MoE layers: each strategy against the others, the floor, and the right values."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.distributed.mesh import ParallelGroups
+from halley.planner.expert_balance import max_over_mean
+from halley.strategies.auto import AutoStrategy
+from halley.strategies.base import AbstractStrategy
+from halley.tools.candidates import GRAPH, build_candidates
+from halley.tools.compile_ahead import compile_ahead
+from halley.tools.cuda_graphs import captured
+from halley.tools.layer_case import (
+    LayerCase,
+    LayerTensors,
+    make_tensors,
+    outputs_of,
+    reference_outputs,
+)
+from halley.tools.lower_bound import floor_gemms, measure_link, wire_us
+from halley.tools.results import Row, machine_keys
+from halley.tools.timer import Timing, time_interleaved
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.waits import measure_waits
+
+
+DIRECTIONS = ("forward", "forward_backward")
+Progress = Callable[[str, int, int], None]  # what, done, of
+
+_SEARCH_SAMPLES = 5
+_HOST_SAMPLES = 10
+_CHECKED_CALL = 3  # from the second on a call may repeat what an earlier one launched
+
+
+def bench_layer(
+    case: LayerCase,
+    candidates: dict[str, AbstractStrategy],
+    *,
+    groups: ParallelGroups,
+    recorder: Recorder,
+    device: torch.device,
+    link_bytes_per_s: float,
+    num_samples: int = 11,
+    on_progress: Progress | None = None,
+) -> list[Row]:
+    """Measure one layer; return a result line for each strategy and direction, on every rank.
+
+    Args:
+        case: the layer and its load.
+        candidates: as from ``build_candidates``: strategies by name and, after a space, setting;
+            of several settings the fastest is measured. Bits are compared with the first that
+            uses the same GEMM.
+        groups: its expert-parallel group runs the layer.
+        recorder: that of the candidates.
+        link_bytes_per_s: as from ``measure_link``.
+
+    Raises:
+        ValueError: sizes that do not fit the ranks.
+    """
+    tensors = make_tensors(case, groups, device=device, recorder=recorder)
+    compile_ahead(list(candidates.values()), tensors, groups)
+    checking = _labelled(on_progress, f"{case.model.name}: checking values")
+    errors = _check_values(candidates, tensors, groups, on_progress=checking)
+    gemms = floor_gemms(tensors, groups)
+    crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
+    rows: list[Row] = []
+    for direction in DIRECTIONS:
+        in_turn = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
+        right = {n: s for n, s in candidates.items() if errors[n][0] <= _tolerance(case)}
+        runs = {name: _runner(name, s, tensors, direction) for name, s in right.items()}
+        best = _best_settings(in_turn, runs, device=device, groups=groups)
+        chosen = {name: runs[name] for name in best.values()}
+        timings = time_interleaved(
+            {**chosen, **gemms},
+            device=device,
+            num_samples=num_samples,
+            group=groups.ep,
+            on_progress=_labelled(on_progress, f"{case.model.name} {direction}"),
+        )
+        gemm_us = min(timings[name].median_us for name in gemms)
+        for strategy in in_turn:
+            first = next(name for name in candidates if name.partition(" ")[0] == strategy)
+            name = best.get(strategy, first)  # the first, where none is right
+            row = _row(case, groups, direction=direction, strategy=strategy)
+            row |= _floors(gemm_us, crossing_us, direction=direction)
+            row |= {"load_max_over_mean": _load_ratio(tensors, groups)}
+            row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
+            row |= {"setting": name.partition(" ")[2] or None}
+            if name in timings:
+                row |= _times(timings[name])
+                row |= _extras(runs[name], recorder, device=device, groups=groups)
+                row["symm_mib"] = _symm_mib(candidates[name])
+            rows.append(row)
+    return [row | {"hidden": _hidden(row, rows, device)} for row in rows]
+
+
+def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
+    """Return what ``fused`` gains over ``unfused`` as a share of the wire's time, at most 1.
+
+    None for other strategies, where one of the two was not measured, and on a CPU: interpreted
+    kernels do not gain or lose by the wire. Rows that are copied on their own rank are hidden too,
+    so that more than the wire's time may be gained.
+    """
+    if device.type == "cpu":
+        return None
+    beside = [each for each in rows if each["direction"] == row["direction"]]
+    unfused_us = [each["median_us"] for each in beside if each["strategy"] == "unfused"]
+    fused_us, wire_us = row["median_us"], row["wire_us"]
+    if row["strategy"] != "fused" or not all(unfused_us) or not (unfused_us and fused_us):
+        return None
+    if not isinstance(wire_us, float) or not wire_us:
+        return None
+    gained_us = cast(float, unfused_us[0]) - cast(float, fused_us)
+    return round(min(1.0, gained_us / wire_us), 4)
+
+
+def _check_values(
+    candidates: dict[str, AbstractStrategy],
+    tensors: LayerTensors,
+    groups: ParallelGroups,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, tuple[float, bool]]:
+    """Return each candidate's largest relative error, and whether it equals the first's bits."""
+    wanted = reference_outputs(tensors, groups)
+    first: dict[str, list[torch.Tensor]] = {}  # of those that use the same GEMM
+    results: dict[str, tuple[float, bool]] = {}
+    for index, (name, strategy) in enumerate(candidates.items()):
+        if on_progress is not None:
+            on_progress(index, len(candidates))
+        for _ in range(_CHECKED_CALL if tensors.x_TD.is_cuda else 1):
+            got = outputs_of(strategy, tensors)
+            (y_TD,) = outputs_of(strategy, tensors, backward=False)
+        equals = first.setdefault(strategy.gemm, got)
+        error = max(relative_error(g, w) for g, w in zip(got, wanted, strict=False))
+        equal = all(torch.equal(g, f) for g, f in zip([*got, y_TD], [*equals, got[0]], strict=True))
+        summary = torch.tensor([error, float(not equal)], dtype=torch.float64)
+        summary = summary.to(tensors.x_TD.device)
+        if groups.ep is not None:
+            dist.all_reduce(summary, op=dist.ReduceOp.MAX, group=groups.ep)
+        results[name] = (float(summary[0]), not bool(summary[1]))
+    return results
+
+
+def _load_ratio(tensors: LayerTensors, groups: ParallelGroups) -> float:
+    """Return the rows of the most loaded rank over the mean of the ranks."""
+    loads_W = tensors.counts_WE.sum(0).view(groups.ep_size // groups.tp_size, -1).sum(1)
+    return round(max_over_mean(loads_W.tolist()), 4)
+
+
+def _runner(
+    name: str, strategy: AbstractStrategy, tensors: LayerTensors, direction: str
+) -> Callable[[], None]:
+    def forward() -> None:
+        with torch.no_grad():
+            tensors.run(strategy)
+
+    def forward_backward() -> None:
+        outputs_of(strategy, tensors)
+
+    run = forward if direction == "forward" else forward_backward
+    is_graph = name.partition(" ")[2] == GRAPH
+    return captured(run, device=tensors.x_TD.device) if is_graph else run
+
+
+def _best_settings(
+    strategies: list[str],
+    runs: dict[str, Callable[[], None]],
+    *,
+    device: torch.device,
+    groups: ParallelGroups,
+) -> dict[str, str]:
+    """Return the fastest of each strategy's settings that give right values."""
+    best: dict[str, str] = {}
+    for strategy in strategies:
+        settings = {n: run for n, run in runs.items() if n.partition(" ")[0] == strategy}
+        if len(settings) > 1:
+            timings = time_interleaved(
+                settings, device=device, num_samples=_SEARCH_SAMPLES, group=groups.ep
+            )
+            best[strategy] = min(timings, key=lambda name: timings[name].median_us)
+        elif settings:
+            best[strategy] = next(iter(settings))
+    return best
+
+
+def _extras(
+    run: Callable[[], None],
+    recorder: Recorder,
+    *,
+    device: torch.device,
+    groups: ParallelGroups,
+) -> Row:
+    """Return exposed communication, the host's time and memory, measured apart from the times."""
+    exposed_us = measure_waits(run, recorder, device=device, group=groups.ep)
+    peak_mib = 0.0
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    worst = torch.tensor([peak_mib, _host_us(run, device=device)], device=device)
+    if groups.ep is not None:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.ep)
+    return {
+        "exposed_comm_us": exposed_us,
+        "peak_mib": round(float(worst[0]), 1) if device.type == "cuda" else None,
+        "host_us": round(float(worst[1]), 1),
+    }
+
+
+def _host_us(run: Callable[[], None], *, device: torch.device) -> float:
+    """Return the time that the host takes to issue a call, what it waits for included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    samples: list[float] = []
+    for _ in range(_HOST_SAMPLES if device.type == "cuda" else 1):
+        begin = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(samples)
+
+
+def _symm_mib(strategy: AbstractStrategy) -> float | None:
+    """Return the MiB a rank that peers address, the same on all ranks; None where there are none.
+
+    Strategies that share their buffers tell the same.
+    """
+    parts = strategy.candidates.values() if isinstance(strategy, AutoStrategy) else [strategy]
+    num_bytes = 0
+    for part in parts:
+        if workspaces := getattr(part, "workspaces", None):
+            num_bytes += sum(workspace.symmetric_bytes for workspace in workspaces.all())
+    return round(num_bytes / 2**20, 3) if num_bytes else None
+
+
+def _floors(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
+    """Return the floor; backward adds twice the GEMMs and once the crossings of forward."""
+    both = direction == "forward_backward"
+    gemm_us *= 3 if both else 1
+    total_wire_us = 2 * crossing_us * (2 if both else 1)
+    return {
+        "gemm_us": round(gemm_us, 1),
+        "wire_us": round(total_wire_us, 1),
+        "floor_us": round(max(gemm_us, total_wire_us), 1),
+    }
+
+
+def _times(timing: Timing) -> Row:
+    return {
+        "median_us": round(timing.median_us, 1),
+        "p10_us": round(timing.p10_us, 1),
+        "p90_us": round(timing.p90_us, 1),
+        "samples": len(timing.samples_us),
+    }
+
+
+def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: str) -> Row:
+    """Return a result line without its figures: the workload's keys."""
+    return {
+        "case": "layer",
+        "model": case.model.name,
+        "num_tokens": case.num_tokens,
+        "ep_size": groups.ep_size,
+        "tp_size": groups.tp_size,
+        "skew": case.skew,
+        "spare": case.spare,
+        "seed": case.seed,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "strategy": strategy,
+        "passes": "none",
+        "direction": direction,
+        "setting": None,
+        "median_us": None,
+        "p10_us": None,
+        "p90_us": None,
+        "samples": 0,
+        "exposed_comm_us": None,
+        "host_us": None,
+        "peak_mib": None,
+        "symm_mib": None,
+    }
+
+
+def measure_layers(
+    cases: list[LayerCase],
+    strategies: list[str],
+    *,
+    groups: ParallelGroups,
+    device: torch.device,
+    num_samples: int,
+    commit: str | None,
+    max_load: float = 0.0,
+    case_name: str = "layer",
+    on_progress: Progress | None = None,
+    on_rows: Callable[[list[Row]], object] | None = None,
+) -> list[Row]:
+    """Measure the cases one after another; return all result lines, complete.
+
+    Args:
+        on_rows: called on every rank after each case, with the lines so far.
+        max_load: if not 0, fused layers are measured as CUDA graphs, too, with that much room.
+        case_name: of the lines, and of the file that is theirs.
+    """
+    # Only here: commands that need no kernels run where there is no Triton.
+    from halley.fused.buffer_cache import Workspaces
+
+    link = measure_link(groups, device=device)
+    machine = machine_keys(groups, device=device, commit=commit)
+    machine |= {"case": case_name, "link_gb_per_s": None}
+    rows: list[Row] = []
+    recorder = Recorder(device, enabled=False)
+    where = {"groups": groups, "recorder": recorder, "device": device}
+    build = partial(build_candidates, **where)
+    bench = partial(bench_layer, **where, num_samples=num_samples)
+    make = partial(Workspaces, groups.ep, device, tp_size=groups.tp_size)
+    workspaces, bounded = make(), make(max_load=max_load) if max_load else None
+    for case in cases:
+        candidates = build(case, strategies, workspaces=workspaces, bounded=bounded)
+        found = bench(case, candidates, link_bytes_per_s=link, on_progress=on_progress)
+        rows += [row | machine for row in found]
+        workspaces.close()
+        if bounded is not None:
+            bounded.check()
+            bounded.close()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if on_rows is not None:
+            on_rows(rows)
+    return rows
+
+
+def _tolerance(case: LayerCase) -> float:
+    return RELATIVE_TOLERANCE[case.dtype]
+
+
+def _labelled(on_progress: Progress | None, text: str) -> Callable[[int, int], None] | None:
+    if on_progress is None:
+        return None
+    return lambda done, total: on_progress(text, done, total)

@@ -1,0 +1,102 @@
+"""Ranks as threads around one store: agreement, plans, and who is named when there is none."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from halley.compiler import consensus as agree
+from halley.compiler.consensus import Council
+from halley.compiler.graph_collectives import Signature
+
+
+SAME = Signature(collectives=("all_to_all a", "all_to_all b"), structure="s")
+
+
+def _meet(act: Callable[[Council], object], *, ranks: int | list[int], timeout_s: float = 20.0):
+    """Return what ``act`` returns or raises on each rank, of three."""
+    store = HashStore()
+    present = list(range(ranks)) if isinstance(ranks, int) else ranks
+
+    def run(rank: int) -> object:
+        council = Council(store, group_name="0", rank=rank, num_ranks=3, timeout_s=timeout_s)
+        try:
+            return act(council)
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(len(present)) as pool:
+        return list(pool.map(run, present))
+
+
+def test_same_graphs_and_rank_0s_plan() -> None:
+    def act(council: Council) -> object:
+        return council.compare(SAME), council.share("plan", lambda: [council.rank, 7])
+
+    assert _meet(act, ranks=3) == [((), [0, 7])] * 3
+
+
+def test_ranks_tell_of_themselves() -> None:
+    assert (
+        _meet(lambda council: council.tell("place", 5 * council.rank), ranks=3) == [[0, 5, 10]] * 3
+    )
+
+
+def test_rank_that_tells_nothing_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(agree, "_VERDICT_MARGIN_S", 0.2)
+    for error in _meet(lambda council: council.tell("place", 0), ranks=[0, 2], timeout_s=0.3):
+        assert str(error) == "graph 1: ranks [1] told no place in 0.3 s"
+
+
+def test_councils_of_several_graphs_do_not_mix() -> None:
+    store = HashStore()
+    for number in range(3):
+        council = Council(store, group_name="0", rank=0, num_ranks=1, timeout_s=1.0)
+        assert council.compare(SAME) == ()
+        assert council.share("plan", lambda: number) == number  # noqa: B023
+
+
+def test_other_computation_is_told_to_all() -> None:
+    def act(council: Council) -> object:
+        structure = "other" if council.rank == 2 else "s"
+        return council.compare(Signature(collectives=SAME.collectives, structure=structure))
+
+    assert _meet(act, ranks=3) == [(2,)] * 3
+
+
+@pytest.mark.parametrize(
+    ("theirs", "line"),
+    [
+        (("all_to_all a", "all_to_all c"), "collective 1 is all_to_all b on rank 0, all_to_all c"),
+        (("all_to_all a",), "collective 1 is all_to_all b on rank 0, nothing on rank 1"),
+    ],
+)
+def test_other_collectives_raise_on_all(theirs: tuple[str, ...], line: str) -> None:
+    def act(council: Council) -> object:
+        collectives = theirs if council.rank == 1 else SAME.collectives
+        return council.compare(Signature(collectives=collectives, structure="s"))
+
+    for error in _meet(act, ranks=3):
+        assert isinstance(error, RuntimeError)
+        assert "graph 1 differs: ranks [1] have other collectives than rank 0" in str(error)
+        assert line in str(error)
+
+
+def test_rank_that_does_not_come_is_named_on_all_others() -> None:
+    for error in _meet(lambda council: council.compare(SAME), ranks=[0, 2], timeout_s=0.3):
+        assert isinstance(error, RuntimeError)
+        assert "ranks [1] compiled no graph with collectives in 0.3 s" in str(error)
+
+
+def test_plan_that_rank_0_fails_to_make_fails_on_all() -> None:
+    def fail() -> list[int]:
+        raise KeyError("no node")
+
+    errors = _meet(lambda council: council.share("plan", fail), ranks=3)
+    assert all(
+        isinstance(error, RuntimeError) for error in errors
+    )  # alike, so nobody is left alone
+    want = "graph 1: rank 0 made no plan: KeyError('no node')"
+    assert [str(error) for error in errors] == [want] * 3
+    assert isinstance(getattr(errors[0], "__cause__", None), KeyError)

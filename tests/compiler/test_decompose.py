@@ -1,0 +1,138 @@
+"""Operators as what they are made of: the same values, and nothing of Halley's left."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import halley.compiler.decompose as expand_module
+import halley.ops.expert_gemm
+import halley.ops.routed_rows  # noqa: F401
+from halley.compiler.decompose import expand
+from halley.compiler.graph_analysis import is_product
+from halley.compiler.graph_collectives import operator_name
+from halley.ops.library import MADE_OF_TORCH
+from tests.compiler.captured_case import Captured
+
+
+ops = torch.ops.halley
+T, K, D, E, F = 12, 2, 16, 4, 32
+PRODUCTS = {"halley::expert_gemm", "halley::expert_weight_gemm"}
+
+
+def _names(graph: fx.Graph) -> set[str]:
+    return {name for node in graph.nodes if (name := operator_name(node) or "") in MADE_OF_TORCH}
+
+
+def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    generator = torch.Generator().manual_seed(0)
+    idx_TK = torch.randint(-1, E, (T, K), generator=generator)
+    slots_N, counts_E = ops.sort_slots(idx_TK, E)
+    num_rows = int(counts_E.sum())
+    x_TD, weights_TK = torch.randn(T, D, generator=generator), torch.rand(T, K, generator=generator)
+    rows_ND = torch.randn(num_rows, D, generator=generator)
+    counts_WL = torch.tensor([[3, 0, 2], [1, 4, 0]])
+    order_R, inverse_R, *_ = ops.group_rows(counts_WL, 10)
+    return {
+        "read_counts": (ops.read_counts.default, (counts_WL, counts_WL.flip(0))),
+        "gather_rows": (lambda x, s: ops.gather_rows(x, s, num_rows, K), (x_TD, slots_N)),
+        "gather_rows_backward": (
+            lambda g, s: ops.gather_rows_backward(g, s, K),
+            (rows_ND, slots_N),
+        ),
+        "combine_rows": (ops.combine_rows.default, (rows_ND, slots_N, weights_TK)),
+        "combine_rows_backward": (
+            ops.combine_rows_backward.default,
+            (x_TD, rows_ND, slots_N, weights_TK),
+        ),
+        "permute_rows": (
+            ops.permute_rows.default,
+            (torch.randn(10, D, generator=generator), order_R, inverse_R),
+        ),
+    }
+
+
+def test_all_operators_have_a_case() -> None:
+    assert {f"halley::{name}" for name in _cases()} | PRODUCTS == set(MADE_OF_TORCH)
+
+
+@pytest.mark.parametrize("name", _cases())
+def test_expanded_operators_return_the_same(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(expand_module, "_is_on_gpu", lambda node: True)
+    function, args = _cases()[name]
+    traced = make_fx(function, tracing_mode="fake")(*args)
+    assert _names(traced.graph) == {f"halley::{name}"}
+    expand(traced.graph)
+    assert not _names(traced.graph)
+    found, wanted = fx.Interpreter(traced).run(*args), function(*args)
+    for one, other in zip(_tuple(found), _tuple(wanted), strict=True):
+        assert one.dtype == other.dtype
+        assert one.is_contiguous() == other.is_contiguous()
+        assert torch.equal(one, other)
+
+
+def test_nothing_is_left_of_results_that_nobody_reads(monkeypatch) -> None:
+    monkeypatch.setattr(expand_module, "_is_on_gpu", lambda node: True)
+    function, args = _cases()["combine_rows_backward"]
+    traced = make_fx(lambda *args: function(*args)[1], tracing_mode="fake")(*args)
+    expand(traced.graph)
+    assert all(node.users for node in traced.graph.nodes if node.op == "call_function")
+    assert torch.equal(traced(*args), function(*args)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_experts_are_grouped_products_on_a_gpu(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        rows = torch.empty(T, D, dtype=dtype, device="cuda")
+        weights = torch.empty(E, D, F, dtype=dtype, device="cuda")
+        ends = torch.empty(E, dtype=torch.int32, device="cuda")
+
+        def function(rows, weights, ends):
+            out = ops.expert_gemm(rows, weights, ends)
+            return out, ops.expert_weight_gemm(rows, out, ends)
+
+        traced = make_fx(function)(rows, weights, ends)
+        shapes = [node.meta["val"].shape for node in traced.graph.nodes if is_product(node)]
+        expand(traced.graph)
+    products = [node for node in traced.graph.nodes if is_product(node)]
+    names = [operator_name(node) for node in products]
+    if dtype == torch.bfloat16:
+        assert names == ["aten::_grouped_mm"] * 2
+    else:  # torch 2.11 cannot trace others
+        assert names == ["halley::expert_gemm", "halley::expert_weight_gemm"]
+    assert [node.meta["val"].shape for node in products] == shapes == [(T, F), (E, D, F)]
+
+
+def test_sizes_that_depend_on_data_stay_what_they_are(run_ranks) -> None:
+    """A whole forward, whose rows no compiler can count, but for the products of a CPU."""
+    for same, before, after in run_ranks(_expanded_on_cpu, 2):
+        assert before - after == {
+            f"halley::{name}"
+            for name in ("read_counts", "gather_rows", "permute_rows", "combine_rows")
+        }
+        assert after == {"halley::expert_gemm"}
+        assert same
+
+
+def _expanded_on_cpu(rank: int, num_ranks: int) -> tuple[bool, set[str], set[str]]:
+    captured = Captured("switch")
+    graph = captured.graph()
+    before = _names(graph)
+    expand_module._is_on_gpu = lambda node: operator_name(node) not in PRODUCTS
+    expand(graph)
+    same = all(map(_same, captured.run(graph), captured.run(captured.graph())))
+    return same, before, _names(graph)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)

@@ -1,0 +1,170 @@
+"""Gradients handed over while a compiled backward pass runs: the same, and before its end."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from halley.compiler import Backend
+from halley.ops.gradient_hook import set_taker
+from tests.compiler.calls import AllToAllCalls
+from tests.compiler.model_case import build_model, whole_graphs
+from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
+from tests.moe.model_case import make_tokens
+
+
+def _noted(model: nn.Module, events: list[str]) -> dict[str, torch.Tensor]:
+    """Have all parameters' gradients copied into what is returned, and each noted."""
+    found: dict[str, torch.Tensor] = {}
+
+    def take(name: str, gradient: torch.Tensor) -> None:
+        events.append(name)
+        found[name] = found[name] + gradient if name in found else gradient.clone()
+
+    for name, parameter in model.named_parameters():
+        set_taker(parameter, lambda gradient, name=name: take(name, gradient))
+    return found
+
+
+def _compile(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    options = {"inner": "eager", "memory_margin": 1.0, **options}
+    return torch.compile(model, backend=Backend(), fullgraph=True, options=options)
+
+
+def _take_early(
+    rank: int, num_ranks: int, passes: str, inner: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """Return gradients as taken in two backward passes, as autograd adds them up, and events."""
+    events: list[str] = []
+    model = PaddedModel()
+    x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = _compile(model, passes=passes, inner=inner)
+        for _ in range(2):
+            plain(x).square().sum().backward()
+        want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        torch._dynamo.reset()
+        found = _noted(model, events)
+        call = _compile(model, passes=passes, inner=inner)
+        call(x).square().sum().backward()
+        loss = call(x).square().sum()
+        events.clear()
+        with AllToAllCalls(events):
+            loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch._dynamo.reset()
+    return found, want, events
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("passes", ["none", "wgrad"])
+def test_gradients_come_while_backward_runs(run_ranks: Callable, passes: str, inner: str) -> None:
+    for found, want, events in run_ranks(_take_early, 2, passes, inner, timeout_s=240.0):
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
+        assert sorted(set(events) - {"all-to-all"}) == sorted(want)
+        assert len(events) == len(want) + events.count("all-to-all")
+        last = len(events) - events[::-1].index("all-to-all")
+        assert len(set(events[:last]) - {"all-to-all"}) >= len(want) // 2
+
+
+def _take_early_with_sizes(rank: int, num_ranks: int) -> None:
+    """Check a graph with sizes that depend on data, which are saved for backward as well."""
+    from halley.distributed.mesh import build_groups
+
+    model = build_model("softmax", build_groups(num_ranks, device_type="cpu"), num_layers=2)
+    tokens_BS = make_tokens(rank, step=0, batch_size=2, seq_len=9)
+
+    def step() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = _compile(model, passes="both", num_parts=2)(tokens_BS)
+            (out.logits_BSV.square().sum() + out.router_loss).backward()
+
+    with whole_graphs():
+        step()
+        want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        torch._dynamo.reset()
+        found = _noted(model, [])
+        step()
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
+
+
+def test_graphs_with_sizes_from_data(run_ranks: Callable) -> None:
+    run_ranks(_take_early_with_sizes, 2, timeout_s=240.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs():
+    """Forget graphs before and after a test, whose tracing torch warns of."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+class _Block(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=generator))
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight + self.bias).tanh() * self.frozen
+
+
+def test_each_call_hands_over_for_its_own_parameters() -> None:
+    """Blocks that share one graph, forward all and then backward all, get their own gradients."""
+    blocks = [_Block(seed) for seed in range(3)]
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(9))
+    events: list[str] = []
+    taken = [_noted(block, events) for block in blocks]
+    shared = torch.compile(_Block.forward, backend=Backend(), options={"inner": "eager"})
+    y = x
+    for block in blocks:
+        y = shared(block, y)
+    y.sum().backward()
+    assert len(events) == 6
+    for block, found in zip(blocks, taken, strict=True):
+        assert found.keys() == {"weight", "bias"}
+        assert block.weight.grad is None
+        assert block.bias.grad is None
+    y = x
+    for block in blocks:
+        y = block(y)
+    y.sum().backward()
+    for block, found in zip(blocks, taken, strict=True):
+        torch.testing.assert_close(found["weight"], block.weight.grad)
+        torch.testing.assert_close(found["bias"], block.bias.grad)
+
+
+def test_parameters_that_nothing_takes_get_theirs_from_autograd() -> None:
+    block = _Block(0)
+    found: list[torch.Tensor] = []
+    set_taker(block.weight, lambda gradient: found.append(gradient.clone()))
+    call = torch.compile(block, backend=Backend(), options={"inner": "eager"})
+    call(torch.ones(2, 4)).sum().backward()
+    assert block.weight.grad is None
+    assert len(found) == 1
+    assert block.bias.grad is not None
+
+
+def test_a_parameter_without_a_taker_in_a_graph_that_has_one() -> None:
+    first, second = _Block(0), _Block(1)
+    _noted(first, [])
+    shared = torch.compile(_Block.forward, backend=Backend(), options={"inner": "eager"})
+    shared(first, torch.ones(2, 4)).sum().backward()
+    y = shared(second, torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match=r"shape \(4,?(, 4)?\) has no take_gradient"):
+        y.sum().backward()

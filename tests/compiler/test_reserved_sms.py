@@ -1,0 +1,92 @@
+"""Which products leave multiprocessors free: those beside an all-to-all, or all."""
+
+import pytest
+import torch
+from torch import fx
+
+from halley.compiler.reserved_sms import leave_sms_beside
+from halley.ops.products import product_beside, product_into
+from tests.compiler.graph_case import GraphBuilder, aten
+
+
+def _build() -> GraphBuilder:
+    """A product ahead of an all-to-all, one beside it that reads it not, one behind its wait."""
+    b = GraphBuilder()
+    x, w, bias = b.input("x", 8, 8), b.input("w", 8, 8), b.input("bias", 8)
+    ahead = b.mm(x, w, name="ahead")
+    _, wait = b.all_to_all(ahead, "rows")
+    with b.graph.inserting_before(wait):
+        beside = b.mm(x, w, name="beside")
+        biased = b.call(aten.addmm.default, bias, x, w, name="biased")
+        other = b.call(aten.mul.Tensor, x, w, name="other")
+        out = b.call(aten.empty.memory_format, [8, 8], name="out")
+        b.call(product_into, out, None, x, w, 0, name="into")
+    behind = b.mm(wait, w, name="behind")
+    b.done(beside, biased, other, out, behind)
+    return b
+
+
+def _margins(graph: fx.Graph) -> dict[str, object]:
+    """Return the margins of products by name."""
+    products = [n for n in graph.nodes if n.target in (product_beside, product_into)]
+    return {node.name: node.args[-1] for node in products}
+
+
+def test_products_beside_an_all_to_all() -> None:
+    b = _build()
+    order = [node.name for node in b.graph.nodes]
+    leave_sms_beside(b.graph, (12, 0))
+    assert _margins(b.graph) == {"beside": 12, "biased": 12, "into": 12}
+    assert [node.name for node in b.graph.nodes] == order
+    (beside,) = (node for node in b.graph.nodes if node.name == "beside")
+    (biased,) = (node for node in b.graph.nodes if node.name == "biased")
+    assert [getattr(arg, "name", arg) for arg in beside.args] == [None, "x", "w", None, 12]
+    assert [getattr(arg, "name", arg) for arg in biased.args] == ["bias", "x", "w", None, 12]
+
+
+def test_all_products() -> None:
+    b = _build()
+    leave_sms_beside(b.graph, (12, 0), always=True)
+    assert _margins(b.graph).keys() == {"ahead", "beside", "biased", "into", "behind"}
+
+
+def test_no_margin_changes_nothing() -> None:
+    b = _build()
+    before = str(b.graph)
+    leave_sms_beside(b.graph, (0, 16), always=True)
+    assert str(b.graph) == before
+
+
+def _grouped(operator: object, left: torch.Tensor, right: torch.Tensor, *rest: object) -> fx.Graph:
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("left", "right", "ends")]
+    for node, value in zip(nodes, (left, right, torch.empty(3, dtype=torch.int32)), strict=True):
+        node.meta["val"] = value
+    product = graph.call_function(operator, (*nodes, *rest))  # pyright: ignore[reportArgumentType]
+    graph.output(product)
+    return graph
+
+
+@pytest.mark.parametrize("name", ["expert_gemm", "expert_weight_gemm", "_grouped_mm"])
+def test_grouped_products_keep_their_values(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 32, generator=generator)
+    other = torch.randn(*((12, 16) if "weight" in name else (3, 32, 16)), generator=generator)
+    ends = torch.tensor([5, 5, 12], dtype=torch.int32)
+    library = torch.ops.aten if name == "_grouped_mm" else torch.ops.halley
+    graph = _grouped(getattr(library, name).default, rows, other)
+    want = fx.GraphModule({}, graph)(rows, other, ends)
+    leave_sms_beside(graph, (4, 8), always=True)
+    assert list(_margins(graph).values()) == [8]
+    torch.testing.assert_close(fx.GraphModule({}, graph)(rows, other, ends), want)
+
+
+def test_product_of_other_arguments_stays() -> None:
+    graph = _grouped(
+        torch.ops.aten._grouped_mm.default,
+        torch.empty(12, 32),
+        torch.empty(3, 32, 16),
+        torch.empty(16),
+    )
+    leave_sms_beside(graph, (4, 8), always=True)
+    assert _margins(graph) == {}

@@ -1,0 +1,182 @@
+"""A layer whose kernels are tried: its sizes and tensors, and what must come out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from halley.core.reference import moe_reference
+from halley.core.types import DROPPED, Activation, Experts, Routing
+from halley.fused.kernels.layout import Layout
+from halley.ops.kernels.gemm_config import GemmTile, Knobs
+from halley.tools.skew import parse_load, sample_routing
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+
+
+TIMEOUT_S = 60.0
+
+GARBAGE = -858993460  # what a plan holds before it is made
+
+# The interpreter takes as long for a small tensor as for a large one: tasks are few and large.
+SMALL_KNOBS = Knobs(
+    num_programs=4,
+    block_m=16,
+    up=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    down=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    down_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    up_grad=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
+    weight=GemmTile(block_n=32, block_k=16, group=2, num_warps=4, num_stages=1),
+    fetch_elements=512,
+    combine_rows=64,
+    combine_stages=2,
+    chunk_columns=32,
+    home_rows=16,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """Sizes of one layer and of the calls of it.
+
+    Attributes:
+        num_tokens_CW: tokens of each rank, a tuple a call.
+        load: as for ``parse_load``, or "empty-expert": nobody picks the last expert.
+        dropped: part of the slots that a router dropped.
+        max_tokens: of the layout; the most tokens of a call unless given.
+    """
+
+    num_tokens_CW: tuple[tuple[int, ...], ...] = ((20, 13),)
+    num_experts: int = 4
+    top_k: int = 2
+    hidden_size: int = 40
+    intermediate_size: int = 24
+    load: str = "balanced"
+    dropped: float = 0.0
+    activation: Activation = "swiglu"
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    max_tokens: int = 0
+    block_slots: int = 32
+    knobs: Knobs = field(default=SMALL_KNOBS)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens_CW[0])
+
+    @property
+    def num_parts(self) -> int:
+        """Projections that the activation is made of."""
+        return 2 if self.activation == "swiglu" else 1
+
+    def layout(self) -> Layout:
+        """Return the layout that all ranks share."""
+        return Layout(
+            num_ranks=self.num_ranks,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens or max(map(max, self.num_tokens_CW)),
+            block_m=self.knobs.block_m,
+            block_slots=self.block_slots,
+        )
+
+
+def make_experts(case: KernelCase) -> Experts:
+    """Return all experts of the case."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def weight(*shape: int) -> torch.Tensor:
+        values = torch.randn(case.num_experts, *shape, generator=generator)
+        return (values * shape[-1] ** -0.5).to(case.dtype)
+
+    hidden, inner = case.hidden_size, case.intermediate_size
+    return Experts(
+        up_LGD=weight(case.num_parts * inner, hidden),
+        down_LDF=weight(hidden, inner),
+        activation=case.activation,
+    )
+
+
+def share_of(experts: Experts, rank: int, *, num_ranks: int) -> Experts:
+    """Return the experts that live on a rank."""
+    return experts.split([experts.num_local_experts // num_ranks] * num_ranks)[rank]
+
+
+def make_tokens(case: KernelCase, rank: int, *, call: int = 0) -> tuple[torch.Tensor, Routing]:
+    """Return a rank's tokens and their routing in one call."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + 10 * call + rank + 1)
+    num_tokens = case.num_tokens_CW[call][rank]
+    x_TD = torch.randn(num_tokens, case.hidden_size, generator=generator).to(case.dtype)
+    num_loaded = case.num_experts - (case.load == "empty-expert")
+    load = "balanced" if case.load == "empty-expert" else case.load
+    load_E = parse_load(load, num_experts=num_loaded, top_k=case.top_k)
+    routing = sample_routing(load_E, num_tokens, top_k=case.top_k, generator=generator)
+    if not case.dropped:
+        return x_TD, routing
+    dropped_TK = torch.rand(num_tokens, case.top_k, generator=generator) < case.dropped
+    return x_TD, Routing(
+        topk_idx_TK=routing.topk_idx_TK.masked_fill(dropped_TK, DROPPED),
+        topk_weights_TK=routing.topk_weights_TK.masked_fill(dropped_TK, 0.0),
+    )
+
+
+def expected_outputs(case: KernelCase) -> list[list[torch.Tensor]]:
+    """Return by rank what the reference gives for its tokens, a tensor a call."""
+    experts = make_experts(case)
+    return [
+        [
+            moe_reference(*make_tokens(case, rank, call=call), experts)
+            for call in range(len(case.num_tokens_CW))
+        ]
+        for rank in range(case.num_ranks)
+    ]
+
+
+def assert_close(value: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
+    """Compare with the reference, by the tolerance of the value's dtype."""
+    error = relative_error(value, reference)
+    assert error <= RELATIVE_TOLERANCE[value.dtype], f"{what}: relative error {error:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What comes out of one rank's backward."""
+
+    x_TD: torch.Tensor
+    weights_TK: torch.Tensor
+    up_LGD: torch.Tensor
+    down_LDF: torch.Tensor
+
+
+def make_dy(case: KernelCase, rank: int, *, call: int = 0) -> torch.Tensor:
+    """Return a gradient of a rank's output in one call."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + 10 * call + rank + 501)
+    shape = (case.num_tokens_CW[call][rank], case.hidden_size)
+    return torch.randn(shape, generator=generator).to(case.dtype)
+
+
+def expected_gradients(
+    case: KernelCase,
+    *,
+    call: int = 0,
+    tokens: Callable[..., tuple[torch.Tensor, Routing]] = make_tokens,
+) -> list[Gradients]:
+    """Return by rank what autograd makes of the reference in float64."""
+    experts = make_experts(case)
+    up, down = (w.double().requires_grad_() for w in (experts.up_LGD, experts.down_LDF))
+    experts = replace(experts, up_LGD=up, down_LDF=down)
+    leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rank in range(case.num_ranks):
+        x_TD, routing = tokens(case, rank, call=call)
+        x_TD = x_TD.double().requires_grad_()
+        weights_TK = routing.topk_weights_TK.double().requires_grad_()
+        y_TD = moe_reference(x_TD, replace(routing, topk_weights_TK=weights_TK), experts)
+        y_TD.backward(make_dy(case, rank, call=call).double())
+        leaves.append((x_TD, weights_TK))
+    assert up.grad is not None
+    assert down.grad is not None
+    ups, downs = up.grad.chunk(case.num_ranks), down.grad.chunk(case.num_ranks)
+    return [
+        Gradients(x_TD=x.grad, weights_TK=w.grad, up_LGD=ups[rank], down_LDF=downs[rank])
+        for rank, (x, w) in enumerate(leaves)
+        if x.grad is not None and w.grad is not None
+    ]

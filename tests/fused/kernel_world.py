@@ -1,0 +1,66 @@
+"""Ranks that are threads, on which the kernels of one layer run."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from halley.interpreter import sanitizer
+from halley.interpreter.scheduler import Scheduler
+from halley.symm_mem.threads import ThreadWorld
+from tests.fused.kernel_case import TIMEOUT_S, KernelCase, make_tokens
+from tests.fused.kernel_rank import KernelRank
+
+
+T = TypeVar("T")
+
+
+def run_world(
+    case: KernelCase,
+    fn: Callable[[KernelRank], T],
+    *,
+    seed: int = 0,
+    resident: int = 4,
+    starve: float = 0.0,
+    timeout_s: float = TIMEOUT_S,
+    max_switches: int = 200_000,
+) -> list[T]:
+    """Call ``fn`` on every rank of a world of its own and return the results by rank."""
+    scheduler = Scheduler(seed, resident=resident, starve=starve, max_switches=max_switches)
+    mapped: list[int] = []
+
+    def on_map(address: int, num_bytes: int) -> None:
+        sanitizer.register(address, num_bytes)
+        mapped.append(address)
+
+    world = ThreadWorld(case.num_ranks, scheduler.barrier(), on_map=on_map)
+
+    def run(rank: int) -> T:
+        return fn(KernelRank(world.heap(rank), case, timeout_s=timeout_s))
+
+    try:
+        return scheduler.run_ranks(case.num_ranks, run)
+    finally:
+        # Not by closing the heaps: a rank that failed would not come to their barrier.
+        for address in mapped:
+            sanitizer.unregister(address)
+
+
+def run_forward(
+    case: KernelCase,
+    *,
+    fused: bool = True,
+    seed: int = 0,
+    resident: int = 4,
+    starve: float = 0.0,
+    timeout_s: float = TIMEOUT_S,
+) -> list[list[torch.Tensor]]:
+    """Run all calls of the case on one heap, one after another; return outputs by rank and call."""
+
+    def run(rank: KernelRank) -> list[torch.Tensor]:
+        return [
+            rank.forward(*make_tokens(case, rank.rank, call=call), fused=fused)
+            for call in range(len(case.num_tokens_CW))
+        ]
+
+    return run_world(case, run, seed=seed, resident=resident, starve=starve, timeout_s=timeout_s)

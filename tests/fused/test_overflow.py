@@ -1,0 +1,66 @@
+"""Rows for which a rank has no room: all ranks learn of it, and none waits for its sums."""
+
+import pytest
+
+from halley.fused.kernels import count
+from halley.interpreter.switch import INTERPRETED
+from tests.fused.kernel_case import KernelCase, make_tokens
+from tests.fused.kernel_rank import KernelRank
+from tests.fused.kernel_world import run_world
+from tests.fused.mutation import Mutation, apply
+
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU tensors")
+
+# All tokens go to expert 0, so rank 0 has 40 rows of it, in 3 tiles, and some of expert 1.
+CASE = KernelCase(num_tokens_CW=((20, 20),), num_experts=4, load="one-hot")
+MAX_ROWS = 32
+NUM_SEEDS = 6
+MOST_SEEDS = 48
+SHORT_S = 0.3
+
+_TELL = "                _tell_overflow(num_rows, epoch, rank, words, words_ptrs_W, LAYOUT)\n"
+_STORE = "        tl.store(theirs + LAYOUT.overflow + rank, num_rows)\n"
+_SIGNALS = """\
+        for chunk in range(_MAX_CHUNKS):
+            signal(theirs + LAYOUT.home + rank * _MAX_CHUNKS + chunk, epoch)
+"""
+MUTATIONS = {
+    "nobody is told": Mutation(function=count.count_task, edits=((_TELL, ""),)),
+    "no flags": Mutation(function=count._tell_overflow, edits=((_SIGNALS, ""),)),
+    "flags before the word": Mutation(
+        function=count._tell_overflow, edits=((_STORE + _SIGNALS, _SIGNALS + _STORE),)
+    ),
+}
+
+
+def _failure(rank: KernelRank) -> str:
+    x_TD, routing = make_tokens(CASE, rank.rank)
+    rows = rank.make_rows(rank.make_plan(x_TD, routing, max_rows=MAX_ROWS))
+    rank.dispatch_gemm(rows)
+    rank.gemm_combine(rows, len(x_TD))
+    try:
+        rank.check()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _all_learn(seed: int) -> bool:
+    said = run_world(CASE, _failure, seed=seed, timeout_s=SHORT_S)
+    return all(
+        text.startswith(f"rank {rank}: the experts of rank 0 got ")
+        for rank, text in enumerate(said)
+    )
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_all_ranks_learn_of_an_overflow(seed: int) -> None:
+    assert _all_learn(seed)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply(MUTATIONS[name], monkeypatch)
+    caught = (not _all_learn(seed) for seed in range(MOST_SEEDS))
+    assert any(caught), f"{name} shows with none of {MOST_SEEDS} seeds"

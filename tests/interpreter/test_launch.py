@@ -1,0 +1,139 @@
+"""Launches: the order of programs, what they share, and ranks that are processes."""
+
+# Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
+# pyright: reportArgumentType=false
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from halley.interpreter.scheduler import Scheduler
+from tests.rank_pool import RunRanks
+
+
+@triton.jit
+def _ticket_kernel(ticket, order_XYZ, grid_3):
+    x = tl.program_id(0)
+    y = tl.program_id(1)
+    z = tl.program_id(2)
+    at = (x * tl.num_programs(1) + y) * tl.num_programs(2) + z
+    tl.store(order_XYZ + at, tl.atomic_add(ticket, 1))
+    tl.store(grid_3 + 0, tl.num_programs(0))
+    tl.store(grid_3 + 1, tl.num_programs(1))
+    tl.store(grid_3 + 2, tl.num_programs(2))
+
+
+@triton.jit
+def _wait_for_next_kernel(flags_P, out_P, VOLATILE: tl.constexpr):
+    """Let each program but the last wait for the one of the next higher id."""
+    program = tl.program_id(0)
+    waits = program + 1 < tl.num_programs(0)
+    while waits:
+        if VOLATILE:
+            waits = tl.load(flags_P + program + 1, volatile=True) == 0
+        else:
+            waits = tl.atomic_add(flags_P + program + 1, 0, sem="acquire", scope="gpu") == 0
+    tl.store(out_P + program, program)
+    tl.atomic_xchg(flags_P + program, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def _exchange_kernel(mine_N, theirs_N, my_flag, their_flag, out_N, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(theirs_N + at, tl.load(out_N + at))
+    tl.atomic_xchg(their_flag, 1, sem="release", scope="sys")
+    while tl.atomic_add(my_flag, 0, sem="acquire", scope="sys") == 0:
+        pass
+    tl.store(out_N + at, tl.load(mine_N + at))
+
+
+@triton.jit
+def _failing_kernel(x_N):
+    tl.store(x_N, 1.0)
+    tl.static_assert(x_N.dtype.element_ty == tl.int32, "not integers")
+
+
+def test_programs_run_in_order_with_the_first_axis_first() -> None:
+    ticket, order_XYZ = torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3, 4, dtype=torch.int32)
+    grid_3 = torch.zeros(3, dtype=torch.int32)
+    _ticket_kernel[(2, 3, 4)](ticket, order_XYZ, grid_3)
+    assert torch.equal(order_XYZ.permute(2, 1, 0).reshape(-1), torch.arange(24, dtype=torch.int32))
+    assert grid_3.tolist() == [2, 3, 4]
+
+
+def test_each_thread_knows_its_program() -> None:
+    ticket, order_XYZ = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 2, 3, 2).int()
+    grid_3 = torch.zeros(2, 3, dtype=torch.int32)
+
+    def run(rank: int) -> None:
+        grid = (2, 3, 2) if rank else (2, 3)
+        _ticket_kernel[grid](ticket[rank], order_XYZ[rank], grid_3[rank])
+
+    Scheduler(0, resident=5).run_ranks(2, run)
+    assert order_XYZ[1].unique().tolist() == list(range(12))
+    assert order_XYZ[0].view(-1)[:6].sort().values.tolist() == list(range(6))
+    assert grid_3.tolist() == [[2, 3, 1], [2, 3, 2]]
+
+
+@pytest.mark.parametrize("volatile", [False, True])
+def test_waiting_for_a_higher_id_needs_both_resident(volatile: bool) -> None:
+    flags_P, out_P = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+
+    def run(rank: int) -> None:
+        flags_P.zero_()
+        _wait_for_next_kernel[(4,)](flags_P, out_P, VOLATILE=volatile)
+
+    for seed in range(3):
+        Scheduler(seed, resident=4).run_ranks(1, run)
+        assert out_P.tolist() == [0, 1, 2, 3]
+    scheduler = Scheduler(9, resident=3, max_switches=300)
+    with pytest.raises(RuntimeError, match="no end after 300 switches with seed 9 and 3 resident"):
+        scheduler.run_ranks(1, run)
+
+
+def test_same_seed_gives_the_same_values() -> None:
+    def draw(seed: int) -> tuple[list[int], list[int]]:
+        ticket, order_P = torch.zeros(1).int(), torch.zeros(2, 8).int()
+        scheduler = Scheduler(seed, resident=4, starve=0.05)
+        scheduler.run_ranks(
+            2, lambda rank: _ticket_kernel[(8,)](ticket, order_P[rank], torch.zeros(3).int())
+        )
+        return order_P.view(-1).tolist(), scheduler.trace
+
+    drawn = [draw(seed) for seed in range(4)]
+    assert drawn == [draw(seed) for seed in range(4)]
+    assert len({tuple(order) for order, _ in drawn}) == 4
+
+
+def test_error_in_a_kernel_comes_as_it_was_raised() -> None:
+    with pytest.raises(AssertionError, match="not integers"):
+        _failing_kernel[(1,)](torch.zeros(1))
+
+
+def test_empty_grid_does_nothing() -> None:
+    x_N = torch.zeros(1)
+    _failing_kernel[(0,)](x_N)
+    Scheduler(0, resident=2).run_ranks(1, lambda rank: _failing_kernel[(0,)](x_N))
+    assert x_N.item() == 0
+
+
+def _exchange(rank: int, num_ranks: int, folder: str) -> list[float]:
+    words = [
+        torch.from_file(f"{folder}/{name}.{r}", shared=True, size=16, dtype=torch.int32)
+        for name in ("data", "flag")
+        for r in (rank, 1 - rank)
+    ]
+    mine, theirs, my_flag, their_flag = words
+    out = torch.arange(16, dtype=torch.int32) + 100 * rank
+    _exchange_kernel[(1,)](mine, theirs, my_flag, their_flag, out, N=16)
+    return out.tolist()
+
+
+def test_ranks_in_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for name in ("data.0", "data.1", "flag.0", "flag.1"):
+        (tmp_path / name).write_bytes(bytes(64))
+    results = run_ranks(_exchange, 2, str(tmp_path))
+    assert results == [list(range(100, 116)), list(range(16))]

@@ -1,0 +1,91 @@
+"""Kernels compiled ahead of their launches. The compiler itself is not run: it wants a GPU."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import _async_compile
+
+from halley.ops.kernels import launch
+from halley.ops.kernels.launch import Launcher, compile_only, only_compiles
+
+
+class Kernel:
+    """Notes what is compiled and launched, and compiles by the threads that Triton would use."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        return mode.submit(args, lambda: self.compiled.append((args, options)), lambda _: None)
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            self.launched.append((args, options))
+            return SimpleNamespace(name="kernel", function=1)
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    made = Kernel()
+
+    def direct(binary: Any, num_programs: int) -> Any:
+        return lambda stream, args: made.launched.append((args, num_programs))
+
+    monkeypatch.setattr(launch, "DirectLaunch", direct)
+    return made
+
+
+def test_nothing_is_launched_while_kernels_are_compiled(kernel: Kernel) -> None:
+    launcher, x = Launcher(kernel), torch.zeros(4)
+    options: Any = {"num_warps": 8, "max_registers": 96, "overlaps": True}
+    with compile_only(2):
+        assert only_compiles()
+        launcher(3, (x, 1), (64,), **options)
+        launcher(3, (x, 1), (128,), **options)
+    assert not only_compiles()
+    assert kernel.launched == []
+    constants = sorted(args[-1] for args, _ in kernel.compiled)
+    assert constants == [64, 128]
+
+    launcher(3, (x, 1), (64,), **options)  # in earnest
+    assert kernel.launched == [kernel.compiled[constants.index(64)]]
+    launcher(3, (x, 2), (64,), **options)
+    assert kernel.launched[1:] == [((x, 2), 3)]
+    with compile_only(2):  # nor what is compiled already
+        launcher(3, (x, 3), (64,), **options)
+    assert len(kernel.launched) == 2
+    assert len(kernel.compiled) == 2
+
+
+def test_one_within_another_waits_for_it(kernel: Kernel) -> None:
+    launcher, x = Launcher(kernel), torch.zeros(4)
+    with compile_only(1):
+        for constant in (64, 128):
+            with compile_only(1):
+                launcher(3, (x, 1), (constant,))
+            assert only_compiles()
+    assert len(kernel.compiled) == 2
+    assert kernel.launched == []
+
+
+def test_what_cannot_be_compiled_is_told(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        future: Future[None] = Future()
+        future.set_exception(RuntimeError("out of resources"))
+        return future.result()
+
+    monkeypatch.setattr(kernel, "warmup", fail)
+    with pytest.raises(RuntimeError, match="out of resources"), compile_only(1):
+        Launcher(kernel)(3, (torch.zeros(4),), (64,))
+    assert not only_compiles()

@@ -1,0 +1,109 @@
+"""Places of routed rows by kernels against torch's own operators, interpreted or on a GPU."""
+
+import pytest
+import torch
+
+from halley.core.types import DROPPED
+from halley.interpreter.switch import INTERPRETED
+from halley.ops.capacity import take_slots
+from halley.ops.fills import places_of_part
+from halley.ops.kernels import route
+from halley.ops.routed_rows import group_rows, order_of_parts, sort_slots
+
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SIZES = [(1, 1, 1), (5, 2, 3), (4097, 1, 8), (90, 6, 130)]  # tokens, top_k, experts
+
+
+def _choices(num_tokens: int, top_k: int, num_experts: int, load: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    idx_TK = torch.randint(num_experts, (num_tokens, top_k), generator=generator)
+    if load == "one expert":
+        idx_TK.fill_(num_experts - 1)
+    elif load == "empty expert":
+        idx_TK[idx_TK == 0] = num_experts - 1
+    elif load == "dropped":
+        idx_TK[torch.rand(num_tokens, top_k, generator=generator) < 0.4] = DROPPED
+    elif load == "all dropped":
+        idx_TK.fill_(DROPPED)
+    return idx_TK
+
+
+def _same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("load", ["even", "one expert", "empty expert", "dropped", "all dropped"])
+@pytest.mark.parametrize("size", SIZES)
+def test_slots_are_sorted(size: tuple[int, int, int], load: str) -> None:
+    idx_TK = _choices(*size, load)
+    _same(route.sort_slots(idx_TK.to(DEVICE), size[2]), sort_slots(idx_TK, num_experts=size[2]))
+
+
+def test_slots_of_a_view_are_sorted() -> None:
+    idx_TK = _choices(9, 4, 3, "even")[1:, 1:3]
+    _same(route.sort_slots(idx_TK.to(DEVICE), 3), sort_slots(idx_TK, num_experts=3))
+
+
+@pytest.mark.parametrize("limit", [0, 1, 40, 10_000])
+@pytest.mark.parametrize("load", ["even", "one expert", "empty expert"])
+@pytest.mark.parametrize("size", SIZES)
+def test_slots_are_taken(size: tuple[int, int, int], load: str, limit: int) -> None:
+    idx_TK = _choices(*size, load)
+    used_E = torch.arange(size[2])
+    found = route.take_slots(idx_TK.to(DEVICE), used_E.to(DEVICE), limit)
+    _same(found, take_slots(idx_TK, used_E, limit=limit))
+
+
+COUNTS = {
+    "one rank": [[3, 0, 2]],
+    "two ranks": [[3, 0, 2], [1, 4, 0]],
+    "one expert": [[1500], [0], [1030]],
+    "no rows": [[0, 0], [0, 0]],
+    "empty rank": [[0, 0, 0], [5, 1, 2], [0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_rows_are_grouped(name: str) -> None:
+    counts_WL = torch.tensor(COUNTS[name])
+    num_rows = int(counts_WL.sum())
+    _same(
+        route.group_rows(counts_WL.to(DEVICE), num_rows), group_rows(counts_WL, num_rows=num_rows)
+    )
+
+
+def test_rows_of_many_ranks_are_grouped() -> None:
+    counts_WL = torch.randint(4, (72, 5), generator=torch.Generator().manual_seed(0))
+    num_rows = int(counts_WL.sum())
+    _same(
+        route.group_rows(counts_WL.to(DEVICE), num_rows), group_rows(counts_WL, num_rows=num_rows)
+    )
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_places_of_parts(num_parts: int) -> None:
+    generator = torch.Generator().manual_seed(num_parts)
+    counts = torch.randint(0, 4, (num_parts, 3, 2), generator=generator)
+    counts[0, 1, 0] = 1200
+    sizes = counts.flatten(1).sum(1).tolist()
+    given = counts.to(DEVICE)
+    found = [
+        route.places_of_part(given, num_parts, part, sizes[part]).cpu() for part in range(num_parts)
+    ]
+    for part, places_R in enumerate(found):
+        assert torch.equal(places_R, places_of_part(counts, num_parts, part, sizes[part]))
+    order_R = order_of_parts(counts, num_parts, sum(sizes))
+    assert torch.equal(torch.cat(found).argsort(), order_R)
+
+
+def test_no_tokens() -> None:
+    idx_TK = torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
+    slots_N, counts_E = route.sort_slots(idx_TK, 3)
+    assert slots_N.shape == (0,)
+    assert counts_E.tolist() == [0, 0, 0]
+    kept_TK, used_E = route.take_slots(idx_TK, torch.tensor([4, 0, 1], device=DEVICE), 2)
+    assert kept_TK.shape == (0, 2)
+    assert used_E.tolist() == [4, 0, 1]

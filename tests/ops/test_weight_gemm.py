@@ -1,0 +1,96 @@
+"""Gradients of stacked weights against the product of each expert's rows, on small integers."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from halley.ops.kernels.gemm_config import GemmTile
+from halley.ops.kernels.weight_gemm import weight_gemm
+
+
+TILE = GemmTile(block_n=32, block_k=16, group=2, num_warps=4, num_stages=1)
+ROWS = {
+    "odd numbers": [5, 17, 1],
+    "an empty expert": [16, 0, 3],
+    "the first is empty": [0, 9],
+    "one takes all": [0, 0, 48, 0],
+    "nothing at all": [0, 0],
+}
+
+
+def _make(rows_L: list[int], num_m: int, num_n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return rows padded with zeros to whole steps, and NaN behind the last."""
+    generator = torch.Generator().manual_seed(sum(rows_L))
+    padded = [-(-rows // TILE.block_k) * TILE.block_k for rows in rows_L]
+    total = sum(padded) + TILE.block_k
+    grad_RM = torch.full((total, num_m), torch.nan, dtype=dtype)
+    rows_RN = torch.full((total, num_n), torch.nan, dtype=dtype)
+    begin = 0
+    begins = []
+    for rows, room in zip(rows_L, padded, strict=True):
+        for side in (grad_RM, rows_RN):
+            side[begin : begin + room] = 0
+            whole = torch.randint(-4, 5, (rows, side.shape[1]), generator=generator)
+            side[begin : begin + rows] = whole.to(dtype)
+        begins.append(begin)
+        begin += room
+    return {
+        "grad_RM": grad_RM,
+        "rows_RN": rows_RN,
+        "expert_begin": torch.tensor(begins, dtype=torch.int32),
+        "expert_rows": torch.tensor(rows_L, dtype=torch.int32),
+    }
+
+
+def _run(
+    out_LMN: torch.Tensor,
+    sides: dict[str, torch.Tensor],
+    *,
+    num_programs: int,
+    accumulate: bool = False,
+    overlaps: bool = False,
+    run: int = 1,
+) -> None:
+    weight_gemm(
+        out_LMN,
+        sides["grad_RM"],
+        sides["rows_RN"],
+        expert_begin=sides["expert_begin"],
+        expert_rows=sides["expert_rows"],
+        tile=dataclasses.replace(TILE, run=run),
+        block_m=16,
+        num_programs=num_programs,
+        accumulate=accumulate,
+        overlaps=overlaps,
+    )
+
+
+def _expected(sides: dict[str, torch.Tensor]) -> torch.Tensor:
+    spans = zip(sides["expert_begin"].tolist(), sides["expert_rows"].tolist(), strict=True)
+    grad_RM, rows_RN = sides["grad_RM"].float(), sides["rows_RN"].float()
+    return torch.stack([grad_RM[b : b + n].T @ rows_RN[b : b + n] for b, n in spans])
+
+
+@pytest.mark.parametrize("rows_L", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_m", "num_n"), [(32, 64), (40, 72)])
+@pytest.mark.parametrize("run", [0, 1, 2])
+def test_equals_the_product_of_rows(
+    rows_L: list[int], dtype: torch.dtype, num_m: int, num_n: int, run: int
+) -> None:
+    sides = _make(rows_L, num_m, num_n, dtype)
+    out_LMN = torch.full((len(rows_L), num_m, num_n), torch.nan, dtype=dtype)
+    _run(out_LMN, sides, num_programs=3, overlaps=num_m == 40, run=run)
+    assert torch.equal(out_LMN, _expected(sides).to(dtype))
+
+
+@pytest.mark.parametrize("rows_L", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("run", [1, 2])
+def test_adds_to_float32_gradients(rows_L: list[int], run: int) -> None:
+    sides = _make(rows_L, 24, 40, torch.bfloat16)
+    before_LMN = torch.arange(len(rows_L) * 24 * 40).reshape(-1, 24, 40).float()
+    out_LMN = before_LMN.clone()
+    for _ in range(2):
+        _run(out_LMN, sides, num_programs=5, accumulate=True, run=run)
+    assert torch.equal(out_LMN, before_LMN + 2 * _expected(sides))

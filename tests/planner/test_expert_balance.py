@@ -1,0 +1,122 @@
+"""Plans of placements against all placements there are, the plain one, and bounds at real sizes."""
+
+import itertools
+import random
+
+import pytest
+
+from halley.core.placement import ExpertPlacement
+from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
+from halley.tools.skew import zipf_load
+
+
+def test_loads_by_hand() -> None:
+    placement = ExpertPlacement(num_experts=4, experts_WL=((0, 1), (0, 2), (0, 3)))
+    loads = rank_loads(placement, [9.0, 1.0, 2.0, 6.0])
+    assert loads == [4.0, 5.0, 9.0]
+    assert max_over_mean(loads) == 1.5
+
+
+def test_experts_are_moved_without_spare_places() -> None:
+    placement = plan_placement([8, 7, 2, 1], num_ranks=2, spare=0)
+    assert placement.experts_WL == ((0, 3), (1, 2))
+
+
+def test_the_hot_expert_is_replicated() -> None:
+    """Half of all goes to expert 0: on all four ranks it leaves no rank more than another."""
+    placement = plan_placement([12, 3, 3, 3, 3, 0, 0, 0], num_ranks=4, spare=1)
+    assert 0 in placement.replicated
+    assert rank_loads(placement, [12, 3, 3, 3, 3, 0, 0, 0]) == [6.0] * 4
+
+
+def test_what_is_balanced_stays_as_it_is() -> None:
+    counts = [5, 3, 4, 4, 7, 1]
+    assert plan_placement(counts, num_ranks=3, spare=2) == ExpertPlacement.plain(6, num_ranks=3)
+
+
+def test_experts_that_do_not_divide_are_filled_up() -> None:
+    placement = plan_placement([9, 5, 1, 1, 1], num_ranks=4, spare=0)
+    assert (placement.num_ranks, placement.num_local) == (4, 2)
+    assert len(placement.replicated) > 0
+
+
+def _least_load(counts_E: list[int], *, num_ranks: int, num_local: int) -> float:
+    """Return the load of the most loaded rank under the best of all placements."""
+    least = float("inf")
+    choices = itertools.combinations(range(len(counts_E)), num_local)
+    for ranks in itertools.combinations_with_replacement(list(choices), num_ranks):
+        held = [expert for experts in ranks for expert in experts]
+        if len(set(held)) == len(counts_E):
+            shares = [count / held.count(e) for e, count in enumerate(counts_E)]
+            least = min(least, max(sum(shares[e] for e in experts) for experts in ranks))
+    return least
+
+
+SIZES = [(4, 2, 0), (4, 2, 1), (6, 2, 0), (6, 3, 0), (6, 3, 1), (4, 4, 1), (5, 4, 0), (5, 2, 1)]
+
+
+def test_plans_are_near_the_best_of_all_placements() -> None:
+    """At most a seventh above it; four fifths of them reach it."""
+    generator = random.Random(0)
+    ratios: list[float] = []
+    for num_experts, num_ranks, spare in SIZES * 8:
+        counts = [generator.randint(1, 20) ** 2 for _ in range(num_experts)]
+        placement = plan_placement(counts, num_ranks=num_ranks, spare=spare)
+        fewest = -(-num_experts // num_ranks)
+        best = min(
+            _least_load(counts, num_ranks=num_ranks, num_local=num_local)
+            for num_local in range(fewest, fewest + spare + 1)
+        )
+        ratios.append(max(rank_loads(placement, counts)) / best)
+    assert max(ratios) <= 8 / 7
+    assert min(ratios) >= 1 - 1e-9
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= len(ratios) * 4 / 5
+
+
+def test_plans_are_never_worse_than_less() -> None:
+    """Not than the plain placement, and not than fewer spare places."""
+    generator = random.Random(1)
+    for _ in range(60):
+        num_ranks = generator.choice([2, 4, 8])
+        num_experts = num_ranks * generator.randint(2, 6)
+        counts = [generator.paretovariate(1.0) for _ in range(num_experts)]
+        plain = ExpertPlacement.plain(num_experts, num_ranks=num_ranks)
+        least = max(rank_loads(plain, counts))
+        for spare in range(3):
+            placement = plan_placement(counts, num_ranks=num_ranks, spare=spare)
+            load = max(rank_loads(placement, counts))
+            assert load <= least * (1 + 1e-12)
+            least = load
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "spare", "plain", "ratio"),
+    [(8, 2, 0, 2.4, 1.86), (8, 2, 1, 2.4, 1.02), (8, 2, 2, 2.4, 1.01), (128, 8, 0, 3.2, 1.001)],
+)
+def test_zipf_on_four_ranks(
+    num_experts: int, top_k: int, spare: int, plain: float, ratio: float
+) -> None:
+    counts = zipf_load(num_experts, exponent=1.2, top_k=top_k).tolist()
+    before = ExpertPlacement.plain(num_experts, num_ranks=4)
+    assert max_over_mean(rank_loads(before, counts)) > plain
+    placement = plan_placement(counts, num_ranks=4, spare=spare)
+    assert placement.num_local <= num_experts // 4 + spare
+    assert max_over_mean(rank_loads(placement, counts)) <= ratio
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_ranks", "spare", "message"),
+    [
+        ([1, 2], 0, 0, r"ranks \(0\) must be at least 1"),
+        ([1, 2], 2, -1, r"spare \(-1\) must be at least 0"),
+        ([1, 2], 2, 2, r"spare \(2\) must leave a rank at most all experts \(2\), and it has 1"),
+        ([0, 0], 2, 0, r"counts \(\[0, 0\]\) must be at least 0 and not all 0"),
+        ([1, -1], 2, 0, r"counts \(\[1, -1\]\) must be at least 0"),
+        ([], 2, 0, r"counts \(\[\]\) must be at least 0"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    counts: list[float], num_ranks: int, spare: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_placement(counts, num_ranks=num_ranks, spare=spare)

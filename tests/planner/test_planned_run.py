@@ -1,0 +1,169 @@
+"""Runs whose layers have strategies of their own: the steps, checkpoints, plans on ranks."""
+
+import dataclasses
+import json
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+
+from halley.compiler import Backend
+from halley.core.config import RunConfig
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.moe.layer import MoELayer
+from halley.planner import planned_run as planned
+from halley.planner.planned_run import check_strategies, describe_plan, plan_run
+from halley.planner.step_plan import StepPlan
+from halley.strategies.chunked import ChunkedStrategy
+from halley.strategies.fused import FusedStrategy
+from halley.strategies.sequential import SequentialStrategy
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.train.step import StepResult, train_step
+from tests.rank_pool import RunRanks
+from tests.train.run_case import SMALL, built, make_config, make_world, train_on_ranks, write_text
+
+
+def _take_steps(rank: int, num_ranks: int, config: RunConfig) -> list[StepResult]:
+    with built(config, rank=rank, num_ranks=num_ranks) as run, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of how it traces
+        results = [train_step(run, step) for step in range(2)]
+    torch._dynamo.reset()
+    return results
+
+
+def _with(config: RunConfig, strategy: str, *, passes: str = "none") -> RunConfig:
+    return dataclasses.replace(config, strategy=strategy, passes=passes)  # type: ignore[arg-type]
+
+
+def _kinds(rank: int, num_ranks: int, config: RunConfig) -> list[type]:
+    with built(config, rank=rank, num_ranks=num_ranks) as run:
+        return [type(m.strategy) for m in run.model.modules() if isinstance(m, MoELayer)]
+
+
+def test_mixed_layers_take_the_same_steps(run_ranks: RunRanks, tmp_path: Path) -> None:
+    model = dataclasses.replace(SMALL, num_layers=3)
+    config = make_config(write_text(tmp_path), model=model)
+    mixed = _with(config, "sequential,chunked,fused")
+    kinds = [SequentialStrategy, ChunkedStrategy, FusedStrategy]
+    assert run_ranks(_kinds, 2, mixed) == [kinds] * 2
+    want = run_ranks(_take_steps, 2, config)
+    got = run_ranks(_take_steps, 2, mixed, timeout_s=120.0)
+    for mine, others in zip(want[0], got[0], strict=True):
+        for name, value in dataclasses.asdict(mine).items():
+            tolerance = RELATIVE_TOLERANCE[torch.float32]
+            assert getattr(others, name) == pytest.approx(value, rel=tolerance), name
+
+
+@pytest.mark.parametrize("strategy", ["functional,fused", "fused:recompute,functional"])
+def test_passes_change_no_step_of_mixed_layers(
+    run_ranks: RunRanks, tmp_path: Path, strategy: str
+) -> None:
+    """Graphs with all-to-alls and with fused passes, in parts and with gradients moved."""
+    config = make_config(write_text(tmp_path))
+    want = run_ranks(_take_steps, 2, _with(config, strategy), timeout_s=120.0)
+    passed = _with(config, strategy, passes="both")
+    assert run_ranks(_take_steps, 2, passed, timeout_s=200.0) == want
+
+
+def _compare_parts(rank: int, num_ranks: int, config: RunConfig) -> int:
+    """Compare logits and gradients with those in two parts; return how many ranges ran so."""
+    with built(config, rank=rank, num_ranks=num_ranks) as run, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backend = Backend()
+        options = {"passes": "both", "inner": "eager", "num_parts": 2, "memory_margin": 9.0}
+        compiled = torch.compile(run.model, backend=backend, fullgraph=True, options=options)
+        tokens_BS, _ = run.loader.batch(0, 0)
+        found = []
+        for forward in (run.model, compiled):
+            with torch._dynamo.config.patch(capture_scalar_outputs=True):
+                output = forward(tokens_BS)
+            (output.logits_BSV.square().sum() + output.router_loss).backward()
+            found.append([output.logits_BSV, *(p.grad for p in run.model.parameters())])
+            run.model.zero_grad()
+        for got, want in zip(*found, strict=True):
+            assert relative_error(got, want) <= RELATIVE_TOLERANCE[torch.float32]
+    torch._dynamo.reset()
+    return len(backend.reports[0].ranges)
+
+
+def test_functional_layers_run_in_parts_beside_fused_ones(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    config = _with(make_config(write_text(tmp_path)), "fused,functional")
+    assert run_ranks(_compare_parts, 2, config, timeout_s=300.0) == [1, 1]
+
+
+def test_checkpoints_are_of_no_strategy(run_ranks: RunRanks, tmp_path: Path) -> None:
+    config = make_config(write_text(tmp_path), num_steps=2, every_steps=1)
+    mixed = _with(config, "sequential,chunked")
+    assert run_ranks(train_on_ranks, 2, mixed) == [[1, 2]] * 2
+    longer = dataclasses.replace(config.train, num_steps=3)
+    again = dataclasses.replace(config, train=longer)
+    assert run_ranks(train_on_ranks, 2, again) == [[3]] * 2  # goes on where the other ended
+
+
+def test_plan_of_a_rank_on_its_own(tmp_path: Path) -> None:
+    config = make_config(write_text(tmp_path))
+    assert plan_run(config, make_world(), ParallelGroups()) is None
+    config = _with(config, "planned")
+    check_strategies(config)
+    plan = plan_run(config, make_world(), ParallelGroups())
+    assert plan is not None
+    assert len(plan.strategies) == 2
+    assert set(plan.uniform_us) == {"sequential", "chunked"}
+    assert plan.problems == {"fused": "its kernels are interpreted on a CPU"}
+
+
+def _plan_nothing(rank: int, num_ranks: int, config: RunConfig, in_thread: bool) -> str:
+    groups = build_groups(0, device_type="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if in_thread:
+            patch.setattr(planned, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
+        with pytest.raises(ValueError if in_thread else RuntimeError) as caught:
+            plan_run(config, make_world(rank, num_ranks), groups)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("in_thread", "text"),
+    [
+        (True, "strategy (planned) must leave one that can run: not functional"),
+        (False, "rank 0 made no plan: AssertionError('daemonic processes"),  # as the pool's are
+    ],
+)
+def test_why_there_is_no_plan_is_told_on_all_ranks(
+    run_ranks: RunRanks, tmp_path: Path, in_thread: bool, text: str
+) -> None:
+    model = dataclasses.replace(SMALL, moe=dataclasses.replace(SMALL.moe, expert_bias=True))
+    config = _with(make_config(write_text(tmp_path), model=model), "planned", passes="both")
+    told = run_ranks(_plan_nothing, 2, config, in_thread)
+    assert told[0] == told[1]
+    assert text in told[0]
+
+
+def test_wrong_strategies_are_named(tmp_path: Path) -> None:
+    config = make_config(write_text(tmp_path))
+    check_strategies(_with(config, "chunked, fused:inputs"))
+    match = r"strategy \(fused,fused,fused\) must be one, or as many as MoE layers \(2\)"
+    with pytest.raises(ValueError, match=match):
+        check_strategies(_with(config, "fused,fused,fused"))
+    with pytest.raises(ValueError, match=r"strategy \(planned\) must be one of sequential"):
+        check_strategies(_with(config, "planned,fused"))
+
+
+def test_plan_is_told_with_what_else_there_was() -> None:
+    plan = StepPlan(
+        strategies=("functional", "fused", "fused"),
+        step_us=1500.0,
+        uniform_us={"functional": 1750.0, "fused": 1600.0},
+        unpassed_us={},
+        problems={"chunked": "no reason"},
+    )
+    assert describe_plan(plan) == (
+        "planned: functional, 2 x fused, 1.50 ms forward and backward, predicted; one for all "
+        "layers: functional 1.75 ms, fused 1.60 ms; not chunked: no reason"
+    )
+    assert json.loads(json.dumps(dataclasses.asdict(plan)))["step_us"] == 1500.0

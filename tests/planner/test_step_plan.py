@@ -1,0 +1,179 @@
+"""Plans of a step: the choice against all choices, what cannot run, deep models by short ones."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from halley.compiler import OrderReport
+from halley.core.config import DataConfig, RunConfig, TrainConfig
+from halley.core.models import find_model
+from halley.core.types import LayerShape
+from halley.cost.graph_cost import GraphTime
+from halley.cost.hardware import CPU, H200, Hardware
+from halley.cost.simulate import Task
+from halley.planner import step_plan
+from halley.planner.step_plan import (
+    StepTimes,
+    choose_strategies,
+    find_problems,
+    plan_strategies,
+    trace_step,
+)
+
+
+NAMES = ("functional", "fused")
+NO_ACCESS = "ranks do not address each other's memory"
+
+
+def _config(num_layers: int, *, passes: str = "wgrad", num_heads: int = 32) -> RunConfig:
+    """Return a run whose attention is more work than its experts."""
+    tiny = find_model("tiny")
+    model = dataclasses.replace(
+        tiny,
+        num_layers=num_layers,
+        hidden_size=1024,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=128,
+        qk_norm="none",
+        moe=dataclasses.replace(tiny.moe, intermediate_size=512),
+    )
+    train = dataclasses.replace(TrainConfig(), batch_size=2, dtype="bfloat16")
+    config = RunConfig(model=model, data=DataConfig(seq_len=2048), train=train)
+    return dataclasses.replace(config, passes=passes)
+
+
+def _hardware(gb_per_s: float) -> Hardware:
+    return dataclasses.replace(
+        H200,
+        link_bytes_per_s=gb_per_s * 1e9,
+        link_latency_us=2.0,
+        launch_us=0.5,
+        graph_us=0.0,
+        kernel_us=0.5,
+        split_sum_us=0.0,
+        call_us=0.0,
+        collective_us=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "gb_per_s", "is_mixed"), [(2, 2000.0, False), (2, 100.0, True)]
+)
+def test_choice_is_the_best_of_all(num_layers: int, gb_per_s: float, is_mixed: bool) -> None:
+    """A slow link is hidden by weight gradients, but in the last layer, which has few behind it."""
+    times = StepTimes(_config(num_layers), num_ranks=4, hardware=_hardware(gb_per_s))
+    chosen = choose_strategies(NAMES, num_layers=num_layers, predict=times)
+    choices = itertools.product(NAMES, repeat=num_layers)
+    assert times(chosen) == min(map(times, choices))
+    assert (len(set(chosen)) > 1) == is_mixed
+    assert chosen[-1] == "fused"
+
+
+def test_weight_gradients_of_fused_layers_run_behind_all_to_alls() -> None:
+    """Fused operators are priced and stay where they are; what they leave to hide is hidden."""
+    options = {"passes": "wgrad", "num_ranks": 4, "hardware": _hardware(100.0)}
+    forward, backward = trace_step(_config(2, num_heads=8), ("functional", "fused"), **options)
+    spans_us = {span.name: span.duration_us for span in forward.spans_before}
+    assert spans_us["fused_experts"] > 10.0 * spans_us["mm"]
+    assert len(forward.windows) == 3
+    hidden = [name for names in backward.windows.values() for name in names]
+    assert len(backward.windows) == 2
+    assert {"weight_gemm", "weight_gemm_1"} & set(hidden)
+    assert backward.time_after.exposed_us < backward.time_before.exposed_us
+
+
+def test_what_cannot_run_is_not_chosen() -> None:
+    config, hardware = _config(2), _hardware(1.0)
+    problems = find_problems(config, hardware=hardware, fused_problem=NO_ACCESS)
+    plan = plan_strategies(config, num_ranks=4, hardware=hardware, problems=problems)
+    assert plan.strategies == ("functional", "functional")
+    assert plan.problems == {"fused": NO_ACCESS}
+    assert plan.uniform_us == {"functional": plan.step_us}
+    assert list(plan.unpassed_us) == ["sequential", "chunked"]
+    assert max(plan.step_us, plan.unpassed_us["chunked"]) < plan.unpassed_us["sequential"]
+
+
+def test_problems_that_need_no_rank() -> None:
+    config = _config(1)
+    assert find_problems(config, hardware=H200) == {}
+    train = dataclasses.replace(config.train, dtype="float32")
+    single = dataclasses.replace(config, train=train)
+    assert list(find_problems(single, hardware=H200)) == ["fused"]
+    assert find_problems(single, hardware=CPU) == {}
+    moe = dataclasses.replace(config.model.moe, expert_bias=True)
+    model = dataclasses.replace(config.model, moe=moe)
+    biased = dataclasses.replace(config, model=model)
+    problems = find_problems(biased, hardware=H200)
+    assert list(problems) == ["functional", "fused"]
+    with pytest.raises(
+        ValueError, match=r"strategy \(planned\) must leave one that can run: not f"
+    ):
+        plan_strategies(biased, num_ranks=4, hardware=H200, problems=problems)
+
+
+def _by_hand(traced: list[tuple[tuple[str, ...], str]], us: dict[str, float]):
+    """Return a ``trace_step`` of layers that take so long each, a step 100 more."""
+
+    def trace(
+        config: RunConfig, strategies: tuple[str, ...], *, passes: str, **_: object
+    ) -> list[OrderReport]:
+        assert config.model.num_moe_layers == len(strategies)
+        traced.append((strategies, passes))
+        time_us = 100.0 + sum(us[name] for name in strategies)
+        time = GraphTime(makespan_us=time_us, comm_us=0.0, exposed_us=0.0)
+        report = OrderReport(
+            windows={}, time_before=time, time_after=time, peak_before=0, peak_after=0
+        )
+        return [report]
+
+    return trace
+
+
+def test_deep_model_takes_what_a_short_one_takes_and_more(monkeypatch) -> None:
+    traced: list[tuple[tuple[str, ...], str]] = []
+    trace = _by_hand(traced, {"functional": 3.0, "fused": 2.0})
+    monkeypatch.setattr(step_plan, "trace_step", trace)
+    deep = dataclasses.replace(
+        _config(41).model, num_dense_layers=1, moe_interval=2, dense_intermediate_size=64
+    )
+    config = dataclasses.replace(_config(41), model=deep)
+    plan = plan_strategies(config, num_ranks=4, hardware=H200, problems={})
+    assert plan.strategies == ("fused",) * 20
+    assert plan.step_us == pytest.approx(100.0 + 20 * 2.0)
+    assert plan.uniform_us == pytest.approx({"functional": 160.0, "fused": 140.0})
+    assert max(len(strategies) for strategies, _ in traced) == 4
+    assert len(set(traced)) == len(traced) <= 2 * (2 + 3) + 2  # and two without passes
+
+
+def test_shards_are_experts_of_their_own_to_chunked_layers(monkeypatch) -> None:
+    shapes: list[LayerShape] = []
+
+    def sketch(shape: LayerShape, *_: object, num_chunks: int) -> list[Task]:
+        shapes.append(shape)
+        return []
+
+    monkeypatch.setattr(step_plan, "pipeline_tasks", sketch)
+    config = dataclasses.replace(_config(1), expert_tp_size=2, num_chunks=2)
+    StepTimes(config, num_ranks=4, hardware=H200)
+    moe = config.model.moe
+    found = {(s.num_experts, s.top_k, s.intermediate_size, s.ep_size) for s in shapes}
+    assert found == {(2 * moe.num_experts, 2 * moe.top_k, moe.intermediate_size // 2, 4)}
+
+
+def test_chunks_are_chosen_where_the_wire_is_slow(monkeypatch) -> None:
+    """Without passes layers do not meet: the best of one layer is the best of all."""
+    trace = _by_hand([], {"functional": 5000.0, "fused": 4000.0})
+    monkeypatch.setattr(step_plan, "trace_step", trace)
+    config = _config(3, passes="none")
+    plan = plan_strategies(
+        config, num_ranks=4, hardware=_hardware(20.0), problems={"fused": NO_ACCESS}
+    )
+    assert plan.strategies == ("chunked",) * 3
+    assert plan.step_us < plan.uniform_us["sequential"] == 100.0 + 3 * 5000.0
+    assert plan.unpassed_us == {}
+    assert (
+        plan_strategies(config, num_ranks=4, hardware=_hardware(20000.0), problems={}).strategies
+        == ("fused",) * 3
+    )

@@ -1,0 +1,104 @@
+"""Strategies and cost models are found by name."""
+
+import pytest
+import torch
+
+from halley.core.timeline import Recorder
+from halley.cost.hardware import CPU as CPU_FIGURES
+from halley.cost.hardware import H100, H200, Hardware
+from halley.fused.buffer_cache import Workspaces
+from halley.strategies.all_gather import GatheredStrategy
+from halley.strategies.auto import AutoStrategy
+from halley.strategies.chunked import ChunkedStrategy
+from halley.strategies.functional import FunctionalStrategy
+from halley.strategies.fused import FusedStrategy
+from halley.strategies.registry import (
+    STRATEGIES,
+    build_strategies,
+    build_strategy,
+    check_strategy,
+    describe_strategies,
+    predictor_of,
+    split_strategies,
+)
+from halley.strategies.sequential import SequentialStrategy
+from tests.moe.model_case import CPU
+
+
+def test_each_name_builds_its_strategy() -> None:
+    recorder = Recorder(CPU)
+    built = [build_strategy(name, None, recorder=recorder, device=CPU) for name in STRATEGIES]
+    assert [type(strategy) for strategy in built] == [
+        SequentialStrategy,
+        ChunkedStrategy,
+        GatheredStrategy,
+        FunctionalStrategy,
+        FusedStrategy,
+        FusedStrategy,
+        AutoStrategy,
+    ]
+    assert [s.fused for s in built if isinstance(s, FusedStrategy)] == [False, True]
+    assert [s.gemm for s in built[:-1]] == [*["torch"] * 4, "halley", "halley"]
+    chunked = build_strategy("chunked", None, recorder=recorder, device=CPU, num_chunks=3)
+    assert isinstance(chunked, ChunkedStrategy)
+    assert (chunked.num_chunks, chunked.predictor.hardware) == (3, CPU_FIGURES)
+
+
+def test_strategies_share_the_workspaces_that_they_are_given() -> None:
+    workspaces = Workspaces(None, CPU)
+    fused, unfused, auto = (
+        build_strategy(name, None, recorder=Recorder(CPU), device=CPU, workspaces=workspaces)
+        for name in ("fused", "unfused", "auto")
+    )
+    assert isinstance(auto, AutoStrategy)
+    for strategy in (fused, unfused, auto.candidates["fused"]):
+        assert isinstance(strategy, FusedStrategy)
+        assert strategy.workspaces is workspaces
+
+
+def test_strategies_of_layers_share_what_is_alike() -> None:
+    names = split_strategies("fused, sequential,fused:inputs,sequential", num_layers=4)
+    assert names == ("fused", "sequential", "fused:inputs", "sequential")
+    first, second, third, fourth = build_strategies(names, None, recorder=Recorder(CPU), device=CPU)
+    assert second is fourth
+    assert isinstance(first, FusedStrategy)
+    assert isinstance(third, FusedStrategy)
+    assert (first.save, third.save) == ("all", "inputs")
+    assert first.workspaces is third.workspaces
+    assert split_strategies("chunked", num_layers=3) == ("chunked",) * 3
+    assert split_strategies("chunked", num_layers=0) == ()
+
+
+def test_strategies_are_told_in_few_words() -> None:
+    assert describe_strategies(["fused"] * 3) == "fused"
+    assert describe_strategies(["fused", "fused", "auto", "fused"]) == "2 x fused, auto, fused"
+    assert describe_strategies([]) == ""
+
+
+def test_unknown_strategy_is_an_error() -> None:
+    match = r"strategy \(tiled\) must be one of sequential, chunked"
+    with pytest.raises(ValueError, match=match):
+        build_strategy("tiled", None, recorder=Recorder(CPU), device=CPU)
+    with pytest.raises(ValueError, match=match):
+        check_strategy("tiled")
+    with pytest.raises(ValueError, match=r"strategy \(chunked:inputs\) must be .* fused:inputs"):
+        check_strategy("chunked:inputs")
+    for name in (*STRATEGIES, "fused:all", "unfused:recompute"):
+        check_strategy(name)
+
+
+@pytest.mark.parametrize(("name", "save"), [("fused", "all"), ("unfused:inputs", "inputs")])
+def test_what_is_kept_goes_with_the_name(name: str, save: str) -> None:
+    strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
+    assert isinstance(strategy, FusedStrategy)
+    assert (strategy.fused, strategy.save) == (name == "fused", save)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "hardware"), [("NVIDIA H100 NVL", H100), ("NVIDIA Something New", H200)]
+)
+def test_gpu_without_figures_is_taken_for_an_h200(
+    monkeypatch: pytest.MonkeyPatch, device_name: str, hardware: Hardware
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
+    assert predictor_of(torch.device("cuda", 0)).hardware is hardware

@@ -1,0 +1,213 @@
+"""Layers as tasks: their order, times that add up, and the chunks worth having."""
+
+import dataclasses
+
+import pytest
+
+from halley.core.types import LayerShape
+from halley.cost.hardware import H200, Hardware
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task, makespan_us, simulate
+from halley.strategies.chunked import choose_num_chunks
+from halley.strategies.tasks import fused_tasks, gathered_tasks, pipeline_tasks
+
+
+SHAPE = LayerShape(
+    num_tokens=8192,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_experts=32,
+    top_k=2,
+    ep_size=4,
+)
+# A link as fast as nothing ever was, and one slow enough that waiting is all there is.
+FREE = dataclasses.replace(H200, link_bytes_per_s=1e30, link_latency_us=0.0)
+SLOW = dataclasses.replace(H200, link_bytes_per_s=60e9)
+
+
+def _tasks(num_chunks: int, hardware: Hardware = H200) -> list[Task]:
+    return pipeline_tasks(SHAPE, Predictor(hardware), num_chunks=num_chunks)
+
+
+def test_order_of_one_chunk() -> None:
+    tasks = _tasks(1)
+    assert [(task.stream, task.name, task.needs) for task in tasks] == [
+        ("compute", "route", ()),
+        ("compute", "gather", ("route",)),
+        ("comm", "dispatch.0", ("gather",)),
+        ("compute", "experts.0", ("dispatch.0",)),
+        ("comm", "combine.0", ("experts.0",)),
+        ("compute", "restore", ("combine.0",)),
+        ("compute", "restore.backward", ("restore",)),
+        ("comm", "combine.backward.0", ("restore.backward",)),
+        ("compute", "experts.backward.0", ("combine.backward.0",)),
+        ("comm", "dispatch.backward.0", ("experts.backward.0",)),
+        ("compute", "gather.backward", ("dispatch.backward.0",)),
+    ]
+    # Each needs the one before: nothing is hidden.
+    assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
+
+
+def test_backward_mirrors_forward() -> None:
+    names = [task.name for task in _tasks(3) if "." in task.name]
+    middle = names.index("restore.backward")
+    forward, backward = names[:middle], names[middle + 1 : -1]
+    assert [n for n in forward if n.startswith("dispatch")] == [f"dispatch.{c}" for c in range(3)]
+    assert forward[3:] == [f"{n}.{c}" for c in range(3) for n in ("experts", "combine")]
+    assert backward[:3] == [f"combine.backward.{c}" for c in (2, 1, 0)]
+    want = [f"{n}.backward.{c}" for c in (2, 1, 0) for n in ("experts", "dispatch")]
+    assert backward[3:] == want
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
+def test_communication_is_that_of_all_rows(num_chunks: int) -> None:
+    # 3/4 of 16384 rows of 8192 bytes leave the rank, four times in forward and backward.
+    tasks = _tasks(num_chunks)
+    comm_us = sum(task.duration_us for task in tasks if task.stream == "comm")
+    wire_us = 4 * 0.75 * 16384 * 8192 / H200.link_bytes_per_s * 1e6
+    assert comm_us == pytest.approx(wire_us + 4 * num_chunks * H200.link_latency_us)
+    assert len([task for task in tasks if task.stream == "comm"]) == 4 * num_chunks
+
+
+def test_experts_by_hand() -> None:
+    # Two products of 16384 rows: with 4096 x 28672, and with 14336 x 4096; twice that backward.
+    flops = 2 * 16384 * 4096 * (28672 + 14336)
+    gemm_us = flops / H200.gemm_flops_per_s * 1e6 + 2 * H200.launch_us
+    moved = 16384 * 2 * (2 * 28672 + 3 * 14336 + 4 * 4096)
+    forward_us = gemm_us + moved / H200.memory_bytes_per_s * 1e6
+    durations = {task.name: task.duration_us for task in _tasks(1)}
+    assert durations["experts.0"] == pytest.approx(forward_us)
+    assert durations["experts.backward.0"] == pytest.approx(2 * forward_us)
+
+
+def test_next_chunk_travels_while_one_computes() -> None:
+    spans = {span.name: span for span in simulate(_tasks(4))}
+    for c in range(3):
+        assert spans[f"dispatch.{c + 1}"].start_us == spans[f"dispatch.{c}"].end_us
+        assert spans[f"dispatch.{c + 1}"].start_us < spans[f"experts.{c}"].end_us
+        assert spans[f"combine.{c}"].start_us < spans[f"experts.{c + 1}"].end_us
+    assert makespan_us(_tasks(4)) < makespan_us(_tasks(1))
+
+
+def test_free_communication_is_not_chunked() -> None:
+    assert choose_num_chunks(SHAPE, Predictor(FREE)) == 1
+
+
+def test_costly_communication_is_chunked() -> None:
+    predictor = Predictor(SLOW)
+    chosen = choose_num_chunks(SHAPE, predictor)
+    assert chosen > 1
+    times_us = {n: makespan_us(_tasks(n, SLOW)) for n in (1, 2, 3, 4, 6, 8)}
+    assert times_us[chosen] == min(times_us.values())
+    assert times_us[chosen] < 0.9 * times_us[1]
+
+
+@pytest.mark.parametrize("num_experts", [4, 8, 12])
+def test_no_more_chunks_than_local_experts(num_experts: int) -> None:
+    shape = dataclasses.replace(SHAPE, num_experts=num_experts)
+    assert 1 <= choose_num_chunks(shape, Predictor(SLOW)) <= num_experts // 4
+
+
+def test_rank_on_its_own_is_not_chunked() -> None:
+    assert choose_num_chunks(dataclasses.replace(SHAPE, ep_size=1), Predictor(H200)) == 1
+
+
+def _fused(*, fused: bool, shape: LayerShape = SHAPE, hardware: Hardware = H200) -> list[Task]:
+    return fused_tasks(shape, Predictor(hardware), chunk_columns=2048, fused=fused)
+
+
+def test_order_of_unfused_parts() -> None:
+    tasks = _fused(fused=False)
+    assert [(task.stream, task.name, task.needs) for task in tasks] == [
+        ("compute", "publish", ()),
+        ("compute", "plan", ("publish",)),
+        ("comm", "dispatch.0", ("plan",)),
+        ("compute", "up.0", ("dispatch.0",)),
+        ("compute", "down.0", ("up.0",)),
+        ("comm", "combine.0", ("down.0",)),
+        ("compute", "home.0", ("combine.0",)),
+        ("compute", "publish.backward", ("home.0",)),
+        ("comm", "dispatch.backward.0", ("publish.backward",)),
+        ("compute", "down.backward.0", ("dispatch.backward.0",)),
+        ("compute", "up.backward.0", ("down.backward.0",)),
+        ("comm", "combine.backward.0", ("up.backward.0",)),
+        ("compute", "home.backward.0", ("combine.backward.0",)),
+        ("compute", "down.weights", ("down.backward.0",)),
+        ("compute", "up.weights", ("down.backward.0",)),
+    ]
+    # Weights get their gradients last, all else needs what stands before: nothing is hidden.
+    assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
+
+
+def test_fused_parts_begin_with_what_is_here() -> None:
+    tasks = _fused(fused=True)
+    needs = {task.name: task.needs for task in tasks}
+    assert needs["up.0"] == ("plan",)
+    assert [needs[f"up.{rank}"] for rank in (1, 2, 3)] == [
+        (f"dispatch.{rank}",) for rank in (1, 2, 3)
+    ]
+    assert [name for name in needs if name.startswith("down.") and name[5].isdecimal()] == [
+        "down.0",
+        "down.1",
+    ]
+    assert needs["down.1"] == ("up.3",)
+    assert needs["combine.1"] == ("down.1",)
+    assert needs["publish.backward"] == ("home.1",)
+    assert needs["down.backward.0"] == ("publish.backward",)
+    assert [needs[f"down.backward.{rank}"] for rank in (1, 2, 3)] == [
+        (f"dispatch.backward.{rank}",) for rank in (1, 2, 3)
+    ]
+    assert [needs[f"up.backward.{chunk}"] for chunk in (0, 1)] == [("down.backward.3",)] * 2
+    assert needs["combine.backward.1"] == ("up.backward.1",)
+    assert needs["home.backward.1"] == ("combine.backward.1",)
+    assert needs["down.weights"] == needs["up.weights"] == ("down.backward.3",)
+    # The same work on each stream, and less time.
+    unfused = _fused(fused=False)
+    for stream in ("compute", "comm"):
+        work_us = [sum(t.duration_us for t in ts if t.stream == stream) for ts in (tasks, unfused)]
+        assert work_us[0] == pytest.approx(work_us[1])
+    assert makespan_us(tasks) < makespan_us(unfused)
+
+
+def test_a_token_crosses_once_to_each_rank() -> None:
+    # Two different experts of 32, 8 on a rank: 24 * 23 of 32 * 31 pairs are elsewhere.
+    crossings = 8192 * 3 * (1 - 24 * 23 / (32 * 31))
+    wire_us = 4 * crossings * 8192 / H200.link_bytes_per_s * 1e6  # there and back, twice
+    for fused in (True, False):
+        comm_us = sum(t.duration_us for t in _fused(fused=fused) if t.stream == "comm")
+        assert comm_us == pytest.approx(wire_us + 4 * H200.link_latency_us)
+
+
+def test_products_by_hand() -> None:
+    """Each projection multiplies 16384 rows once forward and twice backward, nothing else does."""
+    up_us = 2 * 16384 * 4096 * 28672 / H200.gemm_flops_per_s * 1e6 + H200.launch_us
+    down_us = 2 * 16384 * 14336 * 4096 / H200.gemm_flops_per_s * 1e6 + H200.launch_us
+    for fused in (True, False):
+        durations = {task.name: task.duration_us for task in _fused(fused=fused)}
+        assert durations["up.weights"] == pytest.approx(up_us)
+        assert durations["down.weights"] == pytest.approx(down_us)
+        for name, gemm_us in (("down", down_us), ("up.backward", up_us)):
+            parts = [f"{name}.{chunk}" for chunk in range(2 if fused else 1)]
+            assert sum(durations[part] for part in parts) == pytest.approx(gemm_us)
+        # What comes in is written to its rows besides: 16384 of 8192 bytes, read and written.
+        expand_us = 2 * 16384 * 8192 / H200.memory_bytes_per_s * 1e6
+        for name, gemm_us in (("up", up_us), ("down.backward", down_us)):
+            parts = [f"{name}.{rank}" for rank in range(4 if fused else 1)]
+            assert sum(durations[part] for part in parts) == pytest.approx(gemm_us + expand_us)
+
+
+def test_fused_rank_on_its_own() -> None:
+    alone = dataclasses.replace(SHAPE, ep_size=1)
+    names = [task.name for task in _fused(fused=True, shape=alone)]
+    assert names[:3] == ["publish", "plan", "up.0"]
+
+
+def test_gathered_sends_each_token_to_every_rank() -> None:
+    predictor = Predictor(H200)
+    tasks = {task.name: task for task in gathered_tasks(SHAPE, predictor)}
+    crossing = SHAPE.num_tokens * (SHAPE.ep_size - 1) * SHAPE.hidden_size * SHAPE.itemsize
+    for name in ("dispatch", "combine", "combine.backward", "dispatch.backward"):
+        assert tasks[name].duration_us == predictor.all_to_all_us(crossing)
+    assert makespan_us(list(tasks.values())) == pytest.approx(
+        sum(task.duration_us for task in tasks.values())
+    )

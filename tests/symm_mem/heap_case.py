@@ -1,0 +1,261 @@
+"""What every heap must do, whatever its ranks are: called on each rank, collectively."""
+
+import contextlib
+import ctypes
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.symm_mem.access import SHM
+from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, SymmTensor
+from halley.symm_mem.threads import ThreadWorld
+
+
+T = TypeVar("T")
+
+TIMEOUT_S = 30.0
+_SEGMENT = f"{SHM}/#"  # what the kernel calls a file without a name
+TOO_MANY = 2**50  # bytes; more than any machine has
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.float64,
+)
+
+
+def copy_bytes(target: int, source: int, num_bytes: int, *, device: torch.device) -> None:
+    """Copy between addresses of this rank: what a kernel does with ``ptrs_W``."""
+    if device.type == "cpu":
+        ctypes.memmove(target, source, num_bytes)
+        return
+    driver = ctypes.CDLL("libcuda.so.1")
+    arguments = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes)
+    assert driver.cuMemcpyDtoD_v2(*arguments) == 0
+    torch.cuda.synchronize(device)
+
+
+def write(x: torch.Tensor, address: int) -> None:
+    """Store a contiguous tensor at an address."""
+    copy_bytes(address, x.data_ptr(), x.nbytes, device=x.device)
+
+
+def read(like: torch.Tensor, address: int) -> torch.Tensor:
+    """Return a tensor of this shape and dtype from an address."""
+    x = torch.empty_like(like)
+    copy_bytes(x.data_ptr(), address, x.nbytes, device=x.device)
+    return x
+
+
+def check_all_to_all(heap: AbstractSymmHeap, tensor: SymmTensor) -> None:
+    """Check that all copies are zero, and that what ranks write to all copies arrives.
+
+    Args:
+        tensor: zeros of the heap, ``(num_ranks, ...)``; rank r writes row r of every copy.
+    """
+    local, addresses = tensor.local, tensor.ptrs_W.tolist()
+    assert tensor.ptrs_W.dtype == torch.int64
+    assert tensor.ptrs_W.device == local.device == heap.device
+    assert len(addresses) == len(set(addresses)) == heap.num_ranks
+    assert addresses[heap.rank] == local.data_ptr()
+    assert all(address % ALIGNMENT == 0 for address in addresses)
+    assert local.is_contiguous()
+    for address in addresses:
+        assert not read(local, address).any()
+    heap.barrier()
+
+    row_bytes = local[0].nbytes
+    for peer, address in enumerate(addresses):
+        row = torch.full_like(local[0], 10 * heap.rank + peer + 1)
+        write(row, address + heap.rank * row_bytes)
+    heap.barrier()
+    for writer in range(heap.num_ranks):
+        want = torch.full_like(local[0], 10 * writer + heap.rank + 1)
+        assert torch.equal(local[writer], want)
+    for peer, address in enumerate(addresses):
+        want = torch.full_like(local[0], 10 * heap.rank + peer + 1)
+        assert torch.equal(read(local, address)[heap.rank], want)
+    heap.barrier()
+
+
+def check_tensors_in_a_row(heap: AbstractSymmHeap) -> None:
+    """Check several shapes and dtypes at once, their bytes, and memory that is freed and reused."""
+    tensors, num_bytes = [], 0
+    for i, dtype in enumerate(DTYPES):
+        shape = (heap.num_ranks, 3 + 100 * i, i + 1)
+        tensors.append(heap.zeros(shape, dtype))
+        num_bytes += heap.num_ranks * (3 + 100 * i) * (i + 1) * dtype.itemsize
+        assert heap.num_bytes == num_bytes
+        assert tensors[-1].local.shape == shape
+        assert tensors[-1].local.dtype == dtype
+    for tensor in tensors:
+        check_all_to_all(heap, tensor)
+    for i in (3, 0, 6):
+        num_bytes -= tensors[i].local.nbytes
+        heap.free(tensors[i])
+        assert heap.num_bytes == num_bytes
+    for tensor in (tensors[1], tensors[5]):  # the neighbours of freed ones keep their values
+        assert torch.equal(tensor.local[0].unique(), tensor.local.new_tensor([heap.rank + 1]))
+    for i in (1, 2, 4, 5):
+        heap.free(tensors[i])
+    del tensors, tensor
+    for _ in range(3):
+        again = heap.zeros((heap.num_ranks, 50), torch.float32)
+        check_all_to_all(heap, again)
+        heap.free(again)
+        del again
+
+
+def check_scalar(heap: AbstractSymmHeap) -> None:
+    """Check a tensor without dimensions."""
+    scalar = heap.zeros((), torch.float64)
+    assert (scalar.local.shape, scalar.local.nbytes) == ((), 8)
+    write(torch.ones_like(scalar.local), scalar.ptrs_W.tolist()[heap.rank])
+    assert scalar.local.item() == 1.0
+    heap.free(scalar)
+
+
+def check_wrong_calls(heap: AbstractSymmHeap) -> None:
+    """Check what a heap refuses, and that it works after."""
+    with pytest.raises(ValueError, match=r"shape \(\(2, 0\)\) must have sizes of at least 1"):
+        heap.zeros((2, 0), torch.float32)
+    with pytest.raises(ValueError, match=r"shape \(\(-1,\)\) must have sizes of at least 1"):
+        heap.zeros((-1,), torch.float32)
+    tensor = heap.zeros((heap.num_ranks,), torch.int32)
+    foreign = SymmTensor(local=tensor.local, ptrs_W=tensor.ptrs_W)
+    with pytest.raises(ValueError, match="tensor must be one that this heap made and did not free"):
+        heap.free(foreign)
+    heap.free(tensor)
+    with pytest.raises(ValueError, match="tensor must be one that this heap made and did not free"):
+        heap.free(tensor)
+
+
+def check_memory_is_out(heap: AbstractSymmHeap) -> None:
+    """Check that too large a tensor is refused on all ranks, and smaller ones still work."""
+    kept = heap.zeros((heap.num_ranks,), torch.int32)
+    held = heap.num_bytes
+    with pytest.raises(
+        MemoryError,
+        match=rf"rank 0 of {heap.num_ranks} has no {TOO_MANY} bytes of memory "
+        rf"besides the {held} symmetric ones it holds: .+",
+    ):
+        heap.zeros((TOO_MANY,), torch.uint8)
+    assert heap.num_bytes == held
+    check_all_to_all(heap, kept)
+    heap.free(kept)
+
+
+def check_barrier(heap: AbstractSymmHeap) -> None:
+    """Check, many times, that a store before the barrier is seen by a load after it."""
+    tensor = heap.zeros((64,), torch.int64)
+    addresses = tensor.ptrs_W.tolist()
+    peer = (heap.rank + 1) % heap.num_ranks
+    for i in range(100):
+        write(torch.full_like(tensor.local, 100 * heap.rank + i), addresses[peer])
+        heap.barrier()
+        writer = (heap.rank - 1) % heap.num_ranks
+        assert torch.equal(tensor.local, torch.full_like(tensor.local, 100 * writer + i))
+        heap.barrier()
+    heap.free(tensor)
+
+
+def check_close(heap: AbstractSymmHeap) -> None:
+    """Check that closing frees everything, once, and ends the heap."""
+    tensor = heap.zeros((5,), torch.float32)
+    heap.zeros((7,), torch.float16)
+    assert heap.num_bytes == 34
+    heap.close()
+    assert heap.num_bytes == 0
+    heap.close()
+    with pytest.raises(RuntimeError, match="the symmetric heap is closed"):
+        heap.zeros((1,), torch.float32)
+    with pytest.raises(ValueError, match="tensor must be one"):
+        heap.free(tensor)
+
+
+def check_inference_mode(heap: AbstractSymmHeap) -> None:
+    """Check that a tensor made in inference mode may be written outside it."""
+    with torch.inference_mode():
+        tensor = heap.zeros((3,), torch.float32)
+    assert not tensor.local.is_inference()
+    tensor.local.fill_(1.0)
+    heap.free(tensor)
+
+
+# All but check_close, which ends the heap.
+CHECKS = (
+    check_tensors_in_a_row,
+    check_scalar,
+    check_wrong_calls,
+    check_memory_is_out,
+    check_barrier,
+    check_inference_mode,
+)
+
+
+def check_heap(heap: AbstractSymmHeap) -> None:
+    """Check all that every heap must do; close it."""
+    for check in CHECKS:
+        check(heap)
+        assert heap.num_bytes == 0, check.__name__
+    check_close(heap)
+
+
+def segments() -> tuple[int, int]:
+    """Return how many segments of shared memory this process maps, and has open.
+
+    A mapping counts as open too: Python's mmap keeps a descriptor.
+    """
+    gc.collect()
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if _SEGMENT in line]
+    is_open = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # of a thread of gloo's
+            is_open += _SEGMENT in str(link.readlink())
+    return len(mapped), is_open
+
+
+@contextlib.contextmanager
+def subgroups(*members: list[int]) -> Iterator[list[dist.ProcessGroup]]:
+    """Make groups of these ranks, and destroy them after; yield those that this rank is in."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+    yield mine
+    dist.barrier()  # a rank that is still connecting must not find its peer gone
+    for group in mine:
+        dist.destroy_process_group(group)
+
+
+def run_threads(fn: Callable[[int], T], num_ranks: int, barrier: threading.Barrier) -> list[T]:
+    """Return ``fn(rank)`` of a thread per rank; a failure ends the waits of the others."""
+
+    def run(rank: int) -> T:
+        try:
+            return fn(rank)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        futures = [pool.submit(run, rank) for rank in range(num_ranks)]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+def thread_world(num_ranks: int) -> tuple[ThreadWorld, threading.Barrier]:
+    """Return a world without hooks and its barrier, whose waits end."""
+    barrier = threading.Barrier(num_ranks, timeout=TIMEOUT_S)
+    return ThreadWorld(num_ranks, barrier), barrier

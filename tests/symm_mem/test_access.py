@@ -1,0 +1,150 @@
+"""Who can address whose memory, from places written by hand, and on this machine."""
+
+import ctypes
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.symm_mem import access
+from halley.symm_mem.access import Place, find_problem, link_kind, peer_access
+from halley.tools import diagnosis as doctor
+
+
+CPU = Place(host="ada", boot_id="1f", device="cpu", shm_id=24)
+UUIDS = ("a", "b", "c", "d")
+GPUS = [
+    Place(
+        host="ada",
+        boot_id="1f",
+        device=f"cuda:{index}",
+        uuid=uuid,
+        reachable=tuple(other for other in UUIDS if other != uuid),
+    )
+    for index, uuid in enumerate(UUIDS)
+]
+
+
+def _with(place: Place, **changes: object) -> Place:
+    return dataclasses.replace(place, **changes)  # pyright: ignore[reportArgumentType]
+
+
+SHARED = [_with(GPUS[0], may_share=True)] * 2
+
+
+@pytest.mark.parametrize("places", [[CPU], [CPU] * 3, GPUS[:1], GPUS, [GPUS[2], GPUS[0]], SHARED])
+def test_no_problem(places: list[Place]) -> None:
+    assert find_problem(places) == ""
+
+
+@pytest.mark.parametrize(
+    ("places", "problem"),
+    [
+        ([CPU, _with(CPU, shm_id=None)], "rank 1 has no shared memory: ada has no /dev/shm"),
+        ([_with(CPU, shm_id=None)], "rank 0 has no shared memory: ada has no /dev/shm"),
+        (
+            [CPU, CPU, _with(CPU, shm_id=25)],
+            "ranks 0 and 2 have different /dev/shm: they are in different containers",
+        ),
+        ([CPU, _with(CPU, host="bob")], "ranks 0 and 1 are on different hosts, ada and bob"),
+        (
+            [GPUS[0], GPUS[1], _with(GPUS[2], boot_id="2e")],
+            "ranks 0 and 2 are on different hosts, ada and ada",
+        ),
+        (
+            [CPU, GPUS[1]],
+            "ranks 0 and 1 are on different kinds of device, cpu and cuda:1",
+        ),
+        (
+            [GPUS[0], GPUS[1], _with(GPUS[1], device="cuda:0")],
+            "ranks 0 and 2 both call their GPU cuda:0: let every rank see all GPUs "
+            "(CUDA_VISIBLE_DEVICES)",
+        ),
+        (
+            [GPUS[0], _with(GPUS[0], device="cuda:1")],
+            "ranks 0 and 1 share one GPU, cuda:0 and cuda:1",
+        ),
+        (
+            [_with(GPUS[0], may_share=True), GPUS[0]],
+            "ranks 0 and 1 share one GPU, cuda:0 and cuda:0",
+        ),
+        (
+            [GPUS[0], GPUS[1], GPUS[2], _with(GPUS[3], reachable=("a", "c"))],
+            "no peer access from cuda:3 of rank 3 to cuda:1 of rank 1",
+        ),
+        (
+            [_with(GPUS[0], reachable=("b", "c")), *GPUS[1:]],
+            "no peer access from cuda:0 of rank 0 to cuda:3 of rank 3",
+        ),
+    ],
+)
+def test_problem_is_told(places: list[Place], problem: str) -> None:
+    assert find_problem(places) == problem
+
+
+def test_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        def __init__(self, index: int) -> None:
+            self.uuid = UUIDS[index]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (2, 0))
+    for device in (torch.device("cuda", 2), torch.device("cuda")):
+        place = access._place(device)
+        assert (place.device, place.uuid, place.reachable) == ("cuda:2", "c", ("b", "d"))
+    assert peer_access(None, torch.device("cuda", 2)) == ""
+
+
+@pytest.mark.parametrize(("weak", "kind"), [((), "NVLink"), ((3,), "PCIe"), ((0, 1, 3), "PCIe")])
+def test_links_by_what_the_driver_says(
+    weak: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def __init__(self, name: str) -> None:
+            self.code = 3 if name == "libcuda.so.1" else 1  # CUDA_ERROR_NOT_INITIALIZED
+
+        def cuInit(self, flags: int) -> None:
+            self.code = flags
+
+        def cuDeviceGetP2PAttribute(self, value: object, which: int, gpu: int, peer: int) -> int:
+            assert (which, gpu) == (3, 2)
+            assert peer != 2
+            value._obj.value = int(peer not in weak)  # pyright: ignore[reportAttributeAccessIssue]
+            return self.code
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    assert link_kind(torch.device("cuda", 2)) == kind
+
+
+def test_no_links_without_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert link_kind(torch.device("cuda", 0)) == link_kind(torch.device("cpu")) == ""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_links_of_this_machine() -> None:
+    words = {(link.kind or "").partition(" ")[0] for link in doctor._links()}
+    assert link_kind(torch.device("cuda", 0)) in words
+
+
+def test_rank_on_its_own() -> None:
+    assert peer_access(None, torch.device("cpu")) == ""
+
+
+def _ask(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
+    found = peer_access(dist.group.WORLD, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(access, "SHM", Path(missing))
+        without = peer_access(dist.group.WORLD, torch.device("cpu"))
+    return found, without.partition(":")[0]
+
+
+def test_all_ranks_get_the_same_answer(run_ranks, tmp_path: Path) -> None:
+    answers = run_ranks(_ask, 2, str(tmp_path / "missing"))
+    assert answers == [("", "rank 1 has no shared memory")] * 2

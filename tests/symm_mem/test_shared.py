@@ -1,0 +1,221 @@
+"""The heap in shared memory: values between processes, sub-groups, and names that do not stay."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.distributed import peers
+from halley.symm_mem import access
+from halley.symm_mem import posix as shared
+from halley.symm_mem.access import SHM
+from halley.symm_mem.posix import SharedHeap
+from tests.symm_mem.heap_case import (
+    CHECKS,
+    check_all_to_all,
+    check_close,
+    check_heap,
+    read,
+    segments,
+    subgroups,
+)
+
+
+def _check(rank: int, num_ranks: int, number: int) -> None:
+    heap = SharedHeap(dist.group.WORLD)
+    assert (heap.rank, heap.num_ranks, heap.device) == (rank, num_ranks, torch.device("cpu"))
+    (*CHECKS, check_close)[number](heap)
+    heap.close()
+    del heap
+    assert segments() == (0, 0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "number",
+    range(len(CHECKS) + 1),
+    ids=[check.__name__ for check in (*CHECKS, check_close)],
+)
+def test_heap(run_ranks, number: int, num_ranks: int) -> None:
+    run_ranks(_check, num_ranks, number)
+
+
+def test_rank_on_its_own_needs_no_group() -> None:
+    heap = SharedHeap(None)
+    assert (heap.rank, heap.num_ranks) == (0, 1)
+    check_heap(heap)
+    del heap
+    assert segments() == (0, 0)
+
+
+def _check_subgroups(rank: int, num_ranks: int) -> None:
+    """Let rank 1 be in two groups, in which it has different ranks and tensors."""
+    with subgroups([0, 1], [1, 2]) as groups:
+        heaps = [SharedHeap(group) for group in groups]
+        assert [heap.rank for heap in heaps] == [[0], [1, 0], [1]][rank]
+        kept = []
+        for heap in heaps:
+            kept.append(heap.zeros((2, 5), torch.float32))
+            check_all_to_all(heap, kept[-1])
+        if rank != 0:  # the right group has one tensor more
+            check_all_to_all(heaps[-1], heaps[-1].zeros((2, 3), torch.int64))
+        for heap, tensor in zip(heaps, kept, strict=True):
+            want = [[heap.rank + 1.0] * 5, [heap.rank + 11.0] * 5]
+            assert tensor.local.tolist() == want  # untouched by the other group
+            check_all_to_all(heap, heap.zeros((2, 1), torch.uint8))
+        assert [heap.num_bytes for heap in heaps] == [[42], [42, 90], [90]][rank]
+        for heap in heaps:
+            heap.close()
+
+
+def test_groups_that_share_a_rank_have_heaps_of_their_own(run_ranks) -> None:
+    run_ranks(_check_subgroups, 3)
+
+
+def _tell_ranges(rank: int, num_ranks: int) -> None:
+    told: list[tuple[int, int]] = []
+    heap = SharedHeap(
+        dist.group.WORLD,
+        on_map=lambda address, num_bytes: told.append((address, num_bytes)),
+        on_unmap=lambda address, num_bytes: told.remove((address, num_bytes)),
+    )
+    small, large = heap.zeros((3,), torch.float32), heap.zeros((5, 7), torch.int64)
+    of_large = [(address, 280) for address in large.ptrs_W.tolist()]
+    assert told == [(address, 12) for address in small.ptrs_W.tolist()] + of_large
+    heap.free(small)
+    assert told == of_large
+    heap.close()
+    assert told == []
+
+
+def test_every_rank_is_told_the_ranges_of_all_copies(run_ranks) -> None:
+    run_ranks(_tell_ranges, 3)
+
+
+def _count_segments(rank: int, num_ranks: int) -> None:
+    heap = SharedHeap(dist.group.WORLD)
+    first, second = heap.zeros((3,), torch.int32), heap.zeros((4,), torch.int32)
+    assert segments() == (2 * num_ranks, 2 * num_ranks)
+    view = first.local[1:]
+    heap.free(first)
+    # What peers own is gone; the view holds our own.
+    assert segments() == (num_ranks + 1, num_ranks + 1)
+    view.fill_(7)
+    assert first.local.tolist() == [0, 7, 7]
+    del first, view
+    assert segments() == (num_ranks, num_ranks)
+    del second
+    heap.close()
+    assert segments() == (0, 0)
+
+
+def test_mappings_go_with_the_tensors(run_ranks) -> None:
+    run_ranks(_count_segments, 2)
+
+
+def _fail_on_rank_1(rank: int, num_ranks: int, name: str) -> None:
+    heap = SharedHeap(dist.group.WORLD)
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(shared, name, fail)
+        with pytest.raises(
+            MemoryError,
+            match=r"rank 1 of 3 has no 24 bytes of memory besides the 0 symmetric ones it holds: "
+            r"\[Errno 28\] No space left on device",
+        ):
+            heap.zeros((3, 2), torch.float32)
+    assert segments() == (0, 0)
+    check_all_to_all(heap, heap.zeros((3, 2), torch.float32))
+    heap.close()
+
+
+@pytest.mark.parametrize("name", ["_open_segment", "_map"])
+def test_memory_out_on_one_rank_is_raised_on_all(run_ranks, name: str) -> None:
+    run_ranks(_fail_on_rank_1, 3, name)
+
+
+def _ask_for_different_sizes(rank: int, num_ranks: int) -> None:
+    heap = SharedHeap(dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"num_bytes \(\[4, 8\], by rank\) must be the same"):
+        heap.zeros((1 + rank,), torch.float32)
+    assert segments() == (0, 0)
+    heap.close()
+
+
+def test_ranks_must_ask_for_the_same_size(run_ranks) -> None:
+    run_ranks(_ask_for_different_sizes, 2)
+
+
+def _open_without_shared_memory(rank: int, num_ranks: int, missing: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(access, "SHM", Path(missing))
+        with pytest.raises(RuntimeError, match="no symmetric memory: rank 1 has no shared memory"):
+            SharedHeap(dist.group.WORLD)
+
+
+def test_rank_without_shared_memory_is_an_error_on_all(run_ranks, tmp_path: Path) -> None:
+    run_ranks(_open_without_shared_memory, 2, str(tmp_path / "missing"))
+
+
+_LARGE = 64 * 2**20  # bytes
+
+
+def _die_in_zeros(rank: int, num_ranks: int, folder: str) -> None:
+    """Kill rank 1 when both ranks have taken their memory, and it has not mapped any."""
+    heap = SharedHeap(dist.group.WORLD)
+    kept = heap.zeros((_LARGE,), torch.uint8)
+
+    def die(path: str, num_bytes: int) -> torch.Tensor:
+        assert Path(path).stat().st_nlink == 0  # no name to be left behind
+        assert segments() == (num_ranks, num_ranks + 1)
+        Path(folder, "was here").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    if rank == 1:
+        shared._map = die
+    try:
+        heap.zeros((_LARGE,), torch.uint8)
+    finally:
+        assert kept.local.sum() == 0
+        del kept, heap
+
+
+def _meet_twice(heap: SharedHeap) -> None:
+    heap.barrier()
+    heap.barrier()
+
+
+def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
+    """Kill rank 1 when both ranks have mapped everything; its memory stays usable on rank 0."""
+    heap = SharedHeap(dist.group.WORLD)
+    tensor = heap.zeros((_LARGE,), torch.uint8)
+    tensor.local.fill_(rank + 1)
+    peers._REPORT_WAIT_S = 0.1  # the processes of the pool are killed soon after rank 1 has died
+    if rank == 1:
+        heap.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        _meet_twice(heap)  # the first may fail as well: rank 1 is through before rank 0
+    of_rank_1 = read(tensor.local, tensor.ptrs_W.tolist()[1])
+    assert (of_rank_1.min().item(), of_rank_1.max().item()) == (2, 2)
+    Path(folder, "was here").touch()
+
+
+def test_killed_rank_leaves_no_memory(run_ranks, tmp_path: Path) -> None:
+    before = shutil.disk_usage(SHM).used
+    for fn in (_die_in_zeros, _die_between_calls):  # in one test: another worker would be seen
+        with pytest.raises(AssertionError, match=r"--- rank 1: died with exit code -9"):
+            run_ranks(fn, 2, str(tmp_path))
+        (tmp_path / "was here").unlink()
+        # All processes of the pool are dead. Other tests may hold a little.
+        assert shutil.disk_usage(SHM).used < before + _LARGE // 2

@@ -1,0 +1,111 @@
+"""The heap of threads: values between ranks, failures on all ranks, ranges told once a copy."""
+
+import threading
+
+import pytest
+import torch
+
+from halley.symm_mem import threads
+from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor
+from halley.symm_mem.threads import ThreadWorld
+from tests.symm_mem.heap_case import CHECKS, TIMEOUT_S, check_close, run_threads, thread_world
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize("check", [*CHECKS, check_close], ids=lambda check: check.__name__)
+def test_heap(check, num_ranks: int) -> None:
+    world, barrier = thread_world(num_ranks)
+    run_threads(lambda rank: check(world.heap(rank)), num_ranks, barrier)
+
+
+def test_all_ranks_see_the_same_addresses() -> None:
+    world, barrier = thread_world(3)
+
+    def run(rank: int) -> tuple[int, int, list[int]]:
+        tensor = world.heap(rank).zeros((1, 2), torch.float32)
+        return world.heap(rank).rank, tensor.local.data_ptr(), tensor.ptrs_W.tolist()
+
+    places = run_threads(run, 3, barrier)
+    assert [rank for rank, _, _ in places] == [0, 1, 2]
+    addresses = [address for _, address, _ in places]
+    assert [table for _, _, table in places] == [addresses] * 3
+
+
+def test_ranges_are_told_once_a_copy() -> None:
+    told: list[tuple[int, int]] = []
+    barrier = threading.Barrier(3, timeout=TIMEOUT_S)
+    world = ThreadWorld(
+        3,
+        barrier,
+        on_map=lambda address, num_bytes: told.append((address, num_bytes)),
+        on_unmap=lambda address, num_bytes: told.remove((address, num_bytes)),
+    )
+
+    def run(rank: int) -> None:
+        heap = world.heap(rank)
+        small, large = heap.zeros((3,), torch.float32), heap.zeros((5, 7), torch.int64)
+        wanted = sorted(
+            (address, num_bytes)
+            for tensor, num_bytes in ((small, 12), (large, 280))
+            for address in tensor.ptrs_W.tolist()
+        )
+        assert sorted(told) == wanted
+        heap.barrier()
+        heap.free(small)
+        heap.barrier()
+        assert {num_bytes for _, num_bytes in told} == {280}
+        heap.barrier()
+        heap.close()
+
+    run_threads(run, 3, barrier)
+    assert told == []
+
+
+def test_memory_out_on_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, barrier = thread_world(2)
+    allocate = threads._aligned_zeros
+
+    def run(rank: int) -> None:
+        with pytest.raises(
+            MemoryError,
+            match=r"rank 1 of 2 has no 12 bytes of memory besides the 0 symmetric ones .+: full",
+        ):
+            world.heap(rank).zeros((3,), torch.float32)
+        assert world.heap(rank).zeros((4,), torch.float32).local.tolist() == [0.0] * 4
+
+    def aligned_zeros(num_bytes: int) -> torch.Tensor:
+        if num_bytes == 12 and threading.current_thread().name.endswith("_1"):
+            raise MemoryError("full")
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(threads, "_aligned_zeros", aligned_zeros)
+    run_threads(run, 2, barrier)
+
+
+def test_ranks_must_ask_for_the_same_size() -> None:
+    world, barrier = thread_world(2)
+
+    def run(rank: int) -> None:
+        with pytest.raises(RuntimeError, match=r"num_bytes \(\[4, 8\], by rank\) must be the same"):
+            world.heap(rank).zeros((1 + rank,), torch.float32)
+
+    run_threads(run, 2, barrier)
+
+
+def test_freed_memory_of_a_rank_outlives_its_last_use_by_a_peer() -> None:
+    world, barrier = thread_world(2)
+
+    def run(rank: int) -> SymmTensor:
+        heap: AbstractSymmHeap = world.heap(rank)
+        tensor = heap.zeros((4,), torch.float32)
+        tensor.local.fill_(rank + 1)
+        heap.free(tensor)
+        return tensor
+
+    for rank, tensor in enumerate(run_threads(run, 2, barrier)):
+        assert tensor.local.tolist() == [rank + 1.0] * 4  # held by its last reference
+
+
+def test_there_must_be_a_rank() -> None:
+    with pytest.raises(ValueError, match=r"num_ranks \(0\) must be at least 1"):
+        ThreadWorld(0, threading.Barrier(1))

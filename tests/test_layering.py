@@ -1,0 +1,285 @@
+"""Imports go down the layers of ``LAYERS`` only, and third-party modules stay in their packages."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+
+PACKAGE = Path(__file__).parents[1] / "halley"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Packages of one line may not import each other; each line may import the lines above it.
+LAYERS = (
+    {"core"},
+    {"cost", "interpreter"},
+    {"distributed"},
+    {"symm_mem"},
+    {"ops"},
+    {"fused"},
+    {"strategies", "compiler"},
+    {"moe"},
+    {"planner"},
+    {"tools"},
+    {"integrations", "train"},
+    {"cli"},
+    {"__init__", "__main__"},  # public names, and the entry point of the command line
+)
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+# Third-party modules, and the only packages of Halley that may import them.
+ALLOWED_IMPORTERS = {
+    "triton": {"interpreter", "ops", "fused"},
+    "torch.autograd.Function": {"ops", "fused"},
+    "torch.library": {"ops", "fused"},
+    "torch.distributed": {
+        "distributed", "symm_mem", "ops", "fused", "strategies",
+        "moe", "planner", "tools", "train", "integrations",
+    },
+    "torch.fx": {"compiler"},
+    "typer": {"cli"},
+    "rich": {"cli", "train", "tools"},
+    "matplotlib": {"tools"},
+    "transformers": {"integrations"},
+    "megatron": {"integrations"},
+    "torchtitan": {"integrations"},
+    "deepspeed": {"integrations"},
+    "safetensors": {"train"},
+    "tensorboard": {"train"},
+    "torch.utils.tensorboard": {"train"},
+}  # fmt: skip
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120  # of functions in kernels/
+
+
+def find_violations(package: str, source: str, *, parent: str = "") -> list[str]:
+    """Return the imports of a file that break the rules, one sentence each.
+
+    Args:
+        package: the package of the file, a key of ``LAYER_OF``.
+        source: the text of the file.
+        parent: the module that relative imports start from; ``halley.<package>`` by default.
+    """
+    if package not in LAYER_OF:
+        return [f"{package} has no layer: add it to LAYERS"]
+    names = [
+        name
+        for node in ast.walk(ast.parse(source))  # walk: a lazy import is an import
+        for name in (*_imported(node, parent or f"halley.{package}"), *_used(node))
+    ]
+    found = (check(package, name) for name in names for check in (_check_layer, _check_third_party))
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def find_long_functions(source: str, *, max_lines: int) -> list[str]:
+    """Return the functions of more than ``max_lines`` lines, from ``def`` to the last line."""
+    return [
+        f"{node.name} has {num_lines} lines, more than {max_lines}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (num_lines := (node.end_lineno or 0) - node.lineno + 1) > max_lines
+    ]
+
+
+def find_cycle(sources: dict[str, str]) -> list[str]:
+    """Return the modules of one cycle of imports that run when a module is imported, or nothing.
+
+    Args:
+        sources: text by module name; ``a/__init__.py`` counts as module ``a.__init__``.
+    """
+    graph = {}
+    for module, source in sources.items():
+        package = module.rpartition(".")[0]
+        names = [n for node in _run_on_import(ast.parse(source)) for n in _imported(node, package)]
+        graph[module] = {_module_of(name, sources) for name in names} - {"", module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _check_layer(package: str, name: str) -> str:
+    root, _, rest = f"{name}.".partition(".")
+    other = rest.partition(".")[0] or "__init__"
+    if root != "halley" or other == package:
+        return ""
+    if other not in LAYER_OF:
+        return f"{package} may not use {name}: it is in no package"
+    return "" if LAYER_OF[other] < LAYER_OF[package] else f"{package} may not use {other}"
+
+
+def _check_third_party(package: str, name: str) -> str:
+    for module, importers in ALLOWED_IMPORTERS.items():
+        if f"{name}.".startswith(f"{module}.") and package not in importers:
+            return f"{package} may not use {module}"
+    return ""
+
+
+def _imported(node: ast.AST, package: str) -> list[str]:
+    """Return the full names that an import statement brings; none for other nodes."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        above = package.split(".")[: len(package.split(".")) - node.level + 1]
+        base = ".".join([*above, *filter(None, [node.module])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def _used(node: ast.AST) -> list[str]:
+    """Return ``torch.fx.Node`` for that expression: ``import torch`` alone gives access to it."""
+    if not isinstance(node, ast.Attribute):
+        return []
+    name = ast.unparse(node)
+    return [name] if name.startswith("torch.") else []
+
+
+def _run_on_import(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        yield child
+        yield from _run_on_import(child)
+
+
+def _module_of(name: str, sources: dict[str, str]) -> str:
+    while name and name not in sources:
+        if f"{name}.__init__" in sources:
+            return f"{name}.__init__"
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: _module_name(path))
+
+
+@each_file
+def test_file_imports_allowed_packages_only(path: Path) -> None:
+    module = _module_name(path)
+    package, parent = module.split(".")[1], module.rpartition(".")[0]
+    assert find_violations(package, path.read_text(), parent=parent) == []
+
+
+@each_file
+def test_file_and_functions_are_short(path: Path) -> None:
+    source = path.read_text()
+    in_kernels = path.parent.name == "kernels"
+    max_lines = MAX_KERNEL_LINES if in_kernels else MAX_FUNCTION_LINES
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    assert find_long_functions(source, max_lines=max_lines) == []
+
+
+def test_no_cycle_of_imports() -> None:
+    assert FILES, f"no package at {PACKAGE}"
+    assert find_cycle({_module_name(path): path.read_text() for path in FILES}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import halley.moe.layer",
+        "import halley.moe.layer as layer",
+        "from halley import moe",
+        "from halley.moe import layer",
+        "from halley.moe.layer import MoELayer",
+        "from .. import moe",
+        "from ..moe import layer",
+        "from ..moe.layer import MoELayer",
+        "def run():\n    from halley.moe import layer",
+        "if TYPE_CHECKING:\n    from halley.moe import layer",
+    ],
+)
+def test_upward_import_is_found(source: str) -> None:
+    assert find_violations("ops", source) == ["ops may not use moe"]
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "other"),
+    [
+        ("cost", "from halley.interpreter import scheduler", "interpreter"),
+        ("compiler", "import halley.strategies.base", "strategies"),
+        ("train", "def run():\n    import halley.integrations.megatron", "integrations"),
+    ],
+)
+def test_sideways_import_is_found(package: str, source: str, other: str) -> None:
+    assert find_violations(package, source) == [f"{package} may not use {other}"]
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "module"),
+    [
+        ("core", "import torch.distributed as dist", "torch.distributed"),
+        ("cli", "from torch import distributed", "torch.distributed"),
+        ("moe", "from torch.autograd import Function", "torch.autograd.Function"),
+        ("moe", "class F(torch.autograd.Function): ...", "torch.autograd.Function"),
+        ("tools", "def count(graph: torch.fx.Graph): ...", "torch.fx"),
+        ("train", "import typer", "typer"),
+        ("core", "def draw():\n    import matplotlib.pyplot", "matplotlib"),
+        ("tools", "from torch.utils.tensorboard import SummaryWriter", "torch.utils.tensorboard"),
+    ],
+)
+def test_forbidden_third_party_import_is_found(package: str, source: str, module: str) -> None:
+    assert find_violations(package, source) == [f"{package} may not use {module}"]
+
+
+def test_relative_import_counts_from_its_package() -> None:
+    source = "from .. import op\nfrom ...strategies import base"
+    found = find_violations("fused", source, parent="halley.fused.kernels")
+    assert found == ["fused may not use strategies"]
+
+
+def test_name_of_the_package_root_is_found() -> None:
+    assert find_violations("moe", "import halley") == ["moe may not use __init__"]
+    assert find_violations("moe", "from halley import MoELayer") == [
+        "moe may not use halley.MoELayer: it is in no package"
+    ]
+
+
+def test_package_without_a_layer_is_found() -> None:
+    assert find_violations("attic", "") == ["attic has no layer: add it to LAYERS"]
+
+
+def test_allowed_imports_pass() -> None:
+    source = "\n".join(
+        [
+            "import torch.distributed as dist",
+            "import torch.functional, richer",
+            "from halley.core.types import Routing",
+            "from halley import ops",
+            "from . import layer",
+            "from .router import Router",
+            "from ..strategies import base",
+        ]
+    )
+    assert find_violations("moe", source) == []
+    assert find_violations("__init__", "from halley.cli import main", parent="halley") == []
+
+
+def test_long_function_is_found() -> None:
+    source = "class A:\n    def long(self):\n        a = 1\n        return a\n\ndef short(): ...\n"
+    assert find_long_functions(source, max_lines=2) == ["long has 3 lines, more than 2"]
+    assert find_long_functions(source, max_lines=3) == []
+
+
+def test_cycle_is_found_but_not_a_lazy_one() -> None:
+    sources = {
+        "halley.core.__init__": "from halley.core.types import Routing",
+        "halley.core.types": "try:\n    from . import config\nexcept ImportError: ...",
+        "halley.core.config": "from halley.core import Routing",
+    }
+    assert set(find_cycle(sources)) == set(sources)
+    sources["halley.core.config"] = "def load():\n    from halley.core import Routing"
+    assert find_cycle(sources) == []

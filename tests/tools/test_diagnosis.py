@@ -1,0 +1,198 @@
+"""The doctor's facts: of this machine, and of GPUs that stand in for real ones."""
+
+import platform
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from halley.strategies.registry import STRATEGIES
+from halley.tools import diagnosis as doctor
+from halley.tools.diagnosis import Device, Link, check_strategy, examine_machine, parse_topology
+
+
+CPU = Device(name="a cpu", kind="cpu", memory_bytes=2**30, compute_capability=None, num_cores=2)
+H200 = Device(
+    name="NVIDIA H200",
+    kind="cuda",
+    memory_bytes=140 * 2**30,
+    compute_capability="9.0",
+    num_cores=132,
+)
+UNKNOWN = Device(
+    name="NVIDIA Z9", kind="cuda", memory_bytes=2**30, compute_capability="12.0", num_cores=1
+)
+BOTH = {"gloo": True, "nccl": True}
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-47\t0\t\tN/A
+GPU1\tNV18\t X \tPHB\tSYS\t0-47\t0\t\tN/A
+GPU2\tSYS\tPHB\t X \tSYS\t48-95\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_facts_of_this_machine():
+    machine = examine_machine()
+    assert machine.versions["python"] == platform.python_version()
+    assert machine.versions["torch"] == torch.__version__
+    assert machine.versions["numpy"] == np.__version__
+    assert list(machine.packages) == ["matplotlib", "safetensors", "tensorboard", "transformers"]
+    assert [device.kind for device in machine.devices].count("cpu") == 1
+    assert len(machine.devices) == 1 + torch.cuda.device_count()
+    cpu = machine.devices[-1]
+    assert cpu.num_cores >= 1
+    assert cpu.memory_bytes > 2**28
+    assert tuple(strategy.name for strategy in machine.strategies) == STRATEGIES
+    assert machine.can_run
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("device", [CPU, H200])
+def test_nothing_is_missing(name: str, device: Device):
+    state = check_strategy(name, device=device, backends=BOTH, grouped_gemm_problem=None)
+    assert set(state.needs.values()) == {True}
+    assert (state.problems, state.notes) == ([], [])
+
+
+@pytest.mark.parametrize(("device", "backend"), [(CPU, "gloo"), (H200, "nccl")])
+def test_missing_backend(device: Device, backend: str):
+    state = check_strategy(
+        "sequential", device=device, backends={**BOTH, backend: False}, grouped_gemm_problem=None
+    )
+    assert state.needs[f"{backend} of torch.distributed"] is False
+    (problem,) = state.problems
+    assert problem.endswith(f"install a torch that is built with {backend}")
+
+
+def test_grouped_gemm_that_does_not_run():
+    state = check_strategy(
+        "sequential", device=UNKNOWN, backends=BOTH, grouped_gemm_problem="too old"
+    )
+    assert state.needs["torch.nn.functional.grouped_mm"] is False
+    (problem,) = state.problems
+    assert "NVIDIA Z9 (too old): install torch 2.11 or newer" in problem
+
+
+def test_kernels_need_triton_and_no_grouped_gemm(monkeypatch: pytest.MonkeyPatch):
+    state = check_strategy("fused", device=H200, backends=BOTH, grouped_gemm_problem="too old")
+    assert (state.needs["triton"], state.problems) == (True, [])
+    monkeypatch.setattr(doctor, "_installed", lambda package: None)
+    state = check_strategy("fused", device=H200, backends=BOTH, grouped_gemm_problem=None)
+    assert state.needs["triton"] is False
+    assert state.problems == ["its kernels are written in Triton: install triton 3.6 or newer"]
+
+
+def test_figures_are_for_chunked_alone():
+    sequential, chunked = (
+        check_strategy(name, device=UNKNOWN, backends=BOTH, grouped_gemm_problem=None)
+        for name in ("sequential", "chunked")
+    )
+    assert (sequential.problems, sequential.notes) == ([], [])
+    assert chunked.problems == []  # it runs, on another GPU's figures
+    assert chunked.needs["figures of the hardware"] is False
+    (note,) = chunked.notes
+    assert "with the figures of NVIDIA H200" in note
+
+
+def test_grouped_gemm_is_tried(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object, **options: object) -> torch.Tensor:
+        raise NotImplementedError("not for you\nand a stack of frames")
+
+    cpu = torch.device("cpu")
+    assert doctor._try_grouped_gemm(cpu) is None
+    monkeypatch.setattr(doctor.F, "grouped_mm", refuse)
+    assert doctor._try_grouped_gemm(cpu) == "not for you"
+    monkeypatch.setattr(doctor.F, "grouped_mm", lambda x, w, offs: x)
+    assert doctor._try_grouped_gemm(cpu) == "wrong values"
+    monkeypatch.delattr(doctor.F, "grouped_mm")
+    problem = doctor._try_grouped_gemm(cpu)
+    assert problem is not None
+    assert "grouped_mm" in problem
+
+
+def test_topology():
+    assert parse_topology(TOPOLOGY) == {
+        (0, 1): "NV18",
+        (0, 2): "SYS",
+        (1, 0): "NV18",
+        (1, 2): "PHB",
+        (2, 0): "SYS",
+        (2, 1): "PHB",
+    }
+    assert parse_topology("") == {}
+    assert parse_topology("GPU0\tCPU Affinity\nGPU0\t X \t0-3\n") == {}
+
+
+@pytest.fixture
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for three GPUs that torch numbers the other way round than nvidia-smi."""
+
+    def properties(device: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            name=f"NVIDIA {device}",
+            total_memory=(device + 1) * 2**30,
+            major=9,
+            minor=0,
+            multi_processor_count=132,
+            uuid=f"uuid-{2 - device}",
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    # One way is not enough: 2 reaches 1, but 1 does not reach 2.
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (1, 2))
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_gpus():
+    assert doctor._gpus()[1] == Device(
+        name="NVIDIA 1",
+        kind="cuda",
+        memory_bytes=2 * 2**30,
+        compute_capability="9.0",
+        num_cores=132,
+    )
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_links_are_found_by_identity(monkeypatch: pytest.MonkeyPatch):
+    answers = {
+        "topo": TOPOLOGY,
+        "--query-gpu=index,uuid": "0, GPU-uuid-0\n1, GPU-uuid-1\n2, GPU-uuid-2\n",
+    }
+    monkeypatch.setattr(doctor, "_ask_smi", lambda *arguments: answers[arguments[0]])
+    assert doctor._links() == [
+        Link(first=0, second=1, peer_access=True, kind="PCIe (PHB)"),
+        Link(first=0, second=2, peer_access=True, kind="PCIe (SYS)"),
+        Link(first=1, second=2, peer_access=False, kind="NVLink (NV18)"),
+    ]
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_links_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "_ask_smi", lambda *arguments: "")
+    assert [link.kind for link in doctor._links()] == [None] * 3
+    assert [link.peer_access for link in doctor._links()] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "wanted"),
+    [(None, "install a CUDA build of torch"), ("13.0", "check CUDA_VISIBLE_DEVICES")],
+)
+def test_a_driver_that_torch_does_not_use(
+    cuda: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    (note,) = doctor._notes([CPU])
+    assert wanted in note
+    assert doctor._notes([H200, CPU]) == []

@@ -1,0 +1,122 @@
+"""What a layer is said to allocate is what it allocates, in every way to save."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from halley.core.timeline import Recorder
+from halley.core.types import Activation, LayerShape, Save
+from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import rows_in_steps
+from halley.fused.kernels.dispatch_gemm import dgrad_columns
+from halley.strategies.fused import FusedStrategy
+from halley.tools.fused_memory import LayerMemory, RowCounts, layer_memory
+from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
+
+
+CPU = torch.device("cpu")
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators make, until they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def live(self) -> int:
+        gc.collect()  # the interpreter's tensors go in circles
+        storages = [known() for known in self._known.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if torch.is_tensor(leaf) and _key(leaf) not in self._known.keys() | given:
+                self._track(leaf.untyped_storage())
+        return result
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
+        self.peak = max(self.peak, self.live)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("save", ["all", "inputs", "recompute"])
+def test_as_said(save: Save, activation: Activation) -> None:
+    case = LayerCase(num_tokens_W=(90,), top_k=3, activation=activation)
+    workspaces = Workspaces(None, CPU)
+    strategy = FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), save=save)
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    leaves = [x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF]
+    tracker = Tracker()
+
+    def run() -> int:
+        y_TD = strategy.forward(x_TD, routing, experts)
+        kept = tracker.live - y_TD.nbytes
+        torch.autograd.grad(y_TD, leaves, grad_TD)
+        return kept
+
+    run()  # makes the buffers
+    gc.collect()
+    gc.freeze()  # each collection looks at what is new only
+    try:
+        with tracker:
+            kept = run()
+        assert tracker.live == 0
+    finally:
+        gc.unfreeze()
+    (workspace,) = workspaces.all()
+    expected = workspace.expect(experts.up_LGD.data_ptr())
+    counts = RowCounts(
+        room_rows=expected.num_rows,
+        num_rows=rows_in_steps(workspace.read_plan().num_rows, block_m=workspace.knobs.block_m),
+        num_sends=expected.num_sends,
+        plan_words=workspace.layout.plan_words,
+        num_parts=dgrad_columns(SIZES["intermediate_size"], workspace.knobs),
+    )
+    shape = LayerShape(
+        num_tokens=90,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        ep_size=1,
+        itemsize=4,
+        activation=activation,
+        **SIZES,
+    )
+    assert layer_memory(shape, counts, save=save) == LayerMemory(kept=kept, peak=tracker.peak)
+
+
+def test_by_hand() -> None:
+    """8 rows of two experts, of 5 that came; room for 9."""
+    counts = RowCounts(room_rows=9, num_rows=8, num_sends=5, plan_words=100, num_parts=3)
+    shape = LayerShape(
+        num_tokens=6, hidden_size=10, intermediate_size=7, num_experts=4, top_k=1, ep_size=2
+    )
+    tokens, weights = 6 * 20, 2 * 10 * 21 * 2
+    results = tokens + 4 * 6 + weights
+    kept = {"all": 400 + 9 * 48, "inputs": 400 + 5 * 20, "recompute": 400}
+    for save in ("all", "inputs", "recompute"):
+        num_rows = 9 if save == "all" else 8
+        rows, pre, parts = (num_rows * size for size in (20, 28, 12))
+        # When the last gradient is made, that of up, those of the output's rows are gone.
+        # What "inputs" kept has gone before, as rows were made of it.
+        held = kept["recompute" if save == "inputs" else save]
+        peak = held + tokens + pre + parts + results + (0 if save == "all" else rows)
+        assert layer_memory(shape, counts, save=save) == LayerMemory(kept=kept[save], peak=peak)

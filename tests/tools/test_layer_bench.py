@@ -1,0 +1,255 @@
+"""The layer benchmark: lines in their format, floors by hand, and no time for a wrong value."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import final
+
+import pytest
+import torch
+
+from halley.cli.tables import layer_table
+from halley.core.models import find_model
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.predict import Predictor
+from halley.cost.simulate import Task
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.strategies.base import AbstractStrategy
+from halley.strategies.sequential import SequentialStrategy
+from halley.tools.candidates import build_candidates, check_experts
+from halley.tools.layer_bench import _hidden, bench_layer, measure_layers
+from halley.tools.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
+from halley.tools.lower_bound import wire_us
+from halley.tools.results import Row, results_path, write_rows
+from tests.moe.model_case import CPU, destroy
+from tests.rank_pool import RunRanks
+
+
+GPU = torch.device("cuda")
+TINY = find_model("tiny")
+CASE = LayerCase(
+    model=dataclasses.replace(
+        TINY, hidden_size=16, moe=dataclasses.replace(TINY.moe, intermediate_size=8)
+    ),
+    num_tokens=32,
+    dtype=torch.float32,
+)
+
+
+@final
+class WrongStrategy(AbstractStrategy):
+    """Right but for a hundredth of the output."""
+
+    def __init__(self, groups: ParallelGroups, recorder: Recorder) -> None:
+        self.right = SequentialStrategy(groups.ep, recorder=recorder)
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        return 1.01 * self.right.forward(x_TD, routing, experts)
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        return self.right.tasks(shape, predictor)
+
+
+def _measure(rank: int, num_ranks: int) -> list[Row]:
+    groups = build_groups(0, device_type="cpu")
+    recorder = Recorder(CPU, enabled=False)
+    names = ["sequential", "chunked"]
+    candidates = build_candidates(CASE, names, groups=groups, recorder=recorder, device=CPU)
+    rows = bench_layer(
+        CASE,
+        candidates | {"wrong": WrongStrategy(groups, recorder)},
+        groups=groups,
+        recorder=recorder,
+        device=CPU,
+        link_bytes_per_s=1e6,
+        num_samples=3,
+    )
+    destroy(groups)
+    return rows
+
+
+def test_lines_of_right_and_wrong_strategies(run_ranks: RunRanks) -> None:
+    rows, others = run_ranks(_measure, 2)
+    assert [(row["strategy"], row["direction"]) for row in rows] == [
+        (strategy, direction)
+        for direction in ("forward", "forward_backward")
+        for strategy in ("sequential", "chunked", "wrong")
+    ]
+    for row, other in zip(rows, others, strict=True):
+        assert row["median_us"] == other["median_us"]
+        error, floor, gemm, wire = (
+            float(str(row[key])) for key in ("max_rel_err", "floor_us", "gemm_us", "wire_us")
+        )
+        assert floor == max(gemm, wire)
+        if row["strategy"] == "wrong":
+            assert row["median_us"] is None
+            assert error == pytest.approx(0.01, rel=0.01)
+            assert row["bit_equal"] is False
+            continue
+        assert row["samples"] == 3
+        assert error < 1e-6
+        assert row["bit_equal"] is True
+        p10, median, p90 = (float(str(row[key])) for key in ("p10_us", "median_us", "p90_us"))
+        assert 0 < p10 <= median <= p90
+        assert float(str(row["exposed_comm_us"])) > 0
+    forward, both = (float(str(rows[i]["wire_us"])) for i in (0, 3))
+    assert both == pytest.approx(2 * forward, abs=0.2)  # rounded to a tenth
+    assert rows[0]["setting"] is None
+    assert str(rows[1]["setting"]).startswith("n=")
+
+
+def _wire(rank: int, num_ranks: int, tp_size: int = 1) -> float:
+    groups = build_groups(0, device_type="cpu", tp_size=tp_size)
+    tensors = make_tensors(CASE, groups, device=CPU)
+    # 8 experts on 4 ranks. Rank 0 sends tokens 0 and 1 to rank 1 (token 0 has two experts there)
+    # and token 1 to rank 3; the others keep theirs at home.
+    home = torch.tensor([[2 * rank, 2 * rank + 1]] * 2)
+    idx_TK = torch.tensor([[2, 3], [3, 6]]) if rank == 0 else home
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=torch.ones(2, 2))
+    result = wire_us(dataclasses.replace(tensors, routing=routing), groups, link_bytes_per_s=3e6)
+    destroy(groups)
+    return result
+
+
+def test_a_token_crosses_once_for_each_rank_it_goes_to(run_ranks: RunRanks) -> None:
+    """Three rows of 16 float32 leave rank 0: 192 bytes at 3 MB/s are 64 us."""
+    assert run_ranks(_wire, 4) == pytest.approx([64.0] * 4)
+
+
+def test_a_token_crosses_to_all_ranks_that_share_its_experts(run_ranks: RunRanks) -> None:
+    """Two sets of two ranks with 4 experts each, so experts 2 and 3 are at home on ranks 0 and 1.
+
+    Of rank 0, both tokens go to rank 1 and token 1 to ranks 2 and 3; both of each other rank go to
+    its neighbour. Rank 0 receives two rows and sends four.
+    """
+    assert run_ranks(_wire, 4, 2) == pytest.approx([4 * 64 / 3e6 * 1e6] * 4)
+
+
+def _compare_with_one_rank(
+    rank: int, num_ranks: int, case: LayerCase, tp_size: int = 1
+) -> list[float]:
+    """Compare values; return the load of each rank, or of each set that shares experts."""
+    groups = build_groups(0, device_type="cpu", tp_size=tp_size)
+    tensors = make_tensors(case, groups, device=CPU)
+    recorder = Recorder(CPU, enabled=False)
+    strategy = SequentialStrategy(groups.ep, recorder=recorder, tp_size=tp_size)
+    got, want = outputs_of(strategy, tensors), reference_outputs(tensors, groups)
+    destroy(groups)
+    assert len(got) == len(want) == len(tensors.names)
+    for name, value, wanted in zip(tensors.names, got, want, strict=True):
+        torch.testing.assert_close(value, wanted.to(value.dtype), msg=name, rtol=1e-4, atol=1e-5)
+    return tensors.counts_WE.sum(0).view(num_ranks // tp_size, -1).sum(1).tolist()
+
+
+@pytest.mark.parametrize(("num_ranks", "tp_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_reference_over_ranks_is_the_layer(
+    run_ranks: RunRanks, num_ranks: int, tp_size: int
+) -> None:
+    run_ranks(_compare_with_one_rank, num_ranks, CASE, tp_size)
+
+
+def test_placements_are_planned_from_the_routing(run_ranks: RunRanks) -> None:
+    """Of 4 x 32 tokens with 2 experts each, about half go to expert 0: replicas share them."""
+    most: list[float] = []
+    for spare in (None, 0, 1):
+        case = dataclasses.replace(CASE, skew="zipf:1.2", spare=spare)
+        loads, *others = run_ranks(_compare_with_one_rank, 4, case)
+        assert all(other == loads for other in others)
+        assert sum(loads) == 4 * 32 * 2
+        most.append(max(loads) / 64)
+    assert most[0] > most[1] > 1.7
+    assert most[2] < 1.2
+
+
+def test_experts_that_do_not_divide_want_a_placement() -> None:
+    odd = dataclasses.replace(CASE.model, moe=dataclasses.replace(CASE.model.moe, num_experts=6))
+    case = dataclasses.replace(CASE, model=odd)
+    with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by ep_size \(4\)"):
+        check_experts(case, ep_size=4)
+    assert check_experts(dataclasses.replace(case, spare=0), ep_size=4) == 2
+
+
+def test_what_fused_gains_over_unfused_is_a_share_of_the_wire() -> None:
+    def row(strategy: str, direction: str, median_us: float | None, wire_us: float) -> Row:
+        keys: Row = {"strategy": strategy, "direction": direction}
+        return keys | {"median_us": median_us, "wire_us": wire_us}
+
+    rows = [
+        row("unfused", "forward", 100.0, 40.0),
+        row("fused", "forward", 70.0, 40.0),
+        row("unfused", "forward_backward", 300.0, 80.0),
+        row("fused", "forward_backward", 200.0, 80.0),
+    ]
+    assert [_hidden(each, rows, GPU) for each in rows] == [None, 0.75, None, 1.0]
+    for wrong in (rows[1:], [row("unfused", "forward", None, 40.0), *rows[1:]]):
+        assert _hidden(rows[1], wrong, GPU) is None  # nothing beside it
+    alone = [row("unfused", "forward", 9.0, 0.0), row("fused", "forward", 9.0, 0.0)]
+    assert _hidden(alone[1], alone, GPU) is None  # one rank
+
+
+def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
+    rows = measure_layers(
+        [CASE, dataclasses.replace(CASE, skew="zipf:1.0", spare=0)],
+        ["sequential"],
+        groups=ParallelGroups(),
+        device=CPU,
+        num_samples=1,
+        commit="abc",
+    )
+    assert [row["skew"] for row in rows] == ["balanced"] * 2 + ["zipf:1.0"] * 2
+    assert [row["spare"] for row in rows] == [None] * 2 + [0] * 2
+    assert [row["load_max_over_mean"] for row in rows] == [1.0] * 4  # one rank
+    required = {"median_us", "floor_us", "gpu", "num_gpus", "torch", "commit", "date", "dtype"}
+    assert all(required <= set(row) for row in rows)
+    assert rows[0]["commit"] == "abc"
+    path = write_rows(rows, tmp_path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    row: Row = {"gpu": "NVIDIA H200", "num_gpus": 4, "case": "layer"}
+    assert results_path(tmp_path, row) == tmp_path / "h200x4" / "layer.jsonl"
+
+
+def _measure_memory(rank: int, num_ranks: int) -> list[Row]:
+    groups = build_groups(0, device_type="cpu")
+    moe = dataclasses.replace(TINY.moe, intermediate_size=8, num_experts=4)
+    model = dataclasses.replace(TINY, moe=moe)
+    with pytest.MonkeyPatch.context() as patch:  # how often does not matter here
+        patch.setattr("halley.tools.waits._NUM_SAMPLES", 1)
+        patch.setattr("halley.strategies.auto._NUM_SAMPLES", 1)
+        rows = measure_layers(
+            [LayerCase(model=model, num_tokens=16, dtype=torch.float32)],
+            ["sequential", "fused", "auto"],
+            groups=groups,
+            device=CPU,
+            num_samples=1,
+            commit="abc",
+        )
+    destroy(groups)
+    return rows
+
+
+def test_symmetric_memory_of_each_strategy(run_ranks: RunRanks) -> None:
+    """Stages and home hold 2 x 16 rows of 128 floats each, weights 2 x 16 of 2; 560 are words."""
+    symm_mib = round((4 * 16 * 128 * 4 + 2 * 16 * 2 * 4 + 560 * 4) / 2**20, 3)
+    for rows in run_ranks(_measure_memory, 2):
+        assert [(row["strategy"], row["direction"], row["symm_mib"]) for row in rows] == [
+            ("sequential", "forward", None),
+            ("fused", "forward", symm_mib),
+            ("auto", "forward", symm_mib),
+            ("sequential", "forward_backward", None),
+            ("fused", "forward_backward", symm_mib),
+            ("auto", "forward_backward", symm_mib),
+        ]
+        assert all(float(str(row["max_rel_err"])) < 1e-6 for row in rows)
+        assert all(row["hidden"] is None for row in rows)  # without a GPU
+        tells = {row["strategy"] for row in rows if row["exposed_comm_us"] is not None}
+        assert tells - {"auto"} == {"sequential"}
+
+
+def test_lines_without_later_keys_are_still_read() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    for path in folder.glob("*/layer.jsonl"):
+        rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row.pop("symm_mib", None)
+        assert layer_table(rows).row_count == len(rows) > 0

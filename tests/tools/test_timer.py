@@ -1,0 +1,129 @@
+"""The timer's method: turns, ranks together, the slowest counts."""
+
+import time
+
+import pytest
+import torch
+
+from halley.tools import timer
+from halley.tools.timer import Timing, summarise, time_interleaved
+from tests.rank_pool import RunRanks
+
+
+def test_summary_of_eleven_samples() -> None:
+    samples_us = [float(n) for n in (11, 1, 10, 2, 9, 3, 8, 4, 7, 5, 6)]
+    assert summarise(samples_us) == Timing(
+        median_us=6.0, p10_us=2.0, p90_us=10.0, samples_us=tuple(samples_us)
+    )
+
+
+def test_summary_interpolates_between_samples() -> None:
+    timing = summarise([20.0, 10.0])
+    assert (timing.median_us, timing.p10_us, timing.p90_us) == pytest.approx((15.0, 11.0, 19.0))
+    one = summarise([7.0])
+    assert (one.median_us, one.p10_us, one.p90_us) == (7.0, 7.0, 7.0)
+
+
+def test_variants_take_turns_and_warm_up_is_not_counted() -> None:
+    calls: list[str] = []
+    progress: list[tuple[int, int]] = []
+
+    def slow_at_first(name: str) -> None:
+        if calls.count(name) < 2:
+            time.sleep(0.1)
+        calls.append(name)
+
+    timings = time_interleaved(
+        {"a": lambda: slow_at_first("a"), "b": lambda: slow_at_first("b")},
+        device="cpu",
+        num_samples=3,
+        num_warmup=2,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    assert calls == ["a", "b"] * 5
+    assert progress == [(done, 10) for done in range(1, 11)]
+    assert list(timings) == ["a", "b"]
+    for timing in timings.values():
+        assert len(timing.samples_us) == 3
+        assert timing.median_us < 100_000.0
+
+
+def test_a_sample_is_the_wall_clock_time() -> None:
+    timing = time_interleaved(
+        {"sleep": lambda: time.sleep(0.01)}, device="cpu", num_samples=3, num_warmup=0
+    )["sleep"]
+    assert 10_000.0 <= min(timing.samples_us) < 100_000.0
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"num_samples \(0\) must be at least 1"):
+        time_interleaved({"a": lambda: None}, device="cpu", num_samples=0)
+    with pytest.raises(ValueError, match=r"num_warmup \(-1\) must be at least 0"):
+        time_interleaved({"a": lambda: None}, device="cpu", num_warmup=-1)
+    with pytest.raises(ValueError, match=r"variants \(none\) must hold at least one"):
+        time_interleaved({}, device="cpu")
+    with pytest.raises(ValueError, match=r"samples_us \(0 samples\) must hold at least one"):
+        summarise([])
+
+
+def time_with_a_slow_rank(rank: int, num_ranks: int) -> dict[str, Timing]:
+    def slow_on_rank_1() -> None:
+        time.sleep(0.2 * rank)
+
+    return time_interleaved(
+        {"uneven": slow_on_rank_1, "even": lambda: None},
+        device="cpu",
+        num_samples=3,
+        num_warmup=1,
+    )
+
+
+def test_slowest_rank_counts_and_the_next_variant_does_not_pay_for_it(run_ranks: RunRanks) -> None:
+    on_rank_0, on_rank_1 = run_ranks(time_with_a_slow_rank, 2)
+    assert on_rank_0 == on_rank_1
+    assert on_rank_0["uneven"].p10_us >= 200_000.0
+    assert on_rank_0["even"].median_us < 100_000.0
+
+
+def begin_together(rank: int, num_ranks: int, other_clock: bool) -> tuple[int, int, int, int]:
+    """Return when this rank came, when all begin, and when it began."""
+    device = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if other_clock and rank == 1:
+            patch.setattr(timer, "_clock_id", lambda: 7)
+        time.sleep(0.05 * rank)
+        came_ns = time.monotonic_ns()
+        begin_ns = timer.agree_on_begin(device)
+        timer.start_together(device)
+        began_ns = time.monotonic_ns()
+        return came_ns, begin_ns, began_ns, timer.agree_on_begin(device)
+
+
+def test_ranks_begin_at_one_time_after_the_last_has_come(run_ranks: RunRanks) -> None:
+    told = run_ranks(begin_together, 3, False)
+    last_ns = max(came_ns for came_ns, *_ in told)
+    (begin_ns,) = {begin_ns for _, begin_ns, *_ in told}
+    assert last_ns + timer._MARGIN_NS <= begin_ns < last_ns + 1e9
+    # Nobody began before the time that was agreed on, which is a margin after the call.
+    assert all(began_ns >= begin_ns + timer._MARGIN_NS for _, begin_ns, began_ns, _ in told)
+
+
+def test_ranks_of_other_machines_do_not_compare_clocks(run_ranks: RunRanks) -> None:
+    told = run_ranks(begin_together, 2, True)
+    assert [(begin_ns, later_ns) for _, begin_ns, _, later_ns in told] == [(0, 0)] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_samples_hold_the_work_that_was_only_issued() -> None:
+    x = torch.ones(4096, 4096, device="cuda")
+    y = torch.empty_like(x)
+
+    def multiply(count: int) -> None:
+        for _ in range(count):
+            torch.mm(x, x, out=y)
+
+    timings = time_interleaved(
+        {"4": lambda: multiply(4), "16": lambda: multiply(16)}, device="cuda"
+    )
+    ratio = timings["16"].median_us / timings["4"].median_us
+    assert 3.0 < ratio < 5.0

@@ -1,0 +1,116 @@
+"""Training with passes over the compiled model: the steps that it takes without."""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+
+from halley.core.config import RunConfig
+from halley.cost.profiles import default_path
+from halley.train import gradients
+from halley.train.compiled_model import _find_profiles, check_passes
+from halley.train.optim import ModelOptimizer
+from halley.train.step import StepResult, train_step
+from tests.compiler.calls import AllToAllCalls
+from tests.train.run_case import SMALL, built, make_config, write_text
+
+
+def _take_steps(rank: int, num_ranks: int, config: RunConfig) -> list[StepResult]:
+    with built(config, rank=rank, num_ranks=num_ranks) as run, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of how it traces
+        results = [train_step(run, step) for step in range(2)]
+    torch._dynamo.reset()
+    return results
+
+
+def test_passes_change_no_step(run_ranks, tmp_path: Path) -> None:
+    model = dataclasses.replace(SMALL, num_layers=1)
+    config = make_config(write_text(tmp_path), model=model)
+    config = dataclasses.replace(config, strategy="functional")
+    want = run_ranks(_take_steps, 2, config)
+    passed = dataclasses.replace(config, passes="both")
+    assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
+
+
+def test_passes_plan_by_measured_times(run_ranks, tmp_path: Path) -> None:
+    """The first rank keeps what was measured; steps are those without passes."""
+    config = dataclasses.replace(make_config(write_text(tmp_path)), strategy="functional")
+    want = run_ranks(_take_steps, 2, config)
+    path = tmp_path / "profiles.jsonl"
+    passed = dataclasses.replace(config, passes="wgrad", profiles=str(path))
+    assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = {kind for line in lines for kind in ("op", "collective", "contention") if kind in line}
+    assert kinds == {"op", "collective", "contention"}
+    assert {line["environment"]["topology"] for line in lines} == {"ranks 2"}
+    path.write_text("no profiles\n")
+    with pytest.raises(Exception, match=r"profiles.jsonl.* must be a line of profiles"):
+        run_ranks(_take_steps, 2, passed, timeout_s=120.0)
+
+
+def test_where_measured_times_are(tmp_path: Path) -> None:
+    config = make_config(write_text(tmp_path))
+    assert _find_profiles(config, torch.device("cpu")) == ""
+    assert Path(_find_profiles(config, torch.device("cuda"))) == default_path()
+    given = dataclasses.replace(config, profiles="times.jsonl")
+    assert _find_profiles(given, torch.device("cpu")) == "times.jsonl"
+    none = dataclasses.replace(config, profiles="")
+    assert _find_profiles(none, torch.device("cuda")) == ""
+
+
+def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
+    """Return the all-to-alls and the sums of gradients that a backward pass starts, in order."""
+    events: list[str] = []
+    begin_sum, backward = gradients._begin_sum, ModelOptimizer.backward
+
+    def noted_sum(bucket: Any) -> None:
+        events.append("sum")
+        begin_sum(bucket)
+
+    def noted_backward(optimizer: ModelOptimizer, loss: torch.Tensor, **kwargs: Any) -> None:
+        events.clear()
+        with AllToAllCalls(events):
+            backward(optimizer, loss, **kwargs)
+
+    with (
+        mock.patch.object(gradients, "BUCKET_BYTES", 1),
+        mock.patch.object(gradients, "_begin_sum", noted_sum),
+        mock.patch.object(ModelOptimizer, "backward", noted_backward),
+    ):
+        _take_steps(rank, num_ranks, config)
+    return events
+
+
+def test_sums_of_gradients_run_beside_backward(run_ranks, tmp_path: Path) -> None:
+    """They begin between its all-to-alls, as they do where no graph is compiled."""
+    config = dataclasses.replace(make_config(write_text(tmp_path)), strategy="functional")
+    for passes in ("none", "wgrad"):
+        passed = dataclasses.replace(config, passes=passes)
+        for events in run_ranks(_find_events, 2, passed, timeout_s=120.0):
+            last = len(events) - events[::-1].index("all-to-all")
+            assert events.count("sum") > events[:last].count("sum") > 3, passes
+
+
+def test_passes_want_a_whole_graph(tmp_path: Path) -> None:
+    config = dataclasses.replace(make_config(write_text(tmp_path)), passes="wgrad")
+    with pytest.raises(ValueError, match=r"\(sequential\) must be functional, unfused or fused"):
+        check_passes(config)
+    with pytest.raises(ValueError, match=r"\(chunked\) must be functional, unfused or fused"):
+        check_passes(dataclasses.replace(config, strategy="fused,chunked"))
+    for strategy in ("planned", "functional, fused:inputs", "unfused"):
+        check_passes(dataclasses.replace(config, strategy=strategy))
+    config = dataclasses.replace(config, strategy="functional")
+    check_passes(config)
+    train = dataclasses.replace(config.train, activation_checkpointing=True)
+    with pytest.raises(ValueError, match=r"activation_checkpointing \(true\) must be false"):
+        check_passes(dataclasses.replace(config, train=train))
+    moe = dataclasses.replace(config.model.moe, expert_bias=True)
+    biased = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+    with pytest.raises(ValueError, match=r"model.moe.expert_bias \(true\) must be false"):
+        check_passes(biased)
