@@ -56,8 +56,8 @@ class Framework:
 
 FRAMEWORKS = {
     "transformers": Framework(
-        plugin="huggingface",
-        tests=("test_contract.py", "test_huggingface_*.py"),
+        plugin="transformers",
+        tests=("test_contract.py", "test_transformers_*.py"),
         versions=("5.17.0", "5.20.2", "5.22.2", "5.23.0"),
         needs=("accelerate",),
         row="family",

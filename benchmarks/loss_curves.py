@@ -1,10 +1,10 @@
-"""Loss curves of a wide model on real text: `fused` beside `sequential`, and from run to run.
+"""Compare loss curves of `fused` with `sequential`, and of two equal runs, on a wide model.
 
-Each trains the same model from the same seed on the standard library's sources, byte by byte.
-Losses of `fused` must be those of `sequential` within 1e-2 at every step, and two of its runs must
-have the same ones bit for bit. Writes a line for each run and prints it.
+All runs train the same model from the same seed on the bytes of Python's standard library. The
+losses of `fused` must equal those of `sequential` within 1e-2 at every step. Two runs of `fused`
+must have equal losses bit for bit. Writes and prints one result line per run.
 
-    torchrun --nproc-per-node 4 benchmarks/loss_curves.py benchmarks/results mixtral-8x7b 8 8192 200
+    torchrun --nproc-per-node 4 -m benchmarks.loss_curves benchmarks/results mixtral-8x7b 8 8192 200
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.model_bench.case import cut_model
 from halley.core.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from halley.distributed.mesh import build_groups
 from halley.distributed.world import World, join_world
-from halley.tools.model_case import cut_model
 from halley.tools.results import Row, machine_keys, results_path
 from halley.train.step import build_run, train_step
 
 
 SEQ_LEN = 512
 TOLERANCE = 1e-2
-# The larger the rate and the wider the model, the more of a step's last bit is seen in losses: at
-# 1e-5 those of Mixtral fall from 11 to 3 nats in 30 steps and then differ by 0.17.
+# A higher rate amplifies rounding differences: with 1e-5 the loss of Mixtral falls from 11 to 3
+# nats in 30 steps, and then the strategies differ by 0.17.
 LEARNING_RATE = 1e-6
 RUNS = (("sequential", 0), ("fused", 0), ("fused", 1))
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def train(config: RunConfig, strategy: str, world: World) -> tuple[list[float], float]:
-    """Return the loss of each step, and the seconds that all took."""
+    """Return the loss of each step, and the total time in seconds."""
     run = build_run(dataclasses.replace(config, strategy=strategy), world)
     begin = time.perf_counter()
     losses = [train_step(run, step).loss for step in range(config.train.num_steps)]
@@ -75,10 +75,10 @@ def write(
     machine: Row,
     folder: Path,
 ) -> None:
-    """Add a line a run to the results, in place of earlier ones of the model.
+    """Write one result line per run; they replace earlier lines of the same model.
 
     Raises:
-        RuntimeError: curves differ by more than they may.
+        RuntimeError: the curves differ by more than the tolerance.
     """
     right, first, second = (losses for losses, _ in curves.values())
     farthest = max(abs(a - b) for a, b in zip(first, right, strict=True))

@@ -38,7 +38,7 @@ COLLECTIVE_LIMIT_S, KERNEL_LIMIT_S = 40.0, 12.0
 WATCHDOG = {"timeout_s": 8.0, "grace_s": 2.0, "deadlock_s": 8.0, "stall_s": 15.0}
 # What an error must say of a skipped pass: the collective, or the wait of a kernel.
 OPERATION = re.compile(
-    r"route|dispatch|combine|plan|stage|pass of|bring its rows|did not arrive|all_reduce"
+    r"route|dispatch|combine|plan|stage|pass of|publish its rows|did not arrive|all_reduce"
 )
 
 

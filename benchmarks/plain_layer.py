@@ -1,9 +1,9 @@
-"""The sequential strategy against the shortest layer that a torch user writes, in one run.
+"""Compare the sequential strategy with a short MoE layer written in plain PyTorch.
 
-That layer leaves its gradients to autograd and its counts to ``bincount``. Where a layer is small
-the host is the bottleneck, so only a comparison on one host, in turn, says which is faster.
+The plain layer uses autograd for its gradients and ``bincount`` for its counts. Small layers are
+limited by the host, so both are timed in alternation on the same host.
 
-    torchrun --nproc-per-node 4 benchmarks/plain_layer.py benchmarks/results
+    torchrun --nproc-per-node 4 -m benchmarks.plain_layer benchmarks/results
 """
 
 import json
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 from halley.distributed.mesh import build_groups
 from halley.distributed.world import join_world
 from halley.strategies.base import AbstractStrategy
-from halley.strategies.tasks import pipeline_tasks
+from halley.strategies.tasks import all_to_all_tasks
 from halley.tools.candidates import build_candidates
 from halley.tools.layer_bench import bench_layer
 from halley.tools.layer_case import LayerCase
@@ -50,7 +50,7 @@ class _AllToAll(torch.autograd.Function):
 
 @final
 class PlainStrategy(AbstractStrategy):
-    """Sort, all-to-all, sort, grouped GEMMs, and all the way back, by plain indexing."""
+    """Sort, all-to-all, sort, grouped GEMMs, and the same steps back, by plain indexing."""
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_ranks, num_local = dist.get_world_size(), experts.num_local_experts
@@ -76,7 +76,7 @@ class PlainStrategy(AbstractStrategy):
         return (by_slot_TKD * routing.topk_weights_TK[..., None].to(x_TD.dtype)).sum(1)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        return pipeline_tasks(shape, predictor, num_chunks=1)
+        return all_to_all_tasks(shape, predictor, num_chunks=1)
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
 # The kernel is Triton, which only looks like Python to a type checker.
 # pyright: reportCallIssue=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false
-"""Products beside a kernel that holds multiprocessors, as a collective does, on one GPU.
+"""Measure GEMMs beside a kernel that occupies SMs as an NCCL collective does, on one GPU.
 
-The kernel copies within the GPU and then waits, with as many programs as told. It is launched on a
-stream of its own when the first of ten products is, as a collective is that waits for the same
-tensor. Lines of JSON: a product's time alone, its time beside the kernel, and how late the kernel
-ended, for products that leave no multiprocessors free and for some that do.
+The kernel copies data on the GPU and then waits, with the given number of CTAs. It starts on its
+own stream together with the first of ten GEMMs. Prints JSON lines: the time of a GEMM alone, its
+time beside the kernel, and the delay of the kernel's end, for several numbers of reserved SMs.
 
     python benchmarks/products_beside.py 4 16 > benchmarks/results/h200x1/products_beside.jsonl
 """
@@ -21,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from halley.ops.products import product_beside
+from halley.ops.sm_carveout import gemm_with_carveout
 
 
-Product = Callable[[int], torch.Tensor]
-NUM_PRODUCTS = 10
+Gemm = Callable[[int], torch.Tensor]
+NUM_GEMMS = 10
 NUM_TRIALS = 7
 MARGINS = (0, 4, 8, 16, 24, 32)
 WORDS = 2**20
@@ -51,18 +50,18 @@ def hold(out_ptr, in_ptr, num_words, wait_ns, NUM_PROGRAMS: tl.constexpr, BLOCK:
         pass
 
 
-def make_products() -> dict[str, Product]:
-    found: dict[str, Product] = {}
+def make_gemms() -> dict[str, Gemm]:
+    found: dict[str, Gemm] = {}
     for m, n, k in DENSE:
         left, right = randn(m, k), randn(k, n)
-        found[f"dense {m} x {n} x {k}"] = lambda margin, left=left, right=right: product_beside(
+        found[f"dense {m} x {n} x {k}"] = lambda margin, left=left, right=right: gemm_with_carveout(
             None, left, right, None, margin
         )
     for m, n, k, num_groups in GROUPED:
         left, right = randn(k, m).t(), randn(k, n)
         ends = torch.arange(1, num_groups + 1, dtype=torch.int32, device="cuda") * (k // num_groups)
         found[f"grouped {num_groups} x {m} x {n} x {k // num_groups}"] = (
-            lambda margin, left=left, right=right, ends=ends: product_beside(
+            lambda margin, left=left, right=right, ends=ends: gemm_with_carveout(
                 None, left, right, ends, margin
             )
         )
@@ -73,8 +72,8 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def time_us(product: Product, margin: int, *, num_programs: int, wait_us: float) -> list[float]:
-    """Return a product's time and how late the kernel ended, in the median, in us."""
+def time_us(gemm: Gemm, reserved_sms: int, *, num_programs: int, wait_us: float) -> list[float]:
+    """Return the medians of a GEMM's time and of the delay of the kernel's end, in microseconds."""
     side, words = torch.cuda.Stream(), torch.zeros(2, WORDS, dtype=torch.int32, device="cuda")
     trials: list[list[float]] = []
     for _ in range(NUM_TRIALS):
@@ -88,25 +87,25 @@ def time_us(product: Product, margin: int, *, num_programs: int, wait_us: float)
                 wait_ns = round(1e3 * wait_us)
                 hold[(num_programs,)](*words, WORDS, wait_ns, num_programs, 4096, num_warps=16)
                 done.record()
-        for _ in range(NUM_PRODUCTS):
-            product(margin)
+        for _ in range(NUM_GEMMS):
+            gemm(reserved_sms)
         end.record()
         torch.cuda.synchronize()
         late_us = 1e3 * begin.elapsed_time(done) - wait_us if wait_us else 0.0
-        trials.append([1e3 * begin.elapsed_time(end) / NUM_PRODUCTS, late_us])
+        trials.append([1e3 * begin.elapsed_time(end) / NUM_GEMMS, late_us])
     return [statistics.median(column) for column in zip(*trials, strict=True)]
 
 
 def main() -> None:
     numbers = [int(word) for word in sys.argv[1:]]
-    for name, product in make_products().items():
-        plain_us, _ = time_us(product, 0, num_programs=1, wait_us=0.0)
+    for name, gemm in make_gemms().items():
+        plain_us, _ = time_us(gemm, 0, num_programs=1, wait_us=0.0)
         for num_programs in numbers:
             for margin in MARGINS:
-                wait_us = 2.5 * NUM_PRODUCTS * plain_us
-                alone_us, _ = time_us(product, margin, num_programs=1, wait_us=0.0)
+                wait_us = 2.5 * NUM_GEMMS * plain_us
+                alone_us, _ = time_us(gemm, margin, num_programs=1, wait_us=0.0)
                 beside_us, late_us = time_us(
-                    product, margin, num_programs=num_programs, wait_us=wait_us
+                    gemm, margin, num_programs=num_programs, wait_us=wait_us
                 )
                 line = {
                     "case": "products_beside",

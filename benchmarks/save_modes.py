@@ -1,10 +1,10 @@
-"""What each way to keep things for backward takes in memory and time, and what was told before.
+"""Compare memory and time of all ways to save activations of a fused layer for backward.
 
-`told_mib` is what ``halley doctor --model`` says of the layer before it runs, and `peak_mib` what
-torch's allocator says of forward and backward: the most beside tokens, weights and the buffers that
-all layers share. The plain layer of ``plain_layer.py`` stands beside them.
+`told_mib` is the prediction of ``halley doctor --model``. `peak_mib` is the measured peak of
+torch's allocator in forward and backward, without tokens, weights and shared buffers. The layer
+of ``plain_layer.py`` runs for comparison.
 
-    torchrun --nproc-per-node 4 benchmarks/save_modes.py benchmarks/results
+    torchrun --nproc-per-node 4 -m benchmarks.save_modes benchmarks/results
 """
 
 import json
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from plain_layer import MODELS, NUM_TOKENS, PlainStrategy
 
+from benchmarks.plain_layer import MODELS, NUM_TOKENS, PlainStrategy
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
@@ -54,7 +54,7 @@ def main() -> None:
 def compare(
     case: LayerCase, groups: ParallelGroups, device: torch.device, *, link_bytes_per_s: float
 ) -> list[Row]:
-    """Return the rows of forward with backward, each with what was told of its memory."""
+    """Return the result lines of forward with backward, each with its predicted memory."""
     told = choose_strategy(case, groups=groups, device=device).memory
     recorder, workspaces = Recorder(device, enabled=False), Workspaces(groups.ep, device)
     candidates = build_candidates(

@@ -95,23 +95,23 @@ def _replace_default(strategy: str, record: Record) -> None:
     """Put Halley's function in the place of transformers' default."""
     import torch
 
-    import halley.integrations.transformers as halley_hf
-    from halley.integrations.transformers.seams import find_seams
-    from halley.integrations.transformers.weight_layout import local_experts
+    import halley.integrations.transformers as halley_transformers
+    from halley.integrations.transformers.registration import find_extension_point
+    from halley.integrations.transformers.routed_experts import read_experts
 
-    halley_hf.register(strategy)
-    seams = find_seams()
-    interface = seams.experts.ExpertsInterface
-    run, own = interface()[halley_hf.NAME], interface()[_DEFAULT]
-    parallelism = run.keywords["parallelism"]
+    halley_transformers.enable(strategy=strategy)
+    point = find_extension_point()
+    interface = point.experts.ExpertsInterface
+    run, own = interface()[halley_transformers.NAME], interface()[_DEFAULT]
+    runner = run.keywords["runner"]
 
     def watched(experts: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         found = run(experts, hidden_states, top_k_index, top_k_weights)
         if torch.compiler.is_compiling():  # a graph would be made anew for each number
             return found
         top_k = top_k_index.shape[1]
-        kind = local_experts(experts, function=run)
-        if parallelism.find_problem(kind, top_k=top_k, group=None):
+        kind = read_experts(experts, function=run)
+        if runner.find_problem(kind, top_k=top_k, group=None):
             record.count_call("own arithmetic")
             return found
         record.count_call("halley")
@@ -121,4 +121,4 @@ def _replace_default(strategy: str, record: Record) -> None:
 
     interface.register(_DEFAULT, watched)
     # A test that compares implementations takes this one by its name, not from the interface.
-    seams.experts.grouped_mm_experts_forward = watched
+    point.experts.grouped_mm_experts_forward = watched

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import halley.integrations.transformers as halley_hf
+import halley.integrations.transformers as halley_transformers
 from halley.core.config import ModelConfig, RunConfig
 from halley.core.models import find_model
 from halley.distributed.mesh import build_groups
 from halley.distributed.world import World, join_world
-from halley.integrations.transformers.seams import find_seams
+from halley.integrations.transformers.registration import find_extension_point
 from halley.tools.results import Row, machine_keys, write_rows
 from halley.tools.timer import time_interleaved
 from halley.tools.tolerance import RELATIVE_TOLERANCE
@@ -108,7 +108,7 @@ def measure(config: ModelConfig, num_tokens: int, world: World) -> list[Row]:
             "samples": NUM_SAMPLES, "floor_us": None, "peak_mib": peaks.get(name),
             "loss": found[name][0], "gradient_norm": found[name][1],
             "experts": STRATEGY if name == "halley" else "grouped_mm",
-            "transformers": find_seams().version,
+            "transformers": find_extension_point().version,
         }
         for name, timing in times.items()
     ]  # fmt: skip
@@ -122,8 +122,8 @@ class Switch:
 
     def register(self) -> str:
         """Make transformers build both for each experts module; return the name to ask for."""
-        halley_hf.register(STRATEGY, strict=True)
-        interface = find_seams().parallel.EPImplementationInterface
+        halley_transformers.enable(strategy=STRATEGY, strict=True)
+        interface = find_extension_point().parallel.EPImplementationInterface
         built = {name: interface()[name] for name in NAMES}
 
         def build(*args: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ tests are run on models of the same families (``transformers_families.py``).
 
 ``transformers_plugin.py`` puts Halley's experts in the place of transformers'. The script prints a
 table and, as its last line, the same as JSON, which ``--output FILE`` also puts into a file beside
-the results of other runs. Those of RESULTS make the table of docs/huggingface.md. The script ends
+the results of other runs. Those of RESULTS make the table of docs/transformers.md. The script ends
 with 1 if any test has another outcome than without Halley, if Halley never ran experts, or if an
 output of theirs in float32 is not that of transformers' own up to rounding.
 """
@@ -43,7 +43,7 @@ DTYPES = ("float32", "bfloat16")
 COLUMNS = ("family", "tests", *COUNTS, "differ", "calls by Halley", *(f"{d} error" for d in DTYPES))
 MAX_ERROR = 1e-5  # of an output in float32, over the largest
 RESULTS = ROOT / "benchmarks" / "results" / "transformers_suite.json"
-DOCUMENT = ROOT / "docs" / "huggingface.md"
+DOCUMENT = ROOT / "docs" / "transformers.md"
 START = "<!-- suites: made by benchmarks/transformers_suite.py -->"
 END = "<!-- end of suites -->"
 _LIMIT_S = 3600.0  # for one side

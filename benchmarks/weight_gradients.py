@@ -1,34 +1,24 @@
-"""Gradients of weights: Halley's kernel against torch's, and what they hide in backward.
+"""Compare the weight-gradient GEMMs of Halley's kernel with torch's grouped GEMM.
 
-Part one times the two weight-gradient GEMMs of a layer by both, on a rank's rows, of which all
-experts have as many. Part two times backward in turn with all launches one after another and with
-those that move rows beside those that multiply, without and with the first weight gradient beside
-the combine of the tokens' gradients. ``comm_us`` is the time of the launches that move rows, alone;
-``hidden`` is the part of it that is gained. Between samples the GPU rests: one that has multiplied
-for long is slowed down by its power limit, by more than there is to gain.
+Times both projections of a layer on the rows of one rank, with equally many rows per expert.
 
-    torchrun --nproc-per-node 4 benchmarks/weight_gradients.py benchmarks/results
+    torchrun --nproc-per-node 4 -m benchmarks.weight_gradients benchmarks/results
 """
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from fused_parts import BACKWARD_PARTS, PARTS, kernel_times
 
 from halley.core.models import find_model
-from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.distributed.world import join_world
-from halley.fused.buffer_cache import Workspaces
-from halley.ops.kernels.gemm_config import Knobs
+from halley.fused.config import KernelConfig
 from halley.ops.kernels.weight_gemm import weight_gemm
-from halley.strategies.fused import FusedStrategy
-from halley.tools.layer_case import LayerCase, LayerTensors, make_tensors, outputs_of
+from halley.tools.layer_case import LayerCase
 from halley.tools.results import Row, machine_keys, write_rows
 from halley.tools.timer import time_interleaved
 from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
@@ -36,9 +26,6 @@ from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")
 NUM_TOKENS = 8192
-MOVES = ("stage", "fetch", "combine")
-REST_S = 0.03
-NUM_SAMPLES = 15
 NUM_CALLS = 8
 
 
@@ -50,7 +37,7 @@ def main() -> None:
         rows: list[Row] = []
         for name in MODELS:
             case = LayerCase(model=find_model(name), num_tokens=NUM_TOKENS)
-            found = [*compare(case, groups, world.device), *hide(case, groups, world.device)]
+            found = compare(case, groups, world.device)
             workload = {
                 "case": "weight_gradients", "model": name, "num_tokens": NUM_TOKENS,
                 "ep_size": groups.ep_size, "tp_size": 1, "skew": "balanced", "dtype": "bfloat16",
@@ -66,10 +53,10 @@ def main() -> None:
 
 
 def compare(case: LayerCase, groups: ParallelGroups, device: torch.device) -> list[Row]:
-    """Return a line for each projection and implementation.
+    """Return a result line for each projection and implementation.
 
     Raises:
-        RuntimeError: the two differ.
+        RuntimeError: the two implementations give different values.
     """
     moe, hidden = case.model.moe, case.model.hidden_size
     num_local = moe.num_experts // groups.ep_size
@@ -86,7 +73,7 @@ def compare(case: LayerCase, groups: ParallelGroups, device: torch.device) -> li
         runs: dict[str, Callable[[], object]] = {
             "fused": partial(
                 weight_gemm, ours, grad, rows, expert_begin=ends - counts, expert_rows=counts,
-                tile=Knobs().weight,
+                tile=KernelConfig().weight,
                 num_programs=torch.cuda.get_device_properties(device).multi_processor_count,
             ),
             "torch": partial(torch._grouped_mm, grad.T, rows, offs=ends),  # pyright: ignore[reportPrivateImportUsage]
@@ -111,53 +98,8 @@ def compare(case: LayerCase, groups: ParallelGroups, device: torch.device) -> li
     return lines
 
 
-def hide(case: LayerCase, groups: ParallelGroups, device: torch.device) -> list[Row]:
-    """Return a line for backward without and with a weight gradient beside the wire."""
-    tensors = make_tensors(case, groups, device=device)
-    recorder = Recorder(device, enabled=False)
-    owners = [
-        Workspaces(groups.ep, device, knobs=Knobs().changed([f"weight.beside={beside}"]))
-        for beside in (0, 1)
-    ]
-    unfused, fused, beside = (
-        FusedStrategy(workspaces, recorder=recorder, fused=is_fused)
-        for workspaces, is_fused in ((owners[0], False), (owners[0], True), (owners[1], True))
-    )
-    alone = kernel_times(partial(outputs_of, unfused, tensors), (*PARTS, *BACKWARD_PARTS))
-    parts = [part for part in alone[len(PARTS) :] if part[0] not in ("all", "backward")]
-    comm_us = sum(us for name, us in parts if name in MOVES)
-    runs = {"unfused": unfused, "fused": fused, "beside": beside}
-    variants: dict[str, Callable[[], None]] = {}
-    for name, strategy in runs.items():
-        variants[name] = partial(_backward, tensors.run(strategy), tensors)
-        variants[f"rest after {name}"] = partial(time.sleep, REST_S)
-    timings = time_interleaved(variants, device=device, group=groups.ep, num_samples=NUM_SAMPLES)
-    unfused_us = timings["unfused"].median_us
-    lines: list[Row] = []
-    for index, name in enumerate(("fused", "beside")):
-        timing = timings[name]
-        gained_us = unfused_us - timing.median_us
-        lines.append(
-            {
-                "part": "backward", "strategy": "fused", "weight_beside": index,
-                "median_us": timing.median_us, "p10_us": timing.p10_us, "p90_us": timing.p90_us,
-                "samples": len(timing.samples_us), "floor_us": unfused_us - comm_us,
-                "unfused_us": unfused_us, "comm_us": comm_us,
-                "exposed_comm_us": comm_us - gained_us, "hidden": round(gained_us / comm_us, 3),
-                "parts": parts,
-            }
-        )  # fmt: skip
-    for workspaces in owners:
-        workspaces.close()
-    return lines
-
-
-def _backward(y_TD: torch.Tensor, tensors: LayerTensors) -> None:
-    torch.autograd.grad(y_TD, tensors.leaves(), tensors.grad_TD, retain_graph=True)
-
-
 def _repeat(run: Callable[[], object]) -> None:
-    """Call so often that the host is ahead, as it is in backward."""
+    """Call several times, so that the host gets ahead of the GPU as it does in backward."""
     for _ in range(NUM_CALLS):
         run()
 

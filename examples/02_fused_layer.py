@@ -1,7 +1,7 @@
-"""One MoE layer by three strategies: outputs and gradients, and the memory that they share.
+"""Compare three strategies on one MoE layer: outputs, gradients, and the symmetric memory.
 
-Run it with ``torchrun --nproc-per-node 2 examples/02_fused_layer.py``, or alone on one rank. The
-ranks take the GPUs found; without any, the kernels are interpreted, which takes some seconds.
+Run it with ``torchrun --nproc-per-node 2 examples/02_fused_layer.py``, or with ``python`` for one
+rank. Each rank uses one GPU. Without GPUs, Triton interprets the kernels, which takes some seconds.
 """
 
 import sys
@@ -9,7 +9,6 @@ import sys
 import torch
 
 import halley
-from halley.core.types import Experts, Routing
 from halley.distributed.world import join_world
 from halley.fused.buffer_cache import Workspaces
 
@@ -18,7 +17,7 @@ NUM_TOKENS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 256, 128
 NUM_EXPERTS, TOP_K = 8, 2
 
 
-def make_experts(groups: halley.ParallelGroups, device: torch.device) -> Experts:
+def make_experts(groups: halley.ParallelGroups, device: torch.device) -> halley.Experts:
     """Return random weights of this rank's share of the experts."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -26,23 +25,23 @@ def make_experts(groups: halley.ParallelGroups, device: torch.device) -> Experts
         shape = (NUM_EXPERTS // groups.ep_size, rows, columns)
         return (torch.randn(shape, device=device) * columns**-0.5).to(dtype)
 
-    return Experts(
+    return halley.Experts(
         up_LGD=weight(2 * INTERMEDIATE_SIZE, HIDDEN_SIZE).requires_grad_(),
         down_LDF=weight(HIDDEN_SIZE, INTERMEDIATE_SIZE).requires_grad_(),
     )
 
 
 def compare(groups: halley.ParallelGroups, device: torch.device) -> list[str]:
-    """Run all strategies on the same tokens; return what there is to say on this rank."""
+    """Run all strategies on the same tokens; return a report of this rank, line by line."""
     torch.manual_seed(groups.rank)
     experts = make_experts(groups, device)
     x_TD = torch.randn(NUM_TOKENS, HIDDEN_SIZE, device=device).to(experts.up_LGD.dtype)
     scores_TE = torch.randn(NUM_TOKENS, NUM_EXPERTS, device=device).softmax(dim=-1)
     weights_TK, idx_TK = scores_TE.topk(TOP_K, dim=-1)
-    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
+    routing = halley.Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
 
     recorder = halley.Recorder(device.type, enabled=False)
-    workspaces = Workspaces(groups.ep, device)  # of all layers that share memory
+    workspaces = Workspaces(groups.ep, device)  # symmetric memory, shared by strategies and layers
     results: dict[str, tuple[torch.Tensor, ...]] = {}
     for name in ("sequential", "unfused", "fused"):
         strategy = halley.build_strategy(
@@ -67,9 +66,10 @@ def compare(groups: halley.ParallelGroups, device: torch.device) -> list[str]:
         f"fused equals unfused bit for bit: {equal}",
     ]
     for workspace in workspaces.all():
-        for name in ("words", "stage", "home"):
-            local = getattr(workspace, name).local
-            lines.append(f"symmetric {name:<5} {tuple(local.shape)!s:>14} {local.nbytes:>9} bytes")
+        context = workspace.context()
+        for name in ("routing_buffer", "send_buffer", "combine_buffer"):
+            local = getattr(context, name).local
+            lines.append(f"symmetric {name:<14} {tuple(local.shape)!s:>14} {local.nbytes:>9} bytes")
     workspaces.close()
     return lines
 

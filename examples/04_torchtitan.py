@@ -1,8 +1,8 @@
-"""An MoE layer of torchtitan whose experts Halley runs: one flag.
+"""Train one torchtitan MoE layer whose experts Halley runs, enabled by one option.
 
-Run it with ``torchrun --nproc-per-node 2 examples/04_torchtitan.py``, or alone on one rank. Words
-behind it are those of torchtitan's ``--override.imports``; Halley's flag unless given. A job of
-torchtitan's trainer, which wants GPUs, takes the same flag and changes nothing else.
+Run it with ``torchrun --nproc-per-node 2 examples/04_torchtitan.py``, or with ``python`` on one
+rank. Arguments are values of torchtitan's ``--override.imports``; the default enables Halley. Jobs
+of torchtitan's trainer, which needs GPUs, take the same option.
 """
 
 import os
@@ -19,11 +19,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 NUM_STEPS, NUM_EXPERTS, DIM = 5, 8, 64
-FLAG = 'halley.integrations.torchtitan.halley={"strategy": "sequential"}'
+FLAG = 'halley.integrations.torchtitan.enable={"strategy": "sequential"}'
 
 
-def build_layer(words: list[str]) -> tuple[Any, list[str]]:
-    """Return a layer as torchtitan builds it, and what its overrides said."""
+def build_layer(imports: list[str]) -> tuple[Any, list[str]]:
+    """Return a layer as torchtitan builds it, and the messages of its overrides."""
     from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
     from torchtitan.models.common import config_utils
 
@@ -42,16 +42,16 @@ def build_layer(words: list[str]) -> tuple[Any, list[str]]:
     config = config_utils.make_moe_config(
         num_experts=NUM_EXPERTS, router=router, routed_experts=routed
     )
-    said = apply_overrides(OverrideConfig(imports=parse_cli_imports(words)), config)
+    messages = apply_overrides(OverrideConfig(imports=parse_cli_imports(imports)), config)
     layer = config.build()
     torch.manual_seed(0)  # the same layer on all ranks
     with torch.no_grad():
         layer.init_states()
-    return layer, said
+    return layer, messages
 
 
-def spread(layer: Any, num_ranks: int) -> None:
-    """Keep this rank's experts, as torchtitan's trainer does on its own meshes."""
+def shard(layer: Any, num_ranks: int) -> None:
+    """Shard the experts over the ranks, as torchtitan's trainer does on its own meshes."""
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("ep",))
     experts = layer.routed_experts.inner_experts
     for name, weight in list(experts.named_parameters()):
@@ -59,32 +59,32 @@ def spread(layer: Any, num_ranks: int) -> None:
     layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
 
 
-def train(words: list[str], num_ranks: int) -> list[str]:
-    """Teach the layer a linear map of random tokens; return what there is to say."""
+def train(imports: list[str], num_ranks: int) -> list[str]:
+    """Fit the layer to a linear map of random tokens; return the lines to print."""
     from torchtitan.distributed.utils import set_spmd_backend
 
-    import halley.integrations.torchtitan as halley_titan
+    import halley.integrations.torchtitan as halley_torchtitan
 
     set_spmd_backend("partial_dtensor")
-    layer, lines = build_layer(words)
+    layer, lines = build_layer(imports)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if num_ranks > 1:
-        spread(layer, num_ranks)
+        shard(layer, num_ranks)
     generator = torch.Generator().manual_seed(rank)
-    wanted = torch.eye(DIM).roll(1, dims=0)
+    target = torch.eye(DIM).roll(1, dims=0)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
     for step in range(NUM_STEPS):
         x_BLD = torch.randn(2, 64, DIM, generator=generator)
-        loss = (layer(x_BLD) - x_BLD @ wanted).square().mean() / num_ranks
+        loss = (layer(x_BLD) - x_BLD @ target).square().mean() / num_ranks
         loss.backward()
         if num_ranks > 1:
             for name, parameter in layer.named_parameters():
-                if "inner_experts" not in name:  # those are sums over all ranks' tokens already
+                if "inner_experts" not in name:  # their gradients already sum over all ranks
                     dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
         lines.append(f"step {step}: loss {num_ranks * float(loss.detach()):.3f} on rank {rank}")
-    lines += [f"{name}: {path}" for name, path in halley_titan.describe(layer).items()]
+    lines += [f"{name}: {path}" for name, path in halley_torchtitan.describe(layer).items()]
     return [*lines, f"{NUM_EXPERTS} experts on {num_ranks} ranks"]
 
 

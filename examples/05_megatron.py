@@ -1,8 +1,7 @@
-"""An MoE layer of Megatron-Core that Halley runs: one call on its spec.
+"""Train one Megatron-Core MoE layer that Halley runs, enabled by one call on its spec.
 
-Run it with ``torchrun --nproc-per-node 2 examples/05_megatron.py``, or alone on one rank. A job of
-Megatron-LM, which wants GPUs, takes ``--spec halley.integrations.megatron layer_spec`` and changes
-nothing else.
+Run it with ``torchrun --nproc-per-node 2 examples/05_megatron.py``, or with ``python`` on one rank.
+Jobs of Megatron-LM, which needs GPUs, take ``--spec halley.integrations.megatron layer_spec``.
 """
 
 import os
@@ -26,9 +25,9 @@ def build_layer(num_ranks: int) -> Any:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import build_module
 
-    from halley.integrations.megatron import use_halley
+    from halley.integrations.megatron import enable
 
-    class Router(TopKRouter):  # Megatron's own moves its weights to a GPU
+    class Router(TopKRouter):  # Megatron's router moves its weights to a GPU
         def gating(self, input: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.linear(input, self.weight)
 
@@ -53,25 +52,25 @@ def build_layer(num_ranks: int) -> Any:
     spec = get_moe_module_spec(use_te=False, num_experts=NUM_EXPERTS)
     spec.submodules.router = Router
     torch.manual_seed(0)  # the same router on all ranks
-    return build_module(use_halley(spec, strategy="sequential"), config=config)
+    return build_module(enable(spec, strategy="sequential"), config=config)
 
 
 def train(num_ranks: int) -> list[str]:
-    """Teach the layer a linear map of random tokens; return what there is to say."""
+    """Fit the layer to a linear map of random tokens; return the lines to print."""
     from halley.integrations.megatron import describe
 
     layer, rank = build_layer(num_ranks), dist.get_rank()
     lines: list[str] = []
     generator = torch.Generator().manual_seed(rank)
-    wanted = torch.eye(HIDDEN).roll(1, dims=0)
+    target = torch.eye(HIDDEN).roll(1, dims=0)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
     for step in range(NUM_STEPS):
         x_SBD = torch.randn(64, 2, HIDDEN, generator=generator)
         y_SBD, _ = layer(x_SBD)
-        loss = (y_SBD - x_SBD @ wanted).square().mean() / num_ranks
+        loss = (y_SBD - x_SBD @ target).square().mean() / num_ranks
         loss.backward()
         for parameter in layer.parameters():
-            if getattr(parameter, "allreduce", True):  # the experts' is of all ranks' tokens
+            if getattr(parameter, "allreduce", True):  # not the experts'
                 dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""A model of Hugging Face's transformers under DeepSpeed's AutoEP, its experts run by Halley.
+"""Train a Transformers model with DeepSpeed's AutoEP and experts that Halley runs.
 
-Run it with ``DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/06_deepspeed.py``, or alone on
-one rank. The model is small and random, so that nothing is downloaded.
+Run it with ``DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/06_deepspeed.py``, or with
+``python`` on one rank. A small random model is used, so that nothing is downloaded.
 """
 
 import os
@@ -28,13 +28,13 @@ SIZES: dict[str, Any] = {
 
 
 def train(num_ranks: int) -> list[str]:
-    """Train some steps on random tokens; return what there is to say."""
+    """Train some steps on random tokens; return the lines to print."""
     import deepspeed
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     import halley.integrations.deepspeed as halley_deepspeed
 
-    lines = [halley_deepspeed.enable("sequential")]  # the one line that Halley needs
+    lines = [halley_deepspeed.enable("sequential")]  # the only line for Halley
     torch.manual_seed(0)  # the same model on all ranks
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES))
     experts = {"enabled": True, "autoep_size": num_ranks, "preset_model": "qwen3_moe"}
@@ -65,7 +65,7 @@ def main() -> None:
         sys.stdout.write("no experts to run: pip install deepspeed 'halley-moe[hf]'\n")
         return
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks == 1:  # what a launcher would set
+    if num_ranks == 1:  # variables that torchrun would set
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ.update(alone, MASTER_ADDR="localhost", MASTER_PORT="29533")
     lines = train(num_ranks)

@@ -1,24 +1,94 @@
-"""Mixture-of-Experts training whose communication hides behind computation."""
+"""Train Mixture-of-Experts models with communication overlapped by computation.
+
+``MoE`` is a layer that sets itself up. ``MoELayer``, ``build_groups`` and ``build_strategy`` are
+its parts. To write a strategy, subclass ``AbstractStrategy``. ``compile`` is ``torch.compile`` with
+Halley's backend. Plug-ins for other frameworks are in ``halley.integrations``.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from halley.core.config import MoEConfig, RouterConfig
 from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.hardware import Predictor
+from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups, sync_gradients
 from halley.distributed.watchdog import Watchdog
 from halley.moe.layer import MoELayer, MoEOutput
+from halley.moe.moe import MoE
+from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
 __all__ = [
+    "AbstractStrategy",
     "ExpertPlacement",
+    "Experts",
+    "LayerShape",
+    "MoE",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
     "ParallelGroups",
+    "Predictor",
     "Recorder",
     "RouterConfig",
+    "Routing",
+    "Task",
     "Watchdog",
+    "__version__",
     "build_groups",
     "build_strategy",
+    "compile",
     "sync_gradients",
 ]
+
+try:
+    __version__ = version("halley-moe")
+except PackageNotFoundError:  # the package runs from a source tree
+    __version__ = "0+unknown"
+
+
+def compile(
+    function: "Callable[..., Any]", *, fullgraph: bool = True, **options: Any
+) -> "Callable[..., Any]":
+    """Compile a model or a training step with Halley's backend of ``torch.compile``.
+
+    Its passes schedule weight-gradient GEMMs under all-to-alls, and pipeline microbatches with
+    them. MoE layers must use a strategy that can be traced: "functional", "unfused" or "fused".
+
+    Args:
+        function: a module or a function of tensors.
+        fullgraph: raise an error where a graph would break, as for ``torch.compile``.
+        options: options of the passes, see ``halley.compiler.options.Options``.
+
+    Returns:
+        A function with the arguments and results of ``function``, compiled at its first call.
+
+    Raises:
+        ValueError: an option is unknown or has a value that is not allowed.
+    """
+    # Imported here: Dynamo imports Triton, whose first import decides how kernels run.
+    import torch
+    import torch._dynamo.config
+
+    from halley.compiler import Backend
+    from halley.compiler.options import parse_options
+
+    parse_options(options)
+    compiled: Any = torch.compile(
+        function, backend=Backend(), fullgraph=fullgraph, options=options or None
+    )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # The splits of all-to-alls are numbers that the graph reads from tensors.
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            return compiled(*args, **kwargs)
+
+    return call

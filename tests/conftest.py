@@ -12,7 +12,7 @@ import pytest
 # sys.path. Gloo on the loopback device needs no host name that resolves.
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when first imported
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HALLEY_KNOBS"] = os.devnull  # not what somebody tuned on this machine
+os.environ["HALLEY_KERNEL_CONFIG"] = os.devnull  # not what somebody tuned on this machine
 # Asks the driver's library whether there are GPUs: asking CUDA would forbid it to forked ranks.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Under CI torch makes it an error where an operator's result shares memory with an input.

@@ -12,8 +12,8 @@ import torch
 from halley.core.models import find_model
 from halley.core.placement import ExpertPlacement
 from halley.distributed.mesh import build_groups
-from halley.fused.kernels.layout import Layout
-from halley.ops.kernels.gemm_config import Knobs
+from halley.fused.config import KernelConfig
+from halley.fused.kernels.layout import make_layout
 from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
 from halley.tools.skew import zipf_load
 from tests.rank_pool import RunRanks
@@ -70,12 +70,12 @@ def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
     """The formulas of docs/comet.md give its table: four ranks, bfloat16, in MiB."""
     num_ranks, num_tokens, model = 4, 8192, find_model(name)
     experts, top_k, hidden = model.moe.num_experts, model.moe.top_k, model.hidden_size
-    layout = Layout(
+    layout = make_layout(
         num_ranks=num_ranks,
         num_experts=experts,
         top_k=top_k,
         max_tokens=num_tokens,
-        block_m=Knobs().block_m,
+        block_m=KernelConfig().block_m,
     )
     num_local = experts // num_ranks
     num_blocks = -(-num_tokens // (256 // (1 << (top_k - 1).bit_length())))
@@ -83,12 +83,12 @@ def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
     record = 16 + _whole(counts * num_blocks) + 2 * _whole(num_tokens * top_k)
     flags = 3 * _whole(num_ranks) + 64 * num_ranks + _whole(2 * num_ranks)
     words = flags + 2 * num_ranks * record
-    assert words == layout.mailbox_words
+    assert words == layout.routing_words
 
     row = 2 * hidden
     stages, home = 2 * num_tokens * row, num_ranks * num_tokens * row
     symmetric = (stages, home, 4 * num_ranks * num_tokens * top_k, 4 * words)
-    num_rows = num_tokens * top_k * 5 // 4 + Knobs().block_m * num_local
+    num_rows = num_tokens * top_k * 5 // 4 + KernelConfig().block_m * num_local
     sizes = (*symmetric, sum(symmetric), num_rows * row)
     cells = [name, hidden, experts, top_k, *(f"{size / 2**20:.1f}" for size in sizes)]
     document = (ROOT / "docs" / "comet.md").read_text(encoding="utf-8")

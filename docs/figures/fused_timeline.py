@@ -1,6 +1,6 @@
-"""Draws what the programs of one rank do in a fused and in an unfused call: a sketch, to no scale.
+"""Sketch the work of one rank in a fused and in an unfused call, not to scale.
 
-``python docs/figures/fused_timeline.py [path]`` writes the picture beside this file, or to path.
+``python docs/figures/fused_timeline.py [path]`` writes beside this file, or to ``path``.
 """
 
 import sys
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 
-# Colours, sizes and fonts are those of halley/tools/charts.py.
+# Colours, sizes and fonts are those of halley/tools/timeline_chart.py.
 INK, GREY = "#222222", "#777777"
 FONT_PT = 9.0
 FILLS = {
@@ -20,11 +20,11 @@ FILLS = {
     "fetch": "#E69F00",
     "multiply": "#0072B2",
     "combine": "#009E73",
-    "home": "#CC79A7",
+    "sum": "#CC79A7",
 }
 WHITE_TEXT = ("multiply", "combine")
 
-Bar = tuple[float, float, str, str]  # start, end, what of FILLS, text
+Bar = tuple[float, float, str, str]  # start, end, key of FILLS, text
 Lanes = dict[str, list[Bar]]
 
 FUSED: Lanes = {
@@ -36,21 +36,21 @@ FUSED: Lanes = {
         (13.8, 15.4, "combine", "sums 2"),
         (15.7, 17.0, "combine", "sums 3"),
     ],
-    "programs that move rows,\none on each multiprocessor": [
+    "CTAs that move rows,\none on each SM": [
         (0.0, 2.0, "publish, count, place", "plan"),
         (2.0, 6.1, "fetch", "own rows, others"),
         (10.0, 11.6, "combine", "chunk 0"),
-        (11.6, 11.9, "home", ""),
+        (11.6, 11.9, "sum", ""),
         (11.9, 13.5, "combine", "chunk 1"),
-        (13.5, 13.8, "home", ""),
+        (13.5, 13.8, "sum", ""),
         (13.8, 15.4, "combine", "chunk 2"),
-        (15.4, 15.7, "home", ""),
+        (15.4, 15.7, "sum", ""),
         (15.7, 17.0, "combine", "chunk 3"),
-        (17.0, 17.8, "home", "home"),
+        (17.0, 17.8, "sum", "sum"),
     ],
-    "programs that multiply,\none on each multiprocessor": [
-        (2.4, 8.0, "multiply", "up: tile by tile, as rows arrive"),
-        (8.0, 15.8, "multiply", "down: columns of chunk 0, 1, 2, 3"),
+    "CTAs that multiply,\none on each SM": [
+        (2.4, 8.0, "multiply", "first GEMM: tile by tile, as rows arrive"),
+        (8.0, 15.8, "multiply", "second GEMM: columns of chunk 0, 1, 2, 3"),
     ],
 }
 UNFUSED: Lanes = {
@@ -59,21 +59,21 @@ UNFUSED: Lanes = {
         (2.2, 6.0, "fetch", "rows of other ranks"),
         (18.4, 22.0, "combine", "sums 0 to 3"),
     ],
-    "all programs": [
+    "all CTAs": [
         (0.0, 2.0, "publish, count, place", "plan"),
         (2.0, 6.0, "fetch", "fetch"),
-        (6.0, 11.2, "multiply", "up"),
-        (11.2, 18.4, "multiply", "down"),
+        (6.0, 11.2, "multiply", "first GEMM"),
+        (11.2, 18.4, "multiply", "second GEMM"),
         (18.4, 22.0, "combine", "combine"),
-        (22.0, 23.4, "home", "home"),
+        (22.0, 23.4, "sum", "sum"),
     ],
 }
-FUSED_LAUNCHES = {0.0: "make_plan", 2.0: "dispatch_gemm", 8.0: "gemm_combine", 17.8: ""}
+FUSED_LAUNCHES = {0.0: "plan", 2.0: "fetch + first GEMM", 8.0: "second GEMM + combine", 17.8: ""}
 UNFUSED_LAUNCHES = dict.fromkeys((0.0, 2.0, 6.0, 11.2, 18.4, 23.4), "")
 
 
 def draw_lanes(axes: Axes, lanes: Lanes, launches: dict[float, str], *, title: str) -> None:
-    """Draw one panel: a lane a group of programs, dotted lines where launches begin and end."""
+    """Draw one panel: one lane per group of CTAs, dotted lines where launches begin and end."""
     for y, bars in enumerate(lanes.values()):
         for start, end, what, text in bars:
             place = (y - 0.4, 0.8)
@@ -94,19 +94,17 @@ def draw_lanes(axes: Axes, lanes: Lanes, launches: dict[float, str], *, title: s
 
 
 def draw(path: Path) -> None:
-    """Draw both forms, one above the other on one axis of time."""
+    """Draw both forms above each other, with one time axis."""
     figure = Figure(figsize=(12.0, 4.9), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[len(FUSED), len(UNFUSED)])
     upper.set_xlim(-0.05, 23.6)
-    draw_lanes(
-        upper, FUSED, FUSED_LAUNCHES, title="fused: the parts of a kernel are launches side by side"
-    )
+    draw_lanes(upper, FUSED, FUSED_LAUNCHES, title="fused: two launches share each SM")
     draw_lanes(
         lower, UNFUSED, UNFUSED_LAUNCHES, title="unfused: the same launches one after another"
     )
     lower.set_xlabel(
-        "time, to no scale: a sketch of one rank, not a measurement", fontsize=FONT_PT, color=INK
+        "time, not to scale: a sketch of one rank, not a measurement", fontsize=FONT_PT, color=INK
     )
     patches = [Patch(label=what, facecolor=fill) for what, fill in FILLS.items()]
     figure.legend(

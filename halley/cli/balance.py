@@ -1,4 +1,4 @@
-"""``halley plan balance``: plan which experts each rank holds, by the load that was counted."""
+"""``halley plan balance``: plan which experts each rank holds, from the counted loads."""
 
 import json
 import math
@@ -11,8 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halley.cli.checks import MAX_RANKS, check_at_least, check_at_most
-from halley.cli.path_checks import check_replaceable
+from halley.cli.checks import (
+    MAX_PLANNED_RANKS,
+    check_at_least,
+    check_at_most,
+    check_replaceable,
+)
 from halley.core.config import ModelConfig
 from halley.core.counts import read_counts
 from halley.core.models import find_model
@@ -25,7 +29,7 @@ _ITEMSIZE = 2  # bytes of a weight in bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """Loads of the ranks of one layer, before (None if experts do not divide) and after."""
+    """Loads of the ranks of one layer, without a placement (None if uneven) and with it."""
 
     before: list[float] | None
     after: list[float]
@@ -33,17 +37,25 @@ class _Layer:
 
 
 def balance(
-    counts: Annotated[Path, typer.Argument(help="counts.json of halley train, or lists.")],
-    ranks: Annotated[int, typer.Option(help="Ranks over which the experts are spread.")],
-    output: Annotated[
-        Path, typer.Option(help="File for the placement, in place of an earlier one.")
+    counts: Annotated[
+        Path,
+        typer.Argument(help="counts.json of halley train, or a JSON list of counts per layer."),
     ],
-    spare: Annotated[int, typer.Option(help="Experts that a rank may hold beyond its share.")] = 1,
-    model: Annotated[str | None, typer.Option(help="Named model, to price replicas.")] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks that share the experts (ep_size of the run).")],
+    output: Annotated[
+        Path, typer.Option(help="File for the placement; replaces an earlier placement.")
+    ],
+    spare: Annotated[
+        int, typer.Option(help="Experts that a rank may hold beyond its even share.")
+    ] = 1,
+    model: Annotated[
+        str | None, typer.Option(help="Model whose experts' memory to add to the output.")
+    ] = None,
 ) -> int:
-    """Plan a placement of experts, with replicas of those that most tokens go to.
+    """Plan which experts each rank holds, with replicas of the most loaded experts.
 
-    Prints the load of each rank in percent of the mean, before and after, then one JSON line.
+    Prints the load of each rank in percent of the mean, without and with the placement, then one
+    JSON line.
     """
     counts_ME = read_counts(counts)
     num_experts = len(counts_ME[0])
@@ -54,7 +66,7 @@ def balance(
             f"{priced.moe.num_experts}"
         )
     check_at_least(ranks, 1, option="ranks")
-    check_at_most(ranks, MAX_RANKS, option="ranks")
+    check_at_most(ranks, MAX_PLANNED_RANKS, option="ranks")
     check_replaceable(
         output, option="output", is_own=_is_placement, what="a placement of halley plan balance"
     )
@@ -95,7 +107,7 @@ def _expert_bytes(config: ModelConfig) -> int:
 
 
 def _summary(layers: Sequence[_Layer], *, num_bytes: int | None) -> dict[str, object]:
-    """Return the figures of all layers: of what the most loaded ranks do, layer after layer."""
+    """Return the JSON keys: sums over layers of the most loaded rank, and figures per layer."""
     num_spare = sum(layer.num_spare for layer in layers)
     plain_loads = [layer.before for layer in layers if layer.before is not None]
     return {

@@ -1,8 +1,13 @@
-"""``halley doctor``: show what this machine has, what is missing, and what to do about it."""
+"""``halley doctor``: check versions, devices, links and strategies of this machine."""
 
 import dataclasses
 import json
+import os
+import sys
+import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -10,11 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from halley.cli.bars import step_progress
 from halley.cli.checks import check_at_least, check_seconds, rank_memory_bytes, read_dtype
-from halley.cli.ranks import count_ranks, hand_to_ranks, joined
-from halley.cli.time_limit import time_limit as time_limited
+from halley.cli.progress_bar import step_progress
+from halley.cli.ranks import count_ranks, joined, launch_ranks
 from halley.core.models import find_model
+from halley.distributed.failures import tell_failure
 from halley.distributed.mesh import build_groups
 from halley.distributed.world import pick_device
 from halley.tools.candidates import check_case_memory, check_experts
@@ -30,38 +35,57 @@ from halley.tools.diagnosis import (
 from halley.tools.layer_case import LayerCase
 
 
-_TIME_LIMIT_S = 300.0  # of a layer, unless the user chooses
+_DEFAULT_TIME_LIMIT_S = 300.0
 
-# Keys of ``FusedBuffers``, and what they are to a reader.
+# Fields of ``FusedBuffers`` with the text that the table shows.
 _BUFFERS = {
-    "mailbox_mib": "mailbox, symmetric",
-    "stage_mib": "stages, symmetric",
-    "home_mib": "home, symmetric",
-    "weights_home_mib": "home of weights' gradients, symmetric",
+    "routing_mib": "flags and routing, symmetric",
+    "send_mib": "send buffers, symmetric",
+    "combine_mib": "combine buffer, symmetric",
+    "weight_grads_mib": "gradients of routing weights, symmetric",
     "symm_mib": "all symmetric",
-    "rows_mib": "rows, local",
+    "rows_mib": "fetched rows, local",
     "plan_mib": "plan of a call",
 }
 
 
+_ModelOption = Annotated[
+    str | None, typer.Option(help="Model whose MoE layer to run; starts ranks.")
+]
+_TokensOption = Annotated[
+    int | None, typer.Option(help="Tokens per rank; default: 2048, on CPUs 512.")
+]
+_DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="bfloat16, float16 or float32; default: bfloat16, on CPUs float32."),
+]
+_NprocOption = Annotated[
+    int | None, typer.Option(help="Ranks to start; default: one per GPU, or 2 on a CPU.")
+]
+_DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu, cuda, or auto (default) for cuda where there is a GPU.")
+]
+_TimeLimitOption = Annotated[
+    float | None, typer.Option(help="Seconds that the layer may take; default: 300.")
+]
+
+
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Named model whose layer to try.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens a rank; 2048, or 512 on CPUs.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
-    nproc: Annotated[int | None, typer.Option(help="Ranks; default one a GPU, or 2.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(help="Seconds that a layer may take; 300.")
-    ] = None,
+    model: _ModelOption = None,
+    tokens: _TokensOption = None,
+    dtype: _DtypeOption = None,
+    nproc: _NprocOption = None,
+    device: _DeviceOption = None,
+    time_limit: _TimeLimitOption = None,
 ) -> int:
     """Show versions, devices and links, and whether each strategy can run here.
 
-    With a model, ranks start and run its MoE layer forward: what strategy auto picks and why,
-    whether ranks address each other's memory, and the memory that the fused kernels take. On a
-    CPU the fused kernels are interpreted, so that they are not timed.
+    With --model, ranks start and run the model's MoE layer forward. The output then also shows
+    which strategy "auto" chooses and why, whether ranks can address each other's memory, and the
+    memory of the fused kernels. On CPUs the fused kernels run in an interpreter and are not timed.
 
-    Prints tables, then one JSON line. Fails only where no strategy, or that layer, can run, or
-    where the layer takes longer than the time limit.
+    Prints tables, then one JSON line. The exit code is 1 if no strategy can run, if the layer
+    fails, or if it exceeds the time limit.
     """
     if model is None:
         options = {
@@ -76,7 +100,7 @@ def doctor(
         typer.echo(json.dumps(dataclasses.asdict(machine)))
         return 0 if machine.can_run else 1
     device = device or "auto"
-    limit_s = check_seconds(_TIME_LIMIT_S if time_limit is None else time_limit)
+    limit_s = check_seconds(_DEFAULT_TIME_LIMIT_S if time_limit is None else time_limit)
     num_ranks = count_ranks(nproc or 0, device=device)
     on_gpu = pick_device(device).type == "cuda"
     case = LayerCase(
@@ -88,12 +112,12 @@ def doctor(
     check_experts(case, ep_size=num_ranks)
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
     check_case_memory(case, ep_size=num_ranks, memory_bytes=memory_bytes)
-    code = hand_to_ranks(nproc or 0, device=device)
+    code = launch_ranks(nproc or 0, device=device)
     return _try_layer(case, device=device, limit_s=limit_s) if code is None else code
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
-    """Measure the layer on the ranks; print the machine and which strategy ``auto`` picks."""
+    """Run the layer on the ranks; print the machine and the strategy that "auto" chooses."""
     last_text = "waiting for the other ranks"
 
     def explain() -> str:
@@ -103,7 +127,7 @@ def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
         )
 
     with (
-        time_limited(limit_s, explain=explain),
+        _time_limit(limit_s, explain=explain),
         joined(device) as (world, _),
         step_progress(world) as show,
     ):
@@ -115,18 +139,44 @@ def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
 
         groups = build_groups(0, device_type=world.device.type)
         machine = examine_machine() if world.is_first else None
-        if machine is not None:  # before the layer runs, which may fail
+        if machine is not None:  # Print it before the layer runs, because the layer may fail.
             Console().print(machine_table(machine))
         choice = choose_strategy(case, groups=groups, device=world.device, on_progress=on_progress)
         if machine is not None:
             Console().print(choice_table(choice))
-            told = dataclasses.asdict(machine) | {"choice": dataclasses.asdict(choice)}
-            typer.echo(json.dumps(told))
+            facts = dataclasses.asdict(machine) | {"choice": dataclasses.asdict(choice)}
+            typer.echo(json.dumps(facts))
     return 0
 
 
+@contextmanager
+def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]:
+    """End this process with exit code 1 if the block takes longer than a limit.
+
+    A thread ends the process, because an exception would wait for a running collective or kernel.
+
+    Args:
+        limit_s: seconds.
+        explain: returns what the process does now, and how to avoid the limit.
+    """
+
+    def end() -> None:
+        tell_failure(f"the time limit of {limit_s:g} s is over while {explain()}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def choice_table(choice: LayerChoice) -> Table:
-    """Return how strategy auto runs a layer; what keeps ranks out of each other's memory is red."""
+    """Return how "auto" runs a layer as a table; a problem with peer memory access is red."""
     title = f"MoE layer of {choice.model}, forward: {choice.num_tokens} tokens a rank, "
     table = Table(title=f"{title}{choice.dtype}, ep_size {choice.num_ranks}")
     for name in ("", "what", "state"):
@@ -149,14 +199,16 @@ def choice_table(choice: LayerChoice) -> Table:
     table.add_section()
     title = "training with fused"
     for save, memory in choice.memory.items():
-        kept, peak = memory.kept / 2**20, memory.peak / 2**20
-        table.add_row(title, f"save={save}", f"keeps {kept:,.1f} MiB a layer, peak {peak:,.1f} MiB")
+        saved, peak = memory.saved / 2**20, memory.peak / 2**20
+        table.add_row(
+            title, f"save={save}", f"saves {saved:,.1f} MiB a layer, peak {peak:,.1f} MiB"
+        )
         title = ""
     return table
 
 
 def machine_table(machine: Machine) -> Table:
-    """Return the facts as one table; what keeps a strategy from running is red."""
+    """Return the facts about a machine as a table; each problem of a strategy is red."""
     table = Table(title="Halley on this machine")
     for name in ("", "what", "state"):
         table.add_column(name, overflow="fold")
@@ -193,12 +245,12 @@ def _devices(devices: list[Device]) -> list[tuple[str, str]]:
             rows.append(("cpu", f"{device.name}, {device.num_cores} cores, {memory}"))
             continue
         state = f"{device.name}, {memory}, compute capability {device.compute_capability}"
-        rows.append((f"cuda:{index}", f"{state}, {device.num_cores} multiprocessors"))
+        rows.append((f"cuda:{index}", f"{state}, {device.num_cores} SMs"))
     return rows
 
 
 def _links(links: list[Link]) -> list[tuple[str, str]]:
-    """Return one row for all pairs that are linked alike."""
+    """Return one row for all pairs of GPUs with the same kind of link."""
     pairs: dict[str, list[str]] = defaultdict(list)
     for link in links:
         access = f"peer access {_mark(link.peer_access)}"

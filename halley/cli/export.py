@@ -1,4 +1,4 @@
-"""``halley export``: a trained model for other programs."""
+"""``halley export``: write a trained model for Hugging Face's transformers."""
 
 import dataclasses
 import json
@@ -12,11 +12,11 @@ from halley.train.hf_export import export_run
 
 def export(
     run: Annotated[Path, typer.Argument(help="Output folder of halley train.")],
-    output: Annotated[Path, typer.Option(help="A folder that is empty or not there yet.")],
+    output: Annotated[Path, typer.Option(help="A folder that is empty or does not exist.")],
 ) -> int:
-    """Write the newest checkpoint of a run as safetensors, with the names of Hugging Face.
+    """Write the newest checkpoint of a run as safetensors with Hugging Face's tensor names.
 
-    Works for the families mixtral, qwen2_moe, qwen3_moe and olmoe, in one process.
+    It supports the model families mixtral, qwen2_moe, qwen3_moe and olmoe, and runs in one process.
     """
     written = export_run(run, output)
     typer.echo(json.dumps({"output": str(output)} | dataclasses.asdict(written)))

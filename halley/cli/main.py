@@ -1,4 +1,4 @@
-"""The commands of ``halley``, and how their errors reach the user: one line, no traceback."""
+"""The ``halley`` command: its subcommands, and errors as one line without a traceback."""
 
 import contextlib
 import difflib
@@ -10,57 +10,61 @@ from typing import TextIO, cast
 
 import typer
 
-from halley.cli import bench, bench_graph, doctor, export, plan, run, trace, train, tune
+from halley.cli import bench, doctor, export, plan, run, trace, train, tune
 from halley.cli.ranks import COMMAND
 from halley.distributed.failures import tell_failure
 from halley.distributed.launcher import READER_GONE, USER_ERROR
 from halley.distributed.world import is_launched
 
 
-INTERRUPTED = 130  # as a shell has it: 128 and SIGINT's number
+INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
 _KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}
-_NEAR = 0.8  # of difflib: options as far apart as --seed and --nonsense are no suggestion
+_MIN_SIMILARITY = 0.8  # difflib ratio: do not suggest --seed for --nonsense
 
 app = typer.Typer(
     name="halley",
-    help="Train Mixture-of-Experts models with their communication behind computation. "
-    "Any command takes --debug, which shows where an error came from.",
+    help="Train Mixture-of-Experts models and hide their communication behind computation. "
+    "Every command accepts --debug, which prints the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("train")(train.run)
-bench.app.command("graph")(bench_graph.graph)
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 app.command("trace")(trace.trace)
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
-# What stands behind the script is the script's, options too.
+# Arguments after the script belong to the script, even if they look like options.
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 1 for a failure, 2 for a mistake of the user.
+def main(
+    argv: list[str] | None = None, *, commands: typer.Typer = app, module: str = "halley.cli"
+) -> int:
+    """Run one command and return its exit code.
 
-    130 is for an interrupt, of which the user is told once, not by each rank.
+    The code is 0 for success, 1 for a failure, 2 for a mistake of the user, and 130 for an
+    interrupt. Only the process that started the ranks reports an interrupt.
 
     Args:
-        argv: arguments without the program's name; default those of the process.
+        argv: arguments without the program's name; None takes those of this process.
+        commands: the commands to choose from.
+        module: Python module that reads the same command line on each rank.
     """
     words = sys.argv[1:] if argv is None else argv
     arguments, debug = _take_debug(list(words))
-    COMMAND.set(tuple(words))
+    COMMAND.set((module, *words))
     try:
         _check_words(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = app(arguments, prog_name="halley", standalone_mode=False)
-        _flush_output()  # here, and not when the interpreter ends: a full disk is a failure
+            code = commands(arguments, prog_name=commands.info.name, standalone_mode=False)
+        _flush_output()  # A full disk must count as a failure, so do not leave it to the exit.
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # rich makes the one of the other
+    except (BrokenPipeError, SystemExit):  # rich turns a BrokenPipeError into a SystemExit
         _drop_output()
         return READER_GONE
     except Exception as error:
@@ -68,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             _drop_output()
         return _report(error, details=traceback.format_exc() if debug else "")
     if isinstance(code, run.Script):
-        return code.run()  # out here: its warnings and errors are none of ours
+        return code.run()  # Outside of the try: the script reports its own errors and warnings.
     if code == INTERRUPTED and not is_launched():
         sys.stderr.write("halley: interrupted\n")
     return code if isinstance(code, int) else 0
@@ -84,10 +88,10 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _check_words(arguments: list[str]) -> None:
-    """Refuse arguments that no option takes; those of a script are not checked.
+    """Refuse arguments that no option accepts; do not check the arguments of a script.
 
     Raises:
-        ValueError: an argument is empty, has a NUL byte, or bytes that are not UTF-8.
+        ValueError: an argument is empty, has a NUL byte, or is not UTF-8.
     """
     if arguments[:1] == ["run"]:
         return
@@ -101,11 +105,11 @@ def _check_words(arguments: list[str]) -> None:
 
 
 def _report(error: Exception, *, details: str) -> int:
-    """Tell the user the error in one line, after ``details``; return the exit code."""
+    """Print the error as one line, after ``details``; return the exit code."""
     usage = _usage_text(error)
     if usage is not None or isinstance(error, ValueError):
         text = str(error) if usage is None else usage
-        if text:  # none where the help was shown for want of a command
+        if text:  # Empty if typer has already printed the help.
             tell_failure(text, is_mistake=True, error=error, details=details)
         return USER_ERROR
     tell_failure(str(error) or type(error).__name__, error=error, details=details)
@@ -113,18 +117,18 @@ def _report(error: Exception, *, details: str) -> int:
 
 
 def _usage_text(error: Exception) -> str | None:
-    """Return what is wrong with the command line, or None where the error is another one."""
-    # The class lives in click or in typer, by version.
+    """Return the mistake in the command line, or None for any other error."""
+    # The class is in click or in typer, depending on the version.
     text = getattr(error, "format_message", None)
     if not callable(text):
         return None
     name: str | None = getattr(error, "option_name", None)
     known: list[str] | None = getattr(error, "possibilities", None)
     if name is not None and known is not None:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_MIN_SIMILARITY)
         return f"No such option: {name}" + (f", did you mean {near[0]}" if near else "")
     options = getattr(getattr(error, "param", None), "opts", [])
-    details = getattr(error.__cause__, "errors", None)  # of pydantic, which typer converts with
+    details = getattr(error.__cause__, "errors", None)  # typer converts values with pydantic
     if options and callable(details):
         first = cast(list[dict[str, str]], details())[0]
         if kind := _KINDS.get(first["type"]):
@@ -133,7 +137,7 @@ def _usage_text(error: Exception) -> str | None:
 
 
 def _is_of_stdout(error: Exception) -> bool:
-    """Return whether flushing standard output fails, as on a full disk."""
+    """Return whether standard output cannot be written, for example on a full disk."""
     try:
         _flush_output()
     except OSError:
@@ -147,8 +151,9 @@ def _flush_output() -> None:
 
 
 def _drop_output() -> None:
-    """Discard buffered output, which the interpreter would fail to flush when it exits."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no descriptor of its own
+    """Discard buffered output, so that the interpreter does not fail to flush it on exit."""
+    # Standard output may be closed, or may have no file descriptor.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
@@ -162,8 +167,4 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    sys.stderr.write(f"halley: warning: {_one_line(str(message))}\n")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    sys.stderr.write(f"halley: warning: {' '.join(str(message).split())}\n")

@@ -1,4 +1,4 @@
-"""``halley plan``: predict what the compiler's passes do to a step, and plan placements."""
+"""``halley plan``: predict a step with compiler passes, and plan placements of experts."""
 
 import dataclasses
 import json
@@ -13,16 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from halley.cli.balance import balance
-from halley.cli.bars import Update, shown_progress, step_progress
 from halley.cli.checks import (
-    MAX_RANKS,
+    MAX_PLANNED_RANKS,
     check_at_most,
     check_package,
+    check_picture,
     check_rate,
+    check_readable,
+    check_replaceable,
     check_samples,
 )
-from halley.cli.path_checks import check_picture, check_readable, check_replaceable
-from halley.cli.ranks import hand_to_ranks, joined
+from halley.cli.progress_bar import Update, shown_progress, step_progress
+from halley.cli.ranks import joined, launch_ranks
 from halley.cli.train import ConfigOption, SetOption, check_groups, read_config
 from halley.core.config import RunConfig
 from halley.core.routing import local_experts
@@ -31,7 +33,6 @@ from halley.cost.profiles import ProfileTable, find_environment
 from halley.planner.planned_run import check_strategies
 from halley.planner.step_plan import StepPlan, find_problems, plan_strategies, trace_step
 from halley.strategies.registry import PLANNED, describe_strategies, split_strategies
-from halley.tools.graph_case import MAX_PARTS
 from halley.train.compiled_model import check_passes
 
 
@@ -39,40 +40,72 @@ if TYPE_CHECKING:
     from halley.compiler import OrderReport
     from halley.tools.compiled_step import GraphMeasure
 
-app = typer.Typer(help="Plan without ranks and without a GPU.", no_args_is_help=True)
+app = typer.Typer(
+    help="Predict compiled steps and place experts, without ranks or GPUs.", no_args_is_help=True
+)
 app.command("balance")(balance)
-_DEVICE = "NVIDIA H200"  # where none is named
+_DEVICE = "NVIDIA H200"  # the default of --device
+# MAX_PARTS of halley/compiler/options.py. Importing it would load torch's compiler, for seconds.
+_MAX_PARTS = 8
 _DIRECTIONS = ("forward", "backward")
+
+
+_PassesOption = Annotated[str, typer.Option(help="Compiler passes: wgrad, partition or both.")]
+_RanksOption = Annotated[int, typer.Option(help="Ranks of the planned run.")]
+_DeviceOption = Annotated[
+    str, typer.Option(help="Device of the planned run; its rates must be known.")
+]
+_LinkOption = Annotated[
+    float,
+    typer.Option(help="Link bandwidth in GB/s out of each device; 0: that of the device."),
+]
+_NumPartsOption = Annotated[
+    int, typer.Option(help="Microbatches per segment; 0: choose by predicted time.")
+]
+_MemoryMarginOption = Annotated[
+    float, typer.Option(help="Share by which the passes may raise peak memory.")
+]
+_PeerAccessOption = Annotated[
+    bool, typer.Option(help="Whether ranks can address each other's memory, as on one host.")
+]
+_ProfilesOption = Annotated[
+    Path | None,
+    typer.Option(help="File of measured times; default: the tables of the package."),
+]
+_FillOption = Annotated[
+    bool, typer.Option(help="Measure missing operators on this GPU and add them to --profiles.")
+]
+_ExplainOption = Annotated[bool, typer.Option(help="Print why layers do not run in microbatches.")]
+_TimelineOption = Annotated[
+    Path | None, typer.Option(help="Draw the simulated step into this .png.")
+]
+_MeasureOption = Annotated[
+    int,
+    typer.Option(help="Also run N steps on --ranks ranks of this host and time them (0: off)."),
+]
 
 
 @app.command()
 def graph(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    passes: Annotated[str, typer.Option(help="wgrad, partition or both.")] = "both",
-    ranks: Annotated[int, typer.Option(help="Ranks of the run.")] = 8,
-    device: Annotated[str, typer.Option(help="A device with known figures.")] = _DEVICE,
-    link: Annotated[float, typer.Option(help="GB/s out of each device; 0 is the device's.")] = 0.0,
-    num_parts: Annotated[int, typer.Option(help="Parts of the batch; 0 chooses.")] = 0,
-    memory_margin: Annotated[float, typer.Option(help="How much memory may rise.")] = 0.02,
-    peer_access: Annotated[
-        bool, typer.Option(help="Ranks address each other's memory, as on one host.")
-    ] = True,
-    profiles: Annotated[
-        Path | None, typer.Option(help="Measured times; without, those that Halley has.")
-    ] = None,
-    fill: Annotated[
-        bool, typer.Option(help="Measure what the profiles lack on a GPU here.")
-    ] = False,
-    explain: Annotated[bool, typer.Option(help="Say why ranges stay whole.")] = False,
-    timeline: Annotated[Path | None, typer.Option(help="Draw the step into this PNG.")] = None,
-    measure: Annotated[
-        int, typer.Option(help="Run so many steps on that many ranks of this host, too.")
-    ] = 0,
+    passes: _PassesOption = "both",
+    ranks: _RanksOption = 8,
+    device: _DeviceOption = _DEVICE,
+    link: _LinkOption = 0.0,
+    num_parts: _NumPartsOption = 0,
+    memory_margin: _MemoryMarginOption = 0.02,
+    peer_access: _PeerAccessOption = True,
+    profiles: _ProfilesOption = None,
+    fill: _FillOption = False,
+    explain: _ExplainOption = False,
+    timeline: _TimelineOption = None,
+    measure: _MeasureOption = 0,
 ) -> int:
-    """Show what the compiler's passes do to a model's graphs, and the times they predict.
+    """Predict what the compiler passes do to a model's graphs, and the time of a step.
 
-    Chooses each layer's strategy unless --set strategy says it. Prints tables, then a JSON line.
+    Chooses the strategy of each layer unless --set strategy=... names one. Prints tables, then one
+    JSON line.
     """
     run_config = read_config(config, overrides)
     _check_partition(num_parts, memory_margin)
@@ -99,7 +132,7 @@ def graph(
             reports = trace_step(run_config, strategies, **options)
         _show(reports, explain=explain, timeline=timeline, plan=plan)
         return 0
-    code = hand_to_ranks(ranks, device=run_config.device)
+    code = launch_ranks(ranks, device=run_config.device)
     if code is not None:
         return code
     found = _measure_on_ranks(run_config, options, num_steps=measure)
@@ -111,7 +144,7 @@ def graph(
 def _measure_on_ranks(
     run_config: RunConfig, options: dict[str, Any], *, num_steps: int
 ) -> "GraphMeasure | None":
-    """Return what the first rank measured, None on the others."""
+    """Measure a compiled step on all ranks; return the result on the first rank, else None."""
     from halley.tools.compiled_step import measure_graphs
 
     with joined(run_config.device) as (world, _):
@@ -124,7 +157,7 @@ def _measure_on_ranks(
 
 
 def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
-    """Return a run with passes; of that strategy where it has the default's, which has no graph."""
+    """Return the run with these passes; replace the default strategy, which has no graph."""
     config = dataclasses.replace(config, passes=cast(Any, passes))
     if config.strategy == RunConfig.strategy:
         config = dataclasses.replace(config, strategy=strategy)
@@ -136,7 +169,7 @@ def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
 def _plan(
     config: RunConfig, options: dict[str, Any], *, peer_access: bool, on_progress: Update
 ) -> tuple[tuple[str, ...], StepPlan | None]:
-    """Return the strategy of each layer, with their plan where the user does not name them."""
+    """Return the strategy of each layer, and the plan unless the user names the strategies."""
     if config.strategy != PLANNED:
         return split_strategies(config.strategy, num_layers=config.model.num_moe_layers), None
     problems = find_problems(
@@ -152,7 +185,7 @@ def _plan(
 def _check(
     config: RunConfig, *, passes: str, ranks: int, measure: int, device: str, link: float
 ) -> None:
-    """Check what no trace is needed for.
+    """Check the options before the model is traced.
 
     Raises:
         ValueError: an argument is not allowed.
@@ -161,7 +194,7 @@ def _check(
         raise ValueError(f"passes ({passes}) must be one of wgrad, partition, both")
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
-    check_at_most(ranks, MAX_RANKS, option="ranks")
+    check_at_most(ranks, MAX_PLANNED_RANKS, option="ranks")
     if measure < 0:
         raise ValueError(f"measure ({measure}) must be a number of steps, or 0")
     if measure:
@@ -175,18 +208,18 @@ def _check(
 
 
 def _check_partition(num_parts: int, memory_margin: float) -> None:
-    """Check what the compiler's options allow, without torch's compiler, which takes seconds."""
-    if num_parts != 0 and not 2 <= num_parts <= MAX_PARTS:
-        raise ValueError(f"num_parts ({num_parts}) must be 0, or 2 to {MAX_PARTS}")
+    """Check two options as ``halley.compiler.options`` does, without loading torch's compiler."""
+    if num_parts != 0 and not 2 <= num_parts <= _MAX_PARTS:
+        raise ValueError(f"num_parts ({num_parts}) must be 0, or 2 to {_MAX_PARTS}")
     if not 0.0 <= memory_margin < math.inf:
         raise ValueError(f"memory_margin ({memory_margin}) must be finite and at least 0")
 
 
 def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
-    """Return where measured times are, or "" for those of the package.
+    """Return the file of measured times, or "" for the tables of the package.
 
     Raises:
-        ValueError: there is no such file, or what it lacks cannot be measured here.
+        ValueError: the file does not exist, or this machine cannot measure for the device.
     """
     if not fill:
         if path is not None:
@@ -204,13 +237,12 @@ def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str
 
 
 def _check_measured(config: RunConfig, *, device: str, link: float) -> None:
-    """Check that what is to be measured is what this host runs.
+    """Check that --measure runs on this host as it is.
 
     Raises:
-        ValueError: another device, link or strategy is asked for.
+        ValueError: the options ask for another device, link or strategy.
     """
-    told = (("device", device, _DEVICE), ("link", link, 0.0))
-    for name, value, default in told:
+    for name, value, default in (("device", device, _DEVICE), ("link", link, 0.0)):
         if value != default:
             raise ValueError(
                 f"{name} ({value}) must be left out with measure, which runs on this host"
@@ -230,7 +262,7 @@ def _show(
     plan: StepPlan | None = None,
     measured: "GraphMeasure | None" = None,
 ) -> None:
-    """Print tables and the JSON line, and draw the picture."""
+    """Print the tables and the JSON line, and draw the timeline."""
     console = Console(stderr=True)
     found: dict[str, object] = {}
     for direction, report in zip(_DIRECTIONS, reports, strict=False):
@@ -262,14 +294,14 @@ def _show(
 
 
 def _as_dict(report: "OrderReport") -> dict[str, object]:
-    """Return a report's fields, without when each node runs."""
+    """Return the fields of a report without the spans of its nodes."""
     fields = dataclasses.asdict(dataclasses.replace(report, spans_before=(), spans_after=()))
     return {name: value for name, value in fields.items() if not name.startswith("spans")}
 
 
 def _draw(reports: "Sequence[OrderReport]", path: Path, measured: "GraphMeasure | None") -> None:
-    from halley.tools.charts import draw_timelines
     from halley.tools.compiled_step import simulated_step
+    from halley.tools.timeline_chart import draw_timelines
 
     timelines = {
         "simulated, without passes": simulated_step(reports, passed=False),
@@ -287,7 +319,7 @@ def _hardware(device: str, link: float) -> Hardware:
 
 
 def _plan_table(plan: StepPlan) -> Table:
-    """Return the chosen strategies with those that all layers could have."""
+    """Return the predicted step of the chosen strategies, and of each strategy for all layers."""
     table = Table(title="a step by the strategies of its layers, predicted")
     table.add_column("strategies")
     table.add_column("step", justify="right", no_wrap=True)
@@ -300,7 +332,7 @@ def _plan_table(plan: StepPlan) -> Table:
 
 
 def _table(direction: str, report: "OrderReport") -> Table:
-    """Return ranges in parts and what runs behind all-to-alls, times in milliseconds."""
+    """Return segments in microbatches and GEMMs under all-to-alls, times in milliseconds."""
     before, after = report.time_before, report.time_after
     table = Table(
         title=f"{direction}: {before.makespan_us / 1e3:.2f} ms -> {after.makespan_us / 1e3:.2f} ms",
@@ -315,14 +347,14 @@ def _table(direction: str, report: "OrderReport") -> Table:
     table.add_column("becomes")
     for each in report.ranges:
         gain = f"{each.before_us / 1e3:.2f} ms -> {each.after_us / 1e3:.2f} ms"
-        table.add_row(f"{each.first} to {each.last}", f"{each.num_parts} parts, {gain}")
-    for exchange, products in report.windows.items():
-        hidden = ", ".join(_place(name, report) for name in products)
-        table.add_row(_place(exchange, report), f"behind it {hidden or 'no product'}")
+        table.add_row(f"{each.first} to {each.last}", f"{each.num_parts} microbatches, {gain}")
+    for exchange, gemms in report.windows.items():
+        hidden = ", ".join(_place(name, report) for name in gemms)
+        table.add_row(_place(exchange, report), f"overlaps {hidden or 'no GEMM'}")
     return table
 
 
 def _place(name: str, report: "OrderReport") -> str:
-    """Return the name of a node with where it is in the model, where that is known."""
+    """Return the name of a node with its module in the model, if that is known."""
     module = report.modules.get(name, "")
     return f"{name} of {module}" if module else name

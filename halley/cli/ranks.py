@@ -1,4 +1,4 @@
-"""Running a command on several ranks of this host."""
+"""Start a command on several ranks of this host, and join these ranks."""
 
 import os
 from collections.abc import Iterator
@@ -13,18 +13,19 @@ from halley.distributed.world import World, check_launcher, is_launched, join_wo
 
 
 MAX_RANKS = 1024
-COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND")  # its words, which ranks get too
+# The Python module that reads the command line, then the arguments of the command.
+COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND")
 
 
-def hand_to_ranks(nproc: int, *, device: str) -> int | None:
-    """Start this very command on ``nproc`` ranks, unless this is a rank already or one is enough.
+def launch_ranks(nproc: int, *, device: str) -> int | None:
+    """Run this command again on ``nproc`` ranks, unless this process is a rank or one suffices.
 
     Args:
-        nproc: number of ranks; 0 for one a GPU, or 2 without GPUs.
+        nproc: number of ranks; 0 means one rank per GPU, or 2 without GPUs.
         device: "auto", "cpu" or "cuda".
 
     Returns:
-        The ranks' exit code, or None where the caller is to do the work itself.
+        The exit code of the ranks, or None if the caller must do the work in this process.
 
     Raises:
         ValueError: as for ``count_ranks``.
@@ -39,14 +40,14 @@ def hand_to_ranks(nproc: int, *, device: str) -> int | None:
 
 
 def count_ranks(nproc: int, *, device: str) -> int:
-    """Return how many ranks this run has, or will have once they are started.
+    """Return the number of ranks that this command runs on.
 
     Args:
-        nproc: as for ``hand_to_ranks``; a launcher's own number goes before it.
+        nproc: as for ``launch_ranks``; under torchrun the number comes from its environment.
         device: "auto", "cpu" or "cuda".
 
     Raises:
-        ValueError: there is no such device, or there are fewer GPUs than ranks.
+        ValueError: the device does not exist, or there are fewer GPUs than ranks.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device (cuda) must be one that torch finds: it finds no GPU")
@@ -67,13 +68,13 @@ def count_ranks(nproc: int, *, device: str) -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
-    """Join the ranks of this run, under a watchdog that names a lost one.
+    """Join the ranks of this command, under a watchdog that names a lost rank.
 
     Args:
         device: "auto", "cpu" or "cuda".
 
     Raises:
-        RuntimeError: a rank is lost; names it and the step.
+        RuntimeError: a rank is lost; the message names the rank and the step.
     """
     with join_world(device) as world:
         if world.store is None:

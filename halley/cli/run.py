@@ -1,4 +1,4 @@
-"""``halley run``: a script of a framework, unchanged, with its experts run by Halley."""
+"""``halley run``: run an unchanged Hugging Face script with its experts on Halley."""
 
 import os
 import runpy
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from halley.cli.checks import check_package
-from halley.cli.ranks import hand_to_ranks
+from halley.cli.ranks import launch_ranks
 from halley.distributed.failures import tell_failure
 from halley.distributed.world import is_launched
 from halley.strategies.registry import check_strategy
@@ -21,21 +21,21 @@ from halley.strategies.registry import check_strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script to run when the command line has been read, as the interpreter would run it.
+    """A Python script with its arguments, to run after the command line has been parsed.
 
     Attributes:
-        path: of the script.
-        arguments: its own.
+        path: path of the script.
+        arguments: arguments of the script.
     """
 
     path: Path
     arguments: list[str]
 
     def run(self) -> int:
-        """Run it in this process and return its exit code, that of ``python script.py``.
+        """Run the script in this process and return its exit code, as of ``python script.py``.
 
-        An error's traceback begins in the script. Where ``halley`` has started several ranks, those
-        that fail alike tell it once.
+        Tracebacks begin in the script. If ``halley`` started several ranks, those that fail alike
+        print one report.
         """
         sys.argv = [str(self.path), *self.arguments]
         sys.path.insert(0, str(self.path.resolve().parent))
@@ -58,7 +58,7 @@ class Script:
 
 
 def _frames_of(path: Path, frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames from the script's first one on."""
+    """Return the traceback from the first frame of the script on."""
     first = frames
     while first is not None and first.tb_frame.f_code.co_filename != str(path):
         first = first.tb_next
@@ -66,7 +66,7 @@ def _frames_of(path: Path, frames: TracebackType | None) -> TracebackType | None
 
 
 def check_script(path: Path) -> None:
-    """Check that a file is Python, before ranks start.
+    """Check, before ranks start, that a file is valid Python.
 
     Raises:
         ValueError: it is missing, a folder, not readable, or cannot be compiled.
@@ -78,38 +78,39 @@ def check_script(path: Path) -> None:
         raise ValueError(f"script ({path}) must be a readable file: {problem}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script's own, which come when it runs
+            warnings.simplefilter("ignore")  # the script gives its warnings again when it runs
             compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"script ({path}) must be Python: {error}") from error
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="A Python file; what follows are its arguments.")],
+    script: Annotated[Path, typer.Argument(help="A Python file; further words are its arguments.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="...", hidden=True)] = None,
     strategy: Annotated[str, typer.Option(help="How routed experts run.")] = "auto",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail where experts would be left to the framework.")
+        bool, typer.Option("--strict", help="Fail if Halley cannot run the experts of a layer.")
     ] = False,
-    nproc: Annotated[int, typer.Option(help="Ranks to start; 0 is one a GPU.")] = 1,
+    nproc: Annotated[int, typer.Option(help="Number of ranks to start; 0 for one per GPU.")] = 1,
 ) -> int | Script:
     """Run a script of Hugging Face's transformers with its experts on Halley.
 
-    Models that it loads with expert parallelism use Halley unless they name another implementation.
+    Models that the script loads with expert parallelism use Halley, unless they select another
+    experts implementation.
 
-    Options of halley stand before the script. Under torchrun, write
+    Options of halley must come before the script. Under torchrun, use
     torchrun --nproc-per-node 8 -m halley.cli run train.py.
     """
     check_script(script)
     check_strategy(strategy)
     check_package("transformers", extra="hf", option="halley run")
-    code = hand_to_ranks(nproc, device="auto")
+    code = launch_ranks(nproc, device="auto")
     if code is not None:
         return code
     # Only here: no other command needs it.
-    from halley.integrations.transformers import register
+    from halley.integrations.transformers import enable
 
-    said = register(strategy, strict=strict, default=True)
+    said = enable(strategy=strategy, strict=strict)
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"halley: {said}", err=True)
     return Script(path=script, arguments=arguments or [])

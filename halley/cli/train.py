@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from halley.cli.checks import check_package
-from halley.cli.ranks import count_ranks, hand_to_ranks, joined
+from halley.cli.ranks import count_ranks, joined, launch_ranks
 from halley.core.config import RunConfig
 from halley.core.load_config import load_config
 from halley.core.routing import chunk_sizes, local_experts
 from halley.core.sharding import shard_size
 from halley.core.types import DTYPES
-from halley.ops.expert_forward import check_alignment
+from halley.ops.expert_gemm import check_alignment
 from halley.planner.planned_run import check_strategies
 from halley.train.checkpoint import check_writable
 from halley.train.compiled_model import check_passes
@@ -22,39 +22,41 @@ from halley.train.step import check_vocabulary, open_corpus, read_placements
 from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
 
-ConfigOption = Annotated[Path | None, typer.Option(help="A TOML file.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="Read this TOML file.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value, as in the TOML file; repeatable.")
+    list[str] | None, typer.Option("--set", help="Set key=value, as in the TOML file; repeatable.")
 ]
-NprocOption = Annotated[int, typer.Option(help="Ranks to start; 0 is one a GPU, or 2 without.")]
+NprocOption = Annotated[
+    int, typer.Option(help="Number of ranks to start; 0 for one per GPU, or 2 without GPUs.")
+]
 
 
 def run(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    data: Annotated[str | None, typer.Option(help="A file or folder of text.")] = None,
-    output: Annotated[str | None, typer.Option(help="Folder for all that the run writes.")] = None,
+    data: Annotated[str | None, typer.Option(help="Train on this file or folder.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for all files of the run.")] = None,
     strategy: Annotated[str | None, typer.Option(help="How routed experts run.")] = None,
     restart: Annotated[
         bool,
         typer.Option(
             "--restart",
-            help="Begin at step 0; files of an earlier run move to previous-1/ in the output.",
+            help="Start at step 0; move the files of an earlier run to previous-1/ in the output.",
         ),
     ] = False,
     nproc: NprocOption = 0,
 ) -> int:
-    """Train a Mixture-of-Experts language model on text, byte by byte.
+    """Train a Mixture-of-Experts language model on text, one byte per token.
 
-    A run goes on from the newest complete checkpoint in its output folder. SIGINT (Ctrl-C) and
-    SIGTERM end it after the step in progress, with a checkpoint. Without --data it reads the Python
-    standard library's sources. Started by torchrun, it is one of its ranks; else it starts --nproc
-    ranks on this host.
+    If the output folder holds a checkpoint, the run resumes from the newest complete one. SIGINT
+    (Ctrl-C) and SIGTERM end it after the current step, with a checkpoint. Without --data, it trains
+    on the sources of the Python standard library. Under torchrun, the process is one of torchrun's
+    ranks. Otherwise it starts --nproc ranks on this host.
     """
     run_config = read_config(config, overrides, data=data, output=output, strategy=strategy)
     check_config(run_config, nproc=nproc)
     check_writable(Path(run_config.output) / CHECKPOINTS_FOLDER)
-    code = hand_to_ranks(nproc, device=run_config.device)
+    code = launch_ranks(nproc, device=run_config.device)
     if code is not None:
         return code
     with joined(run_config.device) as (world, watchdog):
@@ -70,7 +72,7 @@ def run(
 
 
 def read_config(path: Path | None, overrides: list[str] | None, **options: str | None) -> RunConfig:
-    """Return a run's configuration, options of the command line last."""
+    """Return the configuration of a run; options of the command line override the file."""
     config = load_config(path, overrides=overrides or [])
     data = options.pop("data", None)
     if data is not None:
@@ -80,11 +82,11 @@ def read_config(path: Path | None, overrides: list[str] | None, **options: str |
 
 
 def check_config(config: RunConfig, *, nproc: int) -> None:
-    """Check before ranks are started what can be checked without them.
+    """Check, before ranks start, everything that can be checked without them.
 
     Raises:
-        ValueError: a value that no rank could use, text that is missing, or experts, placement,
-            chunks and ranks that do not fit each other.
+        ValueError: a value is invalid, the text is missing, or the experts do not divide over
+            ranks, placement or chunks.
     """
     check_strategies(config)
     check_passes(config)
@@ -104,10 +106,10 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
 
 
 def check_groups(config: RunConfig, *, num_ranks: int) -> int:
-    """Return how many ranks share the experts of a layer.
+    """Return the number of ranks in an expert-parallel group.
 
     Raises:
-        ValueError: the ranks do not divide as the run wants it.
+        ValueError: the number of ranks is not divisible as configured.
     """
     ep_size, tp_size = config.ep_size or num_ranks, config.expert_tp_size
     if num_ranks % ep_size != 0:

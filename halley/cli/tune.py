@@ -1,4 +1,4 @@
-"""``halley tune``: find the fastest knobs of fused layers on this machine, or show those known."""
+"""``halley tune``: find the fastest kernel configuration of fused layers, or show stored ones."""
 
 import json
 import warnings
@@ -10,27 +10,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halley.cli.bars import step_progress
 from halley.cli.bench import (
     DeviceOption,
     DtypeOption,
     ModelsOption,
     NprocOption,
     TokensOption,
-    default_models,
-    default_tokens,
     layer_cases,
 )
 from halley.cli.checks import (
     check_known,
     check_package,
+    check_picture,
+    check_readable,
+    check_replaceable,
     check_samples,
     rank_memory_bytes,
     read_dtype,
     split_names,
 )
-from halley.cli.path_checks import check_picture, check_readable, check_replaceable
-from halley.cli.ranks import count_ranks, hand_to_ranks, joined
+from halley.cli.progress_bar import step_progress
+from halley.cli.ranks import count_ranks, joined, launch_ranks
 from halley.distributed.mesh import build_groups
 from halley.distributed.world import pick_device
 from halley.tools.candidates import check_case_memory
@@ -39,36 +39,62 @@ from halley.tools.layer_case import LayerCase
 
 if TYPE_CHECKING:
     from halley.cost.profiles import Environment
-    from halley.fused.tuned import KnobTable
+    from halley.fused.tuned import ConfigTable
+
+
+_SettingsOption = Annotated[
+    str,
+    typer.Option(
+        "--settings", "--knobs", help="Kernel settings to tune, comma-separated, or 'all'."
+    ),
+]
+_TpSizeOption = Annotated[
+    int, typer.Option(help="Ranks that share each expert (tensor parallelism).")
+]
+_SamplesOption = Annotated[int, typer.Option(help="Timed runs of each configuration.")]
+_PathOption = Annotated[
+    Path | None,
+    typer.Option(help="File of tuned kernel configurations; default: the user's cache."),
+]
+_ShowOption = Annotated[
+    bool, typer.Option("--show", help="Show the configurations of the file; measure nothing.")
+]
+_MergeOption = Annotated[
+    list[Path],
+    typer.Option(help="Copy the configurations of this file into --path; measure nothing."),
+]
+_ChartOption = Annotated[
+    Path | None, typer.Option(help="Draw the time of every measured setting into this .png.")
+]
 
 
 def tune(
     models: ModelsOption = "default",
     tokens: TokensOption = "default",
-    knobs: Annotated[str, typer.Option(help="Which to tune, or 'all'.")] = "all",
+    settings: _SettingsOption = "all",
     dtype: DtypeOption = "default",
-    tp_size: Annotated[int, typer.Option(help="Ranks that share each expert.")] = 1,
-    samples: Annotated[int, typer.Option(help="Counted samples of each candidate.")] = 7,
-    path: Annotated[Path | None, typer.Option(help="File of tuned knobs.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Only show what the file holds.")] = False,
-    merge: Annotated[list[Path], typer.Option(help="Only take over what that file holds.")] = [],  # noqa: B006
-    chart: Annotated[Path | None, typer.Option(help="Chart (.png) of what was tried.")] = None,
+    tp_size: _TpSizeOption = 1,
+    samples: _SamplesOption = 7,
+    path: _PathOption = None,
+    show: _ShowOption = False,
+    merge: _MergeOption = [],  # noqa: B006
+    chart: _ChartOption = None,
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
 ) -> int:
-    """Measure knobs of the fused strategy and keep the fastest, which layers find from then on.
+    """Measure kernel settings of the fused strategy and store the fastest for later runs.
 
-    Writes each layer to the file once it is measured. Prints a table, then a JSON line a layer.
+    Stores each layer as soon as it is measured. Prints a table, then one JSON line per layer.
     """
-    # Only here: Triton is not there on every platform.
-    from halley.fused.tuned import KnobTable, knobs_path, merge_tables, tuning_environment
+    # Imported here so that other commands also run where Triton is missing.
+    from halley.fused.tuned import ConfigTable, config_path, merge_tables, tuning_environment
     from halley.tools.tuner import SPACE, tune_layer
 
     if show and merge:
         raise ValueError("show must be left out with merge, which shows the result")
     num_ranks = count_ranks(nproc, device=device)
     place = pick_device(device)
-    file = path or knobs_path()
+    file = path or config_path()
     environment = tuning_environment(place, num_ranks=num_ranks, tp_size=tp_size)
     if chart is not None:
         check_package("matplotlib", extra="plot", option=f"chart ({chart})")
@@ -78,19 +104,19 @@ def tune(
     if merge:
         merge_tables(merge, file)
     if show or merge:
-        _print(KnobTable(file, environment), chart)
+        _print(ConfigTable(file, environment), chart)
         return 0
-    space = {name: SPACE[name] for name in _names(knobs, list(SPACE))}
+    space = {name: SPACE[name] for name in _names(settings, list(SPACE))}
     check_samples(samples)
     cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, tp_size=tp_size, device=device)
     _check_table(file, environment)
-    code = hand_to_ranks(nproc, device=device)
+    code = launch_ranks(nproc, device=device)
     if code is not None:
         return code
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
-        table = KnobTable(file, environment)
+        table = ConfigTable(file, environment)
         with step_progress(world) as on_progress:
             for case in cases:
                 found = tune_layer(
@@ -105,26 +131,23 @@ def tune(
 
 
 def _check_table(file: Path, environment: "Environment") -> None:
-    """Check the file before the work: that its lines can be read, and others added."""
-    from halley.fused.tuned import KnobTable
+    """Check before the measurement that the file can be read and extended."""
+    from halley.fused.tuned import ConfigTable
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of knobs of other machines, which the ranks tell of
-        KnobTable(file, environment)
-    check_replaceable(file, option="path", is_own=lambda head: True, what="tuned knobs")
+        # The ranks repeat the warning about configurations of other machines.
+        warnings.simplefilter("ignore")
+        ConfigTable(file, environment)
+    check_replaceable(
+        file, option="path", is_own=lambda head: True, what="tuned kernel configurations"
+    )
 
 
 def _cases(
     models: str, tokens: str, *, dtype: str, num_ranks: int, tp_size: int, device: str
 ) -> list[LayerCase]:
     on_gpu = pick_device(device).type == "cuda"
-    cases = layer_cases(
-        models if models != "default" else default_models(on_gpu=on_gpu),
-        tokens if tokens != "default" else default_tokens(on_gpu=on_gpu),
-        skew="balanced",
-        dtype=read_dtype(dtype, on_gpu=on_gpu),
-        seed=0,
-    )
+    cases = layer_cases(models, tokens, dtype=read_dtype(dtype, on_gpu=on_gpu), on_gpu=on_gpu)
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
     for case in cases:
         check_case_memory(
@@ -133,19 +156,19 @@ def _cases(
     return cases
 
 
-def _names(knobs: str, allowed: list[str]) -> list[str]:
-    names = allowed if knobs == "all" else split_names(knobs, option="knobs")
-    check_known(names, allowed, option="knobs")
+def _names(settings: str, allowed: list[str]) -> list[str]:
+    names = allowed if settings == "all" else split_names(settings, option="settings")
+    check_known(names, allowed, option="settings")
     return names
 
 
-def _print(table: "KnobTable", chart: Path | None) -> None:
+def _print(table: "ConfigTable", chart: Path | None) -> None:
     if chart is not None:
-        from halley.tools.tuning_chart import draw_sweeps
+        from halley.tools.bar_charts import draw_sweeps
 
         draw_sweeps(table.found, chart)
     shown = Table(title=f"{table.path}: {table.environment.device}, {table.environment.topology}")
-    for name in ("hidden", "experts", "top-k", "tokens", "default us", "tuned us", "knobs"):
+    for name in ("hidden", "experts", "top-k", "tokens", "default us", "tuned us", "settings"):
         shown.add_column(name)
     for each in table.found:
         shape = each.shape

@@ -17,7 +17,7 @@ from halley.compiler.graph_analysis import (
 )
 from halley.compiler.graph_collectives import find_operator, operator_name
 from halley.compiler.sizes import Sizes
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 
 
 WHOLE = "halley_whole"  # in the meta of a node of a part that is only priced: the graph's node
@@ -37,7 +37,7 @@ _FUSED = _GATHERS | {
     "aten::_log_softmax_backward_data", "aten::nll_loss_forward", "aten::nll_loss_backward",
     "prims::iota", "prims::prepare_softmax_online",
 }  # fmt: skip
-_JOINS = frozenset({"aten::cat", "halley::fill_range"})
+_JOINS = frozenset({"aten::cat", "halley::write_slice"})
 _SUM = "aten::sum"
 _SPLIT_ROWS = 1024  # from which on a sum over rows is one of partial sums
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from halley.compiler.step_peak import Halves
-from halley.ops.gradient_hook import find_taker, hand_over
+from halley.ops.gradient_hook import find_gradient_hook, run_gradient_hook
 
 
 Divide = Callable[..., Halves]
@@ -22,7 +22,7 @@ _VISIBLE = "user_visible_output_idxs"
 
 @final
 class EarlyGradients:
-    """Hands over the gradients of one graph's parameters that have a ``take_gradient``.
+    """Hands over the gradients of one graph's parameters that have a ``gradient_ready_hook``.
 
     Each call of forward saves these parameters for its backward: one graph may run on those of
     several modules.
@@ -32,7 +32,9 @@ class EarlyGradients:
     """
 
     def __init__(self, example_inputs: Sequence[object]) -> None:
-        self._positions = [at for at, value in enumerate(example_inputs) if find_taker(value)]
+        self._positions = [
+            at for at, value in enumerate(example_inputs) if find_gradient_hook(value)
+        ]
         self._names: dict[int, str] = {}
 
     @property
@@ -87,7 +89,7 @@ class EarlyGradients:
             if gradient is None or gradient.op == "placeholder":
                 continue
             with backward.inserting_after(gradient):
-                node = backward.call_function(hand_over, (gradient, parameters[name]))
+                node = backward.call_function(run_gradient_hook, (gradient, parameters[name]))
             node.meta["val"] = None
             results[at] = None
         output = backward.output_node()

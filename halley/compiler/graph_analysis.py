@@ -44,14 +44,14 @@ _PRODUCTS = frozenset(
 # By name: known without importing what defines them.
 _PRODUCT_NAMES = frozenset(
     f"halley::{name}"
-    for name in ("weight_gemm", "expert_gemm", "expert_weight_gemm", "product_beside")
+    for name in ("weight_gemm", "expert_gemm", "expert_weight_gemm", "gemm_with_carveout")
 )
 
 _EMPTY_NAMES = frozenset(
     {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty")}
     | {"aten::new_empty_strided"}
 )
-_FILL_NAMES = frozenset({"halley::fill_range", "halley::fill_rows"})
+_FILL_NAMES = frozenset({"halley::write_slice", "halley::write_rows"})
 
 
 def is_product(node: fx.Node) -> bool:

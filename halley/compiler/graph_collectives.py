@@ -31,11 +31,7 @@ _KINDS: dict[str, Kind] = {
     f"{_FUNCTIONAL}::broadcast": "gather",
     # Computation with communication inside, waited for inside: ranks meet in them.
     "halley::fused_experts": "fused",
-    "halley::dispatch_gemm": "fused",
-    "halley::gemm_combine": "fused",
-    "halley::dispatch_dgrad": "fused",
-    "halley::dgrad_combine": "fused",
-    "halley::dispatch_again": "fused",
+    "halley::fused_experts_backward": "fused",
 }
 # Namespaces whose other operators communicate in ways that are not known here.
 _COMMUNICATING = (

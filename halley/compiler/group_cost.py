@@ -16,10 +16,10 @@ from halley.compiler.consensus import Council
 from halley.compiler.graph_collectives import ALL_TO_ALL, group_of, operator_name
 from halley.compiler.node_cost import exchanged_bytes
 from halley.compiler.sizes import Sizes
-from halley.cost.contention import Work, measure_contention
-from halley.cost.profiles import Curve, ProfileTable, measure_curve
+from halley.cost.measure import Work, measure_contention, measure_curve
+from halley.cost.profiles import Curve, ProfileTable
 from halley.cost.simulate import Contention
-from halley.ops.products import has_sm_margin, product_beside
+from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout
 
 
 _SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is latency
@@ -110,15 +110,15 @@ def _measure_contention(council: Council, device: torch.device) -> Contention:
         measure_contention,
         exchange=exchange,
         device=device,
-        sm_margins=_SM_MARGINS if on_gpu and has_sm_margin() else (0,),
+        reserved_sms=_SM_MARGINS if on_gpu and has_sm_carveout() else (0,),
     )
-    dense = measure(partial(product_beside, None, left, right, None))
+    dense = measure(partial(gemm_with_carveout, None, left, right, None))
     if not on_gpu:
         return dense
     # Weight gradients of experts. Blocks of such products come in pairs: they have to leave more.
     ends = torch.arange(1, _NUM_GROUPS + 1, dtype=torch.int32, device=device) * side // _NUM_GROUPS
     grad = torch.ones(side, side, dtype=dtype, device=device)
-    grouped = measure(partial(product_beside, None, left.t(), grad, ends))
+    grouped = measure(partial(gemm_with_carveout, None, left.t(), grad, ends))
     return Contention(
         compute=(dense.compute + grouped.compute) / 2,
         comm=(dense.comm + grouped.comm) / 2,

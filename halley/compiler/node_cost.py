@@ -30,7 +30,7 @@ from halley.compiler.graph_collectives import (
 )
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 from halley.cost.profiles import Curve, ProfileTable, operation_key
 from halley.cost.simulate import NO_CONTENTION
 

@@ -30,8 +30,7 @@ from halley.compiler.partition.fit import fit_memory, fit_time
 from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad.schedule import OrderReport, plan_wgrad, report_order
 from halley.cost.graph_cost import graph_time
-from halley.cost.hardware import CPU, H200, Hardware, find_hardware
-from halley.cost.predict import Predictor
+from halley.cost.hardware import CPU, H200, Hardware, Predictor, find_hardware
 from halley.cost.profiles import Environment, ProfileTable, find_environment
 
 

@@ -9,7 +9,7 @@ from halley.compiler.fake_tensors import trace_result
 from halley.compiler.fusion import takes_place
 from halley.compiler.graph_analysis import GraphFacts
 from halley.compiler.graph_collectives import operator_name
-from halley.ops.products import product_beside, product_into
+from halley.ops.sm_carveout import gemm_into, gemm_with_carveout
 
 
 def leave_sms_beside(graph: fx.Graph, sm_margins: tuple[int, int], *, always: bool = False) -> None:
@@ -25,7 +25,7 @@ def leave_sms_beside(graph: fx.Graph, sm_margins: tuple[int, int], *, always: bo
     """
     dense, grouped = sm_margins
     for node in list(graph.nodes) if always else _find_beside(graph):
-        if node.target is product_into and dense:
+        if node.target is gemm_into and dense:
             node.args = (*node.args[:-1], dense)
         elif dense and (operands := _find_dense(node)):
             _become_beside(node, (*operands, None, dense))
@@ -35,7 +35,7 @@ def leave_sms_beside(graph: fx.Graph, sm_margins: tuple[int, int], *, always: bo
 
 
 def _become_beside(node: fx.Node, args: tuple[Any, ...]) -> None:
-    node.target, node.args, node.kwargs = product_beside, args, {}
+    node.target, node.args, node.kwargs = gemm_with_carveout, args, {}
     node.meta.pop("eager_input_vals", None)  # what Inductor was given of the operator it was
 
 

@@ -12,8 +12,8 @@ from torch import fx
 from halley.compiler.fake_tensors import trace_result
 from halley.compiler.fusion import Border, find_borders, takes_place
 from halley.compiler.sizes import Sizes
-from halley.ops.fills import fill_range, fill_rows
-from halley.ops.products import product_into
+from halley.ops.in_place_concat import write_rows, write_slice
+from halley.ops.sm_carveout import gemm_into
 
 
 _ATEN = torch.ops.aten
@@ -30,11 +30,11 @@ def write_parts(graph: fx.Graph, sizes: Sizes) -> None:
     position = {node: at for at, node in enumerate(graph.nodes)}
     borders = find_borders(graph, sizes)
     for node in list(graph.nodes):
-        if node.target not in (fill_range, fill_rows):
+        if node.target not in (write_slice, write_rows):
             continue
         whole, part = node.all_input_nodes[:2]
         whole = _stand_alone(whole, position)
-        if node.target is fill_rows:
+        if node.target is write_rows:
             with graph.inserting_before(node):
                 _call(graph, _ATEN.index_put_.default, whole, [node.args[2]], part)
         else:
@@ -74,7 +74,7 @@ def _write_range(
         place = _call(graph, _ATEN.slice.Tensor, whole, dim, start, start + length)
         if is_told:
             bias = part.args[0] if len(part.args) == 3 else None
-            _call(graph, product_into, place, bias, *part.args[-2:], 0)
+            _call(graph, gemm_into, place, bias, *part.args[-2:], 0)
         else:
             _call(graph, _ATEN.copy_.default, place, part)
     if fits:

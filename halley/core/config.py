@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses that check their own fields when they are made."""
+"""The configuration of a run: frozen dataclasses that check their fields when they are created."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,7 +7,7 @@ from halley.core.field_types import check_fields, show_name
 from halley.core.types import MAX_EXPERTS, Activation
 
 
-_MAX_SIZE = 2**31 - 1  # kernels and routing plans index rows with 32-bit integers
+_MAX_SIZE = 2**31 - 1  # kernels and dispatch plans index rows with 32-bit integers
 _MAX_SEED = 2**63 - 1
 
 
@@ -30,18 +30,18 @@ class RouterConfig:
     Attributes:
         kind: "softmax" (Mixtral, Qwen), "sigmoid" (DeepSeek-V3: groups and a selection bias),
             "switch" (top-1 with capacity) or "top2" (GShard, with capacity).
-        normalize: divide the weights of a token's experts by their sum (softmax and sigmoid;
-            switch never does, top2 always).
-        capacity_factor: an expert takes at most ``capacity_factor * T * K / E`` slots of a rank's
-            microbatch, the rest are dropped; 0 is dropless.
-        priority: whose slots an expert with a capacity takes: the earlier token's ("order"), or
-            that of the token with the larger weight (batch prioritized routing).
+        normalize: divide the weights of a token's experts by their sum, for softmax and sigmoid.
+            switch never does this, top2 always.
+        capacity_factor: an expert accepts at most ``capacity_factor * T * K / E`` slots of a rank's
+            microbatch; further slots are dropped. 0 drops none.
+        priority: which slots an expert with a capacity accepts first: those of earlier tokens
+            ("order"), or those with a larger weight ("weight", batch prioritized routing).
         num_groups, num_limited_groups: sigmoid only; experts are chosen from the best
             ``num_limited_groups`` of ``num_groups`` groups.
         scaling_factor: sigmoid only; multiplies the weights.
-        bias_update_rate: sigmoid only; step of the selection bias after each training step.
-        balance_coefficient: of the load-balancing loss.
-        z_coefficient: of the z loss.
+        bias_update_rate: sigmoid only; change of the selection bias after each training step.
+        balance_coefficient: coefficient of the load-balancing loss.
+        z_coefficient: coefficient of the z loss.
     """
 
     kind: Literal["softmax", "sigmoid", "switch", "top2"] = "softmax"
@@ -82,12 +82,12 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """One MoE layer.
+    """The configuration of one MoE layer.
 
     Attributes:
-        intermediate_size: of one expert, F.
-        shared_intermediate_size: of the shared experts together; 0 for none.
-        shared_gate: weight the shared experts' output by a sigmoid gate (Qwen2-MoE).
+        intermediate_size: intermediate size of one expert, F.
+        shared_intermediate_size: intermediate size of all shared experts together; 0 for none.
+        shared_gate: multiply the shared experts' output by a sigmoid gate (Qwen2-MoE).
         expert_bias: experts have biases (GPT-OSS).
     """
 
@@ -134,14 +134,14 @@ class ModelConfig:
     """A decoder-only MoE transformer.
 
     Attributes:
-        name: the named shape that it comes from.
-        num_dense_layers: the first layers have a dense feed-forward network.
-        moe_interval: of the others, every ``moe_interval``-th is an MoE layer, the last of each
-            interval; 1 makes all of them MoE.
-        dense_intermediate_size: of the dense feed-forward networks.
+        name: the named model that the sizes come from.
+        num_dense_layers: number of layers at the start with a dense feed-forward network.
+        moe_interval: of the layers after these, the last of every ``moe_interval`` is an MoE layer;
+            1 makes all of them MoE layers.
+        dense_intermediate_size: intermediate size of the dense feed-forward networks.
         qk_norm: RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMoE) or none.
-        hf_family: the Hugging Face architecture with these very equations, or "" if there is
-            none; export needs one.
+        hf_family: the Hugging Face architecture with the same equations, or "" if there is none.
+            Export needs one.
     """
 
     name: str
@@ -196,17 +196,17 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Return the number of MoE layers."""
+        """The number of MoE layers."""
         return (self.num_layers - self.num_dense_layers) // self.moe_interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Text to train on.
+    """The training text.
 
     Attributes:
-        path: a file or folder of text; None is the standard library's sources of this Python.
-        seq_len: bytes a sequence.
+        path: a file or folder of text; None for the sources of the Python standard library.
+        seq_len: bytes per sequence.
     """
 
     path: str | None = None
@@ -220,11 +220,11 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (or plain SGD) with linear warm-up, then cosine decay.
+    """AdamW or plain SGD with linear warm-up, then cosine decay.
 
     Attributes:
-        warmup_steps: steps over which the rate rises from 0.
-        final_fraction: share of ``learning_rate`` that is left behind the last step.
+        warmup_steps: steps over which the learning rate rises from 0.
+        final_fraction: the learning rate after the last step, as a fraction of ``learning_rate``.
         clip_norm: largest global gradient norm; 0 does not clip.
     """
 
@@ -254,19 +254,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The loop.
+    """The training loop.
 
     Attributes:
         num_steps: optimizer steps of the whole run.
-        batch_size: sequences of one rank's microbatch.
-        num_microbatches: microbatches whose gradients are added before a step.
-        dtype: of parameters and activations; optimizer state is float32 always.
-        activation_checkpointing: keep only each layer's input and compute it again in backward,
-            communication included.
-        deterministic: the same bits in every run. On GPUs attention's gradient, which otherwise
-            adds up in the order in which parts of it come, takes a slower kernel.
-        log_every: steps between lines of the log when there is no terminal.
-        tensorboard: write TensorBoard events beside the metrics.
+        batch_size: sequences in one rank's microbatch.
+        num_microbatches: microbatches whose gradients are accumulated per step.
+        dtype: dtype of parameters and activations; the optimizer state is always float32.
+        activation_checkpointing: save only each layer's input and recompute the layer in backward,
+            its communication included.
+        deterministic: give the same bits in every run. On GPUs this selects a slower kernel for the
+            attention gradient, whose usual kernel adds in varying order.
+        log_every: steps between log lines where stderr is not a terminal.
+        tensorboard: also write TensorBoard events.
     """
 
     num_steps: int = 300
@@ -289,15 +289,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints, written under ``<output>/checkpoints``.
+    """When checkpoints are written to ``<output>/checkpoints``.
 
     One is also written at the end of a run, and before SIGINT or SIGTERM ends it.
 
     Attributes:
         every_minutes: minutes between checkpoints; 0 writes none by time.
         every_steps: steps between checkpoints; 0 writes none by steps.
-        keep: how many complete checkpoints stay.
-        resume: go on from the newest complete one; false refuses a folder that holds any.
+        keep: number of complete checkpoints to keep.
+        resume: resume from the newest complete checkpoint; false refuses a folder that has any.
     """
 
     every_minutes: float = 10.0
@@ -315,24 +315,25 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a training run.
+    """The complete configuration of a training run.
 
     Attributes:
         output: folder for metrics, checkpoints and exports.
-        strategy: how routed experts run, as ``moe.strategy`` names it; or one for each MoE layer,
-            by commas; or "planned", those that are predicted to make a step fastest.
-        passes: over graphs of the compiled model, as ``halley.compiler`` has them; others than
-            "none" want strategies that graphs can have: "functional", "unfused", "fused".
-        profiles: file of measured times by which passes plan; ranks add what it lacks. "auto" is
-            the one of the user's cache folder on GPUs, and none on CPUs; "" predicts all times.
+        strategy: how routed experts run: a name of ``halley.strategies.registry``; one name per MoE
+            layer, separated by commas; or "planned", which takes the fastest predicted ones.
+        passes: graph passes of ``halley.compiler`` on the compiled model. All but "none" need
+            strategies that a graph can contain: "functional", "unfused", "fused".
+        profiles: file of measured times that the passes plan with; ranks add missing entries.
+            "auto" is a file in the user's cache folder on GPUs, and none on CPUs. "" predicts all
+            times.
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
-        max_load: for how many times the rows of a balanced load the fused strategy makes room, so
-            that the host need not ask the device at each call; 0 for any load.
-        ep_size: ranks over which the experts are spread; 0 for all ranks.
-        expert_tp_size: how many neighbours of those share each expert, by its intermediate size.
-        placement: file that says which experts each of these ranks holds, as ``halley plan
-            balance`` writes it; "" for the plain placement.
-        device: "auto" takes CUDA where there is a device.
+        max_load: buffer size of the fused strategy as a multiple of a balanced load. The host then
+            does not read counts from the device. 0 allows any load.
+        ep_size: ranks over which the experts are distributed; 0 for all ranks.
+        expert_tp_size: ranks that share each expert by its intermediate size (tensor parallelism).
+        placement: file of ``halley plan balance`` with the experts of each rank; "" for contiguous
+            ranges of experts.
+        device: "auto" is CUDA if there is a CUDA device.
     """
 
     model: ModelConfig
@@ -367,10 +368,10 @@ class RunConfig:
 
 
 def num_even_rows(config: RunConfig) -> int:
-    """Return the rows that a rank's experts process in one layer if the load is even.
+    """Return the rows that a rank's experts process in one layer under a balanced load.
 
-    A rank receives as many rows as its own tokens choose experts. With ``expert_tp_size`` above 1
-    it receives each row once for every rank that shares the expert.
+    A rank then receives as many rows as its own tokens choose experts. With ``expert_tp_size``
+    above 1, each row is sent to every rank that shares the expert.
     """
     num_tokens = config.train.batch_size * config.data.seq_len
     return num_tokens * config.model.moe.top_k * config.expert_tp_size

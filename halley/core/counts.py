@@ -1,4 +1,4 @@
-"""How many tokens each expert got, as training runs write it and placements are planned from."""
+"""Files of expert counts: how many tokens each expert received during training."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from halley.core.json_file import check_version, read_json
 
 
 _VERSION = 1
-_MAX_BYTES = 16 * 2**20  # 2**20 counts of 15 digits
+_MAX_BYTES = 16 * 2**20  # room for 2**20 counts of 15 digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,10 @@ class _CountsFile:
 def write_counts(
     path: Path, counts_ME: Sequence[Sequence[int]], *, first_step: int, last_step: int
 ) -> None:
-    """Write routed slots of each expert of each MoE layer, ``(M, E)``, as JSON.
+    """Write the number of routed slots of each expert of each MoE layer, ``(M, E)``, as JSON.
 
     Args:
-        first_step, last_step: of training, over which they were counted, from 1.
+        first_step, last_step: the training steps that were counted, from 1.
     """
     table = {
         "version": _VERSION,
@@ -40,19 +40,19 @@ def write_counts(
     }
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_text(json.dumps(table) + "\n", encoding="ascii")
-    draft.replace(path)  # a crash leaves the old counts or the new ones
+    draft.replace(path)  # atomic: a crash leaves the old file or the new one
 
 
 def read_counts(path: Path) -> list[list[float]]:
     """Return the counts of each expert of each layer.
 
     Args:
-        path: what ``write_counts`` wrote, or JSON of a list of numbers (one layer) or of lists of
-            numbers (a list a layer).
+        path: a file of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
+            numbers (one list per layer).
 
     Raises:
-        ValueError: the file is missing or of another form, a number is negative or none at all, a
-            layer has other experts than the first, or nobody picked any of its experts.
+        ValueError: the file is missing or has another form, a count is negative, the layers have
+            different numbers of experts, or all counts of a layer are 0.
     """
     where = f"counts ({path})"
     found = read_json(path, what="counts", max_bytes=_MAX_BYTES)

@@ -1,7 +1,7 @@
-"""Check the fields of dataclasses against their annotations, and build dataclasses from tables.
+"""Check dataclass fields against their annotations, and build dataclasses from parsed tables.
 
-The classes of a run's configuration check themselves with ``check_fields`` when they are made.
-``build`` makes any of them, and the records of Halley's JSON files, from a table that was read.
+The configuration classes call ``check_fields`` when they are created. ``build`` creates them, and
+the records of Halley's JSON files, from a parsed TOML or JSON table.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ Table = dict[str, object]
 Record = typing.TypeVar("Record")
 
 _MAX_SHOWN = 80  # characters of a wrong value in a message
-_NEAR = 2 / 3  # similarity (difflib's ratio) from which an unknown name counts as a typing error
+_NEAR = 2 / 3  # difflib ratio from which an unknown name counts as a misspelling
 
 
 def show(value: object) -> str:
-    """Return the ``repr`` of a wrong value for a message: one line, shortened to 80 characters."""
+    """Return the ``repr`` of a wrong value for a message: one line of at most 80 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a deep list
@@ -36,10 +36,10 @@ def show_name(value: object) -> str:
 
 
 def check_choice(value: object, choices: typing.Iterable[object], *, name: str) -> None:
-    """Check that an argument is one of some values.
+    """Check that an argument is one of the allowed values.
 
     Raises:
-        ValueError: it is not, or equals one but is of another type, as True equals 1.
+        ValueError: it is not. An equal value of another type, such as True for 1, is refused too.
     """
     allowed = tuple(choices)
     if not any(type(value) is type(each) and value == each for each in allowed):
@@ -50,14 +50,14 @@ def check_choice(value: object, choices: typing.Iterable[object], *, name: str) 
 def check_fields(record: object, *, prefix: str = "") -> None:
     """Check that each field of a dataclass instance has the type of its annotation.
 
-    A whole number is taken where a float is wanted. A boolean is not taken for a number.
+    An int is accepted for a float. A bool is not accepted for a number.
 
     Args:
-        prefix: of the fields' names in messages, such as "train.".
+        prefix: prefix of the field names in messages, such as "train.".
 
     Raises:
-        ValueError: a field has another type, is none of the values of its ``Literal``, or is a
-            float that is not finite.
+        ValueError: a field has another type, has a value that its ``Literal`` lacks, or is a float
+            that is not finite.
     """
     for name, kind in _hints(type(record)).items():
         check_type(getattr(record, name), kind, name=prefix + name)
@@ -87,16 +87,16 @@ def check_type(value: object, kind: object, *, name: str) -> None:
 
 
 def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
-    """Make a dataclass from a table of its fields, and the dataclasses inside it.
+    """Build a dataclass, and the dataclasses inside it, from a table of its fields.
 
     Args:
-        table: usually as read from TOML or JSON: lists become tuples, whole numbers floats, and
-            tables dataclasses where annotations say so.
-        prefix: of the fields' names in messages, such as "model.moe.".
+        table: usually parsed from TOML or JSON. Lists become tuples, ints floats, and tables
+            dataclasses, where the annotations say so.
+        prefix: prefix of the field names in messages, such as "model.moe.".
 
     Raises:
-        ValueError: it is no table, a key is unknown or missing, a value has the wrong type, or
-            the class refuses it.
+        ValueError: it is not a table, a key is unknown or missing, a value has the wrong type, or
+            the class refuses a value.
     """
     if not isinstance(table, dict):
         name = prefix.removesuffix(".") or "value"
@@ -116,7 +116,7 @@ def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
 
 
 def build_record(cls: type[Record], table: object, *, where: str) -> Record:
-    """Make a dataclass from a table that a file holds, as ``build`` does.
+    """Build a dataclass from a table of a file, as ``build`` does.
 
     Args:
         where: the start of each message, such as "/a/b.jsonl:3 must be a line of profiles:".
@@ -130,14 +130,15 @@ def build_record(cls: type[Record], table: object, *, where: str) -> Record:
 def unknown_name(
     name: str, known: typing.Iterable[str], *, prefix: str = "", what: str = "key"
 ) -> str:
-    """Return the message that a name must be one of some; it suggests one that is spelled alike.
+    """Return the message for an unknown name; it suggests a known name with similar spelling.
 
     Args:
-        prefix: of all names in the message, such as "train."; spelling is compared without it.
+        prefix: prefix of all names in the message, such as "train."; spelling is compared without
+            it.
         what: the kind of name.
     """
     known = list(known)
-    is_short = len(name) <= _MAX_SHOWN  # comparing spellings takes the product of the lengths
+    is_short = len(name) <= _MAX_SHOWN  # difflib takes quadratic time
     near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR) if is_short else []
     hint = f", did you mean {prefix}{near[0]}" if near else ""
     names = ", ".join(prefix + each for each in known)
@@ -145,7 +146,7 @@ def unknown_name(
 
 
 def _convert(value: object, kind: object, *, name: str) -> object:
-    """Return a value that was read as the type that a field has."""
+    """Return a parsed value converted to the type of a field."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return build(typing.cast(type[object], kind), value, prefix=f"{name}.")
     if typing.get_origin(kind) is tuple:
@@ -185,7 +186,7 @@ def _check_plain(value: object, kind: type[object], *, name: str) -> None:
 
 @cache
 def _hints(cls: type[object]) -> dict[str, object]:
-    """Return the annotation of each field, by name."""
+    """Return the annotation of each field, by field name."""
     hints = typing.get_type_hints(cls)
     return {
         field.name: hints[field.name] for field in dataclasses.fields(typing.cast(typing.Any, cls))

@@ -1,7 +1,7 @@
-"""Read JSON and text files of any origin with limits on their size and nesting.
+"""Read JSON and text files from untrusted sources, with limits on size and nesting.
 
-Each function raises a ValueError of one line that names what the file is, its path and the rule
-that it breaks. Nothing that these functions read is executed.
+Each function raises a ValueError of one line. The line names the purpose of the file, its path and
+the rule that it breaks. Nothing that these functions read is executed.
 """
 
 import json
@@ -15,22 +15,22 @@ from typing import Never, cast
 from halley.core.field_types import show
 
 
-MAX_DEPTH = 32  # lists and objects inside one another; Halley's own files have at most 5
+MAX_DEPTH = 32  # nesting of lists and objects; Halley's own files have at most 5 levels
 
 
 def read_text(path: Path, *, what: str, max_bytes: int) -> str:
-    """Read a file of UTF-8 text that is not larger than a limit.
+    """Read a UTF-8 text file that is not larger than a limit.
 
-    The null device (``os.devnull``) is an empty file. Other devices, pipes and sockets are refused
-    before a read could wait for them.
+    The null device (``os.devnull``) reads as an empty file. Other devices, pipes and sockets are
+    refused before a read could block.
 
     Args:
-        what: the file's purpose, the first word of each message, such as "placement".
-        max_bytes: the largest size that is read.
+        what: purpose of the file, the first word of each message, such as "placement".
+        max_bytes: the size limit.
 
     Raises:
-        ValueError: there is no such file, it is no regular file, cannot be read, is larger than
-            the limit or is not UTF-8.
+        ValueError: the file is missing, is not a regular file, cannot be read, is larger than the
+            limit or is not UTF-8.
     """
     try:
         content = _read_bytes(path, what=what, max_bytes=max_bytes)
@@ -50,14 +50,14 @@ def read_json(path: Path, *, what: str, max_bytes: int) -> object:
 
 
 def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[str, object]]:
-    """Read a file that has one JSON value on each line; a file that does not exist has no lines.
+    """Read a file with one JSON value per line; a missing file has no lines.
 
     Args:
-        what: the file's content, such as "profiles".
-        max_bytes: the largest size that is read.
+        what: purpose of the file, such as "profiles".
+        max_bytes: the size limit.
 
     Yields:
-        For each line the start of messages about it, such as "/a/b.jsonl:3 must be a line of
+        For each line: the start of messages about it, such as "/a/b.jsonl:3 must be a line of
         profiles:", and its value.
     """
     try:
@@ -65,10 +65,10 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
     except FileNotFoundError:
         return
     except (OSError, ValueError):
-        pass  # read_text says why
+        pass  # read_text raises the error
     lines = read_text(path, what=what, max_bytes=max_bytes).split("\n")
     if not lines[-1]:
-        del lines[-1]  # each line ends with a newline
+        del lines[-1]  # the last line ends with a newline
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number} must be a line of {what}:"
         yield where, parse_json(line, where=f"{where} it")
@@ -104,13 +104,13 @@ def parse_json(text: str, *, where: str) -> object:
 
 
 def check_version(value: object, *, version: int, where: str) -> dict[str, object]:
-    """Return a JSON value if it is an object with the given number under the key "version".
+    """Return a JSON object after checking that its "version" is the expected number.
 
     Args:
         where: the start of each message, such as "placement (/a/b.json)".
 
     Raises:
-        ValueError: it is no object, or of another version.
+        ValueError: it is not an object, or has another version.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a table with a version")
@@ -123,7 +123,7 @@ def check_version(value: object, *, version: int, where: str) -> dict[str, objec
 
 def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:
     try:
-        # Without O_NONBLOCK, opening a pipe waits until another process writes to it.
+        # Without O_NONBLOCK, opening a pipe blocks until another process opens it for writing.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a null character
         raise ValueError(f"{what} ({str(path)!r}) must be a readable file: {error}") from error

@@ -11,25 +11,23 @@ from halley.core.json_file import read_text
 from halley.core.models import find_model
 
 
-__all__ = ["build", "load_config"]
-
-_MAX_BYTES = 2**16  # of a configuration; the longest of ``configs/`` has 2,000
-_MAX_DOTS = 200  # on a line: tomllib takes the square of a key's parts
+_MAX_BYTES = 2**16  # configurations have at most some thousand bytes
+_MAX_DOTS = 200  # on a line; tomllib takes quadratic time in the parts of a key
 
 
 def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
-    """Read a run's configuration.
+    """Read the configuration of a run.
 
-    ``model`` is a table with ``name``, one of ``NAMED_MODELS``, and any of its fields to change;
-    a bare name is short for such a table.
+    ``model`` is a table with ``name``, one of ``NAMED_MODELS``, and any fields to change. A string
+    is short for a table with that name.
 
     Args:
         path: a TOML file; None for defaults and the tiny model.
-        overrides: ``"train.num_steps=100"``; the value is read as TOML, else as a string.
+        overrides: texts such as ``"train.num_steps=100"``. A value that is not TOML is a string.
 
     Raises:
-        ValueError: the file is missing or no TOML, a key is unknown (the nearest is named), a
-            value has the wrong type or breaks a rule.
+        ValueError: the file is missing or not TOML, a key is unknown (the message suggests a
+            similar one), a value has the wrong type or breaks a rule.
     """
     table: Table = {} if path is None else _read_toml(path)
     for text in overrides:
@@ -43,7 +41,7 @@ def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
     name = model.get("name", "tiny")
     if not isinstance(name, str):
         raise ValueError(f"model.name ({show(name)}) must be of type str")
-    base = _to_table(find_model(name))
+    base: Table = dataclasses.asdict(find_model(name))
     _merge(base, model, prefix="model.")
     table["model"] = base
     return build(RunConfig, table)
@@ -83,18 +81,14 @@ def _apply_override(table: Table, text: str) -> None:
 
 
 def _parse_value(text: str) -> object:
-    """Return the TOML value that a text is, or the text itself if it is none."""
+    """Return the parsed TOML value, or the text itself if it is not a TOML value."""
     if text.count(".") > _MAX_DOTS:
         return text
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return parsed["value"] if len(parsed) == 1 else text  # a text of several lines is none
-
-
-def _to_table(config: object) -> Table:
-    return dataclasses.asdict(config)  # type: ignore[call-overload]
+    return parsed["value"] if len(parsed) == 1 else text  # several lines are more than a value
 
 
 def _merge(base: Table, changes: Table, *, prefix: str) -> None:

@@ -1,9 +1,9 @@
-"""Named models: the shapes that papers and benchmarks speak of, each with its source.
+"""Named models: the published shapes that papers and benchmarks use, each with its source.
 
-Where a published model has a part that Halley's model lacks, its entry says which and has no
-``hf_family``: it serves benchmarks, not the loading of weights. Balance coefficients are the
-published ones; Halley adds a loss that is 1 when balanced for every layer, Hugging Face pools the
-layers and counts each of the K choices, so equal pressure takes the coefficient times K / layers.
+An entry says where Halley's model lacks a part of the published model. Such an entry has no
+``hf_family``; it serves benchmarks, and weights cannot be exported. Balance coefficients are the
+published ones. Their effect differs: Halley's loss is 1 per balanced layer. Hugging Face pools the
+layers and counts each of the K choices, so an equal effect takes the coefficient times K / layers.
 """
 
 from halley.core.config import ModelConfig, MoEConfig, RouterConfig
@@ -13,7 +13,7 @@ from halley.core.field_types import unknown_name
 NAMED_MODELS: dict[str, ModelConfig] = {
     model.name: model
     for model in (
-        # Made for tests and demos; the equations of Qwen3-MoE.
+        # For tests and demos, with the equations of Qwen3-MoE.
         ModelConfig(
             name="tiny",
             vocab_size=256,
@@ -45,8 +45,8 @@ NAMED_MODELS: dict[str, ModelConfig] = {
                 router=RouterConfig(balance_coefficient=0.02),
             ),
         ),
-        # Source: config.json of microsoft/Phi-3.5-MoE-instruct. Its LayerNorms and its SparseMixer
-        # router are RMSNorms and a softmax router here.
+        # Source: config.json of microsoft/Phi-3.5-MoE-instruct. Halley has RMSNorm and a softmax
+        # router in place of its LayerNorm and SparseMixer router.
         ModelConfig(
             name="phi-3.5-moe",
             vocab_size=32064,
@@ -65,7 +65,7 @@ NAMED_MODELS: dict[str, ModelConfig] = {
             ),
         ),
         # Source: config.json of Qwen/Qwen1.5-MoE-A2.7B, with the 64 experts (not 60) that COMET
-        # (arXiv:2502.19811) uses in Table 2, so that they divide over 2 to 64 ranks.
+        # (arXiv:2502.19811) uses in Table 2; 64 divides over 2 to 64 ranks.
         ModelConfig(
             name="qwen2-moe",
             vocab_size=151936,
@@ -124,8 +124,8 @@ NAMED_MODELS: dict[str, ModelConfig] = {
                 router=RouterConfig(normalize=False),
             ),
         ),
-        # Source: config.json of openai/gpt-oss-20b. Its attention sinks, sliding windows and
-        # clamped SwiGLU are plain attention and SwiGLU here.
+        # Source: config.json of openai/gpt-oss-20b. Halley has plain attention and SwiGLU in place
+        # of its attention sinks, sliding windows and clamped SwiGLU.
         ModelConfig(
             name="gpt-oss-20b",
             vocab_size=201088,
@@ -139,8 +139,8 @@ NAMED_MODELS: dict[str, ModelConfig] = {
             attention_bias=True,
             moe=MoEConfig(num_experts=32, top_k=4, intermediate_size=2880, expert_bias=True),
         ),
-        # Source: DeepSeek-V3 (arXiv:2412.19437), section 4.2. Its latent attention is plain
-        # multi-head attention here; the MoE layer is its own.
+        # Source: DeepSeek-V3 (arXiv:2412.19437), section 4.2. Halley has plain multi-head attention
+        # in place of its latent attention; the MoE layer is the same.
         ModelConfig(
             name="deepseek-v3",
             vocab_size=129280,

@@ -1,7 +1,8 @@
-"""Where experts live: which of them each rank holds, and which replica a token goes to.
+"""Expert placement: which experts each rank holds, and which replica each token is sent to.
 
-A replica is one copy of an expert on one rank. Strategies take replicas for experts: numbered rank
-by rank, the same number of them on each rank.
+A replica is one copy of an expert on one rank. An expert may have replicas on several ranks.
+Strategies treat replicas as experts. Replicas are numbered rank by rank, and each rank holds the
+same number of them.
 """
 
 import json
@@ -19,12 +20,12 @@ from halley.core.types import DROPPED, MAX_EXPERTS
 
 
 _VERSION = 1
-_MAX_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas have 13 MB
+_MAX_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas take 13 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementFile:
-    """The content of a file of ``save_placements``; ``layers[m][w]`` are ids of experts."""
+    """The content of a file of ``save_placements``; ``layers[m][w]`` are expert ids."""
 
     version: int
     num_experts: int
@@ -33,16 +34,16 @@ class _PlacementFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlacement:
-    """Which experts each rank of an expert-parallel group holds.
+    """The experts that each rank of an expert-parallel group holds.
 
     Attributes:
-        num_experts: of the layer, E.
-        experts_WL: ids of the experts of each rank, ascending; replica ``w * L + l`` is of expert
+        num_experts: experts of the layer, E.
+        experts_WL: expert ids of each rank, ascending. Replica ``w * L + l`` is a copy of expert
             ``experts_WL[w][l]``.
 
     Raises:
         ValueError: ranks hold different numbers of experts or none, a rank holds an expert twice or
-            one that there is not, or an expert is on no rank.
+            an unknown one, or no rank holds some expert.
     """
 
     num_experts: int
@@ -73,7 +74,7 @@ class ExpertPlacement:
 
     @staticmethod
     def plain(num_experts: int, *, num_ranks: int) -> "ExpertPlacement":
-        """Return the placement without replicas in which rank w holds the w-th range of experts.
+        """Return the placement without replicas: rank w holds the w-th contiguous range of experts.
 
         Raises:
             ValueError: the experts do not divide evenly over the ranks.
@@ -95,31 +96,32 @@ class ExpertPlacement:
         return len(self.experts_WL[0])
 
     def ranks_of(self, expert: int) -> list[int]:
-        """Return the ranks that hold an expert, ascending: one a replica."""
+        """Return the ranks that hold an expert, ascending."""
         return [rank for rank, experts in enumerate(self.experts_WL) if expert in experts]
 
     @property
     def replicated(self) -> list[int]:
-        """Return the experts that more than one rank holds, ascending."""
+        """The experts that more than one rank holds, ascending."""
         num_replicas = Counter(expert for experts in self.experts_WL for expert in experts)
         return sorted(expert for expert, number in num_replicas.items() if number > 1)
 
     def replica_on(self, rank: int, expert: int) -> int:
-        """Return the number of the replica of an expert on a rank that holds it."""
+        """Return the number of an expert's replica on a rank that holds it."""
         return rank * self.num_local + self.experts_WL[rank].index(expert)
 
 
 def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the replicas between which the tokens of a rank take turns, for each expert.
+    """Return, for each expert, the replicas that the tokens of a rank may be sent to.
 
-    A rank that holds an expert takes its own replica alone: nothing crosses the link.
+    A rank that holds an expert uses its own replica only, so that no row crosses the link.
 
     Returns:
-        ``choices_EC``, replicas of each expert, with a last row for ``DROPPED``, ``(E + 1, C)``,
-        and how many of a row's columns count, ``(E + 1,)``; int64.
+        ``choices_EC``, the replicas of each expert, ``(E + 1, C)`` int64, whose last row is for
+        ``DROPPED``; and the number of valid columns of each row, ``(E + 1,)`` int64.
 
-    Example: ranks that hold (0, 1), (0, 2), (0, 3): on rank 0, expert 0 has choice 0 alone. If rank
-    2 held (3, 4) it would have choices 0 and 2.
+    Example: ranks hold (0, 1), (0, 2), (0, 3). On rank 0, expert 0 has the choice 0 alone. If rank
+    0
+    held (1, 4) instead, expert 0 would have the choices 2 and 4.
     """
     choices: list[list[int]] = []
     for expert in range(placement.num_experts):
@@ -140,19 +142,19 @@ def choose_replicas(
     *,
     rank: int,
 ) -> torch.Tensor:
-    """Return the replica that each slot goes to, ``(T, K)`` int64; reads nothing on the host.
+    """Return the replica that each slot is sent to, ``(T, K)`` int64, without a read by the host.
 
-    Tokens take turns by their index, each rank beginning with another replica. Ranks that send an
-    expert equally many tokens so load its replicas equally.
+    Tokens use the replicas of an expert round-robin by token index, and each rank starts with
+    another replica. So ranks that send an expert equally many tokens load its replicas equally.
 
     Args:
-        topk_idx_TK: expert ids, or ``DROPPED``, which stays.
-        choices_EC, num_choices_E: as from ``replica_choices`` for this rank.
-        rank: of the expert-parallel group.
+        topk_idx_TK: expert ids, or ``DROPPED``, which is returned unchanged.
+        choices_EC, num_choices_E: results of ``replica_choices`` for this rank.
+        rank: this rank in the expert-parallel group.
     """
-    turns_T1 = torch.arange(rank, rank + topk_idx_TK.shape[0], device=topk_idx_TK.device)[:, None]
-    # DROPPED, -1, is the last row.
-    return choices_EC[topk_idx_TK, turns_T1 % num_choices_E[topk_idx_TK]]
+    start_T1 = torch.arange(rank, rank + topk_idx_TK.shape[0], device=topk_idx_TK.device)[:, None]
+    # DROPPED is -1, so it selects the last row.
+    return choices_EC[topk_idx_TK, start_T1 % num_choices_E[topk_idx_TK]]
 
 
 def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
@@ -175,15 +177,18 @@ def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
 def load_placements(
     path: Path, *, num_experts: int, num_ranks: int, num_layers: int
 ) -> list[ExpertPlacement]:
-    """Read what ``save_placements`` wrote, for a model and its ranks; one placement a MoE layer.
+    """Read a file of ``save_placements`` and check it against a model and its ranks.
 
     Args:
-        num_experts: of each MoE layer.
-        num_ranks: over which they are spread.
-        num_layers: MoE layers of the model. A file of one layer is for all of them.
+        num_experts: experts of each MoE layer.
+        num_ranks: ranks of the expert-parallel group.
+        num_layers: MoE layers of the model. If the file has one layer, it is used for all of them.
+
+    Returns:
+        One placement per MoE layer.
 
     Raises:
-        ValueError: the file is missing, damaged, of another version, or fits other sizes.
+        ValueError: the file is missing, damaged, of another version, or does not match the sizes.
     """
     layers = _read_layers(path, num_experts=num_experts)
     if len(layers) not in (1, num_layers):

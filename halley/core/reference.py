@@ -1,4 +1,4 @@
-"""The MoE layer in plain torch on one process: the definition that all else is tested against."""
+"""The MoE layer in plain PyTorch on one process: the definition that tests compare with."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from halley.core.types import Activation, Experts, Routing
 
 
 def activate(h_RG: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply an expert's activation to the output of its first projection.
+    """Apply an expert's activation to the output of its first GEMM.
 
     Args:
         h_RG: ``(R, 2F)`` with the gate's columns first for "swiglu", ``(R, F)`` for "gelu".
@@ -16,7 +16,7 @@ def activate(h_RG: torch.Tensor, activation: Activation) -> torch.Tensor:
         ``(R, F)``, same dtype.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: the activation is unknown.
     """
     if activation == "swiglu":
         gate_RF, up_RF = h_RG.chunk(2, dim=-1)
@@ -37,17 +37,17 @@ def apply_expert(x_RD: torch.Tensor, experts: Experts, *, index: int) -> torch.T
 def moe_reference(
     x_TD: torch.Tensor, routing: Routing, experts: Experts, *, first_expert: int = 0
 ) -> torch.Tensor:
-    """Return, for each token, the sum over its experts of weight times expert output.
+    """Return, for each token, the weighted sum of its experts' outputs.
 
-    Plain and slow: one expert at a time, the sum in float32, in order of expert. Autograd gives
-    the gradients of ``x_TD``, of the routing weights and of the experts' weights.
+    It runs one expert at a time and sums in float32, in order of expert. Autograd gives the
+    gradients of ``x_TD``, of the routing weights and of the experts' weights.
 
     Args:
-        x_TD: tokens; rounded to the dtype of the experts' weights before each expert, so that
-            float32 tokens get gradients summed in float32.
+        x_TD: tokens. They are rounded to the dtype of the experts' weights before each expert, so
+            that float32 tokens get gradients summed in float32.
         routing: experts and weights of each token; dropped slots add nothing.
-        experts: experts ``first_expert`` to ``first_expert + L``. With fewer than all experts the
-            result is their part of the sum, so that the parts of all ranks add up to the layer.
+        experts: experts ``first_expert`` to ``first_expert + L``. If these are not all experts, the
+            result is a partial sum; the partial sums of all ranks add up to the layer's output.
 
     Returns:
         ``(T, D)`` in float32, not rounded to the dtype of ``x_TD``.

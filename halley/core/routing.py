@@ -6,18 +6,18 @@ import torch
 from halley.core.types import DROPPED, MAX_EXPERTS, DispatchPlan, Routing
 
 
-_BYTE = 256  # one-byte keys
+_BYTE = 256  # number of values of a one-byte key
 
 
 def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:
-    """Check what can be checked without waiting for a device.
+    """Check shapes and dtypes of a routing, and on CPUs its expert ids.
 
-    Expert ids are checked on a CPU only; on a GPU reading them would stop the host. Inside
-    ``torch.compile`` there is nothing to read.
+    On a GPU, reading the ids would make the host wait. Inside ``torch.compile`` there are no
+    values.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, top_k is larger than num_experts, or there is no
-            such expert.
+        ValueError: a shape or dtype is wrong, top_k is larger than num_experts, or an id is not
+            that of an expert.
     """
     idx, weights = routing.topk_idx_TK, routing.topk_weights_TK
     if idx.ndim != 2 or idx.shape[0] != num_tokens:
@@ -45,11 +45,11 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
 
 
 def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return the number of experts that each rank holds, or shares, L.
+    """Return the number of experts that each rank holds (or shares), L.
 
     Args:
         ep_size: ranks of the expert-parallel group.
-        tp_size: how many of them share each expert.
+        tp_size: ranks that share each expert (expert tensor parallelism).
 
     Raises:
         ValueError: the experts do not divide evenly over the ranks.
@@ -67,22 +67,22 @@ def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
 
 
 def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the routed rows of each expert, ``(E,)`` int64; dropped slots are not counted.
+    """Return the number of routed rows per expert, ``(E,)`` int64, without dropped slots.
 
     Example: with idx [[0, 2], [2, -1]] and 4 experts the counts are [1, 0, 2, 0].
     """
     idx_N = topk_idx_TK.flatten()
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=idx_N.device)
-    # Not index_add_: of that Inductor makes a sum one by one, half a millisecond on a GPU.
+    # Not index_add_: Inductor lowers it to a serial sum, half a millisecond on a GPU.
     counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))  # DROPPED -> E
     return counts_E[:num_experts]
 
 
 def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
-    """Return how many local experts each chunk holds, as even as can be, larger ones first.
+    """Divide the local experts into chunks as evenly as possible; larger chunks come first.
 
     Raises:
-        ValueError: there are more chunks than local experts, or none.
+        ValueError: ``num_chunks`` is below 1 or above the number of local experts.
     """
     if not 1 <= num_chunks <= num_local_experts:
         raise ValueError(
@@ -93,17 +93,17 @@ def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
     return [quotient + 1] * remainder + [quotient] * (num_chunks - remainder)
 
 
-def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort the slots by expert, those of one expert by token; dropped slots come last.
+def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the slots by expert, and within an expert by token; dropped slots come last.
 
     Returns:
-        The sorted keys, expert ids then larger values for dropped slots, and the slots in that
-        order, int64, both ``(N,)``.
+        The sorted keys ``(N,)`` (expert ids; a larger value for dropped slots), and the slots in
+        that order, ``(N,)`` int64.
 
     Raises:
         ValueError: there are more than ``MAX_EXPERTS`` experts.
 
-    Example: with idx [[0, 2], [2, 1]] and 4 experts the slots come as 0, 3, 1, 2.
+    Example: with idx [[0, 2], [2, 1]] and 4 experts the slots are in the order 0, 3, 1, 2.
     """
     if num_experts > MAX_EXPERTS:
         raise ValueError(
@@ -111,7 +111,7 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
             f"{MAX_EXPERTS}"
         )
     key_N = topk_idx_TK.flatten()
-    # Fewer key bytes are fewer passes of the radix sort; as a byte, DROPPED is the largest.
+    # A radix sort makes one pass per key byte. As uint8, DROPPED (-1) is the largest key.
     if num_experts < _BYTE:
         keys_N, slots_N = key_N.to(torch.uint8).sort(stable=True)
     else:
@@ -123,14 +123,14 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def order_by_chunk(
     slots_N: torch.Tensor, starts_E1: np.ndarray, *, ep_size: int, num_chunks: int
 ) -> torch.Tensor:
-    """Reorder slots sorted by expert by chunk, then destination rank; dropped slots stay last.
+    """Reorder slots sorted by expert: by chunk, then by destination rank; dropped slots stay last.
 
     Args:
-        slots_N: as from ``sort_slots``.
+        slots_N: slots as ``sort_keys`` returns them.
         starts_E1: their ``expert_starts``, on the host.
-        num_chunks: ranges of local experts (``chunk_sizes``), the same on each rank.
+        num_chunks: chunks of local experts (``chunk_sizes``), the same on each rank.
 
-    Example: with 4 experts, 2 ranks and 2 chunks, experts 0 and 2 make the first chunk.
+    Example: with 4 experts, 2 ranks and 2 chunks, experts 0 and 2 are the first chunk.
     """
     num_local = local_experts(len(starts_E1) - 1, ep_size=ep_size)
     starts = starts_E1.tolist()
@@ -144,13 +144,15 @@ def order_by_chunk(
 
 
 def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return where each expert's slots start among sorted keys, then where the last one's end.
+    """Return where each expert's slots begin among sorted keys, and where the last one's end.
+
+    A search computes them, without atomics and without a read by the host.
 
     Args:
-        keys_N: as from ``sort_slots``.
+        keys_N: keys as ``sort_keys`` returns them.
 
     Returns:
-        ``(E + 1,)`` int64, by a search: no atomics, and nothing is read by the host.
+        ``(E + 1,)`` int64.
 
     Example: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give [0, 1, 1, 3, 3].
     """
@@ -159,17 +161,17 @@ def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> list[DispatchPlan]:
-    """Plan the exchange of routed rows from the routing table of all ranks.
+    """Compute this rank's dispatch plans from the routing table of all ranks.
 
-    Every rank holds the same table and derives its own plan alone.
+    Every rank has the same table, so no communication is needed.
 
     Args:
         starts_WE1: ``expert_starts`` of each source rank, ``(W, E + 1)``.
         rank: this rank's index in the expert-parallel group.
-        num_chunks: ranges into which each rank's local experts are divided.
+        num_chunks: chunks into which each rank's local experts are divided.
 
     Returns:
-        One plan a chunk.
+        One plan per chunk.
 
     Raises:
         ValueError: the experts do not divide over the ranks, or the chunks over the experts.
@@ -201,18 +203,20 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
 def order_by_expert(
     plan: DispatchPlan, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort a plan's received rows by expert; they arrive by source rank, then expert, then token.
+    """Return the permutation of a plan's received rows into order of expert, and its inverse.
+
+    Rows arrive sorted by source rank, then by expert, then by token.
 
     Args:
-        out: where the results are laid out, ends first, ``(L + 2 * R,)`` int32.
+        out: memory for the results, ends first, ``(L + 2 * R,)`` int32; allocated if None.
 
     Returns:
-        The arrival place of each row in order of expert, then the place in order of expert of
-        each row in order of arrival, ``(2, R)`` int32; and the end of each expert's rows in order
-        of expert, ``(L,)`` int32.
+        The permutation and its inverse, ``(2, R)`` int32: the arrival index of each row in order of
+        expert, and the index in order of expert of each arriving row. Then the end of each expert's
+        rows in order of expert, ``(L,)`` int32.
 
-    Example: 2 sources, 2 experts, counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0, so
-    order of expert reads places 0, 3, 1, 2, and the experts end at 2 and 4.
+    Example: 2 sources, 2 experts, counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0.
+    Order of expert reads rows 0, 3, 1, 2, and the experts end at 2 and 4.
     """
     num_local, num_recv = plan.num_local, plan.num_recv
     if out is None:
@@ -222,7 +226,7 @@ def order_by_expert(
     counts_LW = np.ascontiguousarray(counts_WL.T)
     arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
     expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
-    shift_WL = expert_end_LW.T - arrival_end_WL  # of starts too, as both have the same counts
+    shift_WL = expert_end_LW.T - arrival_end_WL  # starts shift alike, as counts are equal
     rows_R = np.arange(num_recv, dtype=np.int32)
     np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
     np.add(rows_R, np.repeat(shift_WL, counts_WL.ravel()), out=orders[1], casting="unsafe")

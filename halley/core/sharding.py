@@ -1,8 +1,9 @@
-"""Experts that neighbouring ranks share, each a slice of the intermediate size.
+"""Expert tensor parallelism: several ranks share an expert, each with a slice of its weights.
 
-The shards of an expert are experts themselves: a token that goes to all of them, with the same
-weight, gets the sum of their outputs, which is the output of the whole. So a layer of E experts
-that P ranks share runs as one of E * P experts, of which a token has K * P.
+The intermediate size is divided. The shards of an expert are experts themselves. A token that is
+sent to all of them with the same weight gets the sum of their outputs, which is the output of the
+whole expert. So a layer of E experts, each shared by P ranks, runs as a layer of E * P experts
+with K * P experts per token.
 
 Source: Megatron-LM (arXiv:1909.08053), section 3, for a network of two matrices.
 """
@@ -16,10 +17,10 @@ from halley.core.types import Experts, Routing
 
 
 def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
-    """Check that sets of that many ranks make up the group.
+    """Check that the group divides into tensor-parallel groups of ``tp_size`` ranks.
 
     Raises:
-        ValueError: they do not.
+        ValueError: it does not.
     """
     check_type(tp_size, int, name="tp_size")
     if tp_size < 1 or num_ranks % tp_size:
@@ -30,12 +31,12 @@ def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
 
 
 def shard_experts(experts: Experts, *, tp_rank: int, tp_size: int) -> Experts:
-    """Return what one of the ranks that share experts holds of them, contiguous.
+    """Return one rank's shard of experts, contiguous.
 
     Args:
-        experts: whole ones, without biases.
-        tp_rank: which shard.
-        tp_size: how many there are.
+        experts: whole experts, without biases.
+        tp_rank: index of the shard.
+        tp_size: number of shards.
 
     Raises:
         ValueError: the intermediate size is not divisible, or there are biases.
@@ -55,18 +56,18 @@ def shard_experts(experts: Experts, *, tp_rank: int, tp_size: int) -> Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedDim:
-    """Where a weight has the intermediate size.
+    """The dimension of a weight that holds the intermediate size.
 
     Attributes:
-        dim: that dimension, from the end, below 0.
-        parts: matrices that stand one after another in it, each of which is divided.
+        dim: index of the dimension, counted from the end, below 0.
+        parts: number of matrices stacked in it (2 for gate and up), each of which is divided.
     """
 
     dim: int
     parts: int
 
     def shard(self, weight: torch.Tensor, *, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """Return one shard of a weight given whole.
+        """Return one shard of a whole weight.
 
         Example: of gate rows 0 to 3 and up rows 4 to 7, shard 1 of 2 is rows 2, 3, 6, 7.
         """
@@ -74,7 +75,7 @@ class ShardedDim:
         return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
 
     def apart(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view in which shards are ranges: the parts have a dimension of their own."""
+        """Return a view with one dimension for the stacked matrices, so that shards are slices."""
         return self._divide(weight, self.parts) if self.parts > 1 else weight
 
     def _divide(self, weight: torch.Tensor, *sizes: int) -> torch.Tensor:
@@ -83,10 +84,10 @@ class ShardedDim:
 
 
 def sharded_dims(*, parts: int) -> tuple[ShardedDim, ShardedDim]:
-    """Return where the two projections of stacked experts have the intermediate size.
+    """Return the sharded dimensions of the two stacked weights of experts.
 
     Args:
-        parts: 2 if the first is gate and up, else 1.
+        parts: 2 if the first weight is gate and up, else 1.
     """
     return ShardedDim(dim=-2, parts=parts), ShardedDim(dim=-1, parts=1)
 
@@ -107,18 +108,18 @@ def shard_size(intermediate_size: int, *, tp_size: int) -> int:
 def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routing:
     """Return the routing to the shards of the experts, differentiable in the weights.
 
-    Shards are numbered as their ranks hold them: rank r has ``[r * L, (r + 1) * L)``.
+    Shards are numbered by rank: rank r has shards ``[r * L, (r + 1) * L)``.
 
     Args:
-        routing: to experts, of which ranks ``[g * tp_size, (g + 1) * tp_size)`` share
+        routing: routing to experts. Ranks ``[g * tp_size, (g + 1) * tp_size)`` share experts
             ``[g * L, (g + 1) * L)``.
         num_local: L.
         tp_size: shards of an expert.
 
     Returns:
-        ``(T, K * tp_size)``, the shards of a choice side by side.
+        ``(T, K * tp_size)``; the shards of one choice are adjacent.
 
-    Example: 2 experts a rank, 2 shards: expert 3 is 1 of the second set, ranks 2 and 3, and so its
+    Example: 2 experts per rank and 2 shards: expert 3 is the second expert of ranks 2 and 3, so its
     shards are 2 * 2 + 1 and 3 * 2 + 1.
     """
     if tp_size == 1:

@@ -1,4 +1,7 @@
-"""What ran when: the simulator, the profiler and the recorder write it, one file draws it."""
+"""Spans: the timed pieces of work that the simulator, the profiler and the recorder produce.
+
+All three use the same type, so the same functions measure overlap and write Chrome traces.
+"""
 
 import gzip
 import json
@@ -12,8 +15,8 @@ from typing import final
 import torch
 from torch.profiler import record_function
 
+from halley.core.current_operation import CURRENT_OPERATION
 from halley.core.field_types import check_type
-from halley.core.position import POSITION
 from halley.core.torch_device import parse_device
 
 
@@ -26,12 +29,12 @@ class Span:
     """One piece of work on one stream of one rank; times in microseconds.
 
     Attributes:
-        name: what ran.
-        rank: where it ran.
-        stream: "compute", "comm", "exposed" (this rank stands and waits for communication),
-            or any other row of the timeline. Further compute streams are "compute 7" and so on.
-        start_us: when it began, from a zero that all spans of one timeline share.
-        duration_us: how long it took.
+        name: name of the work.
+        rank: the rank that ran it.
+        stream: "compute", "comm", "exposed" (the rank waits for communication), or any other row of
+            the timeline. Further compute streams are "compute 7" and so on.
+        start_us: start time; all spans of one timeline have the same origin.
+        duration_us: duration.
     """
 
     name: str
@@ -42,22 +45,23 @@ class Span:
 
     @property
     def end_us(self) -> float:
-        """Return when it ended."""
+        """The end time."""
         return self.start_us + self.duration_us
 
 
 @final
 class Recorder:
-    """Marks the parts of a step, and tells afterwards how long each of them took.
+    """Times the marked parts of a step.
 
-    On a CPU a part is timed by the wall clock; on a GPU by two events on the current stream, which
-    are read by ``collect`` alone, so that marking never makes the host wait. The profiler shows the
-    same parts as ``halley::<name>``. Any thread may mark, the one that runs a backward too.
+    On a CPU a part is timed by the wall clock. On a GPU it is timed by two events on the current
+    stream, which only ``collect`` reads, so that marking never makes the host wait. The profiler
+    shows the same parts as ``halley::<name>``. Any thread may mark parts, such as the one that runs
+    backward.
 
     Args:
         device: where the parts run, a CPU or a CUDA device, or its name.
         rank: the rank written into the spans.
-        enabled: without it parts are still shown to the profiler, but none is kept; may be changed
+        enabled: if false, parts are shown to the profiler but not recorded. It may be changed
             between steps.
 
     Raises:
@@ -73,32 +77,33 @@ class Recorder:
         self._parts: list[tuple[str, str, _Moment, _Moment]] = []
 
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
-        """Mark what runs inside ``with`` as one part.
+        """Return a context that marks the code inside ``with`` as one part.
 
-        A part inside ``torch.compile`` leaves no mark, and one inside the capture of a CUDA graph
-        is only shown to the profiler: neither runs when its ``with`` does.
+        A part inside ``torch.compile`` is not marked, and a part inside a CUDA graph capture is
+        shown to the profiler only. In both cases the work does not run when the ``with`` block
+        does.
 
         Args:
-            name: of the part; names of time lost in waiting end in ".wait".
-            stream: row of the timeline, "exposed" for time lost in waiting for communication.
+            name: name of the part; names of waits end in ".wait".
+            stream: row of the timeline; "exposed" for time spent waiting for communication.
         """
         if torch.compiler.is_compiling():
             return nullcontext()
         if stream == "exposed":
-            return POSITION.waiting(name, self._part(name, stream))
+            return CURRENT_OPERATION.waiting(name, self._part(name, stream))
         return self._part(name, stream)
 
     def _part(self, name: str, stream: str) -> AbstractContextManager[object]:
         if self.enabled and not self._is_capturing():
             return self._timed(name, stream)
-        # A mark costs some microseconds of the host even when no profiler reads it, and torch tells
-        # whether one does by no public name.
+        # A mark costs some microseconds of host time even without a profiler. PyTorch has no public
+        # function that says whether a profiler runs.
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return record_function(f"halley::{name}")
         return nullcontext()
 
     def collect(self) -> list[Span]:
-        """Return the parts that ended since the last call, by start; the first starts at zero.
+        """Return the parts that ended since the last call, by start time; the first starts at zero.
 
         Waits for the device.
         """
@@ -108,8 +113,8 @@ class Recorder:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         origin = parts[0][2]
-        # A part's end is taken from the common origin, as its start is: rounding then cannot push
-        # an inner part's end past the end of the part around it.
+        # Starts and ends are both measured from one origin. So rounding cannot move the end of an
+        # inner part past the end of the outer part.
         times_us = [(_elapsed_us(origin, a), _elapsed_us(origin, b)) for _, _, a, b in parts]
         first_us = min(start_us for start_us, _ in times_us)
         spans = [
@@ -147,11 +152,11 @@ class Recorder:
 def total_us(
     spans: Iterable[Span], *, name_prefix: str | None = None, stream: str | None = None
 ) -> float:
-    """Return the summed durations of the spans, counting twice what overlaps.
+    """Return the sum of the spans' durations; overlapping time counts more than once.
 
     Args:
-        spans: of any rank.
-        name_prefix: count only spans whose name starts so.
+        spans: spans of any rank.
+        name_prefix: count only spans whose name has this prefix.
         stream: count only spans of this stream.
     """
     return sum(
@@ -163,7 +168,7 @@ def total_us(
 
 
 def union(spans: Iterable[Span]) -> list[Interval]:
-    """Return the times at which at least one span runs, disjoint and in order."""
+    """Return the intervals in which at least one span runs, disjoint and in order."""
     merged: list[Interval] = []
     for start_us, end_us in sorted((span.start_us, span.end_us) for span in spans):
         if merged and start_us <= merged[-1][1]:
@@ -174,12 +179,12 @@ def union(spans: Iterable[Span]) -> list[Interval]:
 
 
 def union_us(spans: Iterable[Span]) -> float:
-    """Return for how long at least one span runs."""
+    """Return the total time in which at least one span runs."""
     return sum(end_us - start_us for start_us, end_us in union(spans))
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return what ``cover`` leaves of ``intervals``.
+    """Return the parts of ``intervals`` outside ``cover``.
 
     Args:
         intervals: disjoint and in order, as ``union`` returns them.
@@ -202,13 +207,14 @@ def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]
 
 
 def waited_us(spans: Iterable[Span]) -> float | None:
-    """Return for how long a rank waited for communication, None where its layers do not tell.
+    """Return how long a rank waited for communication, or None if its layers do not mark waits.
 
-    Layers that communicate inside of kernels, or of a compiled graph, mark no waits; a profiler
-    sees them. What is marked then, waits for sums of gradients or replicas, is the smaller part.
+    Layers that communicate inside kernels or inside a compiled graph mark no waits; only a profiler
+    shows them. Such a step still marks waits for gradient sums and replicas, but these are the
+    smaller share, so the result is None.
 
     Args:
-        spans: recorded, of one rank.
+        spans: recorded spans of one rank.
     """
     waits = [span for span in spans if span.stream == "exposed"]
     tells = any(not span.name.startswith(("gradients", "replicas")) for span in waits)
@@ -216,7 +222,7 @@ def waited_us(spans: Iterable[Span]) -> float | None:
 
 
 def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
-    """Return for how long communication runs with no computation to hide it.
+    """Return how long communication runs while no computation runs.
 
     Args:
         comm: communication of one rank.
@@ -226,18 +232,18 @@ def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """Cut nested spans so that each moment belongs to the innermost, and return the pieces.
+    """Cut nested spans into pieces so that each moment belongs to the innermost span.
 
-    Where two spans overlap without nesting, the later one has the moment.
+    Where two spans overlap without nesting, the moment belongs to the later one.
 
     Args:
-        spans: of one rank and one thread of work.
+        spans: spans of one rank and one thread.
     """
     pieces: list[Span] = []
     stack: list[Span] = []
     cursor_us = 0.0
 
-    def give_top(until_us: float) -> None:
+    def emit_top(until_us: float) -> None:
         nonlocal cursor_us
         if until_us > cursor_us:
             duration_us = until_us - cursor_us
@@ -246,23 +252,23 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 
     for span in sorted(spans, key=_outer_first):
         while stack and stack[-1].end_us <= span.start_us:
-            give_top(stack[-1].end_us)
+            emit_top(stack[-1].end_us)
             stack.pop()
         if stack:
-            give_top(span.start_us)
+            emit_top(span.start_us)
         cursor_us = span.start_us
         stack.append(span)
     while stack:
-        give_top(stack[-1].end_us)
+        emit_top(stack[-1].end_us)
         stack.pop()
     return pieces
 
 
 def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
-    """Return the spans as a Chrome trace: a process a rank, a row a stream.
+    """Return the spans as a Chrome trace with one process per rank and one row per stream.
 
-    A viewer takes events of one row for nested calls, so spans of a stream that overlap otherwise
-    stand in further rows, "comm (2)" and so on.
+    A viewer shows events of one row as nested calls. So spans of a stream that overlap without
+    nesting go into further rows, "comm (2)" and so on.
     """
     by_lane: dict[tuple[int, str], list[Span]] = {}
     for span in spans:

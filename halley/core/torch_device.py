@@ -1,4 +1,4 @@
-"""Turn the device that a caller gives, as a name or as torch's object, into a torch.device."""
+"""Turn a device argument, a name or a torch.device, into a torch.device."""
 
 import torch
 
@@ -11,11 +11,11 @@ def parse_device(
     """Return a device given by name or as a ``torch.device``.
 
     Args:
-        types: allowed types of devices.
-        name: of the argument in messages.
+        types: allowed device types.
+        name: name of the argument in messages.
 
     Raises:
-        ValueError: it is neither, torch knows no such device, or its type is not allowed.
+        ValueError: it is neither, torch does not know the device, or its type is not allowed.
     """
     if isinstance(device, str):
         try:

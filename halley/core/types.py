@@ -1,4 +1,4 @@
-"""The nouns of the project: how tokens are routed, where they go, what multiplies them.
+"""The types that the whole package shares: routing, experts, the dispatch plan and layer sizes.
 
 Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T, D)):
 
@@ -9,6 +9,9 @@ Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T
   N  routed slots, T * K           R  rows received by this rank
   B  sequences of a batch          S  positions of a sequence
   C  chunks of a pipelined layer   V  vocabulary
+  M  MoE layers of a model         X  any further dimensions
+
+A suffix 1 means one more: ``starts_E1`` has E + 1 entries.
 """
 
 from collections.abc import Mapping
@@ -22,23 +25,24 @@ from halley.core.field_types import check_choice
 
 
 Activation = Literal["swiglu", "gelu"]
-# What fused layers keep for backward: the rows of their experts and what the activation was made
-# of; each row once, however many experts want it; or nothing, as rows are dispatched again.
+# Saved activations of a fused layer. "all": the experts' input rows and the activation's input.
+# "inputs": each received row once. "recompute": none; backward dispatches the rows again.
 Save = Literal["all", "inputs", "recompute"]
-MAX_EXPERTS = 2**15 - 1  # slots are sorted by expert ids packed into int16
-DROPPED = -1  # expert id of a slot that capacity dropped
+MAX_EXPERTS = 2**15 - 1  # sort keys are int16
+DROPPED = -1  # expert id of a slot beyond an expert's capacity
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What the router decided: for each token, its experts and their weights.
+    """The router's decision: the experts of each token and their weights.
 
     Slot ``t * K + k`` is the k-th choice of token t.
 
     Attributes:
-        topk_idx_TK: expert ids in ``[0, E)``, or ``DROPPED``, int64; those of a token differ.
-        topk_weights_TK: weights of the combine, float32; 0 where dropped; rows need not sum to 1.
+        topk_idx_TK: int64 expert ids in ``[0, E)``, or ``DROPPED``. The ids of one token differ.
+        topk_weights_TK: float32 weights of the combine, 0 where a slot is dropped. A token's
+            weights need not sum to 1.
     """
 
     topk_idx_TK: torch.Tensor
@@ -47,19 +51,19 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The weights of the experts that live on one rank, or a contiguous range of them.
+    """The weights of one rank's experts, or of a contiguous range of them.
 
     The layout is that of Hugging Face's stacked experts: gate rows first, then up rows.
 
     Attributes:
-        up_LGD: first projection, ``(L, 2F, D)`` for swiglu, ``(L, F, D)`` for gelu.
-        down_LDF: second projection, ``(L, D, F)``.
-        up_bias_LG: bias of the first projection, or None.
-        down_bias_LD: bias of the second projection, or None.
+        up_LGD: weights of the first GEMM, ``(L, 2F, D)`` for swiglu, ``(L, F, D)`` for gelu.
+        down_LDF: weights of the second GEMM, ``(L, D, F)``.
+        up_bias_LG: bias of the first GEMM, or None.
+        down_bias_LD: bias of the second GEMM, or None.
         activation: "swiglu" is ``silu(gate) * up``; "gelu" is the exact (erf) form.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: the activation is unknown.
     """
 
     up_LGD: torch.Tensor
@@ -69,7 +73,7 @@ class Experts:
     activation: Activation = "swiglu"
 
     def __post_init__(self) -> None:
-        if self.activation not in ("swiglu", "gelu"):  # in traced code, a constant
+        if self.activation not in ("swiglu", "gelu"):  # torch.compile sees a constant
             check_choice(self.activation, get_args(Activation), name="activation")
 
     @property
@@ -77,18 +81,18 @@ class Experts:
         return self.up_LGD.shape[0]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights, and the biases if there are any, by attribute."""
+        """Return the weights, and the biases that exist, by attribute name."""
         names = ("up_LGD", "down_LDF", "up_bias_LG", "down_bias_LD")
         found: dict[str, torch.Tensor | None] = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "Experts":
-        """Return the experts with other weights or biases, by attribute."""
+        """Return a copy in which the given attributes have other tensors."""
         changes: dict[str, Any] = dict(tensors)
         return replace(self, **changes)
 
     def split(self, sizes: list[int]) -> list["Experts"]:
-        """Return consecutive ranges of experts as views, one of each given size."""
+        """Return consecutive ranges of experts as views, one range per given size."""
         parts = {name: torch.split(tensor, sizes) for name, tensor in self.tensors().items()}
         return [
             self.with_tensors({name: part[index] for name, part in parts.items()})
@@ -98,19 +102,19 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
-    """Where the routed rows of a range of local experts go; dispatch, combine and backward read it.
+    """How many routed rows each rank sends and receives, for one range of local experts.
 
-    The range is the same on every rank. A rank sends its rows sorted by expert, so they leave in
-    order of destination rank. They arrive sorted by source rank, then expert, and are gathered in
-    order of expert (``routing.order_by_expert``), where the rows of one expert are contiguous and a
-    grouped GEMM can read them.
+    The range is the same on every rank. A rank sends its rows sorted by expert, and so in order of
+    destination rank. Rows arrive sorted by source rank, then by expert. ``routing.order_by_expert``
+    gives the order in which the rows of one expert are contiguous, as a grouped GEMM needs them.
+    Dispatch, combine and backward use the same plan.
 
     Attributes:
-        num_local: how many local experts the plan is for.
+        num_local: number of local experts in the range.
         send_splits: rows sent to each rank.
         recv_splits: rows received from each rank.
-        starts_WL1: where each expert's rows start among those that each rank sends to all ranks,
-            then where the last one's end, int64.
+        starts_WL1: int64; for each source rank, the first row of each expert among all rows that
+            the source sends, then the end of the last expert's rows.
     """
 
     num_local: int
@@ -129,11 +133,11 @@ class DispatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The sizes that decide what an MoE layer costs on one rank.
+    """The sizes that determine the cost of an MoE layer on one rank.
 
     Attributes:
         num_tokens: tokens of one rank, T.
-        itemsize: bytes of one element of the activations.
+        itemsize: bytes per element of the activations.
     """
 
     num_tokens: int

@@ -1,4 +1,4 @@
 """Predict times: hardware tables, measured profiles, and a discrete-event simulator.
 
-Start with ``predict.py``; ``simulate.py`` turns tasks into a timeline.
+Start with ``hardware.py``; ``simulate.py`` turns tasks into a timeline.
 """

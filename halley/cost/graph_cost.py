@@ -1,4 +1,4 @@
-"""How long a graph takes in a given order: its operations as tasks of the simulator."""
+"""Predict the time of a graph in a given order: simulate its operations on two streams."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ class Operation:
     """One operation of a graph.
 
     Attributes:
-        name: unique in its graph.
-        role: "compute" keeps the device busy; "start" begins a collective; "wait" holds the compute
-            stream until what it needs has ended; "free" takes no time.
-        duration_us: of the computation, or of the collective; 0 for the others.
-        needs: indices of the operations whose results it takes.
-        host_us: that the host takes to issue it.
-        is_read: whether the host waits for its end before it goes on.
+        name: unique in the graph.
+        role: "compute" occupies the compute stream, "start" starts a collective, "wait" blocks the
+            compute stream until the operations that it needs have ended, "free" takes no time.
+        duration_us: of the computation or the collective; 0 for "wait" and "free".
+        needs: indices of the operations whose results this one takes.
+        host_us: host time to launch the operation.
+        is_read: whether the host waits for the end of the operation, because it reads its result.
     """
 
     name: str
@@ -34,18 +34,19 @@ class Operation:
     is_read: bool = False
 
     def __post_init__(self) -> None:
-        if self.role not in get_args(Role):  # plans make thousands of operations
+        # A plan creates thousands of operations: call the slow check only for a wrong role.
+        if self.role not in get_args(Role):
             check_choice(self.role, get_args(Role), name="role")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTime:
-    """What one rank's graph is predicted to take, in microseconds.
+    """Predicted times of the graph of one rank, in microseconds.
 
     Attributes:
-        makespan_us: from the first operation to the end of the last.
-        comm_us: of all collectives together.
-        exposed_us: in which a collective runs and no computation.
+        makespan_us: from the start of the first to the end of the last operation.
+        comm_us: sum over all collectives.
+        exposed_us: time in which a collective runs and no computation.
     """
 
     makespan_us: float
@@ -54,19 +55,19 @@ class GraphTime:
 
 
 def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[Task]:
-    """Return the operations as tasks, in the order in which the host issues them.
+    """Return the operations as tasks of the simulator, in the order in which the host launches.
 
-    A collective starts once all computation that was issued before it has ended, needed or not:
-    its stream waits for the compute stream at the moment of issue. So a weight gradient that is
-    issued ahead of a collective delays it. Nothing starts before the host has issued it.
+    A collective starts after all computation that was launched before it, needed or not, because
+    its stream waits for the compute stream at the time of the launch. So a weight-gradient GEMM
+    that is launched before a collective delays it. No operation starts before its launch.
 
     Args:
         operations: of the graph.
-        order: a permutation of their indices in which each stands after what it needs.
+        order: a permutation of their indices; each comes after the operations that it needs.
     """
     tasks: list[Task] = []
     last_compute = last_read = ""
-    ends: dict[int, tuple[str, ...]] = {}  # tasks that make an operation's result
+    ends: dict[int, tuple[str, ...]] = {}  # tasks that produce the result of an operation
     for index in order:
         operation = operations[index]
         needs = tuple(dict.fromkeys(name for need in operation.needs for name in ends[need]))
@@ -107,7 +108,7 @@ def graph_spans(
     order: Sequence[int],
     contention: Contention = NO_CONTENTION,
 ) -> list[Span]:
-    """Return when each operation runs; operations that take no time leave no span, nor the host."""
+    """Return the span of each operation, without the host and without operations of no duration."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 
@@ -117,12 +118,12 @@ def graph_time(
     order: Sequence[int],
     contention: Contention = NO_CONTENTION,
 ) -> GraphTime:
-    """Return the predicted time of the graph in that order."""
+    """Predict the time of the graph in that order; arguments as for ``graph_spans``."""
     return time_of(graph_spans(operations, order, contention))
 
 
 def time_of(spans: Sequence[Span]) -> GraphTime:
-    """Return the time of a graph from when its operations run on one rank."""
+    """Return the time of a graph, given the spans of its operations on one rank."""
     comm = [span for span in spans if span.stream == "comm"]
     compute = [span for span in spans if span.stream == "compute"]
     return GraphTime(

@@ -1,29 +1,37 @@
-"""What a device and its links can do: the figures that predictions start from."""
+"""Rates and latencies of known devices, and a roofline model that predicts times from them."""
 
+import time
 from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+
+
+_MATMUL_SIZE = 4096
+_NUM_MATMULS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates of one device and of the links between devices of one host.
+    """Rates of one device and of the links between the devices of one host.
 
     Attributes:
-        name: what the driver calls the device.
-        gemm_flops_per_s: rate of a large bf16 matrix product (float32 on a CPU).
-        peak_flops_per_s: the vendor's dense rate, which MFU is a share of; None if unknown.
-        memory_bytes_per_s: a large copy, bytes read plus bytes written.
-        fused_bytes_per_s: the same of kernels that a compiler makes, which compute besides.
-        link_bytes_per_s: all-to-all, bytes out of each device.
-        link_latency_us: shortest all-to-all.
-        launch_us: host time to issue one operation of a layer that is not compiled.
+        name: the device name of the driver.
+        gemm_flops_per_s: rate of a large bfloat16 matmul (float32 on a CPU).
+        peak_flops_per_s: dense rate of the vendor, the denominator of MFU; None if unknown.
+        memory_bytes_per_s: rate of a large copy, bytes read plus bytes written.
+        fused_bytes_per_s: the same for fused kernels of a compiler, which also compute.
+        link_bytes_per_s: rate of an all-to-all, bytes out of each device.
+        link_latency_us: time of the shortest all-to-all.
+        launch_us: host time to launch one operation of a layer that is not compiled.
         graph_us: host time from the call of a compiled graph to its first operator.
-        call_us: host time of a compiled graph to call one operator; a kernel that the compiler made
-            takes a third.
+        call_us: host time of a compiled graph to call one operator. A kernel that the compiler
+            generates takes a third.
         collective_us: host time to start one collective.
-        kernel_us: shortest kernel, with the gap before the next.
-        split_sum_us: the second kernel of a sum over many rows, which adds what the programs of the
-            first have summed: few programs, few bytes.
-        read_us: until the host has read a value that the device made.
+        kernel_us: time of the shortest kernel and the gap before the next one.
+        split_sum_us: time of the second kernel of a sum over many rows. It adds the partial sums of
+            the first kernel: few CTAs, few bytes.
+        read_us: time until the host has read a value from the device.
     """
 
     name: str
@@ -42,12 +50,12 @@ class Hardware:
     read_us: float
 
 
-# Measured on four GPUs of one host with torch 2.11 and NCCL 2.28: grouped GEMM and NCCL all-to-all
-# of 32 MiB a peer; peak from the vendor's data sheet (SXM, dense bf16). Times of the host fit
-# forward of GPT2-L-MoE compiled by Inductor in two parts a range, about 47 ms; whole, six of its
-# layers take 12.7 to 13.1 ms and are predicted to take 13.6. That of a graph is what traces show
-# before the first kernel of forward and between forward and backward (0.9 and 0.8 ms, profiled),
-# and kernels that Inductor makes take 6.0 ms in GPT2-S-MoE for what a copy moves in 4.7.
+# Measured on four GPUs of one host with torch 2.11 and NCCL 2.28: a grouped GEMM, and an NCCL
+# all-to-all of 32 MiB per peer. The peak is from the vendor's data sheet (SXM, dense bfloat16).
+# Host times: fitted to forward of GPT2-L-MoE compiled by Inductor in two microbatches, 47 ms. Six
+# of its layers in one batch take 12.7 to 13.1 ms; the prediction is 13.6 ms.
+# graph_us: gaps in traces before the first kernel and between forward and backward, 0.9 and 0.8 ms.
+# fused_bytes_per_s: kernels of Inductor in GPT2-S-MoE take 6.0 ms; a copy of their bytes takes 4.7.
 H200 = Hardware(
     name="NVIDIA H200",
     gemm_flops_per_s=700e12,
@@ -66,7 +74,7 @@ H200 = Hardware(
 )
 # The same chip with slower memory.
 H100 = replace(H200, name="NVIDIA H100", memory_bytes_per_s=3.0e12, fused_bytes_per_s=2.4e12)
-# Data sheet; rates at the share of it that the H200 reaches, and its times.
+# Rates: data sheet times the share of it that an H200 reaches. Latencies: those of the H200.
 A100 = replace(
     H200,
     name="NVIDIA A100",
@@ -76,7 +84,7 @@ A100 = replace(
     fused_bytes_per_s=1.35e12,
     link_bytes_per_s=180e9,
 )
-# One core a rank, gloo over loopback: the order of magnitude is what matters.
+# One core per rank and gloo over loopback. Only the order of magnitude matters.
 CPU = Hardware(
     name="cpu",
     gemm_flops_per_s=5e10,
@@ -87,7 +95,7 @@ CPU = Hardware(
     link_latency_us=300.0,
     launch_us=10.0,
     graph_us=0.0,
-    call_us=0.0,  # the host computes
+    call_us=0.0,  # the host is the device
     collective_us=0.0,
     kernel_us=10.0,
     split_sum_us=0.0,
@@ -98,13 +106,13 @@ KNOWN = (H200, H100, A100)
 
 
 def find_hardware(device: str) -> Hardware:
-    """Return the figures of the device that the driver calls ``device``.
+    """Return the rates of a device.
 
     Args:
-        device: as from ``torch.cuda.get_device``, or "cpu".
+        device: a name as from ``torch.cuda.get_device_name``, or "cpu".
 
     Raises:
-        ValueError: no figures are known for it.
+        ValueError: the device is unknown.
     """
     if device == CPU.name:
         return CPU
@@ -113,3 +121,66 @@ def find_hardware(device: str) -> Hardware:
             return hardware
     names = ", ".join(hardware.name for hardware in (*KNOWN, CPU))
     raise ValueError(f"device ({device}) must be one of those with figures: {names}")
+
+
+@final
+class Predictor:
+    """Predict the times of GEMMs, all-to-alls and memory traffic: a roofline with latencies."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    def grouped_gemm_us(
+        self, num_rows: float, num_groups: int, *, inner: int, outer: int, itemsize: int
+    ) -> float:
+        """Predict a grouped GEMM of ``num_rows`` rows with ``num_groups`` matrices (inner, outer).
+
+        The result is the larger of the arithmetic and the memory time (input, output, weights).
+        """
+        compute_s = 2.0 * num_rows * inner * outer / self.hardware.gemm_flops_per_s
+        num_bytes = itemsize * (num_rows * (inner + outer) + num_groups * inner * outer)
+        memory_s = num_bytes / self.hardware.memory_bytes_per_s
+        return max(compute_s, memory_s) * 1e6 + self.hardware.launch_us
+
+    def all_to_all_us(self, num_bytes: float) -> float:
+        """Predict an all-to-all in which each rank sends ``num_bytes`` in total to its peers."""
+        return self.hardware.link_latency_us + num_bytes / self.hardware.link_bytes_per_s * 1e6
+
+    def memory_us(self, num_bytes: float, *, num_ops: int = 1) -> float:
+        """Predict ``num_ops`` element-wise operations that move ``num_bytes`` in total."""
+        launches_us = num_ops * self.hardware.launch_us
+        return max(num_bytes / self.hardware.memory_bytes_per_s * 1e6, launches_us)
+
+
+def peak_flops_per_s(device: torch.device) -> float | None:
+    """Return the dense bfloat16 rate of a GPU, the denominator of model FLOPs utilisation (MFU).
+
+    Takes the vendor's rate of a known GPU, and measures some matmuls on an unknown one.
+
+    Args:
+        device: of this rank.
+
+    Returns:
+        FLOP/s of one device; None for a CPU, for which no vendor publishes a rate.
+    """
+    if device.type == "cpu":
+        return None
+    try:
+        peak = find_hardware(torch.cuda.get_device_name(device)).peak_flops_per_s
+    except ValueError:
+        peak = None
+    return _measure_matmul(device) if peak is None else peak
+
+
+def _measure_matmul(device: torch.device) -> float:
+    """Return the FLOP/s of the fastest of some square bfloat16 matmuls."""
+    size = _MATMUL_SIZE
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best_s = float("inf")
+    for _ in range(_NUM_MATMULS):
+        torch.cuda.synchronize(device)
+        start_s = time.perf_counter()
+        torch.mm(left, right)
+        torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2.0 * size**3 / best_s

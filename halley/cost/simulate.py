@@ -1,4 +1,4 @@
-"""Discrete-event simulator: tasks run in order on their stream, once what they need has ended."""
+"""Discrete-event simulator: predict when tasks with dependencies run on streams of ranks."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ class Task:
     """Work to simulate.
 
     Attributes:
-        name: unique in its task list.
-        stream: "compute", "comm" or "host"; tasks of one stream of one rank never overlap.
-        duration_us: predicted run time.
-        needs: names of tasks, of any rank, that must end first.
+        name: unique in the list of tasks.
+        stream: "compute", "comm" or "host". Tasks of one stream of one rank never overlap.
+        duration_us: the time that the task takes alone.
+        needs: names of tasks, of any rank, that must end before this one starts.
+        rank: the rank that runs the task.
     """
 
     name: str
@@ -34,19 +35,18 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """How many times as long work takes while the other kind runs beside it, at least 1.
+    """Factors by which computation and communication of one rank slow each other down.
 
-    Both kinds share what they run on: communication takes multiprocessors (or cores) and bandwidth
-    of the memory.
+    Both share hardware: communication uses SMs (or CPU cores) and memory bandwidth.
 
     Attributes:
-        compute: of computation while communication runs.
-        comm: of communication while computation runs.
-        sm_margin, grouped_sm_margin: multiprocessors that dense and grouped products leave free
-            meanwhile (``ops.products``), for which both hold.
+        compute: time of computation that overlaps communication, over its time alone; at least 1.
+        comm: time of communication that overlaps computation, over its time alone; at least 1.
+        sm_margin, grouped_sm_margin: SMs that dense and grouped GEMMs leave free for communication
+            (``ops.sm_carveout``). Both factors are valid for these numbers of SMs.
 
     Raises:
-        ValueError: a factor is below 1 or not finite, or a number of multiprocessors below 0.
+        ValueError: a factor is below 1 or not finite, or a number of SMs is negative.
     """
 
     compute: float = 1.0
@@ -68,12 +68,15 @@ NO_CONTENTION = Contention()
 
 
 def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[Span]:
-    """Return when each task runs.
+    """Return the span of each task, in the order of the tasks.
+
+    Each stream of each rank runs its tasks in order, each as soon as the tasks that it needs have
+    ended.
 
     Args:
-        tasks: in the order in which each stream would issue them.
-        contention: of the streams of a rank; "comm" is communication, all others computation, but
-            for the host, which slows nothing down.
+        tasks: in the order in which each stream issues them.
+        contention: applies while the "comm" stream and any compute stream of one rank are busy at
+            the same time. The host stream slows down nothing.
 
     Raises:
         ValueError: a name is used twice, or a task needs one that is not listed before it.
@@ -111,7 +114,7 @@ def _check(tasks: Sequence[Task]) -> None:
 
 @final
 class _Contended:
-    """Runs tasks at rates that change whenever one begins or ends."""
+    """Simulation with contention: rates change whenever a task starts or ends."""
 
     def __init__(self, tasks: Sequence[Task], contention: Contention) -> None:
         self._tasks = tasks
@@ -119,7 +122,7 @@ class _Contended:
         self._lanes: dict[tuple[int, str], deque[Task]] = defaultdict(deque)
         for task in tasks:
             self._lanes[task.rank, task.stream].append(task)
-        self._left_us: dict[tuple[int, str], float] = {}  # of what runs on each lane
+        self._left_us: dict[tuple[int, str], float] = {}  # of the running task of each lane
         self._starts_us: dict[str, float] = {}
         self._ends_us: dict[str, float] = {}
 
@@ -146,7 +149,7 @@ class _Contended:
         ]
 
     def _begin(self, now_us: float) -> bool:
-        """Begin what may run now; return whether something that takes no time has ended by that."""
+        """Start all tasks that can start now; return whether a task of zero duration has ended."""
         for lane, waiting in self._lanes.items():
             if waiting and lane not in self._left_us:
                 task = waiting[0]
@@ -164,13 +167,13 @@ class _Contended:
 
     def _rate(self, lane: tuple[int, str]) -> float:
         rank, is_comm = lane[0], lane[1] == _COMM
-        beside = lane[1] != HOST and any(
+        overlaps = lane[1] != HOST and any(
             r == rank and stream != HOST and (stream == _COMM) != is_comm
             for r, stream in self._left_us
         )
-        return self._rates[is_comm] if beside else 1.0
+        return self._rates[is_comm] if overlaps else 1.0
 
 
 def makespan_us(tasks: list[Task]) -> float:
-    """Return when the last task ends, 0 for none."""
+    """Return the end of the last task in microseconds; 0 for no tasks."""
     return max((span.end_us for span in simulate(tasks)), default=0.0)

@@ -1,4 +1,4 @@
-"""Process groups and their mesh, the launcher, and the watchdog that names lost ranks.
+"""Process groups and device mesh, the launcher, and the watchdog that reports lost ranks.
 
-Start with ``world.py`` (join and leave a run), then ``mesh.py`` (who holds which experts).
+Start with ``world.py`` (join and leave a run), then ``mesh.py`` (which rank holds which experts).
 """

@@ -1,7 +1,8 @@
-"""Tell the user of the failure of a rank once, however many ranks see the same failure.
+"""Report the failure of a rank to the user, and report it once if several ranks fail alike.
 
-The launcher gives its ranks the name of a file. Each rank appends its failure as one JSON line, and
-the launcher prints those that differ. Without that file a rank writes to standard error itself.
+The launcher passes a file name to its ranks. Each rank appends its failure to the file as one JSON
+line, and the launcher prints each different failure once. Without that file, a rank writes to
+standard error itself.
 """
 
 import json
@@ -18,8 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 FAILURES_VARIABLE = "HALLEY_FAILURES"
 
-_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which prints what it holds
-_MAX_SHOWN = 4  # a hundred ranks may fail in a hundred ways
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which prints the file
+_MAX_SHOWN = 4  # different causes; a hundred ranks may fail in a hundred ways
 _MAX_DETAILS = 20_000  # characters of a traceback
 
 
@@ -28,9 +29,9 @@ class Failure:
     """The failure that one rank reports before it ends.
 
     Attributes:
-        text: one line.
-        rank: None for a process that no launcher has started.
-        is_mistake: the user can mend it by another command line, configuration or file.
+        text: the message, one line.
+        rank: None for a process without a launcher.
+        is_mistake: the user can fix it with another command line, configuration or file.
         details: a traceback to show above the line, or "".
     """
 
@@ -40,7 +41,7 @@ class Failure:
     details: str = ""
 
     def format(self) -> str:
-        """Return what the user reads, with the newline at its end."""
+        """Return the text for the user, with a newline at the end."""
         if self.is_mistake:
             start = "halley: error"
         elif self.rank is None:
@@ -52,22 +53,22 @@ class Failure:
 
     @property
     def cause(self) -> tuple[bool, str]:
-        """What two ranks have in common that fail alike: they may begin with their own number."""
+        """A key that is equal for ranks that fail alike; their own number is left out."""
         return self.is_mistake, self.text.removeprefix(f"rank {self.rank} ")
 
 
 def tell_failure_from_thread(text: str) -> None:
-    """Tell a failure of this process while its main thread hangs, maybe with locks that it holds.
+    """Report a failure while the main thread hangs and may hold locks.
 
     Args:
-        text: one line.
+        text: the message, one line.
     """
     failure = Failure(text=text, rank=_own_rank())
     if path := os.environ.get(FAILURES_VARIABLE):
         with suppress(OSError):
             _append(path, json.dumps(asdict(failure)) + "\n")
             return
-    # One write to the descriptor, as the hanging thread may hold the lock of sys.stderr.
+    # Write to the descriptor, because the hanging thread may hold the lock of sys.stderr.
     os.write(2, failure.format().encode())
 
 
@@ -78,15 +79,15 @@ def tell_failure(
     error: BaseException | None = None,
     details: str = "",
 ) -> None:
-    """Tell the user, or the launcher that prints for all ranks, how this process failed.
+    """Report how this process failed, to the launcher or to the user.
 
-    That is the launcher if ``halley`` started this rank. Under another launcher all ranks of a host
-    see the same mistake, which local rank 0 tells; a failure of another local rank goes into the
-    error file of torchrun, or to standard error where there is none.
+    If ``halley`` started this rank, the launcher prints the report. Under another launcher, all
+    ranks of a host see the same mistake, so only local rank 0 prints it. A failure of another local
+    rank goes to torchrun's error file, or to standard error if there is none.
 
     Args:
         text: any text; line ends become spaces.
-        is_mistake, details: as of ``Failure``.
+        is_mistake, details: see ``Failure``.
         error: the exception, for torchrun.
     """
     failure = Failure(
@@ -98,7 +99,7 @@ def tell_failure(
     if path := os.environ.get(FAILURES_VARIABLE):
         try:
             _append(path, json.dumps(asdict(failure)) + "\n")
-        except OSError:  # the disk is full, or the launcher is gone: nobody else can tell
+        except OSError:  # the disk is full, or the launcher has ended
             sys.stderr.write(failure.format())
         return
     if os.environ.get("LOCAL_RANK", "0" if failure.rank is None else str(failure.rank)) == "0":
@@ -117,19 +118,19 @@ class FailureReader:
     """Prints the failures that ranks append to a file, each cause once.
 
     Attributes:
-        path: of the file; the launcher gives it to its ranks in ``FAILURES_VARIABLE``.
-        ranks: those that have told a failure.
+        path: the file; the launcher passes it to its ranks in ``FAILURES_VARIABLE``.
+        ranks: ranks that have reported a failure.
     """
 
     def __init__(self, path: Path, *, write: Callable[[str], object] | None = None) -> None:
-        """Begin an empty file.
+        """Create the empty file.
 
         Args:
-            path: of the file, in a folder that exists.
-            write: takes what the user is to read; standard error if None.
+            path: the file, in a folder that exists.
+            write: function that prints text for the user; standard error if None.
 
         Raises:
-            OSError: the file cannot be made.
+            OSError: the file cannot be created.
         """
         path.touch()
         self.path = path
@@ -139,11 +140,11 @@ class FailureReader:
         self._position = 0
 
     def show_new(self) -> None:
-        """Print what ranks have told since the last call, at most four causes in all."""
+        """Print the failures reported since the last call, at most four causes in all."""
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
-                if not line.endswith(b"\n"):  # a full disk has cut it short
+                if not line.endswith(b"\n"):  # a full disk cut the line
                     break
                 self._position += len(line)
                 self._show(Failure(**json.loads(line)))
@@ -166,7 +167,7 @@ def _own_rank() -> int | None:
 
 
 def _append(path: str, line: str) -> None:
-    # One write: lines of two ranks do not mix. Without O_CREAT: the launcher deletes the file.
+    # One write, so that lines of two ranks do not mix. No O_CREAT: the launcher deletes the file.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, line.encode())

@@ -1,4 +1,4 @@
-"""Start the ranks of one host, pass signals on to them, and tell the user which rank failed."""
+"""Start the ranks of one host, pass signals on to them, and report the rank that failed first."""
 
 import math
 import os
@@ -19,16 +19,17 @@ import torch
 from halley.distributed.failures import FAILURES_VARIABLE, FailureReader
 
 
-USER_ERROR = 2  # exit code of a rank for a mistake of the user, which the rank tells itself
-READER_GONE = 141  # of one that could not print, 128 and SIGPIPE's number: `halley ... | head -1`
+USER_ERROR = 2  # exit code for a mistake of the user; the rank prints the message itself
+READER_GONE = 141  # exit code for a closed output, 128 + SIGPIPE: `halley ... | head -1`
 
 _POLL_S = 0.1
 _KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
-_SIGNAL_PATIENCE_S = 600.0  # after the user's first signal: ranks may save a checkpoint
-_HINT_AFTER_S = 3.0  # of waiting after a signal, the user is told what the launcher waits for
+_SIGNAL_PATIENCE_S = 600.0  # after the user's first signal, so that ranks can save a checkpoint
+_HINT_AFTER_S = 3.0  # after a signal, the launcher then prints that it waits for the ranks
 
-# Run in place of a rank, becomes it: the kernel then kills the rank when its parent dies, however
-# that dies. A hook between fork and exec could do the same, but not safely beside threads.
+# A small program that sets PR_SET_PDEATHSIG and then executes the rank, so that Linux kills the
+# rank when the launcher dies. Popen's preexec_fn could do this too, but it is not safe with
+# threads.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -40,16 +41,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def default_num_processes() -> int:
-    """Return one rank per CUDA device, or two where there is none."""
+    """Return one rank per CUDA device, or two without CUDA devices."""
     return torch.cuda.device_count() or 2
 
 
 def launch(argv: list[str], *, num_processes: int) -> int:
-    """Run ``halley <argv>`` on several ranks of this host and wait for all of them.
+    """Run a Python module, such as ``halley.cli``, on several ranks of this host and wait for all.
 
     Args:
-        argv: arguments of the command, without its name.
-        num_processes: ranks to start, at least 1.
+        argv: name of the module, then its arguments.
+        num_processes: number of ranks, at least 1.
 
     Returns:
         The exit code of the rank that failed first, 128 + n after signal n, or 0.
@@ -57,19 +58,19 @@ def launch(argv: list[str], *, num_processes: int) -> int:
     Raises:
         ValueError: ``num_processes`` is too small.
     """
-    return run_ranks([sys.executable, "-m", "halley.cli", *argv], num_processes=num_processes)
+    return run_ranks([sys.executable, "-m", *argv], num_processes=num_processes)
 
 
 def run_ranks(command: list[str], *, num_processes: int, patience_s: float = 30.0) -> int:
     """Run a command on several ranks of this host and wait for all of them.
 
-    Failures that ranks tell by ``tell_failure`` are printed once for each cause. The first SIGINT
-    or SIGTERM goes to all ranks, which then have ten minutes to end; the second one kills them.
+    Failures that ranks report with ``tell_failure`` are printed once per cause. The first SIGINT or
+    SIGTERM is passed to all ranks, which then have ten minutes to end. The second one kills them.
 
     Args:
         command: program and arguments, the same for every rank.
-        num_processes: ranks to start, at least 1.
-        patience_s: seconds that the other ranks have to end once one has failed.
+        num_processes: number of ranks, at least 1.
+        patience_s: seconds that the other ranks have to end after one has failed.
 
     Returns:
         The exit code of the rank that failed first, 128 + n after signal n, or 0.
@@ -89,7 +90,7 @@ def run_ranks(command: list[str], *, num_processes: int, patience_s: float = 30.
         environment = _environment(num_processes) | {FAILURES_VARIABLE: str(failures.path)}
         try:
             for rank in range(num_processes):
-                # A group of its own: a Ctrl-C reaches a rank once, from here, not twice.
+                # In its own process group, a rank gets Ctrl-C only once, from this launcher.
                 process = subprocess.Popen(
                     command,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -113,7 +114,7 @@ def _wait(
     failures: FailureReader,
     patience_s: float,
 ) -> int:
-    """Wait for all ranks, tell the user which one failed first and return its exit code."""
+    """Wait for all ranks, print which one failed first and return its exit code."""
     failed: int | None = None
     interrupted_by: int | None = None
     deadline_s = hint_s = math.inf
@@ -138,7 +139,7 @@ def _wait(
         if failed is not None and deadline_s == math.inf:
             deadline_s = now_s + patience_s
         if now_s > hint_s:
-            _say(_waiting(codes))
+            _say(_describe_wait(codes))
             hint_s = math.inf
         if now_s > deadline_s:
             _send(ranks, next_signal)
@@ -149,7 +150,7 @@ def _wait(
     return 0 if interrupted_by is None else 128 + interrupted_by
 
 
-def _waiting(codes: list[int | None]) -> str:
+def _describe_wait(codes: list[int | None]) -> str:
     num_running = codes.count(None)
     return (
         f"waiting up to {_SIGNAL_PATIENCE_S:g} s for {num_running} "
@@ -158,7 +159,7 @@ def _waiting(codes: list[int | None]) -> str:
 
 
 def _find_failure(codes: list[int | None]) -> int | None:
-    # A rank that a signal killed did not fail because of another one.
+    # A rank killed by a signal is the first cause: it did not fail because another rank did.
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     ended = [rank for rank, code in enumerate(codes) if code is not None and code > 0]
     return min(killed or ended, default=None)
@@ -180,7 +181,7 @@ def _say(text: str) -> None:
 def _name_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names of their own
+    except ValueError:  # real-time signals have no name
         return f"signal {number}"
 
 
@@ -200,10 +201,10 @@ def _environment(num_processes: int) -> dict[str, str]:
         port = server.getsockname()[1]
     return {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
-        # Its C++ warnings of a lost store carry stack traces that bury what the rank itself says.
+        # Otherwise C++ warnings about a lost store print long stack traces.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "KINETO_LOG_LEVEL": "99",  # the profiler's own notes go to stdout
-        **os.environ,  # what the user chose stays
+        "KINETO_LOG_LEVEL": "99",  # the profiler prints its messages to stdout
+        **os.environ,  # the user's own values win over those above
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",

@@ -1,4 +1,4 @@
-"""Which ranks share experts and which hold copies of them; gradients summed accordingly."""
+"""The device mesh of data and expert parallelism, and gradient sums over it."""
 
 import os
 from collections.abc import Iterable
@@ -12,29 +12,30 @@ from halley.core.field_types import check_choice, check_type
 from halley.core.sharding import check_tp_size
 
 
-BUCKET_BYTES = 64 * 2**20  # large enough for the full rate of the link, small enough to begin soon
+BUCKET_BYTES = 64 * 2**20  # large enough for full link bandwidth, small enough to start early
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Expert parallelism inside data parallelism.
+    """The process groups of expert parallelism inside data parallelism.
 
-    Every rank has its own sequences. The ranks form a mesh of ("edp", "ep"): those of one "ep"
-    row hold the experts of a layer together, those of one "edp" column hold the same experts.
-    All other parameters are copies on all ranks.
+    Every rank trains on its own sequences. The ranks form a mesh ("edp", "ep"). The ranks of one
+    "ep" row together hold all experts of a layer. The ranks of one "edp" column hold the same
+    experts. All other parameters are replicated on all ranks.
 
     Attributes:
         rank, num_ranks: in the whole mesh.
         ep_rank, ep_size: in the expert-parallel group.
-        tp_size: neighbours of that group that share each expert, by its intermediate size.
-        world: all ranks; None for a rank on its own.
-        ep: the group that shares a layer's experts; None for ``ep_size`` 1.
-        edp: the group that holds copies of this rank's experts; None for a group of one.
-        sums: all ranks once more; None for a rank on its own. What it carries does not stand in
-            line with the exchanges of the other groups.
-        mesh: the mesh; None for a rank on its own.
-        expert_mesh: the same, with "ep" as two dimensions where ranks share experts: "ep" of the
-            sets, "etp" of the ranks of a set.
+        tp_size: ranks of that group that share each expert, by its intermediate size.
+        world: all ranks; None for a single process.
+        ep: the group whose ranks together hold all experts; None for ``ep_size`` 1.
+        edp: the group whose ranks hold the same experts as this rank; None for a group of one.
+        sums: a second group of all ranks, for gradient sums; None for a single process. NCCL runs
+            the collectives of one group in order, so sums in their own group overlap with
+            all-to-alls.
+        mesh: the mesh; None for a single process.
+        expert_mesh: the mesh for expert weights. With ``tp_size`` above 1 its dimension "ep" is
+            split into "ep" and "etp", where "etp" holds the ranks that share experts.
 
     Raises:
         ValueError: a size is below 1, a rank is not below the size of its group, or ``tp_size``
@@ -66,12 +67,12 @@ class ParallelGroups:
 
     @property
     def tp_rank(self) -> int:
-        """Which shard of its experts this rank holds."""
+        """The index of this rank's shard of its experts."""
         return self.ep_rank % self.tp_size
 
     @staticmethod
     def from_mesh(mesh: DeviceMesh, *, tp_size: int = 1) -> "ParallelGroups":
-        """Return the groups of a two-dimensional mesh named ("edp", "ep") over all ranks.
+        """Create the groups from a two-dimensional mesh named ("edp", "ep") over all ranks.
 
         Args:
             tp_size: ranks of "ep" that share each expert.
@@ -88,7 +89,7 @@ class ParallelGroups:
             ranks = mesh.mesh.view(edp_size, ep_size // tp_size, tp_size)
             expert_mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("edp", "ep", "etp"))
         sums = dist.new_group() if mesh.size() > 1 else None
-        assert sums is None or isinstance(sums, dist.ProcessGroup)  # no number: all ranks are in it
+        assert sums is None or isinstance(sums, dist.ProcessGroup)
         return ParallelGroups(
             rank=dist.get_rank(),
             num_ranks=mesh.size(),
@@ -105,17 +106,17 @@ class ParallelGroups:
 
 
 def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> ParallelGroups:
-    """Lay a mesh over all ranks of the initialised process group, or of none.
+    """Create the mesh over all ranks of the default process group, or for a single process.
 
     Args:
-        ep_size: ranks that share a layer's experts, neighbours in rank; 0 for all.
+        ep_size: size of an expert-parallel group of consecutive ranks; 0 for all ranks.
         device_type: "cpu" or "cuda".
-        tp_size: how many of them share each expert.
+        tp_size: ranks of the group that share each expert.
 
     Raises:
         ValueError: ``ep_size`` does not divide the number of ranks, ``tp_size`` does not divide
-            ``ep_size``, or there is no such type of device.
-        RuntimeError: a launcher has started several ranks, which have no process group yet.
+            ``ep_size``, or the device type is unknown.
+        RuntimeError: a launcher started several ranks, and the process group is not initialized.
     """
     check_choice(device_type, ("cpu", "cuda"), name="device_type")
     check_type(ep_size, int, name="ep_size")
@@ -142,14 +143,14 @@ def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> Paralle
 def sync_gradients(
     dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
 ) -> None:
-    """Turn gradients of each rank's mean loss into those of the mean over all ranks, in place.
+    """Average gradients over all ranks, in place. Collective.
 
-    A dense gradient is summed over all ranks. An expert's gradient holds the tokens of its whole
-    expert-parallel group already, so it is summed over the ranks that hold a copy of that expert.
-    Both are divided by the number of ranks.
+    Each rank's gradients must be those of its own mean loss. A dense gradient is summed over all
+    ranks. An expert's gradient already contains the tokens of its whole expert-parallel group, so
+    it is summed over the ranks that hold the same expert. Both are divided by the number of ranks.
 
     Args:
-        dense, expert: gradients, contiguous.
+        dense, expert: contiguous gradients.
 
     Raises:
         ValueError: ``groups`` is of another type.
@@ -162,11 +163,12 @@ def sync_gradients(
 def global_norm(
     dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
 ) -> torch.Tensor:
-    """Return the norm of all gradients of the model, each counted once, as a float32 scalar.
+    """Return the norm of all gradients of the model as a float32 scalar. Collective.
 
     Args:
         dense: gradients that are the same on all ranks.
-        expert: those of this rank's experts, with replicas what ``count_once`` leaves of them.
+        expert: gradients of this rank's experts, each expert on one rank only: with replicas, the
+            results of ``GroupedExperts.without_replicas``.
     """
     dense_sum, expert_sum = (_sum_of_squares(dense), _sum_of_squares(expert))
     if groups.ep is not None and expert_sum is not None:

@@ -1,7 +1,9 @@
-"""Name ranks that differ or are missing, by values that ranks exchange through a group's store.
+"""Process-group helpers: collectives with clear errors, object gathers, and checks across ranks.
 
-A collective between ranks that differ aborts the process, hangs or gives wrong numbers, by backend.
-The store needs no matching call of the other ranks, so it still answers after a collective failed.
+When ranks differ or one is missing, a plain collective aborts, hangs or gives wrong numbers,
+depending on the backend. These helpers find out which ranks differ or are missing. They exchange
+values through the key-value store of the group. The store needs no matching call on other ranks,
+so it still works after a collective has failed.
 """
 
 import contextlib
@@ -9,22 +11,25 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
 
-from halley.core.position import POSITION
+from halley.core.current_operation import CURRENT_OPERATION
 
 
-_REPORT_WAIT_S = 3.0  # that a rank whose collective failed waits for the reports of the others
-_HOST_STAYS_S = 1.0  # longer, since the store may go with the process of rank 0
-_ANSWER_WAIT_S = 10.0  # after which a store that does not answer counts as lost
-_VERDICT_MARGIN_S = 2.0  # that other ranks wait longer than rank 0, which compares
+T = TypeVar("T")
+
+_REPORT_WAIT_S = 3.0  # after a failed collective, the time to wait for reports of other ranks
+_HOST_STAYS_S = 1.0  # rank 0 stays longer, since its process may host the store
+_ANSWER_WAIT_S = 10.0  # a store that does not answer in this time is lost
+_VERDICT_MARGIN_S = 2.0  # other ranks wait longer than rank 0, which compares
 _POLL_S = 0.02
+_FOLDER_OPERATION = "work on the run's folder"  # name in messages
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -35,26 +40,26 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Return the time limit of the store of a group, which is that of ``init_process_group``."""
-    store: Any = group.get_group_store()  # whose stubs lack the attribute
+    """Return the timeout of a group's store, which is that of ``init_process_group``."""
+    store: Any = group.get_group_store()  # its type stubs lack the attribute
     return store.timeout
 
 
 @final
 class Collective:
-    """Run a collective inside ``with``; its error names the operation and the ranks that failed.
+    """A context for one collective; its error names the operation and the ranks that failed.
 
-    The error that the backend raises becomes a RuntimeError that says which ranks failed in which
-    operation, and which did not report anything.
+    An error of the backend becomes a RuntimeError. It says which ranks failed in which operation,
+    and which ranks sent no report.
 
     Args:
         operation: name of the collective in messages.
-        group: its ranks; None for a rank on its own.
+        group: its ranks; None for a single process.
     """
 
     def __init__(self, operation: str, *, group: dist.ProcessGroup | None) -> None:
         self._operation, self._group = operation, group
-        self._wait = POSITION.waiting(operation)
+        self._wait = CURRENT_OPERATION.waiting(operation)
 
     def __enter__(self) -> None:
         self._wait.__enter__()
@@ -71,40 +76,123 @@ class Collective:
             raise _name_failure(error, self._operation, group=self._group) from error
 
 
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this rank and the number of ranks in a group; (0, 1) if the group is None.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    if group is None:
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"group ({group}) must be one that this process belongs to: rank {dist.get_rank()} of "
+            "the default group is no member"
+        )
+    return rank, dist.get_world_size(group)
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """Return the default process group, or None if it is not initialized."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def all_gather_objects(
+    value: T, *, group: dist.ProcessGroup | None, operation: str = "gather"
+) -> list[T]:
+    """Return the values of all ranks of the group, by rank. Collective; values are pickled.
+
+    Args:
+        value: the value of this rank.
+        group: the ranks; None for a single process.
+        operation: name of the operation in messages.
+    """
+    if group is None:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    with Collective(operation, group=group):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Run an action on rank 0; every rank returns its result or raises its error. Collective.
+
+    Raises:
+        RuntimeError: the action raised an OSError.
+    """
+    group = default_group()
+    outcome: list[object] = [None, None]
+    if rank_and_size(group)[0] == 0:
+        try:
+            outcome[0] = action()
+        except OSError as error:
+            outcome[1] = RuntimeError(str(error))
+        except Exception as error:
+            outcome[1] = error
+    if group is not None:
+        with Collective(_FOLDER_OPERATION, group=group):
+            dist.broadcast_object_list(outcome, src=0)
+    result, error = outcome
+    if isinstance(error, Exception):
+        raise error
+    return cast(T, result)
+
+
+def on_all_ranks(action: Callable[[int], T]) -> list[T]:
+    """Run an action with the rank as its argument; every rank returns all results. Collective.
+
+    Raises:
+        RuntimeError: the action raised an OSError on some rank; names the first such rank.
+    """
+    group = default_group()
+    outcome: tuple[T | None, str] = (None, "")
+    try:
+        outcome = (action(rank_and_size(group)[0]), "")
+    except OSError as error:
+        outcome = (None, error.strerror or str(error))
+    outcomes = all_gather_objects(outcome, group=group, operation=_FOLDER_OPERATION)
+    for rank, (_, problem) in enumerate(outcomes):
+        if problem:
+            raise RuntimeError(f"rank {rank}: {problem}")
+    return cast(list[T], [result for result, _ in outcomes])
+
+
 def compare_ranks(
     what: str, values: Mapping[str, object], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Check that all ranks of the group came to the same point with the same values.
+    """Check that all ranks of the group reached the same point with the same values. Collective.
 
-    A collective that runs through the store of the group, not through its backend: a rank that
-    does not come is an error within the time limit of the group. Rank 0 of the group compares.
+    The values go through the store of the group, not through its backend. So a rank that does not
+    arrive is an error within the time limit of the group. Rank 0 of the group compares.
 
     Args:
-        what: the point, in messages.
-        values: by name; compared by their text.
-        group: the ranks; None for a rank on its own.
+        what: the point in the program, in messages.
+        values: values by name; their ``str`` is compared.
+        group: the ranks; None for a single process.
 
     Raises:
-        ValueError: on all ranks, the values differ; names the ranks and their values.
-        RuntimeError: a rank did not come within the time limit.
+        ValueError: on all ranks: the values differ. Names the ranks and their values.
+        RuntimeError: a rank did not arrive within the time limit.
     """
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
     store, rank = group.get_group_store(), dist.get_rank(group)
     names = dist.get_process_group_ranks(group)
     limit_s = time_limit(group).total_seconds()
-    # Each rank counts its comparisons; ranks that are in step have counted alike.
+    # Each rank counts its comparisons. Ranks that run the same program have the same count.
     number = store.add(f"halley/compared/{rank}", 1)
     keys = [f"halley/compared/{number}/{each}" for each in range(len(names))]
     verdict_key = f"halley/compared/{number}/verdict"
     own = {"what": what} | {name: str(value) for name, value in values.items()}
     store.set(keys[rank], json.dumps(own))
-    with POSITION.waiting(f"the comparison of {what}"):
+    with CURRENT_OPERATION.waiting(f"the comparison of {what}"):
         if rank == 0:
             verdict = ""
             if _wait_for(store, keys, limit_s=limit_s):
-                told = [json.loads(store.get(key)) for key in keys]
-                verdict = _difference(what, told, names=names)
+                values_W = [json.loads(store.get(key)) for key in keys]
+                verdict = _difference(what, values_W, names=names)
                 store.set(verdict_key, verdict)
                 is_complete = True
             else:
@@ -124,7 +212,7 @@ def compare_ranks(
 
 
 def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
-    """Return whether all keys are set within the time; polls, since a blocking wait has a lock."""
+    """Return whether all keys are set within the limit. It polls: a blocking wait holds a lock."""
     deadline_s, pause_s = time.monotonic() + limit_s, _POLL_S / 10
     while not store.check(keys):
         if time.monotonic() > deadline_s:
@@ -134,28 +222,28 @@ def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
     return True
 
 
-def _difference(what: str, told: list[dict[str, str]], *, names: list[int]) -> str:
-    """Return a sentence that names the ranks that differ and their values, or ""."""
-    if all(each == told[0] for each in told):
+def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) -> str:
+    """Return a sentence with the differing values and their ranks, or "" if there are none."""
+    if all(each == values_W[0] for each in values_W):
         return ""
     found: list[str] = []
-    for name in dict.fromkeys(name for each in told for name in each):
+    for name in dict.fromkeys(name for each in values_W for name in each):
         ranks_of: dict[str, list[int]] = {}
-        for rank, each in zip(names, told, strict=True):
+        for rank, each in zip(names, values_W, strict=True):
             ranks_of.setdefault(each.get(name, "none"), []).append(rank)
         if len(ranks_of) > 1:
             shown = ", ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in ranks_of.items())
             title = "the layer" if name == "what" else name
             found.append(f"{title} ({shown})")
-            if name == "what":  # what follows has other names
+            if name == "what":  # different layers have different values
                 break
     return f"{'; '.join(found)} must be the same on all ranks that run {what} together"
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return the error of a collective with the ranks that failed elsewhere, or did not report."""
+    """Return the error of a collective with the ranks that failed elsewhere or are silent."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    count = POSITION.num_operations
+    count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]
     reason = re.sub(r"^\[\S+:\d+\] ", "", lines[0]).partition(". This is typically")[0]
     reports = _collect_reports(group, {"at": operation, "count": count})
@@ -185,17 +273,19 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Tell the others where this rank failed; return what they told within a short time, by rank.
+    """Send the operation in which this rank failed, and return the reports of all ranks.
+
+    It waits a few seconds for the others.
 
     Returns:
-        With the report of this rank; nothing if the store did not answer even once.
+        Reports by rank, with that of this rank; empty if the store never answered.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     reports: dict[int, dict[str, object]] = {}
     stays_s = _HOST_STAYS_S if rank == 0 else 0.0
 
     def exchange() -> None:
-        # Another connection: the group's own may be in use by a call that does not return.
+        # A new connection: the group's own may be blocked in a call that does not return.
         store: Any = group.get_group_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
         store.set(f"halley/failed/{rank}", json.dumps(own))
         end_s = time.monotonic() + _REPORT_WAIT_S
@@ -208,10 +298,10 @@ def _collect_reports(
         time.sleep(stays_s)
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError):  # what all stores raise when their host is gone
+        with contextlib.suppress(RuntimeError):  # stores raise it when their host is gone
             exchange()
 
-    # A thread, since a store whose host is stopped never answers.
+    # In a thread, because a call to a store whose host is stopped never returns.
     thread = threading.Thread(target=run, name="halley-report", daemon=True)
     thread.start()
     thread.join(_REPORT_WAIT_S + stays_s + _ANSWER_WAIT_S)

@@ -1,13 +1,13 @@
-"""End a run, and name the rank to blame, when ranks are lost or wait for each other forever.
+"""End a run, with the responsible rank in the message, when ranks are lost or deadlocked.
 
-Every rank counts its heartbeats in the store and writes the operation that it is in beside them.
-Rank 0 watches all ranks and writes its verdict into the store; the others watch rank 0 and read the
-verdict. So the traffic is linear in the number of ranks, and all ranks name the same one. A store
-that cannot be reached means that its host is lost.
+Every rank increments a heartbeat counter in the store and writes a report of its current operation
+next to it. Rank 0 watches all ranks and writes its verdict into the store. The other ranks watch
+rank 0 and read the verdict. So traffic is linear in the number of ranks, and all ranks name the
+same one. If the store cannot be reached, its host is lost.
 
-A rank is lost if its heartbeats stop. Ranks are stuck if none of them has entered another operation
-for some time and they are in different ones: soon if every rank waits, which is certain to last;
-after the time limit of collectives if only some of them wait.
+A rank is lost if its heartbeats stop. Ranks are deadlocked if they run different operations and no
+rank has begun another operation for some time. The time is short if every rank waits, because
+then no rank can continue. It is the time limit of collectives if only some ranks wait.
 """
 
 import atexit
@@ -22,23 +22,27 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from halley.distributed.failures import tell_failure_from_thread
-from halley.distributed.peers import time_limit
-from halley.distributed.places import Place, describe_places, differ, find_place
-from halley.distributed.ranks import place_in
+from halley.distributed.operation_report import (
+    OperationReport,
+    describe_reports,
+    differ,
+    report_operation,
+)
+from halley.distributed.peers import rank_and_size, time_limit
 
 
-EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: what failed may work when run again
+EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: the run may succeed when started again
 
-_LEFT = 1 << 40  # added to the counter of a rank that leaves, far above what heartbeats reach
+_LEFT = 1 << 40  # added to the counter of a rank that leaves; heartbeats never count so far
 _ASK_GPU_AFTER_S = 5.0  # without a new operation
-_LOST = "lost "  # how the verdict on lost ranks begins
+_LOST = "lost "  # start of a verdict about lost ranks
 _FINISHED = "its training was over"
-_NUM_SIGNS_OF_LIFE = 4  # heartbeats after an error that show that a rank is not lost
+_NUM_BEATS_ALIVE = 4  # heartbeats after an error that prove that a rank is not lost
 
 
 @final
 class Watchdog:
-    """Watch the other ranks while its ``with`` block runs; end this rank when it waits forever.
+    """Watches the other ranks during its ``with`` block, and ends this rank if it waits forever.
 
     In a script of your own, after ``torch.distributed.init_process_group``::
 
@@ -46,11 +50,11 @@ class Watchdog:
             train()
 
     A RuntimeError that leaves the block is replaced by one that names the lost rank, or the
-    operation that each rank was in. A rank that is stuck in a call of C++ is ended, with exit code
-    75, after one line on stderr.
+    operation of each rank. A rank that hangs in a C++ call is ended with exit code 75, after one
+    line on stderr.
 
     Attributes:
-        step: training step that messages name, from 1; the training loop sets it.
+        step: training step in messages, from 1; the training loop sets it.
     """
 
     def __init__(
@@ -65,20 +69,20 @@ class Watchdog:
         deadlock_s: float = 25.0,
         stall_s: float = 540.0,
     ) -> None:
-        """Make the watchdog of this rank; every rank enters its own right after rendezvous.
+        """Create the watchdog of this rank; every rank must enter one right after rendezvous.
 
         Args:
-            store: any store of all ranks; the watchdog talks over a connection of its own.
+            store: any store shared by all ranks; the watchdog opens its own connection.
             rank: this rank.
             num_ranks: ranks that enter a watchdog on this store.
             interval_s: seconds between two heartbeats.
             timeout_s: seconds without a heartbeat after which a rank is lost.
             grace_s: seconds from the verdict until the watchdog ends the process itself.
             deadlock_s: seconds without a new operation on any rank after which ranks that all wait,
-                in different operations, are stuck.
-            stall_s: the same where only some of the ranks wait, or where GPUs have work that may
-                end: others may compute, or write a checkpoint. Shorter than the time limit of the
-                process group, to come before it.
+                in different operations, are deadlocked.
+            stall_s: the same limit if only some of the ranks wait, or if GPUs have unfinished work:
+                the others may compute or write a checkpoint. It should be below the time limit of
+                the process group.
 
         Raises:
             ValueError: a time is not above 0.
@@ -90,55 +94,59 @@ class Watchdog:
         self.step = 0
         self._rank = rank
         self._num_ranks = num_ranks
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
+        self._interval_s, self._timeout_s = interval_s, timeout_s
         self._grace_s = grace_s
         self._deadlock_s, self._stall_s = deadlock_s, stall_s
         self._store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        self._counts = [0] * num_ranks
-        self._num_moves = [0] * num_ranks  # rounds in which the counter had moved
-        self._num_silent = [0] * num_ranks  # rounds since it last had
-        self._places: list[Place | None] = [None] * num_ranks
-        self._num_still = [0] * num_ranks  # rounds since the place last changed
+        self._beat_counters = [0] * num_ranks
+        self._num_beats = [0] * num_ranks  # rounds in which the counter had changed
+        self._num_silent = [0] * num_ranks  # rounds since the counter last changed
+        self._reports: list[OperationReport | None] = [None] * num_ranks
+        self._num_unchanged = [0] * num_ranks  # rounds since the report last changed
         self._num_unanswered = 0  # rounds since the store last answered
         self._explained: BaseException | None = None
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._left: dict[int, str] = {}
+        self._exit_reasons: dict[int, str] = {}
         self._verdict: str | None = None
         self._explaining = False
-        self._farewell = _FINISHED
+        self._exit_reason = _FINISHED
         self._stopped = threading.Event()
-        self._talker = threading.Thread(target=self._talk, name="halley-heartbeat", daemon=True)
-        self._guard = threading.Thread(target=self._end_if_lost, name="halley-guard", daemon=True)
+        self._heartbeat_thread = threading.Thread(
+            target=self._run_heartbeats, name="halley-heartbeat", daemon=True
+        )
+        self._exit_thread = threading.Thread(
+            target=self._end_if_lost, name="halley-guard", daemon=True
+        )
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, **options: float) -> Self:
-        """Return the watchdog of this rank among those of a process group.
+        """Create the watchdog of this rank in a process group.
 
         Args:
-            group: None for the default group, which must be initialised.
-            options: as of ``Watchdog``; ``stall_s`` is 0.9 of the group's time limit if not given.
+            group: None for the default group, which must be initialized.
+            options: options of ``Watchdog``; the default of ``stall_s`` is 0.9 of the group's time
+                limit.
 
         Raises:
             RuntimeError: there is no default group.
-            ValueError: this process is no member of the group.
+            ValueError: this process is not in the group.
         """
         if group is None and not dist.is_initialized():
             raise RuntimeError("torch.distributed.init_process_group must come before the watchdog")
         group = group or dist.group.WORLD
-        rank, num_ranks = place_in(group)
+        rank, num_ranks = rank_and_size(group)
         assert group is not None
         options.setdefault("stall_s", 0.9 * time_limit(group).total_seconds())
         return cls(group.get_group_store(), rank=rank, num_ranks=num_ranks, **options)
 
     def __enter__(self) -> Self:
-        # How often this rank began counts alike on all ranks, and keeps runs on one store apart.
+        # All ranks enter equally often, so this prefix separates successive runs on one store.
         start = self._store.add(f"halley/watchdog/starts/{self._rank}", 1)
         self._store = PrefixStore(f"halley/watchdog/{start}", self._store)
-        self._tell_place()
-        atexit.register(self.stop)  # no thread may be inside the store when the interpreter goes
-        self._talker.start()
-        self._guard.start()
+        self._send_report()
+        atexit.register(self.stop)  # no thread may use the store at interpreter exit
+        self._heartbeat_thread.start()
+        self._exit_thread.start()
         return self
 
     def __exit__(
@@ -155,52 +163,57 @@ class Watchdog:
             raise explained from error
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop watching and tell the others why this rank leaves.
+        """Stop watching, and tell the other ranks why this rank leaves.
 
-        A rank that has lost another is still ended ``grace_s`` after the verdict, should it hang.
+        If this rank has lost another one and hangs, it is still ended ``grace_s`` after the
+        verdict.
 
         Args:
-            error: what ended the training, None if it came to its end.
+            error: the error that ended the training; None for a normal end.
         """
         if self._stopped.is_set():
             return
         if error is not None:
-            self._farewell = _describe(error)
+            self._exit_reason = _describe(error)
         self._stopped.set()
         atexit.unregister(self.stop)
-        # A bounded wait: the thread may hang in a store that does not answer.
-        self._talker.join(timeout=2 * self._linger_s)
+        # With a time limit, because the thread may hang in a store that does not answer.
+        self._heartbeat_thread.join(timeout=2 * self._linger_s)
 
     def explain(self, error: Exception) -> RuntimeError:
-        """Say whether an error of a collective comes from a lost rank; takes up to ``timeout_s``.
+        """Find out whether a lost rank caused the error of a collective; takes up to ``timeout_s``.
 
         Args:
-            error: what a collective raised.
+            error: the error that a collective raised.
 
         Returns:
-            The error to raise in its place. It names the lost rank and the step, or says that no
-            rank is lost, repeats ``error``, and names the operations that the ranks are in.
+            The error to raise instead. It names the lost rank and the step. If no rank is lost, it
+            repeats ``error`` and names the operations that the ranks run.
         """
         self._explained = self._explain(error)
         return self._explained
 
     def _explain(self, error: Exception) -> RuntimeError:
-        before = list(self._num_moves)
+        before = list(self._num_beats)
         self._explaining = True
         deadline_s = time.monotonic() + 2 * self._timeout_s
         while True:
             if self._verdict is not None:
                 return RuntimeError(self._message(self._verdict))
             others_live = all(
-                self._num_moves[peer] >= before[peer] + _NUM_SIGNS_OF_LIFE
+                self._num_beats[peer] >= before[peer] + _NUM_BEATS_ALIVE
                 for peer in range(self._num_ranks)
                 if peer != self._rank
             )
-            if others_live or not self._talker.is_alive() or time.monotonic() > deadline_s:
+            if (
+                others_live
+                or not self._heartbeat_thread.is_alive()
+                or time.monotonic() > deadline_s
+            ):
                 break
             time.sleep(self._interval_s / 4)
-        places = {rank: place for rank, place in enumerate(self._places) if place is not None}
-        where = f"; {describe_places(places)}" if differ(places.values()) else ""
+        reports = {rank: report for rank, report in enumerate(self._reports) if report is not None}
+        where = f"; {describe_reports(reports)}" if differ(reports.values()) else ""
         return RuntimeError(
             f"rank {self._rank} failed{self._when}, though no rank was lost: "
             f"{_describe(error)}{where}"
@@ -211,75 +224,75 @@ class Watchdog:
         return 2 * self._interval_s + 1.0
 
     def _message(self, verdict: str) -> str:
-        when = self._when if verdict.startswith(_LOST) else ""  # else it is told of each rank
+        when = self._when if verdict.startswith(_LOST) else ""  # a deadlock verdict has the steps
         return f"rank {self._rank} {verdict}{when}"
 
     @property
     def _when(self) -> str:
         return f" in step {self.step}" if self.step else ""
 
-    def _talk(self) -> None:
+    def _run_heartbeats(self) -> None:
         try:
             while not self._stopped.wait(self._interval_s):
                 self._exchange()
             self._leave()
-        except RuntimeError:  # what all stores raise
-            # A host that finished its training takes the store with it, and that is no loss.
-            expected = self._stopped.is_set() or self._left.get(0) == _FINISHED
+        except RuntimeError:  # every store raises it on a lost connection
+            # When rank 0 has finished normally, its process and the store end: no rank is lost.
+            expected = self._stopped.is_set() or self._exit_reasons.get(0) == _FINISHED
             if not expected and self._verdict is None:
                 self._verdict = f"{_LOST}{_store_host()} (connection lost)"
 
     def _exchange(self) -> None:
-        self._tell_place()
+        self._send_report()
         watches_all = self._rank == 0 or self._explaining
         for peer in range(self._num_ranks) if watches_all else [0]:
-            if peer == self._rank or peer in self._left:
+            if peer == self._rank or peer in self._exit_reasons:
                 continue
             count = self._store.add(_beat_key(peer), 0)
             if count >= _LEFT:
-                self._left[peer] = self._store.get(f"farewell/{peer}").decode()
-            moved = count != self._counts[peer]
-            self._num_moves[peer] += moved
-            self._num_silent[peer] = 0 if moved else self._num_silent[peer] + 1
-            self._counts[peer] = count
-            if watches_all and moved and peer not in self._left:
-                text = self._store.get(f"place/{peer}")
-                self._note_place(peer, Place.from_json(text))
+                self._exit_reasons[peer] = self._store.get(f"exit_reason/{peer}").decode()
+            has_beaten = count != self._beat_counters[peer]
+            self._num_beats[peer] += has_beaten
+            self._num_silent[peer] = 0 if has_beaten else self._num_silent[peer] + 1
+            self._beat_counters[peer] = count
+            if watches_all and has_beaten and peer not in self._exit_reasons:
+                text = self._store.get(f"report/{peer}")
+                self._store_report(peer, OperationReport.from_json(text))
         self._num_unanswered = 0
         if self._verdict is None:
             self._judge()
 
-    def _tell_place(self) -> None:
-        # Only after some time: the question would spoil the capture of a CUDA graph.
-        is_still = self._num_still[self._rank] * self._interval_s >= _ASK_GPU_AFTER_S
-        place = find_place(self.step, busy_device=self._gpu if is_still else None)
-        self._note_place(self._rank, place)
-        # Before the heartbeat: who has seen that finds a place.
-        self._store.set(f"place/{self._rank}", place.to_json())
+    def _send_report(self) -> None:
+        # Only after some time: querying a stream would break a CUDA graph capture.
+        is_unchanged = self._num_unchanged[self._rank] * self._interval_s >= _ASK_GPU_AFTER_S
+        report = report_operation(self.step, busy_device=self._gpu if is_unchanged else None)
+        self._store_report(self._rank, report)
+        # Before the heartbeat, so that a rank that sees the heartbeat finds the report.
+        self._store.set(f"report/{self._rank}", report.to_json())
         self._store.add(_beat_key(self._rank), 1)
 
-    def _note_place(self, rank: int, place: Place) -> None:
-        before = self._places[rank]
-        is_still = before is not None and not differ((before, place))
-        self._num_still[rank] = self._num_still[rank] + 1 if is_still else 0
-        self._places[rank] = place
+    def _store_report(self, rank: int, report: OperationReport) -> None:
+        before = self._reports[rank]
+        is_unchanged = before is not None and not differ((before, report))
+        self._num_unchanged[rank] = self._num_unchanged[rank] + 1 if is_unchanged else 0
+        self._reports[rank] = report
 
     def _judge(self) -> None:
         if self._rank != 0 and self._store.check(["verdict"]):
             self._verdict = self._store.get("verdict").decode()
             return
-        # Rounds are counted and not seconds, so that a job that was suspended may go on.
+        # Counts rounds, not seconds, so that a suspended job can continue.
         limit = self._timeout_s / self._interval_s
         silent = [
             f"rank {peer} (no heartbeat for {self._timeout_s:g} s)"
             for peer in range(self._num_ranks)
-            if peer not in self._left and self._num_silent[peer] >= limit
+            if peer not in self._exit_reasons and self._num_silent[peer] >= limit
         ]
-        # To end first is an early end only for those that still had something to send.
+        # A rank that finished is only a loss for ranks that still need it in a collective.
         departed = [
-            f"rank {peer} (rank {peer} ended early: {farewell})"
-            for peer, farewell in sorted(self._left.items())
-            if self._explaining or farewell != _FINISHED
+            f"rank {peer} (rank {peer} ended early: {exit_reason})"
+            for peer, exit_reason in sorted(self._exit_reasons.items())
+            if self._explaining or exit_reason != _FINISHED
         ]
         lost = " and ".join(silent) or " and ".join(departed)
         verdict = f"{_LOST}{lost}" if lost else self._find_stuck()
@@ -288,30 +301,32 @@ class Watchdog:
         self._verdict = verdict or None
 
     def _find_stuck(self) -> str:
-        """Return where the ranks wait for each other, or "" if they do not, as far as is known."""
-        live = [rank for rank in range(self._num_ranks) if rank not in self._left]
-        places = {rank: p for rank in live if (p := self._places[rank]) is not None}
-        still_s = min(self._num_still[rank] for rank in live) * self._interval_s
-        num_waiting = sum(place.is_waiting for place in places.values())
-        someone_waits = any(place.is_waiting or place.is_busy for place in places.values())
-        is_mixed = differ(places.values()) or bool(self._left)
-        if self._rank != 0 or len(places) < len(live) or not (someone_waits and is_mixed):
+        """Return a sentence about a deadlock of the ranks, or "" if there is none."""
+        live = [rank for rank in range(self._num_ranks) if rank not in self._exit_reasons]
+        reports = {rank: p for rank in live if (p := self._reports[rank]) is not None}
+        unchanged_s = min(self._num_unchanged[rank] for rank in live) * self._interval_s
+        num_waiting = sum(report.is_waiting for report in reports.values())
+        someone_waits = any(report.is_waiting or report.is_busy for report in reports.values())
+        is_mixed = differ(reports.values()) or bool(self._exit_reasons)
+        if self._rank != 0 or len(reports) < len(live) or not (someone_waits and is_mixed):
             return ""
         limit_s = self._deadlock_s if num_waiting == len(live) else self._stall_s
-        if still_s < limit_s:
+        if unchanged_s < limit_s:
             return ""
-        ended = "".join(f", rank {peer} has ended ({why})" for peer, why in self._left.items())
+        ended = "".join(
+            f", rank {peer} has ended ({why})" for peer, why in self._exit_reasons.items()
+        )
         return (
             f"cannot go on, since no rank has begun another operation for {limit_s:g} s: "
-            f"{describe_places(places)}{ended}"
+            f"{describe_reports(reports)}{ended}"
         )
 
     def _leave(self) -> None:
-        self._store.set(f"farewell/{self._rank}", self._farewell)
+        self._store.set(f"exit_reason/{self._rank}", self._exit_reason)
         self._store.add(_beat_key(self._rank), _LEFT)
         if self._rank != 0:
             return
-        # The store goes with this process: the others must have read it first.
+        # The store ends with this process, so the others must read it first.
         deadline_s = time.monotonic() + self._linger_s
         peers = range(1, self._num_ranks)
         while time.monotonic() < deadline_s and not all(
@@ -320,14 +335,18 @@ class Watchdog:
             time.sleep(0.05)
 
     def _end_if_lost(self) -> None:
-        while self._talker.is_alive() and not self._stopped.is_set() and self._verdict is None:
-            self._talker.join(timeout=self._interval_s)
+        while (
+            self._heartbeat_thread.is_alive()
+            and not self._stopped.is_set()
+            and self._verdict is None
+        ):
+            self._heartbeat_thread.join(timeout=self._interval_s)
             self._num_unanswered += 1
             if self._num_unanswered * self._interval_s > self._timeout_s:
                 self._verdict = f"{_LOST}{_store_host()} (no answer for {self._timeout_s:g} s)"
         if self._verdict is None:
             return
-        # Rank 0 stays until the others have read the verdict from its store.
+        # Rank 0 waits longer, so that the others can read the verdict from its store.
         time.sleep(self._grace_s + (self._linger_s if self._rank == 0 else 0.0))
         tell_failure_from_thread(self._message(self._verdict))
         os._exit(EXIT_LOST_PEER)

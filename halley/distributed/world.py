@@ -1,4 +1,4 @@
-"""The ranks of a run: joined as the launcher's environment says, left when the run ends."""
+"""Join the ranks of a run by the launcher's environment variables, and leave them at its end."""
 
 import datetime
 import os
@@ -14,12 +14,12 @@ from torch.distributed.rendezvous import rendezvous
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank's place in the run.
+    """This rank and its run.
 
     Attributes:
-        rank, num_ranks: of the launcher; 0 and 1 without one.
-        device: what this rank computes on.
-        store: through which the ranks found each other; None without a launcher.
+        rank, num_ranks: as set by the launcher; 0 and 1 without one.
+        device: the device that this rank computes on.
+        store: the store of the rendezvous; None without a launcher.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this is rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
 
@@ -39,10 +39,10 @@ def is_launched() -> bool:
 
 
 def check_launcher() -> None:
-    """Check what a launcher has put into the environment of this rank, if there is one.
+    """Check the environment variables that a launcher has set for this rank, if there is one.
 
     Raises:
-        ValueError: a variable is missing, is no number or does not fit the others.
+        ValueError: a variable is missing, is not a number or does not fit the others.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if not given:
@@ -89,20 +89,20 @@ def pick_device(choice: str) -> torch.device:
     if choice == "cpu" or (choice == "auto" and num_devices == 0):
         return torch.device("cpu")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local_size > num_devices:  # the same on all ranks of a host, so that all of them raise
+    if local_size > num_devices:  # all ranks of a host raise alike
         raise ValueError(f"nproc ({local_size}) must be at most the number of GPUs ({num_devices})")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextmanager
 def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[World]:
-    """Initialise the process group (NCCL on CUDA, gloo on CPU) and destroy it at the end.
+    """Initialize the process group (NCCL on CUDA, gloo on CPU) and destroy it at the end.
 
     Without a launcher there is one rank and no process group.
 
     Args:
         device_choice: as for ``pick_device``.
-        timeout_s: after which a collective that does not end is an error.
+        timeout_s: time limit of a collective.
     """
     check_launcher()
     device = pick_device(device_choice)
@@ -122,5 +122,5 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
         device_id=device if device.type == "cuda" else None,
     )
     yield World(rank=rank, num_ranks=num_ranks, device=device, store=store)
-    # Not after an error: with a lost peer it would wait for it.
+    # Not in a finally block: after the loss of a rank this call would wait for it.
     dist.destroy_process_group()

@@ -1,19 +1,35 @@
-"""A fused layer with its gradients: which operators run, and what is kept between them."""
+"""The fused MoE layer as torch operators with gradients.
 
-from functools import partial
+Eager code calls ``fused_experts``, which runs ``forward.py`` directly and registers the backward
+with autograd. ``torch.compile`` sees these operators of the library ``halley``:
+
+- ``fused_experts``: the forward pass, with a gradient.
+- ``fused_experts_backward``: the backward pass without weight gradients.
+- ``weight_gemm``: the gradient of one projection. No rank waits for it, so that compiler passes
+  can move it under a collective.
+- ``end_pass``: makes the ordering token depend on a pass.
+
+Each pass is a collective: all ranks must run their passes in the same order, but a compiler may
+reorder operators that share no tensor. Each pass therefore reads the ordering token of its
+workspaces, and ``end_pass`` writes it.
+
+Source: COMET (arXiv:2502.19811).
+"""
+
 from typing import Any
 
 import torch
 
-from halley.fused.backward_ops import dgrad_combine, dispatch_again, dispatch_dgrad
-from halley.fused.buffer_cache import Workspaces, find_workspaces
-from halley.fused.buffers import rows_in_steps
-from halley.fused.forward_ops import fake_dispatch_gemm, forward_pass
-from halley.fused.ordering import end_pass
-from halley.fused.passes import Kept, run_pass
-from halley.fused.weight_gradients import add_weight_gemm, weight_gemm
+from halley.fused.backward import (
+    BackwardOptions,
+    launch_backward,
+    launch_token_gradients,
+    launch_weight_gradient,
+    run_backward,
+)
+from halley.fused.buffer_cache import find_workspaces
+from halley.fused.forward import LayerCall, LayerResult, SaveOrNone, run_forward
 from halley.ops.kernels.launch import compile_only, is_aligned
-from halley.ops.kernels.replay import Results, drop
 from halley.ops.library import define
 
 
@@ -26,50 +42,55 @@ def fused_experts(
     *,
     gated: bool,
     fused: bool,
-    save: Kept,
+    save: SaveOrNone,
     workspaces: int,
-    turn: torch.Tensor | None = None,
+    ordering_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sums of this rank's tokens over their experts, ``(T, D)``.
+    """Return the weighted sum over each token's experts, ``(T, D)``; a collective of the ranks.
 
-    Forward and backward are collectives of the ranks, which run all of them in the same order.
-    Differentiable once, in the tokens, the routing weights and both projections. A projection with
-    an attribute ``main_grad`` gets its gradient added to that buffer, as Megatron has it: its
-    ``grad`` stays None, and ``grad_added_to_main_grad`` becomes True. (Not under ``torch.compile``,
-    where it gets a ``grad`` as any other.)
+    Differentiable once, in the tokens, the routing weights and both projections. If a projection
+    has an attribute ``main_grad``, its gradient is added to that buffer as in Megatron: its
+    ``grad`` stays None, and ``grad_added_to_main_grad`` becomes True. Under ``torch.compile`` it
+    gets a ``grad`` like any other tensor.
 
     Args:
         x_TD: tokens of this rank.
         topk_idx_TK: expert ids or ``DROPPED``.
-        topk_weights_TK: weights of the combine.
-        up_LGD, down_LDF: projections of this rank's experts, contiguous.
-        gated: whether gate and up stand one below the other in the first.
-        fused: False runs the same kernels one part after another.
-        save: what is kept for backward, beside the plan. "all" keeps the rows and what the
-            activation was made of; "inputs" keeps each row once, however many of its experts are
-            here, and multiplies again; "recompute" keeps none and dispatches again; "none" has
-            no backward.
+        topk_weights_TK: routing weights.
+        up_LGD: first projection of this rank's experts, contiguous; gate rows first if ``gated``.
+        down_LDF: second projection, contiguous.
+        gated: True for SwiGLU, False for GELU.
+        fused: False runs the same kernels one after the other.
+        save: activations that are saved for backward. "all" saves the rows and the pre-activations
+            of the first GEMM. "inputs" saves each received token once and repeats the first GEMM.
+            "recompute" saves none and repeats dispatch and first GEMM. "none" has no backward.
         workspaces: handle of the buffers.
-        turn: of the workspaces, see ``turns``.
+        ordering_token: of the workspaces; required under ``torch.compile``.
 
     Raises:
-        RuntimeError: a peer did not come in time, or came for another pass.
+        RuntimeError: a peer did not begin the same pass in time.
         ValueError: a ``main_grad`` is not a contiguous buffer of the projection's shape.
     """
-    args = (
-        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces
+    if ordering_token is not None and torch.compiler.is_compiling():
+        results = torch.ops.halley.fused_experts.default(
+            x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces,
+            ordering_token,
+        )  # fmt: skip
+        _end_pass(ordering_token, results[0])
+        return results[0]
+    call = LayerCall(
+        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save
     )  # fmt: skip
-    if turn is None or not torch.compiler.is_compiling():
-        if save == "none":
-            return _forward(*args)[0]
-        for weight in (up_LGD, down_LDF):
-            _check_main_grad(weight)
-        with torch.no_grad():  # before autograd, which takes longer than some kernels
-            output = _forward(*args)
-        return _FusedExperts.apply(*args, output)  # pyright: ignore[reportReturnType]
-    y_TD = torch.ops.halley.fused_experts.default(*args, turn)[0]
-    end_pass(turn, y_TD)
-    return y_TD
+    owner = find_workspaces(workspaces)
+    if save == "none":
+        return run_forward(owner, call).y_TD
+    for weight in (up_LGD, down_LDF):
+        _check_main_grad(weight)
+    with torch.no_grad():  # launch the kernels before autograd, which takes longer than some
+        result = run_forward(owner, call)
+    return _FusedExperts.apply(  # pyright: ignore[reportReturnType]
+        x_TD, topk_weights_TK, up_LGD, down_LDF, call, owner, result
+    )
 
 
 def compile_fused_experts(
@@ -81,38 +102,93 @@ def compile_fused_experts(
     *,
     gated: bool,
     fused: bool,
-    save: Kept,
+    save: SaveOrNone,
     workspaces: int,
 ) -> None:
-    """Compile the kernels of such layers, forward and backward, many at a time; launch none.
+    """Compile all kernels of a layer, forward and backward, in parallel; launch none.
 
-    Otherwise each would be compiled when it is first launched, one after another. For the
-    arguments see ``fused_experts``.
+    Otherwise Triton compiles them one after the other, each at its first launch. For the arguments
+    see ``fused_experts``.
     """
-    args = (
-        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces, None
+    owner = find_workspaces(workspaces)
+    call = LayerCall(
+        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save
     )  # fmt: skip
-    with compile_only(find_workspaces(workspaces).num_ranks), torch.no_grad():
-        output = _forward(*args)
-        if save != "none":
-            ctx = _Unrecorded([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
-            _setup_context(ctx, args, output)
-            _launch_backward(ctx, torch.empty_like(output[0]), *ctx.saved_tensors)
+    with compile_only(owner.num_ranks), torch.no_grad():
+        result = run_forward(owner, call)
+        if call.save == "none":
+            return
+        options = BackwardOptions(
+            gated, fused, call.save, up_LGD.requires_grad, down_LDF.requires_grad
+        )
+        inputs = [
+            torch.empty_like(result.y_TD), _saved(call, result), result.plan, result.pre_RG,
+            up_LGD, down_LDF, topk_idx_TK,
+        ]  # fmt: skip
+        workspace, layout = owner.find_plan(int(result.plan_id))
+        main_grads = (_main_grad(up_LGD), _main_grad(down_LDF))
+        launch_backward(workspace, layout, inputs, options, main_grads)
 
 
-class _Unrecorded:
-    """What autograd would keep of a forward pass, without autograd."""
+class _FusedExperts(torch.autograd.Function):
+    """Autograd node of an eager call, whose forward pass has run before."""
 
-    def __init__(self, needs_input_grad: list[bool]) -> None:
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[torch.Tensor, ...] = ()
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        _, _, up_LGD, down_LDF, call, owner, result = args
+        _save(ctx, call, result)
+        ctx.owner = owner  # keeps the buffers if the layer is deleted before its backward
+        # Unpacked tensors may be other objects, without the attributes of the saved ones.
+        ctx.with_main_grad = tuple(
+            weight if _main_grad(weight) is not None else None for weight in (up_LGD, down_LDF)
+        )
+        return result.y_TD
 
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        self.saved_tensors = tensors
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # a second derivative would silently omit this layer
+            raise RuntimeError("gradients of fused layers have no gradients: create_graph is True")
+        plan_id, *saved = ctx.saved_tensors
+        inputs = [gradients[0], *saved]
+        # Unless the graph is retained, our list now holds the only references: saved rows can be
+        # freed while the pass runs.
+        ctx.maybe_clear_saved_tensors()
+        del saved
+        up, down = ctx.with_main_grad
+        needs_up, needs_down = ctx.needs_input_grad[2:4]
+        main_grads = (_main_grad(up), _main_grad(down))
+        options = BackwardOptions(ctx.gated, ctx.fused, ctx.save, needs_up, needs_down)
+        dx_TD, dweights_TK, dup, ddown = run_backward(
+            ctx.owner, int(plan_id), inputs, options, main_grads
+        )
+        assert dweights_TK is not None
+        for weight, is_needed in ((up, needs_up), (down, needs_down)):
+            if weight is not None and is_needed:
+                weight.grad_added_to_main_grad = True
+        return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, None, None, None
+
+
+def _save(ctx: Any, call: LayerCall, result: LayerResult) -> None:
+    """Save in an autograd context what both kinds of backward need."""
+    ctx.save_for_backward(
+        result.plan_id, _saved(call, result), result.plan, result.pre_RG,
+        call.up_LGD, call.down_LDF, call.topk_idx_TK,
+    )  # fmt: skip
+    ctx.gated, ctx.fused, ctx.save = call.gated, call.fused, call.save
+    ctx.weights_dtype = call.topk_weights_TK.dtype
+
+
+def _saved(call: LayerCall, result: LayerResult) -> torch.Tensor:
+    """Return the saved rows, or the tokens if their dispatch is recomputed."""
+    return call.x_TD if call.save == "recompute" else result.rows
+
+
+def _main_grad(weight: Any) -> torch.Tensor | None:
+    return None if weight is None else getattr(weight, "main_grad", None)
 
 
 def _check_main_grad(weight: torch.Tensor) -> None:
-    buffer: torch.Tensor | None = getattr(weight, "main_grad", None)
+    buffer = _main_grad(weight)
     if buffer is None:
         return
     is_like = buffer.shape == weight.shape and buffer.device == weight.device
@@ -125,227 +201,146 @@ def _check_main_grad(weight: torch.Tensor) -> None:
         )
 
 
-def _forward(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    idx: torch.Tensor,
-    gated: bool,
-    fused: bool,
-    save: Kept,
-    workspaces: int,
-    turn: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Return the output, then the plan, rows and ``pre`` that backward needs."""
-    return forward_pass(
-        x, idx, weights, up, down, gated=gated, fused=fused, save=save, workspaces=workspaces
-    )
+def _end_pass(ordering_token: torch.Tensor, result: torch.Tensor) -> None:
+    """Order all later readers of the token behind the pass that made ``result``."""
+    ordering_token.copy_(torch.ops.halley.end_pass.default(result.detach()))
 
 
-def _fake(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    idx: torch.Tensor,
-    gated: bool,
-    fused: bool,
-    save: Kept,
-    workspaces: int,
-    turn: torch.Tensor | None = None,
+# Operators. Their arguments are those of ``fused_experts``; the schemas at the end name them.
+
+
+def _forward_op(*args: Any) -> tuple[torch.Tensor, ...]:
+    *call, workspaces = args[:9]
+    result = run_forward(find_workspaces(workspaces), LayerCall(*call))
+    # Cloned: a compiled graph may overwrite tensors that an operator returns.
+    return result._replace(plan_id=result.plan_id.clone())
+
+
+def _fake_forward(
+    x: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, ...]:
-    made = fake_dispatch_gemm(x, idx, weights, up, gated, fused, save, workspaces, turn)
-    return x.new_empty(x.shape), *made[1:]
+    save: SaveOrNone = others[4]
+    ctx = torch.library.get_ctx()
+    # The length of a plan grows with the tokens of other ranks.
+    plan = x.new_empty(ctx.new_dynamic_size(), dtype=torch.int32)
+    num_rows = ctx.new_dynamic_size()
+    if save == "inputs":
+        rows = x.new_empty(ctx.new_dynamic_size(), x.shape[1])
+    else:
+        rows = x.new_empty(num_rows, x.shape[1] if save == "all" else 0)
+    pre_RG = x.new_empty(num_rows, up.shape[1] if save == "all" else 0)
+    return x.new_empty(x.shape), plan, _fake_plan_id(), rows, pre_RG
+
+
+def _fake_plan_id() -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weights, up, down, idx, gated, fused, save, workspaces, turn = inputs
-    _, plan, rows, pre_RG = output
-    ctx.save_for_backward(x if save == "recompute" else rows, plan, pre_RG, up, down, idx)
-    ctx.gated, ctx.save, ctx.weights_dtype = gated, save, weights.dtype
-    ctx.common, ctx.turn = {"fused": fused, "workspaces": workspaces}, turn
-    # What comes back of the saved weights may be another tensor, without its attributes.
-    buffered = (
-        weight if getattr(weight, "main_grad", None) is not None else None for weight in (up, down)
-    )
-    ctx.buffered_up, ctx.buffered_down = buffered
+    *call, workspaces, ctx.ordering_token = inputs
+    _save(ctx, LayerCall(*call), LayerResult(*output))
+    ctx.workspaces = workspaces
 
 
-def _backward(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-    gradients = _launch_backward(ctx, dy_TD, *ctx.saved_tensors)
-    if ctx.turn is not None:
-        assert gradients[0] is not None
-        end_pass(ctx.turn, gradients[0])
-    return _finish(ctx, gradients)
-
-
-def _backward_pass(ctx: Any, dy_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Go backward where no compiler looks, with what an earlier pass launched if that fits."""
-    rows, plan, pre_RG, up, down, idx = ctx.saved_tensors
-    owner: Workspaces = ctx.owner
-    workspace = owner.of_plan(
-        plan,
-        num_experts=owner.num_experts(up.shape[0]),
-        top_k=idx.shape[1],
-        rows=(dy_TD.shape[1], dy_TD.dtype),
-    )
-    buffers = [
-        weight.main_grad for weight in (ctx.buffered_up, ctx.buffered_down) if weight is not None
-    ]
-    is_own = (_memory_of(rows), _memory_of(pre_RG)) == ctx.memory  # not what a hook unpacked
-    num_rows = rows_in_steps(pre_RG.shape[0], block_m=workspace.knobs.block_m)
-    if ctx.save == "all":
-        num_rows = pre_RG.shape[0]
-        if is_own:
-            num_rows = min(_rows_of_memory(rows), _rows_of_memory(pre_RG))
-        rows, pre_RG = _with_room(rows, num_rows), _with_room(pre_RG, num_rows)
-    else:
-        pre_RG = pre_RG.new_empty(num_rows, 0)
-        if ctx.save == "inputs" and is_own:
-            rows = _with_room(rows, _rows_of_memory(rows))
-    is_last = is_own and _is_last_backward()
-    saved = (rows, plan, pre_RG, up, down, idx)
-    key = None
-    if all(is_aligned(tensor) for tensor in (dy_TD, *saved, *buffers)):
-        key = (
-            "backward", ctx.gated, ctx.common["fused"], ctx.save, *ctx.needs_input_grad[2:4],
-            ctx.buffered_up is None, ctx.buffered_down is None, *(b.dtype for b in buffers),
-            is_last, num_rows, rows.shape, plan.shape, dy_TD.shape, dy_TD.dtype, up.shape,
-            down.shape, idx.dtype,
-        )  # fmt: skip
-    inputs = (dy_TD, *saved, *buffers)
-    run = partial(_launch_backward, ctx, dy_TD, *saved, is_last=is_last)
-    gradients = run_pass(workspace, key, inputs, run)
-    owner.dispatched(workspace, plan)
-    return _finish(ctx, gradients)
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor begins, and the bytes of its memory: the same for no other tensor."""
-    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
-
-
-def _rows_of_memory(rows: torch.Tensor) -> int:
-    """Return for how many rows forward made room, in memory that begins with them.
-
-    Those that are kept are fewer, and change more from pass to pass.
-    """
-    return rows.untyped_storage().nbytes() // (rows.shape[1] * rows.itemsize)
-
-
-def _with_room(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the rows and what lies behind them in their memory, as many as are asked for."""
-    return rows.as_strided((num_rows, rows.shape[1]), rows.stride())
-
-
-def _launch_backward(
-    ctx: Any,
-    dy_TD: torch.Tensor,
-    rows: torch.Tensor,
-    plan: torch.Tensor,
-    pre_RG: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    idx: torch.Tensor,
-    *,
-    is_last: bool = False,
-) -> Results:
-    """Return the gradients of tokens, of weights in float32, and of both projections.
-
-    None for a projection that wants none or whose buffer it was added to. If nobody goes backward
-    once more, memory of kept rows goes when it was used last.
-    """
-    begin = {"top_k": idx.shape[1], "gated": ctx.gated, "turn": ctx.turn, **ctx.common}
-    if ctx.save != "all":
-        kept = ctx.save == "inputs"
-        source = rows
-        rows, pre_RG = dispatch_again(source, plan, pre_RG, up, kept=kept, **begin)
-        if kept and is_last:
-            drop(source)  # autograd holds it until all gradients are there
-    made = dispatch_dgrad(dy_TD, plan, pre_RG, down, **begin)
-    del pre_RG  # memory goes when it was used last, as where this is repeated
-    dpre_RG, weighted_RF, dy_RD, dweight_RC = made
-    dx_TD, dweights_TK = dgrad_combine(dpre_RG, plan, dweight_RC, up, idx, **ctx.common)
-    del made, dweight_RC
-    up_wanted, down_wanted = ctx.needs_input_grad[2:4]
+def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of a compiled call, by operators."""
+    plan_id, saved, plan, pre_RG, up_LGD, down_LDF, topk_idx_TK = ctx.saved_tensors
+    dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = (
+        torch.ops.halley.fused_experts_backward.default(
+            dy_TD, saved, plan, pre_RG, up_LGD, down_LDF, topk_idx_TK, plan_id,
+            ctx.gated, ctx.fused, ctx.save, ctx.workspaces, ctx.ordering_token,
+        )
+    )  # fmt: skip
+    if ctx.ordering_token is not None:
+        _end_pass(ctx.ordering_token, dx_TD)
     dup = ddown = None
-    place = {
-        "num_experts": up.shape[0],
-        "top_k": idx.shape[1],
-        "workspaces": ctx.common["workspaces"],
-    }
-    if down_wanted:
-        ddown = _weight_gradient(ctx.buffered_down, dy_RD, weighted_RF, plan, **place)
-    del dy_RD, weighted_RF
-    if up_wanted:
-        dup = _weight_gradient(ctx.buffered_up, dpre_RG, rows, plan, **place)
-    return dx_TD, dweights_TK, dup, ddown
-
-
-def _is_last_backward() -> bool:
-    """Return whether autograd keeps nothing for going backward once more.
-
-    What it saved is then used by nobody else: torch's own compiler relies on it, too.
-    """
-    return not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
-
-
-def _finish(ctx: Any, gradients: Results) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of all inputs, once they are launched."""
-    dx_TD, dweights_TK, dup, ddown = gradients
-    assert dweights_TK is not None
-    wanted = zip((ctx.buffered_up, ctx.buffered_down), ctx.needs_input_grad[2:4], strict=True)
-    for weight, is_wanted in wanted:
-        if weight is not None and is_wanted:
-            weight.grad_added_to_main_grad = True
+    num_experts, weight_gemm = up_LGD.shape[0], torch.ops.halley.weight_gemm.default
+    if ctx.needs_input_grad[3]:
+        ddown = weight_gemm(dy_RD, weighted_RF, plan, plan_id, num_experts, ctx.workspaces)
+    if ctx.needs_input_grad[2]:
+        rows_RD = saved if ctx.save == "all" else rows_RD
+        dup = weight_gemm(dpre_RG, rows_RD, plan, plan_id, num_experts, ctx.workspaces)
     return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 6
 
 
-class _FusedExperts(torch.autograd.Function):
-    """The same as the operator, by a shorter way: its forward has run by then."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        *inputs, output = args
-        _setup_context(ctx, (*inputs, None), output)
-        kept = inputs[0] if ctx.save == "recompute" else output[2]
-        ctx.memory = _memory_of(kept), _memory_of(output[3])
-        ctx.owner = find_workspaces(ctx.common["workspaces"])  # backward may outlive the layer
-        return output[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # else it would silently lack what went through the layer
-            raise RuntimeError("gradients of fused layers have no gradients: create_graph is True")
-        return _backward_pass(ctx, gradients[0])
+def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    *tensors, plan_id, gated, fused, save, workspaces = args[:11]
+    workspace, layout = find_workspaces(workspaces).find_plan(int(plan_id))
+    workspace.begin_pass()
+    made = launch_token_gradients(
+        workspace, layout, [dy, *tensors], gated=gated, fused=fused, save=save
+    )
+    # An operator must not return one of its inputs.
+    return made._replace(rows_RD=dy.new_empty(0, dy.shape[1])) if save == "all" else made
 
 
-def _weight_gradient(
-    buffered: torch.Tensor | None,
-    grad_RM: torch.Tensor,
-    rows_RN: torch.Tensor,
+def _fake_backward(
+    dy: torch.Tensor,
+    saved: torch.Tensor,
     plan: torch.Tensor,
-    *,
+    pre: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    topk_idx: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    num_rows, hidden_size, save = pre.shape[0], dy.shape[1], others[3]
+    return (
+        dy.new_empty(topk_idx.shape[0], hidden_size),
+        dy.new_empty(topk_idx.shape, dtype=torch.float32),
+        dy.new_empty(num_rows, up.shape[1]),
+        dy.new_empty(num_rows, down.shape[2]),
+        dy.new_empty(num_rows, hidden_size),
+        dy.new_empty(0 if save == "all" else num_rows, hidden_size),
+    )
+
+
+def _weight_gemm_op(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    plan: torch.Tensor,
+    plan_id: torch.Tensor,
     num_experts: int,
-    top_k: int,
     workspaces: int,
 ) -> torch.Tensor | None:
-    """Return the gradient of a projection, or add it to the projection's buffer if it has one."""
-    place = {"top_k": top_k, "workspaces": workspaces}
-    if buffered is None:
-        return weight_gemm(grad_RM, rows_RN, plan, num_experts=num_experts, **place)
-    weight: Any = buffered
-    add_weight_gemm(weight.main_grad, grad_RM, rows_RN, plan, **place)
-    return None
+    workspace, layout = find_workspaces(workspaces).find_plan(int(plan_id))
+    return launch_weight_gradient(
+        grad, rows, num_experts, None, workspace=workspace, layout=layout, plan=plan
+    )
+
+
+def _fake_weight_gemm(
+    grad: torch.Tensor, rows: torch.Tensor, plan: torch.Tensor, plan_id: torch.Tensor,
+    num_experts: int, workspaces: int,
+) -> torch.Tensor:  # fmt: skip
+    return rows.new_empty(num_experts, grad.shape[1], rows.shape[1])
+
+
+def _new_token(after: torch.Tensor) -> torch.Tensor:
+    return after.new_empty(1, dtype=torch.int32)
 
 
 define(
     "fused_experts(Tensor x, Tensor weights, Tensor up, Tensor down, Tensor topk_idx, bool gated, "
-    "bool fused, str save, int workspaces, Tensor? turn=None) "
-    "-> (Tensor y, Tensor plan, Tensor rows, Tensor pre)",
-    _forward,
-    _fake,
+    "bool fused, str save, int workspaces, Tensor? ordering_token=None) "
+    "-> (Tensor y, Tensor plan, Tensor plan_id, Tensor rows, Tensor pre)",
+    _forward_op,
+    _fake_forward,
     setup_context=_setup_context,
-    backward=_backward,
+    backward=_backward_of_op,
 )
+define(
+    "fused_experts_backward(Tensor dy, Tensor saved, Tensor plan, Tensor pre, Tensor up, "
+    "Tensor down, Tensor topk_idx, Tensor plan_id, bool gated, bool fused, str save, "
+    "int workspaces, Tensor? ordering_token=None) "
+    "-> (Tensor dx, Tensor dweights, Tensor dpre, Tensor weighted, Tensor dy_rows, Tensor rows)",
+    _backward_op,
+    _fake_backward,
+)
+define(
+    "weight_gemm(Tensor grad, Tensor rows, Tensor plan, Tensor plan_id, int num_experts, "
+    "int workspaces) -> Tensor",
+    _weight_gemm_op,
+    _fake_weight_gemm,
+)
+define("end_pass(Tensor after) -> Tensor", _new_token, _new_token)

@@ -1,9 +1,8 @@
-"""Read and write the file of kernel configurations that ``halley tune`` measured to be fastest.
+"""File of kernel configurations that ``halley tune`` has measured to be the fastest.
 
 Each line is a JSON object for one machine (device, versions, number of ranks) and one layer shape.
-Lines of other machines are skipped. A shape without a line takes the line of the nearest number of
-tokens, and without any such line the defaults. Lines that come with the package hold for all
-versions; lines that were measured on this machine take precedence over them.
+Lines of other machines are skipped. A shape without a line uses the line with the nearest number of
+tokens, and without any such line the defaults.
 """
 
 import json
@@ -11,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast, final
@@ -21,22 +20,22 @@ import torch
 from halley.core.field_types import build_record, check_fields, show, show_name
 from halley.core.json_file import read_json_lines
 from halley.cost.profiles import Environment, default_path, find_environment
-from halley.ops.kernels.gemm_config import Knobs
+from halley.fused.config import KernelConfig
 from halley.symm_mem.access import link_kind
 
 
-VERSION = 1
-PATH_VARIABLE = "HALLEY_KNOBS"
+VERSION = 2
+PATH_VARIABLE = "HALLEY_KERNEL_CONFIG"
 _MAX_BYTES = 16 * 2**20  # a line has about 2,000
-SHIPPED = Path(__file__).with_name("shipped_knobs.jsonl")
+_WHAT = "tuned kernel configurations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedShape:
-    """What knobs are measured for, beside the machine.
+    """Layer shape for which a configuration was measured.
 
     Attributes:
-        num_tokens: of each rank.
+        num_tokens: tokens of each rank.
     """
 
     hidden_size: int
@@ -54,7 +53,7 @@ class TunedShape:
             raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
-        """Return the octaves between the numbers of tokens; infinity for layers of other shapes."""
+        """Return the octaves between the numbers of tokens; infinity if other sizes differ."""
         mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
         if mine != others:
             return math.inf
@@ -62,14 +61,14 @@ class TunedShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """What was found for a shape.
+class TunedConfig:
+    """Fastest configuration that was measured for a shape.
 
     Attributes:
-        settings: in what the knobs differ from the defaults of the device.
-        median_us: forward and backward with them.
+        settings: settings that differ from the defaults of the device.
+        median_us: time of forward and backward with them.
         default_us: the same with the defaults, in the same run.
-        sweeps: by the name of a knob, its values and what they took, with the others as they were.
+        sweeps: for each tuned setting, the time by value, with the other settings fixed.
     """
 
     shape: TunedShape
@@ -80,19 +79,20 @@ class Tuned:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        Knobs().changed(self.settings)
+        KernelConfig().changed(self.settings)
         for name in ("median_us", "default_us"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} ({value}) must be at least 0")
 
 
-def knobs_path() -> Path:
-    """Return where tuned knobs are kept: ``HALLEY_KNOBS``, or beside the other profiles."""
-    return Path(os.environ.get(PATH_VARIABLE) or default_path().with_name("knobs.jsonl"))
+def config_path() -> Path:
+    """Return the file of tuned configurations: ``HALLEY_KERNEL_CONFIG``, or a file in the cache."""
+    default = default_path().with_name("kernel_config.jsonl")
+    return Path(os.environ.get(PATH_VARIABLE) or default)
 
 
 def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1) -> Environment:
-    """Return what knobs depend on beside the layer: versions, ranks and the links between them."""
+    """Return the properties of a machine that tuned configurations depend on."""
     link = link_kind(device) if num_ranks > 1 else ""
     places = [f"ranks {num_ranks}", *([link] if link else [])]
     places += [f"{tp_size} an expert"] if tp_size > 1 else []
@@ -105,53 +105,46 @@ def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1
 
 
 @final
-class KnobTable:
-    """The tuned knobs of one machine.
+class ConfigTable:
+    """Tuned configurations of one machine.
 
     Args:
-        path: a file of lines; none is an empty table.
-        environment: whose lines count.
-        shipped: a file of lines that count with any versions, behind those of the other.
+        path: file of lines; if it does not exist, the table is empty.
+        environment: the machine.
 
     Raises:
-        ValueError: a line is not what ``write`` writes.
+        ValueError: a line is not one that ``write`` writes.
     """
 
-    def __init__(self, path: Path, environment: Environment, *, shipped: Path = SHIPPED) -> None:
+    def __init__(self, path: Path, environment: Environment) -> None:
         self.path, self.environment = path, environment
-        self.found: list[Tuned] = []
-        for line in _read(shipped):
-            place = replace(line.environment, versions=environment.versions)
-            if line.tuned is not None and place == environment:
-                self._keep(line.tuned)
+        self.found: list[TunedConfig] = []
         others: set[str] = set()
-        num_found = 0
         for line in _read(path):
             if line.tuned is None:
                 others.add(f"version {show(line.version)} of this file")
             elif line.environment != environment:
-                others.add(_told(line.environment))
+                others.add(_describe(line.environment))
             else:
-                self._keep(line.tuned)
-                num_found += 1
-        if others and not num_found:
-            instead = "those that come with Halley" if self.found else "the defaults"
+                self._add(line.tuned)
+        if others and not self.found:
             warnings.warn(
-                f"{path} has no knobs for this machine ({_told(environment)}), but for "
-                f"{'; '.join(sorted(others))}: {instead} are used, halley tune measures better",
+                f"{path} has no kernel configuration for this machine ({_describe(environment)}), "
+                f"but for {'; '.join(sorted(others))}: the defaults are used, halley tune measures "
+                "better",
                 stacklevel=2,
             )
 
-    def find(self, shape: TunedShape, *, base: Knobs) -> Knobs:
-        """Return the knobs for a shape, those of the nearest number of tokens, or ``base``."""
+    def find(self, shape: TunedShape, *, base: KernelConfig) -> KernelConfig:
+        """Return the configuration for the nearest number of tokens, or ``base`` without one."""
         near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
         if near is None or math.isinf(near.shape.distance(shape)):
             return base
         return base.changed(near.settings)
 
-    def write(self, tuned: Tuned) -> None:
-        """Keep what was found; it counts from now on instead of what was known for its shape."""
-        self._keep(tuned)
+    def write(self, tuned: TunedConfig) -> None:
+        """Append a configuration to the file; it replaces an earlier one of its shape."""
+        self._add(tuned)
         line = json.dumps(_entry(self.environment, tuned)) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,27 +153,27 @@ class KnobTable:
         except OSError as error:
             raise ValueError(_not_writable(self.path, error)) from error
 
-    def _keep(self, tuned: Tuned) -> None:
+    def _add(self, tuned: TunedConfig) -> None:
         self.found = [each for each in self.found if each.shape != tuned.shape] + [tuned]
 
 
 def merge_tables(sources: Sequence[Path], path: Path) -> int:
-    """Write what files hold into one, for each machine and shape the last that is known.
+    """Merge files into ``path``; the last line of each machine and shape wins.
 
     Args:
-        sources: the files, of any machines; what ``path`` holds already comes before them.
+        sources: files of any machines. The lines of ``path`` itself count first.
+        path: file to write.
 
     Returns:
         The number of lines.
 
     Raises:
-        ValueError: a source is not there, a line is not what ``KnobTable.write`` writes, or of
-            another version.
+        ValueError: a source does not exist, or has an invalid line or another version.
     """
     merged: dict[tuple[Environment, TunedShape], dict[str, object]] = {}
     for source in (path, *sources):
         if source != path and not os.path.exists(source):
-            raise ValueError(f"merge ({source}) must be a file of tuned knobs")
+            raise ValueError(f"merge ({source}) must be a file of {_WHAT}")
         for line in _read(source):
             if line.tuned is None:
                 raise ValueError(f"{source} must be of version {VERSION}, has {show(line.version)}")
@@ -196,19 +189,19 @@ def merge_tables(sources: Sequence[Path], path: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """One line of a file: what was found where. ``tuned`` is None in files of other versions."""
+    """One line of a file; ``tuned`` is None for other versions of the format."""
 
     environment: Environment
     version: object
-    tuned: Tuned | None
+    tuned: TunedConfig | None
 
 
-def _entry(environment: Environment, tuned: Tuned) -> dict[str, object]:
+def _entry(environment: Environment, tuned: TunedConfig) -> dict[str, object]:
     return {"version": VERSION, "environment": asdict(environment), **asdict(tuned)}
 
 
 def _read(path: Path) -> list[_Line]:
-    lines = read_json_lines(path, what="tuned knobs", max_bytes=_MAX_BYTES)
+    lines = read_json_lines(path, what=_WHAT, max_bytes=_MAX_BYTES)
     return [_parse(value, where=where) for where, value in lines]
 
 
@@ -224,14 +217,14 @@ def _parse(value: object, *, where: str) -> _Line:
     if type(version) is not int or version != VERSION:
         return _Line(environment=environment, version=version, tuned=None)
     found = {name: table[name] for name in table if name not in ("version", "environment")}
-    tuned = build_record(Tuned, found, where=where)
+    tuned = build_record(TunedConfig, found, where=where)
     return _Line(environment=environment, version=version, tuned=tuned)
 
 
 def _not_writable(path: Path, error: OSError) -> str:
-    return f"tuned knobs ({path}) must be a file to write: {error.strerror}"
+    return f"{_WHAT} ({path}) must be a file to write: {error.strerror}"
 
 
-def _told(environment: Environment) -> str:
+def _describe(environment: Environment) -> str:
     parts = (environment.device, environment.versions, environment.topology)
     return ", ".join(map(show_name, parts))

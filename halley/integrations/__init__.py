@@ -1,4 +1,4 @@
-"""Plug-ins: run the experts of Transformers, torchtitan, Megatron-Core and DeepSpeed by Halley.
+"""Plug-ins: Halley runs the experts of Transformers, torchtitan, Megatron-Core and DeepSpeed.
 
-Each framework is imported only by its own plug-in. Start with ``contract.py``.
+Each plug-in has ``enable``, imports its framework and no other. Start with ``contract.py``.
 """

@@ -1,13 +1,17 @@
-"""The routed experts of any framework: expert ids and this rank's weights in, weighted sums out.
+"""The part that all plug-ins share: run a framework's routed experts by a strategy of Halley.
 
-A framework's part is to say where its weights stand (``LocalExperts``) and which ranks share them.
+A plug-in converts its framework's weights to ``LocalExperts`` and calls ``ExpertRunner.run``.
+``Framework`` checks beforehand that the installed version has the names that the plug-in uses.
 """
 
+import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import final
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,28 +19,31 @@ from torch import nn
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
-from halley.ops.expert_forward import check_alignment
+from halley.ops.expert_gemm import check_alignment
+from halley.strategies.all_to_all import run_all_to_all
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy, under_autocast
 from halley.strategies.registry import build_strategy, check_strategy
-from halley.strategies.sequential import run_in_turn
 
 
-# Rows that were brought to this rank and the local expert of each, (R, D) and (R,) int64, to the
-# rows' outputs, (R, D): unweighted, differentiable in the rows and in the experts' weights.
+# The framework's own expert computation. From received token copies (R, D) and the local expert id
+# of each (R,) int64 to the expert outputs (R, D), without routing weights. Differentiable.
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_DESCRIPTION = "halley_description"  # attribute of a module, not in its state dict
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalExperts:
-    """The experts of one rank, as their framework has them.
+    """The experts of one rank, as a plug-in reads them from its framework.
 
     Attributes:
-        num_local: L; the rank at place r of the group holds experts ``[r * L, (r + 1) * L)``.
-        function: the framework's own arithmetic, for what no strategy knows.
-        stacked: the same weights as strategies take them, views of the parameters, in a dtype of
-            ``core.types.DTYPES``; None where they are laid out or used in another way.
-        reason: why ``stacked`` is None, as in "activation (ReLU) must be SiLU".
+        num_local: L, the number of experts of this rank. Rank r of the group holds the experts
+            ``[r * L, (r + 1) * L)``.
+        function: the framework's own computation, used if no strategy can run these experts.
+        stacked: views of the weights in the layout of strategies, in a dtype of
+            ``core.types.DTYPES``; None if no strategy can run these experts.
+        reason: why ``stacked`` is None, as in "the activation is ReLU".
     """
 
     num_local: int
@@ -46,16 +53,16 @@ class LocalExperts:
 
 
 @final
-class ExpertParallelism:
-    """Runs the experts of a framework's modules by one strategy; shared by all layers of a model.
+class ExpertRunner:
+    """Runs the experts of a framework's modules by one strategy; all layers of a model share it.
 
     Args:
-        strategy: a name as ``moe.strategy.build_strategy`` takes it.
-        strict: where something cannot be run as asked for, True raises and False warns once, on the
-            first rank, and takes the way that can.
+        strategy: a name that ``halley.strategies.registry.build_strategy`` accepts.
+        strict: raise ``ValueError`` if the strategy cannot run some experts. The default warns
+            once, on the first rank, and runs the framework's code.
 
     Raises:
-        ValueError: there is no such strategy.
+        ValueError: ``strategy`` is unknown.
     """
 
     def __init__(self, strategy: str = "auto", *, strict: bool = False) -> None:
@@ -65,8 +72,8 @@ class ExpertParallelism:
         self._strategies: dict[tuple[dist.ProcessGroup | None, torch.device], AbstractStrategy] = {}
         self._warned: set[str] = set()
 
-    # Sizes are read on the host, and buffers made at the first call: a compiler stops here, and
-    # goes on behind it.
+    # Strategies read split sizes on the host and allocate buffers at the first call. The compiler
+    # cannot trace that, so a graph ends here and the next one starts behind it.
     @torch.compiler.disable(reason="a graph ends at Halley's experts: fullgraph must be False")
     def run(
         self,
@@ -75,41 +82,52 @@ class ExpertParallelism:
         experts: LocalExperts,
         *,
         group: dist.ProcessGroup | None,
+        module: nn.Module | None = None,
     ) -> torch.Tensor:
-        """Return the sum, over each token's experts, of weight times expert output, ``(T, D)``.
+        """Return the weighted sum of each token's expert outputs, ``(T, D)``.
 
-        A collective of the group, forward and backward. Differentiable in ``x_TD``, the routing
+        Forward and backward are collectives of the group. Differentiable in ``x_TD``, the routing
         weights and the experts' weights.
 
         Args:
-            x_TD: tokens of this rank, none included, of any floating dtype.
-            routing: their experts, as global ids, and weights.
-            experts: those of this rank.
-            group: the ranks over which the experts are spread; None for a rank on its own.
+            x_TD: tokens of this rank, ``(T, D)``, of any floating dtype; T may be 0.
+            routing: global expert ids and weights of these tokens.
+            experts: the experts of this rank.
+            group: the expert-parallel group; None for a single rank.
+            module: gets a description of how its experts ran, see ``describe``.
 
         Returns:
             The sums, in the dtype of ``x_TD``.
 
         Raises:
-            ValueError: shapes or expert ids do not fit; or, if strict, see ``find_problem``.
+            ValueError: shapes or expert ids do not fit; or ``strict``, and the strategy cannot run
+                these experts.
         """
         group = None if group is None or dist.get_world_size(group) == 1 else group
-        experts = _under_autocast(experts)
+        if experts.stacked is not None:
+            experts = replace(experts, stacked=under_autocast(experts.stacked))
         problem = self.find_problem(experts, top_k=routing.topk_idx_TK.shape[1], group=group)
         if problem:
-            self.check(problem)
+            self.check_supported(problem)
         if experts.stacked is None or problem:
-            return run_in_turn(
+            y_TD = run_all_to_all(
                 x_TD,
                 routing,
-                partial(_apply, experts),
+                lambda _: [partial(_apply_function, experts)],
                 num_local=experts.num_local,
                 group=group,
                 recorder=Recorder(x_TD.device, enabled=False),
             )
-        strategy = self._find_strategy(group, x_TD.device)
-        rows_TD = x_TD.to(experts.stacked.up_LGD.dtype)
-        return strategy.forward(rows_TD, routing, experts.stacked).to(x_TD.dtype)
+            path = f"sequential, with the framework's own expert code: {problem}"
+        else:
+            strategy = self._find_strategy(group, x_TD.device)
+            x_cast_TD = x_TD.to(experts.stacked.up_LGD.dtype)
+            y_TD = strategy.forward(x_cast_TD, routing, experts.stacked).to(x_TD.dtype)
+            reasons = strategy.reasons if isinstance(strategy, AutoStrategy) else []
+            path = "; ".join([self.strategy, *reasons])
+        if module is not None and _DESCRIPTION not in vars(module):
+            set_description(module, f"halley: {path}")
+        return y_TD
 
     def find_problem(
         self, experts: LocalExperts, *, top_k: int, group: dist.ProcessGroup | None
@@ -126,57 +144,40 @@ class ExpertParallelism:
         strategy = self._find_strategy(group, weight.device)
         return strategy.find_problem(experts.stacked, top_k=top_k)
 
-    def check(self, problem: str) -> None:
-        """Refuse a problem of some experts if the strategy was asked for by name.
+    def check_supported(self, problem: str) -> None:
+        """Warn, or raise if strict, that the strategy given by name cannot run some experts.
 
-        They can still be dispatched, run by their own function, and combined, which is what
-        "sequential" does and what "auto" may choose.
+        With "auto" and "sequential" this does nothing: the framework's own expert code between
+        dispatch and combine is then a valid choice.
 
         Args:
             problem: as from ``find_problem``.
 
         Raises:
-            ValueError: strict, and the strategy is neither of these.
+            ValueError: ``strict``, and the strategy is another one.
         """
         if self.strategy not in ("auto", "sequential"):
-            self.refuse(
+            self.warn_or_raise(
                 f"strategy ({self.strategy}) cannot run experts of this kind: {problem}",
-                instead="their own arithmetic runs, between dispatch and combine",
+                fallback="the framework's own expert code runs between dispatch and combine",
             )
 
-    def describe(
-        self, experts: LocalExperts, *, top_k: int, group: dist.ProcessGroup | None
-    ) -> str:
-        """Return how these experts run: the strategy, or by their own function and why.
+    def warn_or_raise(self, problem: str, *, fallback: str) -> None:
+        """Raise the problem if strict; else warn of it once, on the first rank.
 
         Args:
-            experts: that have run, by ``run`` with the same ``top_k`` and ``group``.
-        """
-        group = None if group is None or dist.get_world_size(group) == 1 else group
-        experts = _under_autocast(experts)
-        problem = self.find_problem(experts, top_k=top_k, group=group)
-        if experts.stacked is None or problem:
-            return f"sequential around their own arithmetic: {problem}"
-        strategy = self._find_strategy(group, experts.stacked.up_LGD.device)
-        reasons = strategy.reasons if isinstance(strategy, AutoStrategy) else []
-        return "; ".join([self.strategy, *reasons])
-
-    def refuse(self, problem: str, *, instead: str) -> None:
-        """Raise the problem if strict, else warn of it, once, on the first rank.
-
-        Args:
-            problem: what cannot be.
-            instead: a clause that says what is done if it is not raised.
+            problem: a sentence without its full stop.
+            fallback: a sentence that says what happens instead of an error.
 
         Raises:
-            ValueError: strict.
+            ValueError: ``strict``.
         """
         if self.strict:
             raise ValueError(problem)
         if problem not in self._warned:
             self._warned.add(problem)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                warnings.warn(f"{problem}; {instead}", stacklevel=2)
+                warnings.warn(f"{problem}; {fallback}", stacklevel=2)
 
     def _find_strategy(
         self, group: dist.ProcessGroup | None, device: torch.device
@@ -190,28 +191,22 @@ class ExpertParallelism:
         return self._strategies[key]
 
 
-def mark(module: nn.Module, path: str) -> None:
-    """Note on a module how it runs, for ``describe``; in no state dict, and copied as any text."""
-    vars(module)["halley_path"] = path
+@cache
+def shared_runner(strategy: str, strict: bool) -> ExpertRunner:
+    """Return the one runner of these options, so that all layers share the fused kernels' buffers.
 
-
-def describe(model: nn.Module) -> dict[str, str]:
-    """Return how each module of experts in a model runs, by the module's name.
-
-    Modules whose experts are spread over ranks are there once they have run; "halley: ...", or the
-    framework's name with the reason why it is not what was asked for.
+    For frameworks whose layer configurations can hold strings and booleans only.
     """
-    return {
-        name: str(vars(module)["halley_path"])
-        for name, module in model.named_modules()
-        if "halley_path" in vars(module)
-    }
+    return ExpertRunner(strategy, strict=strict)
 
 
-def _apply(experts: LocalExperts, x_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
+def _apply_function(
+    experts: LocalExperts, x_RD: torch.Tensor, ends_L: torch.Tensor
+) -> torch.Tensor:
+    """Return the framework's expert outputs for rows sorted by local expert."""
     num_rows = x_RD.shape[0]
     if num_rows == 0:
-        # A row of zeros that is no row: backward must still reach the weights and the dispatch.
+        # One row of zeros, so that backward reaches the weights and the dispatch on this rank too.
         row_1D = x_RD.sum(0, keepdim=True)
         return experts.function(row_1D, ends_L.new_zeros(1, dtype=torch.int64))[:0]
     counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
@@ -219,8 +214,126 @@ def _apply(experts: LocalExperts, x_RD: torch.Tensor, ends_L: torch.Tensor) -> t
     return experts.function(x_RD, ids_L.repeat_interleave(counts_L, output_size=num_rows))
 
 
-def _under_autocast(experts: LocalExperts) -> LocalExperts:
-    """Return the experts in the dtype of autocast where it is on."""
-    if experts.stacked is None:
-        return experts
-    return replace(experts, stacked=under_autocast(experts.stacked))
+def set_description(module: nn.Module, text: str) -> None:
+    """Store on a module how its experts run, for ``describe``; the state dict does not change."""
+    vars(module)[_DESCRIPTION] = text
+
+
+def describe(model: nn.Module) -> dict[str, str]:
+    """Return how the experts of each module of a model run, by module name.
+
+    Experts that Halley runs appear after their first forward pass, as in "halley: fused". Modules
+    that the plug-in leaves to the framework have its name and the reason, as in
+    "megatron: fp8 (e4m3) must be None".
+    """
+    return {
+        name: str(vars(module)[_DESCRIPTION])
+        for name, module in model.named_modules()
+        if _DESCRIPTION in vars(module)
+    }
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    """Warn the caller's caller that a name will be removed in the next release.
+
+    A ``FutureWarning``: Python hides a ``DeprecationWarning`` outside of the main script.
+    """
+    warnings.warn(f"{old} is deprecated: use {new}", FutureWarning, stacklevel=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """A framework that a plug-in extends, and the newest version that its tests run with.
+
+    Attributes:
+        package: the name to import.
+        install: the requirement for pip.
+        newest: major and minor version.
+    """
+
+    package: str
+    install: str
+    newest: tuple[int, int]
+
+    def find_version(self) -> str:
+        """Return the installed version.
+
+        Raises:
+            ValueError: the framework is not installed.
+        """
+        try:
+            return str(importlib.import_module(self.package).__version__)
+        except ModuleNotFoundError as error:
+            if not _is_inside(self.package, error.name):
+                raise
+            raise ValueError(
+                f"package {self.package} must be installed: pip install {self.install}"
+            ) from error
+
+    def import_names(self, modules: dict[str, str]) -> Any:
+        """Return a namespace with names of the framework; warn if its version is too new.
+
+        Args:
+            modules: the module of each name.
+
+        Raises:
+            ImportError: the framework is not installed, or lacks one of the names.
+        """
+        try:
+            version = self.find_version()
+        except ValueError as error:
+            raise ImportError(str(error)) from error
+        self.warn_if_newer(version)
+        found: dict[str, Any] = {}
+        for name, module_name in modules.items():
+            module = find_module(module_name, name)
+            if module is None:
+                raise ImportError(
+                    f"{self.package} ({version}) must be {self._newest}, which Halley is tested "
+                    f"with: this one has no {module_name}.{name}"
+                )
+            found[name] = getattr(module, name)
+        return SimpleNamespace(**found)
+
+    def warn_if_newer(self, version: str) -> None:
+        """Warn if the version is past the newest minor version that the tests run with."""
+        major, minor = (int(part) for part in version.split(".")[:2])
+        if (major, minor) > self.newest:
+            warnings.warn(
+                f"{self.package} ({version}) is newer than {self._newest}, the newest that "
+                "Halley is tested with",
+                stacklevel=4,
+            )
+
+    def check_parameters(self, function: Any, *expected: str) -> None:
+        """Check the parameter names of a function that a plug-in calls or overrides.
+
+        Raises:
+            ValueError: it has other parameters.
+        """
+        found = tuple(inspect.signature(function).parameters)
+        if found != expected:
+            raise ValueError(
+                f"{self.package} ({self.find_version()}) must be {self._newest} or older: "
+                f"{function.__qualname__} takes {', '.join(found)}, not {', '.join(expected)}"
+            )
+
+    @property
+    def _newest(self) -> str:
+        return ".".join(map(str, self.newest))
+
+
+def find_module(name: str, attribute: str) -> ModuleType | None:
+    """Return the module if it exists and has the attribute, else None."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not _is_inside(name, error.name):
+            raise  # the module exists, but a package that it imports does not
+        return None
+    return module if hasattr(module, attribute) else None
+
+
+def _is_inside(name: str, missing: str | None) -> bool:
+    """Return whether a missing module is the named module or one of its parent packages."""
+    return f"{name}.".startswith(f"{missing}.")

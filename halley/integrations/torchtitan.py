@@ -1,10 +1,9 @@
-"""Routed experts of torchtitan run by Halley, by one flag; see docs/torchtitan.md.
+"""Run the routed experts of torchtitan by a strategy of Halley; see docs/torchtitan.md.
 
-``--override.imports halley.integrations.torchtitan.halley``
+torchtitan's option ``--override.imports halley.integrations.torchtitan.enable`` calls ``enable``.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,15 +11,34 @@ from torch.distributed.tensor import DTensor
 
 from halley.core.routing import local_experts
 from halley.core.types import Experts, Routing
-from halley.integrations.contract import ExpertParallelism, LocalExperts, describe, mark
-from halley.integrations.versions import check_arguments, import_parts
+from halley.integrations.contract import (
+    Framework,
+    LocalExperts,
+    describe,
+    shared_runner,
+    warn_deprecated,
+)
 
 
-__all__ = ["NEWEST", "HalleyRoutedExperts", "describe", "halley"]
+__all__ = ["FRAMEWORK", "HalleyRoutedExperts", "describe", "enable", "halley"]
 
-NEWEST = (0, 3)  # the newest minor version that the tests run with
-_DTYPE = torch.bfloat16  # what torchtitan's grouped GEMMs multiply in, whatever the weights are in
-_FORWARD = (
+FRAMEWORK = Framework(package="torchtitan", install="torchtitan", newest=(0, 3))
+_DTYPE = torch.bfloat16  # torchtitan's grouped GEMMs cast to it, whatever dtype the weights have
+
+_titan = FRAMEWORK.import_names(
+    {
+        "override": "torchtitan.config",
+        "derive": "torchtitan.config",
+        "RoutedExperts": "torchtitan.models.common.moe",
+        "GroupedExperts": "torchtitan.models.common.moe",
+        "LocalTokenDispatcher": "torchtitan.models.common.token_dispatcher",
+        "AllToAllTokenDispatcher": "torchtitan.models.common.token_dispatcher",
+        "maybe_set_sparse_mesh": "torchtitan.distributed.spmd_types",
+        "no_typecheck": "spmd_types",
+    }
+)
+FRAMEWORK.check_parameters(
+    _titan.RoutedExperts.forward,
     "self",
     "x_BLD",
     "topk_scores_BLK",
@@ -28,47 +46,22 @@ _FORWARD = (
     "num_local_tokens_per_expert_E",
 )
 
-_override, _derive, _RoutedExperts, _GroupedExperts, _Local, _AllToAll, _sparse_mesh, _unchecked = (
-    import_parts(
-        "torchtitan",
-        {
-            "override": "torchtitan.config",
-            "derive": "torchtitan.config",
-            "RoutedExperts": "torchtitan.models.common.moe",
-            "GroupedExperts": "torchtitan.models.common.moe",
-            "LocalTokenDispatcher": "torchtitan.models.common.token_dispatcher",
-            "AllToAllTokenDispatcher": "torchtitan.models.common.token_dispatcher",
-            "maybe_set_sparse_mesh": "torchtitan.distributed.spmd_types",
-            "no_typecheck": "spmd_types",
-        },
-        install="torchtitan",
-        newest=NEWEST,
-    )
-)
-check_arguments(_RoutedExperts.forward, _FORWARD, package="torchtitan", newest=NEWEST)
 
+class HalleyRoutedExperts(_titan.RoutedExperts):
+    """torchtitan's routed experts with dispatch, experts and combine run by a strategy.
 
-@cache
-def _parallelism(strategy: str, strict: bool) -> ExpertParallelism:
-    """Return what all layers share, buffers of the fused kernels among it."""
-    return ExpertParallelism(strategy, strict=strict)
-
-
-class HalleyRoutedExperts(_RoutedExperts):
-    """torchtitan's routed experts, dispatched, multiplied and combined by a strategy.
-
-    Parameters, their names and their meshes are those of the class that it stands for. The
-    dispatcher is kept for its mesh alone.
+    Parameters, their names and their meshes are those of torchtitan's class. Of the token
+    dispatcher, only the mesh is used.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(_RoutedExperts.Config):
-        """As torchtitan's, and how the experts run.
+    class Config(_titan.RoutedExperts.Config):
+        """torchtitan's configuration, and the options of Halley.
 
         Attributes:
-            strategy: "auto", "sequential", "chunked", "unfused" or "fused"; the last two also with
-                what they keep for backward, as in "fused:inputs".
-            strict: True raises where the default warns once.
+            strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
+                saved activations as well, as in "fused:inputs".
+            strict: raise where the default warns once.
         """
 
         strategy: str = "auto"
@@ -76,25 +69,25 @@ class HalleyRoutedExperts(_RoutedExperts):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._parallelism = _parallelism(config.strategy, config.strict)
-        self._custom = type(self.inner_experts) is not _GroupedExperts
-        self._group: Any = None
-        self._described = False
-        if self._custom:
-            self._parallelism.check(_custom_reason(self.inner_experts))
+        self._runner = shared_runner(config.strategy, config.strict)
+        self._unsupported = ""
+        if type(self.inner_experts) is not _titan.GroupedExperts:
+            name = type(self.inner_experts).__name__
+            self._unsupported = f"experts module {name} is no plain GroupedExperts"
+            self._runner.check_supported(self._unsupported)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Divide the experts as torchtitan does.
+        """Shard the experts as torchtitan does.
 
         Raises:
-            ValueError: their number is no multiple of the number of ranks.
+            ValueError: the number of experts is no multiple of the expert-parallel degree.
         """
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())
         super().parallelize(parallel_dims)
 
-    # torchtitan reads shardings by the parameters' names.
+    # torchtitan finds the sharding of each argument by its name, so the names must stay.
     def forward(
         self,
         x_BLD: torch.Tensor,
@@ -105,89 +98,97 @@ class HalleyRoutedExperts(_RoutedExperts):
         """Return the weighted sums over each token's experts, ``(B, L, D)``; a collective.
 
         Args:
-            x_BLD: this rank's tokens, a plain tensor.
-            topk_scores_BLK: weights of the sums.
+            x_BLD: tokens of this rank, a plain tensor.
+            topk_scores_BLK: routing weights.
             topk_expert_ids_BLK: global expert ids, int64.
             num_local_tokens_per_expert_E: unused.
         """
         mesh = getattr(self.token_dispatcher, "ep_mesh", None)
         group = None if mesh is None else mesh.get_group()
         top_k = topk_expert_ids_BLK.shape[-1]
-        with _unchecked():
+        with _titan.no_typecheck():
             experts = self._local_experts()
             routing = Routing(
                 topk_idx_TK=topk_expert_ids_BLK.reshape(-1, top_k),
                 topk_weights_TK=topk_scores_BLK.reshape(-1, top_k),
             )
             x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
-            y_TD = self._parallelism.run(x_TD, routing, experts, group=group)
-            if not self._described:
-                self._described = True
-                path = self._parallelism.describe(experts, top_k=top_k, group=group)
-                mark(self, f"halley: {path}")
+            y_TD = self._runner.run(x_TD, routing, experts, group=group, module=self)
             return y_TD.view(x_BLD.shape)
 
     def _local_experts(self) -> LocalExperts:
-        inner = self.inner_experts
-        weights = [_to_local(parameter) for parameter in inner.parameters()]
-        num_local = weights[0].shape[0]
-        if self._custom:
-            reason = _custom_reason(inner)
-            return LocalExperts(num_local=num_local, function=self._apply_own, reason=reason)
-        gate, down, up = (
-            _to_local(weight).to(_DTYPE) for weight in (inner.w1_EFD, inner.w2_EDF, inner.w3_EFD)
+        inner, stacked = self.inner_experts, None
+        if not self._unsupported:
+            gate, down, up = (
+                _to_local(weight).to(_DTYPE)
+                for weight in (inner.w1_EFD, inner.w2_EDF, inner.w3_EFD)
+            )
+            # Strategies read gate and up as one operand, and torchtitan has two parameters: a copy.
+            stacked = Experts(up_LGD=torch.cat([gate, up], dim=1), down_LDF=down)
+        return LocalExperts(
+            num_local=self._num_local_experts(),
+            function=self._apply_experts,
+            stacked=stacked,
+            reason=self._unsupported,
         )
-        # Two parameters, one operand: a copy in each forward, which no view can save.
-        stacked = Experts(up_LGD=torch.cat([gate, up], dim=1), down_LDF=down)
-        return LocalExperts(num_local=num_local, function=self._apply_own, stacked=stacked)
 
-    def _apply_own(self, rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
-        num_local = _to_local(next(self.inner_experts.parameters())).shape[0]
-        with _sparse_mesh():
-            return self.inner_experts(rows_RD, torch.bincount(ids_R, minlength=num_local))
+    def _apply_experts(self, rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
+        with _titan.maybe_set_sparse_mesh():
+            counts_L = torch.bincount(ids_R, minlength=self._num_local_experts())
+            return self.inner_experts(rows_RD, counts_L)
+
+    def _num_local_experts(self) -> int:
+        return _to_local(next(self.inner_experts.parameters())).shape[0]
 
 
-@_override(target=_RoutedExperts.Config, description="routed experts run by Halley")
-def halley(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
-    """Return the configuration of routed experts with Halley's in their place.
+@_titan.override(target=_titan.RoutedExperts.Config, description="routed experts run by Halley")
+def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
+    """Return the configuration of routed experts that Halley runs, for torchtitan's overrides.
 
-    torchtitan calls it for each layer when its flag ``--override.imports`` names it.
+    torchtitan calls this function for each MoE layer if ``--override.imports`` names it. Options
+    follow the name as JSON: ``halley.integrations.torchtitan.enable={"strategy": "fused"}``.
 
     Args:
         cfg: torchtitan's ``RoutedExperts.Config``.
-        strategy, strict: as in ``HalleyRoutedExperts.Config``; given behind the flag's name as
-            JSON, ``halley.integrations.torchtitan.halley={"strategy": "fused"}``.
+        strategy, strict: as in ``HalleyRoutedExperts.Config``.
 
     Returns:
-        Halley's configuration; ``cfg`` itself, with a warning, where torchtitan has been told to
-        run these experts in a way that Halley cannot.
+        Halley's configuration; or ``cfg`` with a warning, if Halley cannot run these experts.
 
     Raises:
-        ValueError: there is no such strategy; or, if strict, instead of that warning.
+        ValueError: ``strategy`` is unknown; or ``strict``, instead of the warning.
     """
-    parallelism = _parallelism(strategy, strict)
+    runner = shared_runner(strategy, strict)
     if problem := _find_problem(cfg):
-        parallelism.refuse(problem, instead="torchtitan runs them")
+        runner.warn_or_raise(problem, fallback="torchtitan runs them")
         return cfg
-    return _derive(cfg, HalleyRoutedExperts.Config, strategy=strategy, strict=strict)
+    return _titan.derive(cfg, HalleyRoutedExperts.Config, strategy=strategy, strict=strict)
+
+
+@_titan.override(target=_titan.RoutedExperts.Config, description="routed experts run by Halley")
+def halley(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
+    """Deprecated name of ``enable``."""
+    warn_deprecated(
+        "halley.integrations.torchtitan.halley", "halley.integrations.torchtitan.enable"
+    )
+    return enable(cfg, strategy=strategy, strict=strict)
 
 
 def _find_problem(cfg: Any) -> str:
-    """Return why routed experts must be left to torchtitan, or ""."""
-    if type(cfg) is not _RoutedExperts.Config:
+    """Return why torchtitan must run routed experts itself, or ""."""
+    if type(cfg) is not _titan.RoutedExperts.Config:
         return f"routed experts ({type(cfg).__qualname__}) must be torchtitan's own RoutedExperts"
     dispatcher = type(cfg.token_dispatcher)
-    if dispatcher not in (_Local.Config, _AllToAll.Config):
-        # It may pad the rows, as some experts need, or drop tokens: another layer's arithmetic.
+    if dispatcher not in (
+        _titan.LocalTokenDispatcher.Config,
+        _titan.AllToAllTokenDispatcher.Config,
+    ):
+        # Other dispatchers may pad rows or drop tokens, which changes the values of the layer.
         return (
             f"token dispatcher ({dispatcher.__qualname__}) must be that of "
             'moe_comm_backend="standard"'
         )
     return ""
-
-
-def _custom_reason(inner: Any) -> str:
-    return f"experts module {type(inner).__name__} is no plain GroupedExperts"
 
 
 def _to_local(tensor: torch.Tensor) -> torch.Tensor:

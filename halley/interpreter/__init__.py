@@ -1,9 +1,9 @@
-"""Run Triton kernels of several ranks on a CPU, with correct numerics, schedules and bounds checks.
+"""Run Triton kernels of several ranks on a CPU: correct bfloat16, schedules, and bounds checks.
 
-Triton's own interpreter rounds bfloat16 wrongly, runs the programs of a launch one after another,
-so that most missing waits stay hidden, and lets kernels read and write memory that they do not
-own. ``install.py`` repairs this for the whole process. Start with ``scheduler.py``: it runs ranks
-and programs as threads, in an order that a seed fixes.
+Triton's own interpreter has three defects: it rounds bfloat16 wrongly; it runs the programs of a
+launch one after another, so that most missing waits have no effect; and it lets kernels access any
+memory. ``install.py`` repairs them for the whole process. Start with ``scheduler.py``, which runs
+ranks and programs as threads in an order that a seed determines.
 """
 
-from halley.interpreter import switch as switch  # first: it decides how Triton runs
+from halley.interpreter import switch as switch  # before triton: it sets TRITON_INTERPRET

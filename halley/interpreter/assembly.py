@@ -1,4 +1,4 @@
-"""What the few lines of PTX in the kernels do, for the interpreter."""
+"""Interpret the inline PTX of the kernels: the clock, the release store, fences and prefetches."""
 
 import time
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from halley.core.position import POSITION
+from halley.core.current_operation import CURRENT_OPERATION
 from halley.interpreter.scheduler import current_scheduler, switch_point
 
 
-_SWITCH_NS = 100_000  # what a switch between threads takes here, roughly
+_SWITCH_NS = 100_000  # virtual time of one switch between threads
 
 
-# A fence orders two paths to memory of which the interpreter has one, a wait for bulk stores finds
-# them done, a prefetch changes no value: all yield their first operand.
-_AS_ITS_OPERAND = ("fence.proxy.async", "cp.async.bulk.wait_group", "prefetch.global")
+# These have no effect in the interpreter, which completes each memory access before the next one.
+# They return their first operand.
+_WITHOUT_EFFECT = ("fence.proxy.async", "cp.async.bulk.wait_group", "prefetch.global")
 
 
 @dataclass(frozen=True)
 class _Results:
-    """What a call of inline assembly yields, as Triton asks for it."""
+    """Results of one call of inline assembly, in the form that Triton expects."""
 
     handles: Sequence[TensorHandle]
 
@@ -33,7 +33,7 @@ class _Results:
 
 
 def install() -> None:
-    """Let the interpreter run the inline assembly that the kernels use."""
+    """Make the interpreter run the inline assembly of the kernels."""
     InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -52,15 +52,15 @@ def _create_inline_asm(
         switch_point()
     elif "st.release.sys" in text:
         return _Results([_store_release(self, *values)])
-    elif not any(known in text for known in _AS_ITS_OPERAND):
-        raise NotImplementedError(f"the interpreter does not know this assembly: {text}")
+    elif not any(name in text for name in _WITHOUT_EFFECT):
+        raise NotImplementedError(f"the interpreter does not support this assembly: {text}")
     return _Results(list(values) or [_full(type_, 0) for type_ in types])
 
 
 def _store_release(
     builder: InterpreterBuilder, address: TensorHandle, value: TensorHandle
 ) -> TensorHandle:
-    """Store by an exchange, which the scheduler and the sanitizer know."""
+    """Store by an atomic exchange, at which the scheduler switches and the sanitizer checks."""
     ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
     mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
     builder.create_atomic_rmw(
@@ -70,10 +70,10 @@ def _store_release(
 
 
 def _clock_ns() -> int:
-    """Return the time; under a scheduler what its switches took, the same on a busy machine."""
+    """Return the time in ns; under a scheduler, virtual time that does not depend on the load."""
     scheduler = current_scheduler()
     if scheduler is None:
-        POSITION.poll()  # kernels ask for the time only while they wait
+        CURRENT_OPERATION.poll()  # kernels ask for the time only while they wait
         return time.monotonic_ns()
     return scheduler.num_switches * _SWITCH_NS
 

@@ -1,9 +1,13 @@
-"""How a kernel is launched in the interpreter: co-resident under a scheduler, in turn without.
+"""Launch kernels in the interpreter: programs run concurrently under a scheduler, else in order.
 
-Differences from Triton's own launch: programs may be threads, arguments must be on the CPU and are
-used in place, errors come as they were raised, numpy's floating-point warnings are off, since GPUs
-have none, and ``triton.language`` is made interpretable once for the process instead of at each
-call of each device function, which took half of the time.
+Differences from Triton's own interpreted launch:
+
+- under a scheduler, the programs of a launch are threads;
+- arguments must be on the CPU and are used in place, without copies;
+- exceptions reach the caller unchanged;
+- numpy's floating-point warnings are off, since GPUs have none;
+- ``triton.language`` is patched once for each process. Triton patches it in each call of each
+  device function, which took half of the time.
 """
 
 import contextvars
@@ -30,7 +34,10 @@ _Launch = tuple[Callable[[_Index], None], list[_Index]]
 
 _GRID: contextvars.ContextVar[_Index] = contextvars.ContextVar("grid")
 _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
-_HELD: contextvars.ContextVar[list[_Launch] | None] = contextvars.ContextVar("held", default=None)
+# Launches of an open ``together`` block.
+_PENDING: contextvars.ContextVar[list[_Launch] | None] = contextvars.ContextVar(
+    "pending", default=None
+)
 
 
 def install() -> None:
@@ -53,7 +60,7 @@ def install() -> None:
     }.items():
         setattr(InterpreterBuilder, name, _switching(getattr(InterpreterBuilder, name), is_switch))
     builder = interpreter.interpreter_builder
-    # Checks of int32 overflow say nothing but with TRITON_DEBUG=1, and take half of the time.
+    # Checks of int32 overflow take half of the time, and report only with TRITON_DEBUG=1.
     debug = bool(knobs.runtime.debug)
     builder.options = dataclasses.replace(builder.options, debug=debug, sanitize_overflow=debug)
 
@@ -73,7 +80,7 @@ def _call_device_function(self: InterpretedFunction, *args: Any, **kwargs: Any) 
 
 
 def _launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
-    # What is no parameter of the kernel is an option of the compiler, as num_warps is.
+    # Other keywords, such as num_warps, are options of the compiler.
     kwargs = {name: value for name, value in kwargs.items() if name in self.arg_names}
     for hook in self.pre_run_hooks:
         hook(*args, **kwargs)
@@ -93,13 +100,13 @@ def _launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
         with np.errstate(all="ignore"):
             self.fn(**arguments)
 
-    # GPUs start programs in this order too: the first axis is the quickest.
+    # As on GPUs, the first axis of the grid changes fastest.
     programs = [index[::-1] for index in itertools.product(*map(range, grid[::-1]))]
-    held = _HELD.get()
-    if held is None:
+    pending = _PENDING.get()
+    if pending is None:
         _run([(run_program, programs)])
     else:
-        held.append((run_program, programs))
+        pending.append((run_program, programs))
 
 
 def _run(launches: list[_Launch]) -> None:
@@ -108,21 +115,22 @@ def _run(launches: list[_Launch]) -> None:
         scheduler.run_launches(launches)
         return
     for run_program, programs in launches:
-        context = contextvars.copy_context()  # a launch leaves nothing in the caller's context
+        context = contextvars.copy_context()  # the caller's context stays as it is
         for program in programs:
             context.run(run_program, program)
 
 
 @contextmanager
 def together() -> Generator[None]:
-    """Run what is launched meanwhile at its end: each launch when all before it have begun.
+    """Run the launches of the block concurrently, at the end of the block.
 
-    Without a scheduler they run in turn.
+    Each launch begins when all programs of the launches before it have begun. Without a scheduler,
+    the launches run one after another.
     """
-    held: list[_Launch] = []
-    token = _HELD.set(held)
+    pending: list[_Launch] = []
+    token = _PENDING.set(pending)
     try:
         yield
     finally:
-        _HELD.reset(token)
-    _run(held)
+        _PENDING.reset(token)
+    _run(pending)

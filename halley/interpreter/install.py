@@ -1,4 +1,4 @@
-"""Make Triton's interpreter fit for tests, and refuse a Triton that then computes wrong values."""
+"""Repair Triton's interpreter, and refuse a Triton whose interpreter still gives wrong values."""
 
 from functools import cache
 
@@ -8,20 +8,20 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
-from halley.interpreter import assembly, numerics, sanitizer, speed
-from halley.interpreter import coresident as launch
+from halley.interpreter import assembly, coresident, numerics, sanitizer, type_cache
 
 
 @cache
 def install() -> None:
-    """Change Triton's interpreter for the rest of this process; the second call does nothing.
+    """Repair Triton's interpreter for the rest of this process.
 
-    Does nothing either where Triton compiles. What is changed are internals of Triton, so values
-    of a small kernel are compared with known ones right away; all takes some 40 ms.
+    A second call does nothing, nor does a call in a process in which Triton compiles. The repairs
+    replace internals of Triton. Therefore the results of a small kernel are compared with known
+    values. All this takes about 40 ms.
 
     Raises:
         RuntimeError: TRITON_INTERPRET was set after triton was imported, or the interpreter of
-            this version of Triton is not as expected.
+            this version of Triton has other internals, or still gives wrong values.
     """
     if not isinstance(tl.zeros, InterpretedFunction):
         if knobs.runtime.interpret:
@@ -31,8 +31,8 @@ def install() -> None:
         numerics.install()
         assembly.install()
         sanitizer.install()
-        launch.install()
-        speed.install()
+        coresident.install()
+        type_cache.install()
         wrong = _find_wrong_values()
     except Exception as error:
         raise RuntimeError(f"{_describe()} cannot be repaired: {error!r}") from error
@@ -50,7 +50,7 @@ def _add(x, y):
 
 
 @triton.jit
-def _try_out_kernel(a_MM, dot_MM, sum_MM, less_N, count, num_less, M: tl.constexpr):
+def _probe_kernel(a_MM, dot_MM, sum_MM, less_N, count, num_less, M: tl.constexpr):
     at_MM = tl.arange(0, M)[:, None] * M + tl.arange(0, M)[None, :]
     a = tl.load(a_MM + at_MM)
     tl.store(dot_MM + at_MM, tl.dot(a, a))
@@ -60,16 +60,16 @@ def _try_out_kernel(a_MM, dot_MM, sum_MM, less_N, count, num_less, M: tl.constex
 
 
 def _find_wrong_values() -> list[str]:
-    """Return what a kernel computes otherwise than by hand."""
+    """Return the operations whose results differ from values computed by hand."""
     a_MM = torch.tensor([[1.0, 3.0], [-2.0, 0.5]], dtype=torch.bfloat16)
     dot_MM, sum_MM = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
     less_N = torch.full((3,), -1, dtype=torch.int32)
     count = torch.zeros(1, dtype=torch.int32)
     tensors = (a_MM, dot_MM, sum_MM, less_N, count)
-    _try_out_kernel[(2,)](*tensors, 3, M=2)  # pyright: ignore[reportArgumentType]
+    _probe_kernel[(2,)](*tensors, 3, M=2)  # pyright: ignore[reportArgumentType]
     found = {
         "bfloat16 dot": dot_MM.tolist() == [[-5.0, 4.5], [-3.0, -5.75]],
-        # A tie that goes up to the even, one that is nearer to the upper, a tie that goes down.
+        # A tie that is rounded up to even, a value above the middle, a tie that is rounded down.
         "rounding to bfloat16": sum_MM.tolist() == [[1.015625, 3.015625], [-1.984375, 0.51171875]],
         "bfloat16 comparison": less_N.tolist() == [0, 0, 1],
         "atomic addition": count.tolist() == [3],
@@ -79,9 +79,9 @@ def _find_wrong_values() -> list[str]:
 
 
 def _is_caught(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Let the last store to ``less_N`` pass its end."""
+    """Return whether a store past the end of ``less_N`` is an IndexError."""
     try:
-        _try_out_kernel[(1,)](*tensors, 4, M=2)  # pyright: ignore
+        _probe_kernel[(1,)](*tensors, 4, M=2)  # pyright: ignore
     except IndexError:
         return True
     return False

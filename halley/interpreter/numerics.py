@@ -1,8 +1,8 @@
-"""bfloat16 in the interpreter as GPUs compute it: in float32, rounded to nearest even.
+"""bfloat16 arithmetic in the interpreter as on GPUs: in float32, rounded to nearest even.
 
-The interpreter holds bfloat16 as uint16 and gives these to numpy as integers, so that sums,
-products and comparisons of them are garbage, and casts to them truncate. Conversions to float8 are
-left as they are: they round wrongly in 2 of 100 values.
+Triton's interpreter stores bfloat16 as uint16 and lets numpy compute with the integers. So sums,
+products and comparisons are wrong, and casts to bfloat16 truncate. Conversions to float8 are not
+repaired: they round wrongly in 2 of 100 values.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,26 @@ _NAN = np.uint16(0x7FC0)
 
 
 def widen(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Return bfloat16 values, given by their bits, as float32."""
+    """Convert bfloat16 values, given as bits, to float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def round_to_bfloat16(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest bfloat16 values, ties to even; float64 passes float32 first.
+    """Round to bfloat16, ties to even, and return the bits; float64 is rounded to float32 first.
 
     Example:
-        1 + 2**-8 lies between 1 (0x3F80) and 1 + 2**-7 (0x3F81), and goes to the even 0x3F80.
-        1 + 3 * 2**-8 lies between 0x3F81 and 0x3F82, and goes to 0x3F82.
+        1 + 2**-8 is in the middle of 0x3F80 (1) and 0x3F81 (1 + 2**-7): the result is 0x3F80.
+        1 + 3 * 2**-8 is in the middle of 0x3F81 and 0x3F82: the result is 0x3F82.
     """
     bits = values.astype(np.float32).view(np.uint32)
-    # One less than half of the last bit kept, plus that bit: a tie carries only into an odd value.
+    # Add half of the last bit minus one, plus the last bit: a tie carries only if that bit is odd.
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), _NAN, rounded)
 
 
 def install() -> None:
-    """Replace the interpreter's operations that touch bfloat16."""
+    """Replace the interpreter's operations on bfloat16."""
     builder = {
         "cast_impl": _cast,
         "get_bf16": _get_bf16,
@@ -86,7 +86,7 @@ def _make_convert_float(original: Callable[..., TensorHandle]) -> Callable[..., 
         dst_type: tl.dtype,
         rounding_mode: ir.ROUNDING_MODE | None,
     ) -> TensorHandle:
-        """Convert from and to float8, and wherever a kernel names the rounding."""
+        """Convert from and to float8, and with an explicit rounding mode."""
         if dst_type.scalar != tl.bfloat16:
             return original(self, _widened(src), dst_type, rounding_mode)
         if src.dtype.scalar.is_fp8():
@@ -120,9 +120,9 @@ def _make_fma(original: Callable[..., TensorHandle]) -> Callable[..., TensorHand
     ) -> TensorHandle:
         if not _is_bfloat16(z):
             return original(self, x, y, z)
-        # float64 holds the product exactly: only the sum is rounded, as in hardware.
-        product = widen(x.data).astype(np.float64) * widen(y.data)
-        return _rounded(product + widen(z.data))
+        # float64 represents x * y exactly, so that only the sum is rounded, as in hardware.
+        exact = widen(x.data).astype(np.float64) * widen(y.data)
+        return _rounded(exact + widen(z.data))
 
     return create_fma
 

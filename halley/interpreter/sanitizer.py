@@ -1,8 +1,8 @@
-"""The address sanitizer: a kernel may touch its arguments' memory and registered memory only.
+"""Address sanitizer: a kernel may access only its arguments' memory and registered memory.
 
-A load past the end of a tensor, or a store through a peer's pointer that is none, is silent on a
-GPU more often than not. Here it is an error that names the program. One argument's memory may begin
-right where that of another ends; then a step over that border is not seen.
+On a GPU, a load past the end of a tensor or a store through a wrong pointer often goes unnoticed.
+Here it is an error that names the program. One case is not detected: an access past the end of an
+argument that falls into another argument.
 """
 
 from bisect import bisect_right
@@ -18,15 +18,15 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-# The memory of heaps, by address: its size, and how many of the process's ranks registered it. The
-# one state of this module; heaps outlive launches, and kernels know them by integers only.
+# Size and number of registrations of symmetric memory, by address. Module state, because symmetric
+# memory lives longer than a launch and kernels get its addresses as integers.
 _registered: dict[int, tuple[int, int]] = {}
 
 
 def register(address: int, num_bytes: int) -> None:
-    """Let kernels that are launched from now on touch memory that is no argument of theirs.
+    """Allow later launches to access memory that is not an argument.
 
-    Ranks in threads may register the same memory; each then unregisters it.
+    Several ranks in threads may register the same memory; each of them unregisters it.
 
     Raises:
         ValueError: the address is registered with another size.
@@ -38,7 +38,7 @@ def register(address: int, num_bytes: int) -> None:
 
 
 def unregister(address: int) -> None:
-    """Take one ``register`` of that address back.
+    """Undo one ``register`` of an address.
 
     Raises:
         ValueError: it is not registered.
@@ -52,11 +52,11 @@ def unregister(address: int) -> None:
 
 @final
 class Allowed:
-    """The memory that one launch may touch: its arguments' and what is registered.
+    """Memory that one launch may access: its arguments, and registered memory.
 
     Args:
         kernel: name of the kernel, for errors.
-        arguments: of the launch; tensors, descriptors of tensors and tuples of them count.
+        arguments: of the launch; tensors, tensor descriptors and tuples of them are counted.
 
     Raises:
         ValueError: a tensor is not on the CPU.
@@ -69,20 +69,20 @@ class Allowed:
             _add_spans(argument, spans)
         spans.sort()
         self._starts = [start for start, _ in spans]
-        # Spans may lie in each other: an address is inside if any span that starts before it is.
+        # Spans may overlap: an address is inside if any span that starts before it ends after it.
         ends = np.array([end for _, end in spans], np.uint64)
         self._ends = np.maximum.accumulate(ends) if spans else ends
 
     def check(
         self,
-        what: str,
+        access: str,
         pointers: TensorHandle,
         mask: TensorHandle | npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Check where the active lanes of an access point.
+        """Check the addresses of the active lanes of an access.
 
         Raises:
-            IndexError: one of them points elsewhere.
+            IndexError: a lane accesses other memory.
         """
         addresses = pointers.data
         if mask is not None:
@@ -90,14 +90,14 @@ class Allowed:
         if addresses.size == 0:
             return
         num_bytes = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
-        # Most accesses fall into one span, which their first and last address tell.
+        # Fast path: most accesses are inside of one span from their first to their last address.
         index = bisect_right(self._starts, int(addresses.min())) - 1
         if index >= 0 and int(addresses.max()) + num_bytes <= int(self._ends[index]):
             return
         outside = self._outside(addresses.ravel(), num_bytes)
         if outside.size:
             raise IndexError(
-                f"{self._kernel}, program {interpreter.interpreter_builder.grid_idx}: {what} of "
+                f"{self._kernel}, program {interpreter.interpreter_builder.grid_idx}: {access} of "
                 f"{outside.size} lanes outside of its arguments and of registered memory, "
                 f"first at {int(outside[0]):#x}"
             )
@@ -115,12 +115,12 @@ _ALLOWED: ContextVar[Allowed] = ContextVar("allowed")
 
 
 def allow(allowed: Allowed) -> None:
-    """Check the accesses of this thread's kernel against that memory from now on."""
+    """Check later accesses of this thread's kernel against ``allowed``."""
     _ALLOWED.set(allowed)
 
 
 def install() -> None:
-    """Check each load, store and atomic operation of the interpreter before it is done."""
+    """Check each load, store and atomic operation of the interpreter before it runs."""
     checks: dict[str, Callable[..., None]] = {
         "create_masked_load": lambda ptr, mask, *_: _ALLOWED.get().check("load", ptr, mask),
         "create_masked_store": lambda ptr, _, mask, *__: _ALLOWED.get().check("store", ptr, mask),
@@ -135,14 +135,14 @@ def install() -> None:
 
 def _checked(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
-        check(*args)  # descriptors pass what comes after the mask by keyword
+        check(*args)  # tensor descriptors pass the arguments after the mask by keyword
         return original(self, *args, **kwargs)
 
     return access
 
 
 def _add_spans(argument: object, spans: list[tuple[int, int]]) -> None:
-    """Add start and end of the memory of each tensor in ``argument``."""
+    """Append start and end of the memory of each tensor in ``argument``."""
     argument = interpreter._unwrap_tensor(argument)
     if isinstance(argument, tuple):
         for part in argument:

@@ -1,11 +1,11 @@
-"""The co-resident scheduler: ranks and programs are threads, and a seed picks the one that runs.
+"""Schedule ranks and Triton programs as threads in an order that a seed determines.
 
-Exactly one thread runs at any time, the one that holds the baton. It hands the baton on at a switch
-point: after an atomic operation or a volatile load, and between two programs. So every order in
-which programs may see each other's flags can come up, each seed gives one of them, and the same
-seed gives the same one again.
+Exactly one thread runs at any time. It may switch to another one after an atomic operation, after a
+volatile load, and between two programs. So every order in which programs can see each other's flags
+is possible. Each seed gives one of these orders, and gives it again in the next run.
 
-Memory is sequentially consistent: a missing fence, or a release that is not one, does not show.
+Memory is sequentially consistent. So a missing fence or a missing release has no effect here;
+tests/fused/test_compiled.py checks these in the PTX.
 """
 
 import os
@@ -19,84 +19,83 @@ from typing import Any, TypeVar, final
 
 T = TypeVar("T")
 
-# How long a starved thread stays unscheduled at most. Launches of tests have some hundred switches.
+# Longest pause of a starved thread, in switches. A launch in a test has some hundred switches.
 _MAX_STARVED_SWITCHES = 500
 
 
 class _Stop(BaseException):
-    """Ends a thread because another one failed; not an Exception, so that no test swallows it."""
+    """Ends a thread after another one failed; no Exception, so that tests do not catch it."""
 
 
 @final
 class _Task:
-    """A thread that runs only while it holds the baton."""
+    """A thread of the scheduler, which runs only between ``wake`` and ``sleep``."""
 
     def __init__(self, scheduler: "Scheduler", *, index: int, name: str) -> None:
         self.scheduler = scheduler
         self.index = index
         self.name = name
         self.starved_until = 0
-        self._baton = threading.Lock()
-        self._baton.acquire()
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
 
     def wake(self) -> None:
-        """Give the baton to this thread; the caller must run no more."""
-        self._baton.release()
+        """Let this thread run; the caller must sleep or end."""
+        self._asleep.release()
 
     def sleep(self) -> None:
-        """Wait for the baton; called by the thread itself."""
-        self._baton.acquire()
+        """Stop until ``wake``; called by the thread itself."""
+        self._asleep.acquire()
 
 
 _TASK: ContextVar[_Task | None] = ContextVar("task", default=None)
 
 
 def switch_point() -> None:
-    """Let another thread run; without a scheduler, another process."""
+    """Let another thread run; without a scheduler, let another process run."""
     task = _TASK.get()
     if task is None:
-        os.sched_yield()  # time.sleep(0) takes 50 us, as long as all the rest of a poll
+        os.sched_yield()  # time.sleep(0) takes 50 us and would double the time of a poll
     else:
         task.scheduler.step()
 
 
 def current_scheduler() -> "Scheduler | None":
-    """Return the scheduler that runs this thread, or None outside of ``run_ranks``."""
+    """Return the scheduler of this thread; None outside of ``run_ranks``."""
     task = _TASK.get()
     return task.scheduler if task else None
 
 
 @final
 class HostBarrier:
-    """A barrier of all ranks of a scheduler, on the host; a waiting rank hands the baton on."""
+    """A host barrier of all ranks of a scheduler; other threads run while a rank waits."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
 
     def wait(self) -> None:
-        """Return once every rank has come here.
+        """Wait until every rank has called this.
 
         Raises:
-            RuntimeError: the other ranks are done, or wait for something else for ever.
+            RuntimeError: the other ranks have ended without calling it.
         """
-        self._scheduler._meet()
+        self._scheduler._wait_at_barrier()
 
 
 @final
 class Scheduler:
-    """Runs ranks, and the programs of what they launch, one at a time in an order from a seed.
+    """Runs ranks and the programs of their launches, one at a time, in an order from a seed.
 
     Args:
-        seed: picks the order.
-        resident: programs of one launch that are under way at once, as many as a GPU would hold.
-            They take program ids in order. A program that waits for one of a higher id needs both
-            resident; if they are not, the run ends after ``max_switches``.
-        starve: probability with which a thread that is picked stays unscheduled for a long stretch
-            instead, as if it were delayed.
-        max_switches: picks in one ``run_ranks`` after which it counts as endless.
+        seed: determines the order.
+        resident: programs of one launch that run concurrently, as on a GPU with this many places.
+            Programs start in the order of their ids. If a program waits for one that cannot start,
+            the run ends after ``max_switches``.
+        starve: probability with which a picked thread pauses for a long time instead.
+        max_switches: switches of one ``run_ranks`` after which it is an error.
 
     Attributes:
-        trace: threads picked in the last ``run_ranks``, by number in the order of their creation.
+        trace: threads picked in the last ``run_ranks``, numbered in the order of creation.
 
     Raises:
         ValueError: an argument is out of range.
@@ -118,19 +117,19 @@ class Scheduler:
 
     @property
     def num_switches(self) -> int:
-        """Return how often the last ``run_ranks`` picked a thread."""
+        """Number of switches of the last ``run_ranks``."""
         return len(self.trace)
 
     def barrier(self) -> HostBarrier:
-        """Return the barrier of all ranks, the same at every call."""
+        """Return the barrier of all ranks, the same object at every call."""
         return self._barrier
 
     def run_ranks(self, num_ranks: int, fn: Callable[[int], T]) -> list[T]:
-        """Call ``fn(rank)`` in one thread a rank and return the results by rank.
+        """Call ``fn(rank)`` in one thread for each rank and return the results by rank.
 
         Raises:
-            BaseException: what the first rank to fail raised, with a note that tells rank and seed.
-                All other ranks have ended then.
+            BaseException: the error of the first rank that failed, with a note that names rank and
+                seed. All other ranks have ended by then.
         """
         self._reset(num_ranks=num_ranks)
         results: dict[int, T] = {}
@@ -147,18 +146,14 @@ class Scheduler:
             raise self._error
         return [results[rank] for rank in range(num_ranks)]
 
-    def run_programs(self, run_program: Callable[[T], None], programs: Sequence[T]) -> None:
-        """Call ``run_program`` for each of the programs, ``resident`` at once; called by a launch.
-
-        Returns when all of them are done: on one rank, launches follow each other.
-        """
-        self.run_launches([(run_program, programs)])
-
     def run_launches(self, launches: Sequence[tuple[Callable[[Any], None], Sequence[Any]]]) -> None:
-        """Run the programs of launches of which each begins when the one before has begun.
+        """Run the programs of launches; called by a rank. Returns when all programs have ended.
 
-        That is when all programs of the one before are under way or done. There are ``resident``
-        programs of each at once. Returns when all are done.
+        A launch begins when all programs of the launch before it have begun. Each launch runs at
+        most ``resident`` programs at a time.
+
+        Args:
+            launches: for each launch, a function and the programs that it is called with.
         """
         launcher = self._current()
         waiting = [(run_program, list(programs)) for run_program, programs in launches if programs]
@@ -193,21 +188,21 @@ class Scheduler:
             return
         begin_next()
         self._runnable.remove(launcher)
-        self._hand_on(launcher)
+        self._switch_from(launcher)
 
     def step(self) -> None:
-        """Hand the baton to a thread that the seed picks, which may be the running one.
+        """Switch to a thread that the seed picks, which may be the running one.
 
         Raises:
-            RuntimeError: ``max_switches`` have been made.
+            RuntimeError: there were ``max_switches`` switches.
         """
         self._raise_if_failed()
         if self.num_switches >= self.max_switches:
             raise RuntimeError(
                 f"no end after {self.num_switches} switches with seed {self.seed} and "
-                f"{self.resident} resident programs: what runs waits for what does not"
+                f"{self.resident} resident programs: a wait or a loop never ends"
             )
-        self._hand_on(self._current())
+        self._switch_from(self._current())
 
     def _reset(self, *, num_ranks: int) -> None:
         self.trace: list[int] = []
@@ -226,11 +221,11 @@ class Scheduler:
     def _start(
         self, name: str, body: Callable[[], None], *, on_end: Callable[[], None] | None = None
     ) -> threading.Thread:
-        """Make a thread that waits to be picked; it starts with the baton and ends without."""
+        """Start a thread that sleeps until it is picked."""
         task = _Task(self, index=self._num_tasks, name=name)
         self._num_tasks += 1
         self._runnable.append(task)
-        # Daemon: after Ctrl-C nobody hands these the baton any more.
+        # Daemon threads: after Ctrl-C no thread wakes them any more.
         thread = threading.Thread(target=self._run, args=(task, body, on_end), daemon=True)
         thread.start()
         return thread
@@ -255,7 +250,7 @@ class Scheduler:
             self._next().wake()
 
     def _fail(self, error: BaseException) -> None:
-        """Note the first error and let those at the barrier run, so that they end too."""
+        """Store the first error; wake the ranks at the barrier, so that they end too."""
         if self._error is None:
             self._error = error
         self._runnable += self._at_barrier
@@ -265,7 +260,7 @@ class Scheduler:
         if self._error is not None:
             raise _Stop
 
-    def _meet(self) -> None:
+    def _wait_at_barrier(self) -> None:
         self._raise_if_failed()
         task = self._current()
         if len(self._at_barrier) + 1 == self._num_ranks:
@@ -275,10 +270,10 @@ class Scheduler:
         else:
             self._runnable.remove(task)
             self._at_barrier.append(task)
-            self._hand_on(task)
+            self._switch_from(task)
 
-    def _hand_on(self, task: _Task) -> None:
-        """Let the next thread run until this one, which is ``task``, is picked again."""
+    def _switch_from(self, task: _Task) -> None:
+        """Let other threads run until ``task``, the running one, is picked again."""
         following = self._next()
         if following is not task:
             following.wake()

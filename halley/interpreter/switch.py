@@ -1,7 +1,7 @@
-"""The one file that knows whether Triton compiles or interprets.
+"""Choose whether Triton compiles or interprets; without a GPU it interprets on CPU tensors.
 
-Every other kernel file imports ``tl`` as usual, after this one: the choice is made when Triton is
-first imported. Without a GPU the kernels are interpreted on CPU tensors.
+Triton reads ``TRITON_INTERPRET`` when it is first imported. So importing this module sets it, and
+every package with kernels imports this module before triton.
 """
 
 import os

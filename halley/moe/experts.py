@@ -1,4 +1,4 @@
-"""The experts that a rank holds, or its shards of them, as a module."""
+"""The module that holds the weights of a rank's experts, or the rank's shards of them."""
 
 import torch
 from torch import nn
@@ -14,19 +14,18 @@ from halley.ops.replicas import Replicas
 
 
 class GroupedExperts(nn.Module):
-    """The weights of this rank's experts, stacked; names and layout are Hugging Face's.
+    """The stacked weights of this rank's experts, with the names and layout of Hugging Face.
 
-    Every parameter below such a module differs between the ranks of an expert-parallel group, and
-    is the same on the ranks of its "edp" group; ``expert_parameter_names`` tells them.
-
-    Where ranks share experts, each has a slice of the intermediate size; see ``core.sharding``.
+    Its parameters differ between the ranks of an expert-parallel group, and are equal on the ranks
+    of an "edp" group. ``expert_parameter_names`` lists them. If ranks share experts, each rank has
+    a slice of the intermediate size; see ``core.sharding``.
 
     Attributes:
-        expert_ids: the experts that the rows of each parameter belong to.
-        placement: of all ranks; where ranks share experts, of the sets that do.
-        replicas: the experts that other ranks of the group hold too; None where there are none on
-            any rank.
-        sharded_dims: where parameters, by name, have the intermediate size.
+        expert_ids: expert id of each slice along the first dimension of the parameters.
+        placement: the experts of each rank, or of each set of ranks that share experts.
+        replicas: the experts that other ranks of the group also hold; None if no expert has
+            replicas.
+        sharded_dims: the dimension, by parameter name, that is the intermediate size.
     """
 
     def __init__(
@@ -82,37 +81,39 @@ class GroupedExperts(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each rank holds a range of experts, in order of rank."""
+        """Whether the ranks hold consecutive ranges of experts, in order of rank."""
         experts = [expert for held in self.placement.experts_WL for expert in held]
         return experts == list(range(self.placement.num_experts))
 
-    def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that a parameter of one expert has on all ranks together."""
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Return the unsharded shape of one expert's parameter."""
         shape = list(self.get_parameter(name).shape[1:])
         if name in self.sharded_dims:
             shape[self.sharded_dims[name].dim] *= self.tp_size
         return tuple(shape)
 
-    def own_part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of a parameter of one expert, or of some, given whole."""
+    def local_shard(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of an unsharded parameter of one expert, or of several."""
         if name not in self.sharded_dims:
             return weight
         dim = self.sharded_dims[name]
         return dim.shard(weight, tp_rank=self.tp_rank, tp_size=self.tp_size)
 
-    def kept_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of a parameter, or of what belongs to it, as checkpoints keep it.
+    def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a parameter, or of its optimizer state, in the layout of checkpoints.
 
-        In it the shards of ranks that share experts are ranges.
+        In that layout, the shards of ranks that share experts are contiguous.
         """
         dim = self.sharded_dims.get(name)
         return tensor if dim is None else dim.apart(tensor)
 
-    def count_once(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the rows of experts that no lower rank holds: over all ranks, each expert once.
+    def without_replicas(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the slices of the experts that no lower rank holds.
+
+        Over all ranks this is each expert once.
 
         Args:
-            gradient: of one of the parameters.
+            gradient: gradient of one of the parameters.
         """
         if self.replicas is None:
             return gradient

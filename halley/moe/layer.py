@@ -1,10 +1,9 @@
-"""The MoE layer: router, routed experts run by a strategy, shared experts."""
+"""The MoE layer: a router, routed experts that a strategy runs, and shared experts."""
 
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import MoEConfig
@@ -15,11 +14,11 @@ from halley.core.timeline import Recorder
 from halley.core.torch_device import parse_device
 from halley.core.types import Experts, Routing
 from halley.distributed.mesh import ParallelGroups
+from halley.moe.dense import FeedForward
 from halley.moe.experts import GroupedExperts
 from halley.moe.memory_check import check_layer_memory
 from halley.moe.router import build_router
-from halley.moe.side_stream import SideStream
-from halley.ops.expert_forward import check_alignment
+from halley.ops.expert_gemm import check_alignment
 from halley.ops.replicas import share_gradients
 from halley.strategies.base import AbstractStrategy, under_autocast
 
@@ -28,8 +27,8 @@ class MoEOutput(NamedTuple):
     """Result of an MoE layer.
 
     Attributes:
-        y: same shape and dtype as the input.
-        router_loss: balance and z loss times their coefficients, float32 scalar; add it to the
+        y: output, with the shape and dtype of the input.
+        router_loss: balance and z loss times their coefficients, a float32 scalar to add to the
             model's loss.
         counts_E: slots that the router gave each expert on this rank, int64.
     """
@@ -39,53 +38,24 @@ class MoEOutput(NamedTuple):
     counts_E: torch.Tensor
 
 
-class FeedForward(nn.Module):
-    """A dense SwiGLU or GELU network, as Hugging Face names its parts."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        gated: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-
-        def linear(inner: int, outer: int) -> nn.Linear:
-            return nn.Linear(inner, outer, bias=False, dtype=dtype, device=device)
-
-        self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
-        self.up_proj = linear(hidden_size, intermediate_size)
-        self.down_proj = linear(intermediate_size, hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gate_proj is None:
-            return self.down_proj(F.gelu(self.up_proj(x)))
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class MoELayer(nn.Module):
     """A mixture of experts whose experts are spread over the ranks of a group.
 
     Args:
-        config: experts and router.
+        config: configuration of experts and router.
         hidden_size: D.
-        strategy: runs the routed experts; made for ``groups.ep`` and ``groups.tp_size``.
-        groups: the ranks over which the experts live.
-        dtype, device: of the parameters; fill them with ``model.init_weights`` or a checkpoint.
-        placement: which experts each of these ranks holds; None for the plain one. Replicas of an
-            expert must be filled alike.
-        recorder: marks the time spent waiting for the gradients of replicas.
-        overlap_shared_expert: on a GPU, run the shared experts, forward and backward, on a stream
-            of their own, beside the routed ones. They may hide communication, and compete with the
-            routed experts' products. Outputs and gradients of weights stay the same.
+        strategy: runs the routed experts; built for ``groups.ep`` and ``groups.tp_size``.
+        groups: the ranks over which the experts are spread.
+        dtype, device: dtype and device of the parameters, which the constructor does not
+            initialize: call ``init_parameters`` or load a checkpoint.
+        placement: the experts of each rank; None for consecutive ranges. Replicas of an expert
+            must have equal initial values.
+        recorder: takes the span of waiting for the gradients of replicas.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, the placement is for others, the sizes
-            are not aligned, the strategy is made for other shards of experts than the groups, an
-            argument has the wrong type, or the parameters do not fit into the device's memory.
+        ValueError: the experts do not divide over the ranks, the placement is for other sizes,
+            sizes are not aligned, strategy and groups have different ``tp_size``, an argument has
+            the wrong type, or the parameters do not fit into the device's memory.
     """
 
     def __init__(
@@ -99,7 +69,6 @@ class MoELayer(nn.Module):
         device: torch.device | str = "cpu",
         placement: ExpertPlacement | None = None,
         recorder: Recorder | None = None,
-        overlap_shared_expert: bool = False,
     ) -> None:
         super().__init__()
         groups = groups or ParallelGroups()
@@ -117,7 +86,6 @@ class MoELayer(nn.Module):
         check_layer_memory(config, hidden_size, num_local=num_local, **place)
         self.config = config
         self.strategy = strategy
-        self.overlap_shared_expert = overlap_shared_expert
         self.router = build_router(config, hidden_size=hidden_size, dtype=dtype, device=device)
         gated = config.activation == "swiglu"
         self.experts = GroupedExperts(
@@ -150,7 +118,7 @@ class MoELayer(nn.Module):
                 )
 
     def _register_choices(self, device: torch.device) -> None:
-        """Keep which replicas tokens may choose, beside the parameters but in no checkpoint."""
+        """Register the replicas that tokens may choose, as buffers outside of checkpoints."""
         choices_EC = num_choices_E = None
         if not self.experts.is_plain:
             tables = replica_choices(self.experts.placement, rank=self.ep_rank)
@@ -164,8 +132,8 @@ class MoELayer(nn.Module):
         """Apply the layer; a collective of the expert-parallel group.
 
         Args:
-            x: ``(..., D)`` in the dtype of the parameters, or any under autocast, whose dtype the
-                output then has.
+            x: ``(..., D)`` in the dtype of the parameters. Under autocast any dtype, and the
+                output has the dtype of autocast.
 
         Raises:
             ValueError: the input's shape, dtype or device does not fit the parameters.
@@ -182,13 +150,9 @@ class MoELayer(nn.Module):
         experts = under_autocast(self.local_experts())
         is_cast = torch.is_autocast_enabled(x.device.type)
         rows_TD = x_TD.to(experts.up_LGD.dtype) if is_cast else x_TD
-        beside = None
-        if self.overlap_shared_expert and self.shared_expert is not None:
-            # Before the strategy, whose host may wait for counts while it dispatches.
-            beside = SideStream(self._apply_shared, x_TD)
         y_TD = self.strategy.forward(rows_TD, self._to_replicas(routed.routing), experts)
         if self.shared_expert is not None:
-            y_TD = y_TD + (beside.wait() if beside is not None else self._apply_shared(x_TD))
+            y_TD = y_TD + self._apply_shared(x_TD)
         return MoEOutput(y_TD.view_as(x), routed.loss, routed.counts_E)
 
     def _apply_shared(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -199,7 +163,7 @@ class MoELayer(nn.Module):
         return shared_TD
 
     def local_experts(self) -> Experts:
-        """Return this rank's experts as strategies take them; views of the parameters."""
+        """Return this rank's experts in the form that strategies take; views of the parameters."""
         parameters = self.experts
         experts = Experts(
             up_LGD=parameters.gate_up_proj,
@@ -215,7 +179,7 @@ class MoELayer(nn.Module):
         )
 
     def _to_replicas(self, routing: Routing) -> Routing:
-        """Return the routing with replicas in place of experts."""
+        """Return the routing with ids of replicas instead of ids of experts."""
         if self.choices_EC is None or self.num_choices_E is None:
             return routing
         replicas_TK = choose_replicas(

@@ -1,7 +1,7 @@
-"""Refuse models that cannot fit into the memory of a device, before any of it is allocated.
+"""Raise an error for a model that cannot fit into device memory, before allocating anything.
 
-The estimates are lower bounds: a model that passes may still run out of memory. One that is refused
-could not have been made.
+The estimates are lower bounds. A model that passes may still run out of memory, and a model that
+fails could not have been built.
 """
 
 import os
@@ -13,7 +13,7 @@ from halley.core.types import DTYPES
 
 
 _FLOAT32_BYTES = 4
-_ADAM_STATES = 2  # the means of the gradients and of their squares, float32 each
+_ADAM_STATES = 2  # first and second moment, float32
 
 
 def check_memory(
@@ -21,11 +21,12 @@ def check_memory(
 ) -> None:
     """Check that the training state of a run fits into the memory of its devices.
 
-    It has parameters, gradients, optimizer state and the logits of one microbatch.
+    The state is parameters, gradients, optimizer state and the logits of one microbatch.
 
     Args:
-        num_ranks: of the run.
-        device: of one rank; on a GPU this creates a CUDA context in the calling process.
+        config: configuration of the run.
+        num_ranks: ranks of the run.
+        device: device of one rank; a GPU gets a CUDA context in the calling process.
         num_sharing: ranks that share the device's memory, such as all CPU ranks of a host.
 
     Raises:
@@ -77,7 +78,9 @@ def check_layer_memory(
     """Check that the parameters of a rank's MoE layer fit into the memory of its device.
 
     Args:
-        num_local: experts that the rank holds, or shares with others.
+        config: configuration of experts and router.
+        hidden_size: D.
+        num_local: experts that the rank holds, alone or shared.
         tp_size: ranks that share each expert.
 
     Raises:
@@ -108,7 +111,7 @@ def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
 
 
 def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
-    """Return the number of parameters of one rank, with the plain placement of experts."""
+    """Return the number of parameters of one rank, without replicas of experts."""
     hidden, num_moe = config.hidden_size, config.num_moe_layers
     query, key = (num * config.head_dim for num in (config.num_heads, config.num_kv_heads))
     attention = 2 * hidden * (query + key)
@@ -126,7 +129,11 @@ def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
 def num_layer_parameters(
     config: MoEConfig, hidden_size: int, *, num_local: int, tp_size: int
 ) -> int:
-    """Return the number of parameters of one rank's MoE layer; arguments of check_layer_memory."""
+    """Return the number of parameters of one rank's MoE layer.
+
+    Args:
+        config, hidden_size, num_local, tp_size: as for ``check_layer_memory``.
+    """
     num_up = 2 if config.activation == "swiglu" else 1
     size = config.intermediate_size // tp_size
     expert = (num_up + 1) * hidden_size * size
@@ -138,10 +145,10 @@ def num_layer_parameters(
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of a device, None if it allocates none, as "meta" does.
+    """Return the bytes of memory of a device; None for "meta", which allocates nothing.
 
     Raises:
-        RuntimeError: torch sees no such CUDA device.
+        RuntimeError: there is no such CUDA device.
     """
     if device.type == "cuda":
         count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Routers: from token to its experts, their weights, and the losses that keep the load even."""
+"""Routers: choose the experts of each token and their weights; compute load-balancing losses."""
 
 import abc
 import math
@@ -16,12 +16,12 @@ from halley.ops.capacity import take_slots, take_slots_by_weight
 
 
 class RouterOutput(NamedTuple):
-    """What a router says of one microbatch.
+    """Result of a router for one microbatch.
 
     Attributes:
-        routing: experts and weights of each token.
-        loss: balance and z loss, each times its coefficient, float32 scalar.
-        counts_E: slots of each expert before capacity dropped any, int64.
+        routing: expert ids and weights of each token.
+        loss: balance and z loss, each times its coefficient, a float32 scalar.
+        counts_E: slots of each expert, before capacity drops any, int64.
     """
 
     routing: Routing
@@ -30,11 +30,12 @@ class RouterOutput(NamedTuple):
 
 
 class AbstractRouter(nn.Module, abc.ABC):
-    """A linear layer in float32, a choice of experts, and its losses. Subclasses are final.
+    """A linear layer in float32, then a choice of experts, with losses. Subclasses are final.
 
     Args:
-        config: the MoE layer.
+        config: configuration of the MoE layer.
         hidden_size: D.
+        dtype, device: dtype and device of the weight.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class AbstractRouter(nn.Module, abc.ABC):
 
 @final
 class SoftmaxRouter(AbstractRouter):
-    """Softmax over all experts, then the top-k.
+    """Softmax over all experts, then top-k.
 
-    With ``normalize`` the weights of a token sum to 1 (Mixtral, Qwen3). Switch is top-1 without,
-    GShard's top-2 is with, both with a capacity.
+    With ``normalize``, the weights of a token sum to 1 (Mixtral, Qwen3). The kind "switch" is top-1
+    without normalization, "top2" is GShard's top-2 with normalization; both have a capacity.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1; Switch (arXiv:2101.03961), section 2.1;
-    GShard (arXiv:2006.16668), section 2.2, its second expert kept always.
+    GShard (arXiv:2006.16668), section 2.2, without its random drop of second experts.
     """
 
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,13 +105,14 @@ class SoftmaxRouter(AbstractRouter):
 
 @final
 class SigmoidRouter(AbstractRouter):
-    """Sigmoid affinities; experts from the best groups, chosen with a bias that weights ignore.
+    """Sigmoid scores, then top-k among the experts of the best groups.
 
-    The bias rises for experts with less than the mean load and falls for the others
-    (``update_bias``), which balances the load without a loss.
+    A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises it
+    for experts below the mean load and lowers it for the others, which balances the load without a
+    loss.
 
-    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; a group's score is the sum of its two
-    best experts' scores, as in the released model.
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum of its
+    two best expert scores, as in the released model.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class SigmoidRouter(AbstractRouter):
 
     @torch.no_grad()
     def update_bias(self, counts_E: torch.Tensor) -> None:
-        """Move the selection bias one step towards an even load.
+        """Move the bias one step towards an even load.
 
         Args:
             counts_E: slots of each expert in the step, summed over all ranks.
@@ -149,8 +151,8 @@ class SigmoidRouter(AbstractRouter):
         grouped = scores_TE.unflatten(1, (router.num_groups, -1))
         best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(dim=-1)
         groups = best_two.topk(router.num_limited_groups, dim=-1).indices
-        open_TG = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, groups, True)
-        return grouped.masked_fill(~open_TG[:, :, None], -torch.inf).flatten(1)
+        allowed_TG = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, groups, True)
+        return grouped.masked_fill(~allowed_TG[:, :, None], -torch.inf).flatten(1)
 
 
 def build_router(
@@ -180,9 +182,9 @@ def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
 
 
 def capacity(factor: float, num_slots: int, *, num_experts: int) -> int:
-    """Return how many slots an expert takes: ``ceil(factor * num_slots / num_experts)``, >= 1.
+    """Return the capacity of an expert, ``max(1, ceil(factor * num_slots / num_experts))``.
 
     Source: Switch (arXiv:2101.03961), equation 3.
     """
-    # Less what floating point may add to a whole number: 1.1 * 100 / 10 is 11 slots, not 12.
+    # 1e-9 absorbs rounding: 1.1 * 100 / 10 is 11.000000000000002 and must give 11, not 12.
     return max(1, math.ceil(factor * num_slots / num_experts - 1e-9))

@@ -1,11 +1,9 @@
-"""A decoder-only transformer with MoE layers; its parts have Hugging Face's names."""
+"""A decoder-only transformer with MoE layers; parameter names are those of Hugging Face."""
 
-import zlib
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,15 +13,13 @@ from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
 from halley.core.torch_device import parse_device
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.elementwise import compiled_on_gpu
-from halley.moe.experts import GroupedExperts
-from halley.moe.layer import FeedForward, MoELayer
+from halley.moe.dense import Attention, FeedForward, RMSNorm, rotary_table
+from halley.moe.initialize import init_parameters
+from halley.moe.layer import MoELayer
 from halley.moe.memory_check import check_model_memory
-from halley.moe.router import SigmoidRouter
 from halley.strategies.base import AbstractStrategy
 
 
-_INIT_STD = 0.02
 _T = TypeVar("_T")
 
 
@@ -32,7 +28,7 @@ class ModelOutput(NamedTuple):
 
     Attributes:
         logits_BSV: next-token logits, in the model's dtype.
-        router_loss: sum of the MoE layers' losses, float32 scalar.
+        router_loss: sum of the router losses of all MoE layers, a float32 scalar.
         counts_ME: slots of each expert of each MoE layer on this rank, int64.
     """
 
@@ -41,84 +37,8 @@ class ModelOutput(NamedTuple):
     counts_ME: torch.Tensor
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32.
-
-    Source: Zhang and Sennrich (arXiv:1910.07467).
-    """
-
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel on a GPU
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
-
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.config = config
-        size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-
-        def linear(inner: int, outer: int, bias: bool) -> nn.Linear:
-            return nn.Linear(inner, outer, bias=bias, dtype=dtype, device=device)
-
-        self.q_proj = linear(config.hidden_size, size, config.attention_bias)
-        self.k_proj = linear(config.hidden_size, kv_size, config.attention_bias)
-        self.v_proj = linear(config.hidden_size, kv_size, config.attention_bias)
-        self.o_proj = linear(size, config.hidden_size, False)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if config.qk_norm != "none":
-            sizes = (size, kv_size) if config.qk_norm == "full" else (config.head_dim,) * 2
-            self.q_norm, self.k_norm = (
-                RMSNorm(n, eps=config.norm_eps, dtype=dtype, device=device) for n in sizes
-            )
-
-    def forward(self, x_BSD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        """Attend; ``rotary`` is ``rotary_table``'s."""
-        q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
-        full = self.config.qk_norm == "full"
-        if self.q_norm is not None and self.k_norm is not None and full:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = self._heads(q), self._heads(k), self._heads(self.v_proj(x_BSD))
-        if self.q_norm is not None and self.k_norm is not None and not full:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotary), rotate(k, rotary)
-        shared = self.config.num_kv_heads != self.config.num_heads
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _heads(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        return x_BSH.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2)
-
-
-def rotary_table(config: ModelConfig, seq_len: int, *, device: torch.device | str) -> torch.Tensor:
-    """Return cosines and sines of each position, ``(2, S, head_dim)`` float32.
-
-    Source: RoFormer (arXiv:2104.09864), halves rotated together as in Hugging Face's models.
-    """
-    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    frequency = config.rope_theta ** (-half / config.head_dim)
-    angle = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequency
-    angle = torch.cat([angle, angle], dim=-1)
-    return torch.stack([angle.cos(), angle.sin()])
-
-
-@compiled_on_gpu
-def rotate(x_BHSd: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Rotate queries or keys ``(B, heads, S, head_dim)`` by their positions."""
-    cos, sin = rotary.to(x_BHSd.dtype)
-    first, second = x_BHSd.chunk(2, dim=-1)
-    return x_BHSd * cos + torch.cat([-second, first], dim=-1) * sin
-
-
 class Block(nn.Module):
-    """Attention, then a dense or an MoE feed-forward network, each after a norm."""
+    """A transformer block: attention, then a dense or an MoE feed-forward network, each normed."""
 
     def __init__(
         self,
@@ -162,7 +82,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, rotary: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the block's output, its router loss and counts (None for a dense block)."""
+        """Return the output, and the router loss and expert counts (None for a dense block)."""
         with self.recorder.span("attention"):
             x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary)
         with self.recorder.span("ffn"):
@@ -177,16 +97,18 @@ class MoETransformer(nn.Module):
     """A language model; call ``init_weights`` or load a checkpoint before use.
 
     Args:
-        config: the shape.
-        strategy: runs the routed experts of all layers; or one for each MoE layer, in order.
-        groups: where the experts live.
-        activation_checkpointing: compute each block again in backward.
-        placements: of the experts of each MoE layer, in order; None for the plain one.
+        config: sizes of the model.
+        strategy: runs the routed experts of all MoE layers; or one strategy a layer, in order.
+        groups: the ranks over which the experts are spread.
+        recorder: takes the spans of the blocks.
+        dtype, device: dtype and device of the parameters.
+        activation_checkpointing: recompute each block in backward.
+        placements: expert placement of each MoE layer, in order; None for consecutive ranges.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, placements are for others, placements
-            or strategies are for another number of layers, sizes are not aligned, or the parameters
-            do not fit into the device's memory.
+        ValueError: the experts do not divide over the ranks, placements are for other sizes, the
+            number of placements or strategies is not that of the MoE layers, sizes are not aligned,
+            or the parameters do not fit into the device's memory.
     """
 
     def __init__(
@@ -257,38 +179,16 @@ class MoETransformer(nn.Module):
             torch.stack(counts) if counts else tokens_BS.new_zeros(0, 0),
         )
 
-    @torch.no_grad()
     def init_weights(self, *, seed: int) -> None:
-        """Fill all parameters from ``seed``, alike for every number of ranks.
-
-        Matrices are normal with deviation 0.02, norms 1, biases 0. Each parameter, and each
-        expert, has a generator of its own, so what a rank holds does not depend on the others.
-        """
-        for prefix, module in self.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                full_name = f"{prefix}.{name}"
-                if isinstance(module, RMSNorm):
-                    parameter.fill_(1.0)
-                elif name.endswith("bias"):
-                    parameter.zero_()
-                elif isinstance(module, GroupedExperts):
-                    for index, expert in zip(module.expert_ids, parameter, strict=True):
-                        shape, expert_name = module.whole_shape(name), f"{full_name}.{index}"
-                        whole = _draw(shape, expert_name, seed=seed, device=expert.device)
-                        expert.copy_(module.own_part(name, whole))
-                else:
-                    parameter.copy_(
-                        _draw(parameter.shape, full_name, seed=seed, device=parameter.device)
-                    )
-            if isinstance(module, SigmoidRouter):
-                module.bias.zero_()
+        """Initialize all parameters from ``seed``, alike for every number of ranks."""
+        init_parameters(self, seed=seed)
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Return what is given for each MoE layer, by the layer's index.
+    """Return a dict from the index of each MoE layer to its item of ``given``.
 
     Raises:
-        ValueError: it is for another number of MoE layers.
+        ValueError: the number of items is not that of the MoE layers.
     """
     if given is None:
         return {}
@@ -298,18 +198,11 @@ def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> 
     return dict(zip(layers, given, strict=True))
 
 
-def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator(device)
-    generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-    values = torch.empty(shape, dtype=torch.float32, device=device)
-    return values.normal_(0.0, _INIT_STD, generator=generator)
-
-
 def flops_per_token(config: ModelConfig, *, seq_len: int) -> float:
     """Return the floating-point operations of forward and backward for one token.
 
-    Six per parameter that a token meets (its top-k experts only), and causal attention's two
-    products over half the sequence on average.
+    Six per parameter that a token uses (of the experts, only its top-k), and the two GEMMs of
+    causal attention over half the sequence on average.
 
     Source: Kaplan et al. (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
     """

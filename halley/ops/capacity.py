@@ -1,8 +1,8 @@
-"""Which slots an expert of bounded capacity takes, as operators that a compiler sees as one node.
+"""Expert capacity: operators that choose the slots which an expert of bounded capacity keeps.
 
-Compilers that divide a batch of tokens must know how a gate depends on the whole of it. The first
-operator counts on from what earlier tokens have used, so the tokens of a batch may come to it in
-parts; the second ranks all tokens of the batch, which no part of it can.
+Each is one node of a graph, because a compiler pass that splits a batch into microbatches must know
+how a gate depends on the full batch. ``take_slots`` continues from the counts of earlier tokens, so
+a batch can be split. ``take_slots_by_weight`` ranks all tokens of the batch, so it cannot.
 """
 
 import torch
@@ -13,24 +13,24 @@ from halley.ops.library import define, takes_kernels
 def take_slots(
     topk_idx_TK: torch.Tensor, used_E: torch.Tensor, *, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots are among the first ``limit`` of their expert.
+    """Return the slots that are among the first ``limit`` slots of their expert.
 
-    First choices of all tokens come before second choices, and among equals the earlier token.
+    First choices of all tokens come before second choices; within a choice, tokens are in order.
 
     Args:
         topk_idx_TK: expert ids in ``[0, E)``.
-        used_E: slots of each expert that were wanted before these, int64.
-        limit: what an expert takes.
+        used_E: number of slots that earlier tokens requested from each expert, int64.
+        limit: largest number of slots of an expert.
 
     Returns:
-        Whether each slot is kept, bool ``(T, K)``; and ``used_E`` with these slots, int64.
+        Whether each slot is kept, bool ``(T, K)``; and ``used_E`` plus these slots, int64.
 
-    Source: GShard (arXiv:2006.16668), algorithm 1; the counter that goes from part to part is
-    Lancet's (arXiv:2404.19429), section 5.
+    Source: GShard (arXiv:2006.16668), algorithm 1. Passing the counter from one microbatch to the
+    next is from Lancet (arXiv:2404.19429), section 5.
 
     Example: idx [[0], [0], [1]] and limit 2 with used [1, 0] keep slots 0 and 2, and give [3, 1].
-    Top-1 tokens may come in parts. Others may not: first choices of later parts would come behind
-    second choices of earlier ones.
+    Only with top-1 is the result of microbatches that of the full batch. With more choices, first
+    choices of a later microbatch would come after second choices of an earlier one.
     """
     return _call_take_slots(topk_idx_TK, used_E, limit)
 
@@ -38,16 +38,16 @@ def take_slots(
 def take_slots_by_weight(
     topk_idx_TK: torch.Tensor, weights_TK: torch.Tensor, *, num_experts: int, limit: int
 ) -> torch.Tensor:
-    """Return which slots are among the ``limit`` of their expert with the most important tokens.
+    """Return the slots that an expert keeps if tokens with larger weights come first.
 
-    A token is as important as its largest weight. First choices of all tokens come before second
-    choices, among equals the more important token, then the earlier one.
+    The priority of a token is its largest weight. First choices of all tokens come before second
+    choices; within a choice, tokens are in order of priority, then of index.
 
     Args:
         topk_idx_TK: expert ids in ``[0, E)``.
-        weights_TK: of the combine.
+        weights_TK: routing weights.
         num_experts: E.
-        limit: what an expert takes.
+        limit: largest number of slots of an expert.
 
     Returns:
         Whether each slot is kept, bool ``(T, K)``.
@@ -67,11 +67,11 @@ def _take_slots(
 
         return route.take_slots(topk_idx, used, limit)
     in_order = topk_idx.t().flatten()
-    # Counts along the inner dimension: along the outer one a GPU has a thread for each expert.
+    # cumsum along the inner dimension; along the outer one, a GPU uses one thread an expert.
     chosen = in_order == torch.arange(used.shape[0], device=used.device)[:, None]
     place = (chosen.cumsum(1) + used[:, None]).gather(0, in_order[None])[0]
     kept = (place <= limit).view(topk_idx.t().shape).t()
-    # Not contiguous(), which would leave the strides of a single column as they are.
+    # contiguous() would keep the strides of a single column.
     return kept.clone(memory_format=torch.contiguous_format), used + chosen.sum(1)
 
 

@@ -1,18 +1,25 @@
-"""Uneven all-to-all of rows, split into start and wait, so that other work can run in between.
+"""Collectives of rows with gradients: all-to-all with uneven splits, all-gather, reduce-scatter.
 
-The two halves are each other's gradient: the backward of ``wait`` starts the all-to-all of the
-gradient and the backward of ``start`` waits for it. Autograd runs backward in the reverse order of
-forward, so a pipeline written once is a pipeline in both directions.
+An all-to-all is split into start and wait, so that other work can run in between. The two halves
+are each other's gradient: the backward of ``wait`` starts the all-to-all of the gradient, and the
+backward of ``start`` waits for it. Autograd runs backward in the reverse order of forward, so code
+that pipelines the forward pass pipelines the backward pass too.
+
+Every collective may raise ``RuntimeError``, which names the operation and the ranks.
 """
 
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from halley.core.timeline import Recorder
 from halley.distributed.peers import Collective
-from halley.ops.gather import all_gather_single
+
+
+# torch 2.13 renamed the function and warns about the old name; torch 2.11 has only the old one.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @final
@@ -22,10 +29,11 @@ class Exchange:
     Args:
         send_splits: rows to each rank, in order of rank.
         recv_splits: rows from each rank.
-        group: the ranks; None for a rank on its own, which then keeps its rows.
-        received: buffer for the rows received in forward; None for a new one.
-        name: what the recorder calls it; waiting is recorded as "<name>.wait" and
+        group: the ranks; None for a single rank, which then keeps its rows.
+        received: buffer for the rows received in forward; None allocates one.
+        name: name of the spans that time the host's waits, "<name>.wait" and
             "<name>.backward.wait" on the stream "exposed".
+        recorder: takes these spans.
     """
 
     def __init__(
@@ -47,7 +55,7 @@ class Exchange:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def start(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Send ``rows_SD``, sorted by destination; return a token for ``wait``.
+        """Send rows, sorted by destination, and return a tensor to pass to ``wait``.
 
         Args:
             rows_SD: ``(sum(send_splits), D)``.
@@ -60,41 +68,42 @@ class Exchange:
         """Return the rows received, ``(sum(recv_splits), D)``, sorted by source rank.
 
         Args:
-            started: what ``start`` returned.
+            started: the result of ``start``.
         """
         if self.group is None:
             return started
         return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
 
     def run(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Send ``rows_SD`` and return the rows received; ``start`` and ``wait`` in one."""
+        """Do ``start`` and ``wait`` in one autograd function."""
         if self.group is None:
             return rows_SD
         return _Run.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
 
     def launch(self, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
-        """Begin the all-to-all in one direction; return the buffer that is being filled."""
-        to, come = self.send_splits, self.recv_splits
+        """Start the all-to-all in one direction; return the buffer that receives the rows."""
+        send_splits, recv_splits = self.send_splits, self.recv_splits
         if backward:
-            to, come = come, to
-        # Forgotten once it is used: the joined buffer's graph leads back to this exchange.
+            send_splits, recv_splits = recv_splits, send_splits
+        # Dropped after use: the graph of a buffer given by the caller refers to this exchange.
         buffer, self.received = self.received, None
         if buffer is None:
-            buffer = rows.new_empty(sum(come), rows.shape[1])
+            buffer = rows.new_empty(sum(recv_splits), rows.shape[1])
         with Collective(self._title(backward), group=self.group):
             work = dist.all_to_all_single(
-                buffer, rows.contiguous(), come, to, group=self.group, async_op=True
+                buffer,
+                rows.contiguous(),
+                recv_splits,
+                send_splits,
+                group=self.group,
+                async_op=True,
             )
         assert work is not None
         self._pending = (buffer, work)
         return buffer
 
     def finish(self, *, backward: bool) -> torch.Tensor:
-        """Wait for the all-to-all in flight; return its buffer, now filled.
-
-        Raises:
-            RuntimeError: the all-to-all failed; names the operation and the ranks.
-        """
+        """Wait for the all-to-all in flight and return its buffer."""
         assert self._pending is not None, f"{self.name} was waited for twice"
         buffer, work = self._pending
         self._pending = None
@@ -117,7 +126,7 @@ class _Start(torch.autograd.Function):
         return exchange.launch(rows, backward=False)
 
     @staticmethod
-    def backward(ctx, grad):  # grad only marks the order; the rows come from the all-to-all
+    def backward(ctx, grad):  # autograd passes grad for its order; the all-to-all has the values
         return ctx.exchange.finish(backward=True), None
 
 
@@ -147,40 +156,113 @@ class _Run(torch.autograd.Function):
         return ctx.exchange.finish(backward=True), None
 
 
-class _Join(torch.autograd.Function):
+class _ConcatInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, whole, *parts):
+    def forward(ctx, buffer, *parts):
         ctx.sizes = [part.shape[0] for part in parts]
-        ctx.mark_dirty(whole)
-        return whole
+        ctx.mark_dirty(buffer)
+        return buffer
 
     @staticmethod
     def backward(ctx, grad):
         return None, *grad.split(ctx.sizes)
 
 
-def join_rows(whole_ND: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return ``whole_ND``, whose consecutive rows are ``parts``, without a copy.
+def concat_in_place(buffer_ND: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return ``buffer_ND`` as the concatenation of ``parts``, without a copy; differentiable.
 
     Args:
-        whole_ND: a buffer that wants no gradient.
-        parts: what exchanges received into slices of it.
+        buffer_ND: a buffer that requires no gradient.
+        parts: its consecutive slices, which exchanges have received.
     """
-    return _Join.apply(whole_ND, *parts)  # pyright: ignore[reportReturnType]
+    return _ConcatInPlace.apply(buffer_ND, *parts)  # pyright: ignore[reportReturnType]
 
 
 def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the values of all ranks, ``(W, V)``, on each of them.
+    """All-gather the values of all ranks, as many on each; return ``(W, V)``. No gradient.
 
     Args:
-        values_V: this rank's, as many on each rank.
-
-    Raises:
-        RuntimeError: the all-gather failed; names the operation and the ranks.
+        values_V: values of this rank.
+        group: the ranks; None for a single rank.
     """
     if group is None:
         return values_V[None]
     table_WV = values_V.new_empty(dist.get_world_size(group) * values_V.numel())
     with Collective("route", group=group):
-        all_gather_single(table_WV, values_V, group=group)
+        _all_gather_single(table_WV, values_V, group=group)
     return table_WV.view(-1, values_V.numel())
+
+
+def all_gather_rows(
+    rows_TX: torch.Tensor, *, max_rows: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """All-gather rows, uneven in number; return ``(W * max_rows, X)``. Differentiable.
+
+    Args:
+        rows_TX: rows of this rank.
+        max_rows: the largest number of rows of any rank; zeros pad the rows of each rank to it.
+        group: the ranks; None for a single rank, which gets its own rows.
+    """
+    if group is None:
+        return rows_TX
+    out = _AllGatherRows.apply(rows_TX, max_rows, group)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def reduce_scatter_rows(
+    rows_AX: torch.Tensor, *, num_rows: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Sum each rank's rows over all ranks; return those of this rank, ``(num_rows, X)``.
+
+    Differentiable: the gradient is an all-gather. An all-to-all and a float32 sum in order of rank,
+    because a reduction inside the network is not deterministic on every network.
+
+    Args:
+        rows_AX: a partial sum for each row of each rank, in the layout of ``all_gather_rows``.
+        num_rows: rows of this rank.
+        group: the ranks; None for a single rank.
+    """
+    if group is None:
+        return rows_AX
+    out = _ReduceScatterRows.apply(rows_AX, num_rows, group)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _all_gather(rows: torch.Tensor, max_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    padded = F.pad(rows, (0, 0, 0, max_rows - rows.shape[0])).contiguous()
+    out = padded.new_empty(dist.get_world_size(group) * max_rows, rows.shape[1])
+    with Collective("all-gather of rows", group=group):
+        _all_gather_single(out, padded, group=group)
+    return out
+
+
+def _reduce_scatter(rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    with Collective("all-to-all of sums", group=group):
+        dist.all_to_all_single(received, rows.contiguous(), group=group)
+    by_rank = received.view(dist.get_world_size(group), -1, rows.shape[1])
+    return by_rank.float().sum(0)[:num_rows].to(rows.dtype)
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, max_rows: int, group: dist.ProcessGroup):
+        ctx.num_rows, ctx.group = rows.shape[0], group
+        return _all_gather(rows, max_rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor):
+        return _reduce_scatter(gradients[0], ctx.num_rows, ctx.group), None, None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup):
+        ctx.max_rows, ctx.group = rows.shape[0] // dist.get_world_size(group), group
+        return _reduce_scatter(rows, num_rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor):
+        return _all_gather(gradients[0], ctx.max_rows, ctx.group), None, None

@@ -1,28 +1,120 @@
-"""The experts' products as operators: each row's result is its own, whatever rows stand with it.
+"""Expert GEMMs on rows that are sorted by expert: grouped GEMMs around the activation.
 
-The gradient of the rows and that of the weights are operators of their own, so that a compiler may
-put the second where the wire is busy.
+``apply_experts`` calls torch's grouped GEMM, for eager code. ``apply_experts_traceable`` uses the
+operator ``halley::expert_gemm``, whose weight gradient is an operator of its own, so that a
+compiler can schedule it under an all-to-all.
 """
 
 import torch
 import torch.nn.functional as F
 
+from halley.core.reference import activate
+from halley.core.types import Experts
 from halley.ops.library import define
 
 
-# On a CPU products of few rows are other kernels, of other bits, than those of more.
-_ROW_MULTIPLE = 16
+ROW_ALIGNMENT = 16  # bytes; torch's grouped GEMM requires it of each row of its operands
+# A CPU GEMM of few rows is another kernel, with other rounding, than one of many rows. Padding to a
+# multiple keeps the result of a row independent of the number of rows beside it.
+_CPU_ROW_MULTIPLE = 16
+
+
+def check_alignment(size: int, *, name: str, dtype: torch.dtype) -> None:
+    """Check that the grouped GEMM can read rows of ``size`` elements.
+
+    Raises:
+        ValueError: a row is no multiple of 16 bytes.
+    """
+    multiple = ROW_ALIGNMENT // dtype.itemsize
+    if size % multiple != 0:
+        raise ValueError(
+            f"{name} ({size}) must be a multiple of {multiple} for {dtype}: "
+            f"torch's grouped GEMM reads rows of {ROW_ALIGNMENT} bytes"
+        )
+
+
+def apply_experts(x_RD: torch.Tensor, experts: Experts, *, ends_L: torch.Tensor) -> torch.Tensor:
+    """Return the expert output of each row, ``(R, D)``. Differentiable.
+
+    Args:
+        x_RD: rows sorted by expert, in the dtype of the weights.
+        experts: L experts.
+        ends_L: end of each expert's rows, int32, non-decreasing; an expert may have no rows.
+    """
+    h_RG = grouped_linear(x_RD, experts.up_LGD, ends_L=ends_L)
+    if experts.up_bias_LG is not None:
+        h_RG = add_bias(h_RG, experts.up_bias_LG, ends_L=ends_L)
+    h_RF = activate(h_RG, experts.activation)
+    y_RD = grouped_linear(h_RF, experts.down_LDF, ends_L=ends_L)
+    if experts.down_bias_LD is not None:
+        y_RD = add_bias(y_RD, experts.down_bias_LD, ends_L=ends_L)
+    return y_RD
+
+
+def apply_experts_traceable(
+    x_RD: torch.Tensor, experts: Experts, *, ends_L: torch.Tensor
+) -> torch.Tensor:
+    """Return the expert output of each row by ``expert_gemm``; experts without biases.
+
+    Args:
+        x_RD, experts, ends_L: as for ``apply_experts``. On a CPU, the result of a row does not
+            depend on the other rows.
+    """
+    h_RG = expert_gemm(x_RD, experts.up_LGD.transpose(1, 2), ends_L)
+    h_RF = activate(h_RG, experts.activation)
+    return expert_gemm(h_RF, experts.down_LDF.transpose(1, 2), ends_L)
+
+
+def grouped_linear(
+    x_RI: torch.Tensor, weight_LOI: torch.Tensor, *, ends_L: torch.Tensor
+) -> torch.Tensor:
+    """Multiply each group of rows by its own matrix; return ``(R, O)``.
+
+    Args:
+        x_RI: rows sorted by group.
+        weight_LOI: one matrix a group, in the layout of ``torch.nn.Linear``.
+        ends_L: end of each group's rows, int32.
+    """
+    return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=ends_L)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, bias, ends):
+        ctx.save_for_backward(ends)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return rows + bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        # The column sums of each group, as a GEMM with ones: float32, in a fixed order.
+        (ends,) = ctx.saved_tensors
+        ones = grad.new_ones(grad.shape[0], ROW_ALIGNMENT // grad.dtype.itemsize)
+        return grad, F.grouped_mm(ones.t(), grad.contiguous(), offs=ends)[:, 0], None
+
+
+def add_bias(x_RO: torch.Tensor, bias_LO: torch.Tensor, *, ends_L: torch.Tensor) -> torch.Tensor:
+    """Add each group's bias to its rows; return ``(R, O)``.
+
+    Args:
+        x_RO: rows sorted by group.
+        bias_LO: one bias a group.
+        ends_L: end of each group's rows, int32.
+    """
+    return _AddBias.apply(x_RO, bias_LO, ends_L)  # pyright: ignore[reportReturnType]
 
 
 def expert_gemm(
     rows_RI: torch.Tensor, weights_LIO: torch.Tensor, ends_L: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each expert's rows by its matrix; return ``(R, O)``. Differentiable.
+    """Multiply each expert's rows by its matrix, as one operator; return ``(R, O)``.
+
+    Differentiable; on a CPU, the result of a row does not depend on the other rows.
 
     Args:
         rows_RI: rows sorted by expert.
-        weights_LIO: a matrix an expert, of any strides.
-        ends_L: end of each expert's rows, int32, non-decreasing; an expert may have none.
+        weights_LIO: one matrix an expert, of any strides.
+        ends_L: end of each expert's rows, int32, non-decreasing; an expert may have no rows.
     """
     return _call_expert_gemm(rows_RI, weights_LIO, ends_L)
 
@@ -34,10 +126,10 @@ def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         group = rows[begin:end]
-        missing = -group.shape[0] % _ROW_MULTIPLE
+        missing = -group.shape[0] % _CPU_ROW_MULTIPLE
         if group.shape[0]:
-            product = F.pad(group, (0, 0, 0, missing)) @ weights[expert]
-            out[begin:end] = product[: group.shape[0]]
+            padded = F.pad(group, (0, 0, 0, missing)) @ weights[expert]
+            out[begin:end] = padded[: group.shape[0]]
         begin = end
     return out
 
@@ -56,7 +148,7 @@ def _backward(ctx, grad):
     rows, weights, ends = ctx.saved_tensors
     grad = grad.contiguous()
     grad_rows = torch.ops.halley.expert_gemm(grad, weights.transpose(1, 2), ends)
-    if weights.stride(1) == 1:  # a transposed parameter, whose gradient is to lie as it does
+    if weights.stride(1) == 1:  # a transposed parameter: its gradient gets the parameter's layout
         grad_weights = torch.ops.halley.expert_weight_gemm(grad, rows, ends).transpose(1, 2)
     else:
         grad_weights = torch.ops.halley.expert_weight_gemm(rows, grad, ends)

@@ -1,8 +1,8 @@
-"""The operator by which a compiled backward pass hands a gradient to who waits for it.
+"""The operator that gives a gradient to a parameter's hook while a compiled backward pass runs.
 
-Autograd gives parameters their gradients when a whole backward graph has ended. A parameter with
-the attribute ``take_gradient``, a function of a tensor, gets its there while the graph runs. That
-tensor's memory is the graph's: what is to stay is copied.
+Autograd gives parameters their gradients when a compiled backward graph has ended. A parameter with
+the attribute ``gradient_ready_hook``, a function of one tensor, receives its gradient as soon as
+the graph has computed it. The graph owns that tensor's memory: a hook copies what it keeps.
 """
 
 from collections.abc import Callable
@@ -10,41 +10,41 @@ from collections.abc import Callable
 import torch
 
 
-_TAKE = "take_gradient"
+_HOOK = "gradient_ready_hook"
 _library = torch.library.Library("halley", "FRAGMENT")
-# Compilers drop what has no results, unless it says that it writes.
+# The schema declares a write to ``gradient``: compilers remove operators without results otherwise.
 _library.define(
-    "hand_over(Tensor(a!) gradient, Tensor parameter) -> ()",
+    "run_gradient_hook(Tensor(a!) gradient, Tensor parameter) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 
 
-def find_taker(parameter: object) -> Callable[[torch.Tensor], None] | None:
-    """Return what takes a parameter's gradients, if anything does."""
-    return getattr(parameter, _TAKE, None)
+def find_gradient_hook(parameter: object) -> Callable[[torch.Tensor], None] | None:
+    """Return the gradient-ready hook of a parameter, or None."""
+    return getattr(parameter, _HOOK, None)
 
 
-def set_taker(parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
-    """Have something take a parameter's gradients in graphs that are compiled from now on."""
-    setattr(parameter, _TAKE, take)
+def set_gradient_hook(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+    """Set the gradient-ready hook of a parameter, for graphs that are compiled from now on."""
+    setattr(parameter, _HOOK, hook)
 
 
-def _hand_over(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
-    take = find_taker(parameter)
-    if take is None:
+def _run_gradient_hook(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    hook = find_gradient_hook(parameter)
+    if hook is None:
         raise RuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} has no {_TAKE}, which that had with "
-            "which its graph was compiled"
+            f"a parameter of shape {tuple(parameter.shape)} has no {_HOOK}, but its graph was "
+            "compiled when it had one"
         )
-    take(gradient)
+    hook(gradient)
 
 
-_library.impl("hand_over", _hand_over, "CompositeExplicitAutograd")
+_library.impl("run_gradient_hook", _run_gradient_hook, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("halley::hand_over", lib=_library)
-def _fake_hand_over(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+@torch.library.register_fake("halley::run_gradient_hook", lib=_library)
+def _fake_run_gradient_hook(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
     return None
 
 
-hand_over = torch.ops.halley.hand_over.default
+run_gradient_hook = torch.ops.halley.run_gradient_hook.default

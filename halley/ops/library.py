@@ -1,7 +1,7 @@
-"""How operators of the fused kernels are made known to torch.
+"""Define Halley's operators in ``torch.library`` with little overhead for each call.
 
-They are defined on the library, past ``custom_op``, which takes another 4 us a call, and called
-past the dispatcher, which takes 9 us, where nobody traces or records.
+Operators are defined on the library directly: ``torch.library.custom_op`` adds 4 us to a call.
+Outside of tracing and autograd, calls bypass the dispatcher, which takes 9 us.
 """
 
 import sys
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 
-# By name, the functions of operators that torch's own could stand for. One node each is what
-# compilers want that move or divide them; one that makes kernels wants to see inside.
+# Operators that can be decomposed into ATen operators, by name. Halley's compiler passes need one
+# node for each operator; afterwards Inductor decomposes them so that it can fuse them.
 MADE_OF_TORCH: dict[str, Callable[..., Any]] = {}
 
 _library = torch.library.Library("halley", "FRAGMENT")
 _TAGS = (
     torch.Tag.pt2_compliant_tag,
     torch.Tag.needs_exact_strides,
-    # The host reads the size of a plan, unless the workspaces bound it, which no schema knows.
+    # The host may read the size of a dispatch plan, which a CUDA graph cannot capture.
     torch.Tag.cudagraph_unsafe,
 )
 
@@ -35,15 +35,15 @@ def define(
     backward: Callable[..., Any] | None = None,
     made_of_torch: bool = False,
 ) -> Callable[..., Any]:
-    """Define ``halley::<schema>``; return what calls it by the shortest way.
+    """Define ``halley::<schema>`` and return a function that calls it with little overhead.
 
     Args:
-        schema: name, arguments and results, as torch writes them.
-        run: the operator on tensors.
-        fake: its results without values.
-        setup_context, backward: its gradient, as ``torch.library.register_autograd`` wants them;
-            without, wanting one is an error.
-        made_of_torch: whether ``run`` can be traced on tensors of a GPU: it reads none of them.
+        schema: name, arguments and results in the form of torch.
+        run: implementation for real tensors.
+        fake: implementation for fake tensors, which computes shapes and dtypes only.
+        setup_context, backward: the gradient, in the form of ``torch.library.register_autograd``;
+            None makes a backward through the operator an error.
+        made_of_torch: True if ``run`` consists of ATen operators on a GPU and can be traced.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
@@ -63,7 +63,7 @@ def define(
 
 
 def takes_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether an operator on a tensor may launch Halley's kernels, compiled for its GPU."""
+    """Return whether operators on this tensor run compiled Triton kernels."""
     return tensor.is_cuda and _compiles_kernels()
 
 
@@ -77,10 +77,10 @@ def _compiles_kernels() -> bool:
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs an operator unseen: behind a graph break Dynamo would trace into it.
+    """Return a wrapper that hides an implementation from Dynamo, which traces behind graph breaks.
 
-    Hidden only once Dynamo is there: it takes seconds to import, and imports Triton, before whose
-    first import it must be known how kernels run.
+    The wrapper does not import Dynamo, which takes seconds and imports Triton. Before Triton's
+    first import, ``interpreter/switch.py`` must have chosen how kernels run.
     """
     hidden: list[Callable[..., Any]] = []
 
@@ -103,4 +103,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _refuse(ctx: object, *gradients: object) -> None:
-    raise RuntimeError("the halves of a fused layer have gradients together: call fused_experts")
+    raise RuntimeError("this operator has no gradient: differentiate the operator that calls it")

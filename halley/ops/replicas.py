@@ -1,4 +1,4 @@
-"""Replicas of experts stay alike: each gets the sum of the gradients of all of them."""
+"""Sum gradients over the replicas of an expert, so that the replicas stay equal."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -13,17 +13,17 @@ from halley.core.types import Experts
 
 @final
 class Replicas:
-    """The experts of this rank that other ranks hold too, and the exchange of their gradients.
+    """The experts of this rank that other ranks also hold, and the exchange of their gradients.
 
     Args:
-        placement: has replicas.
-        rank: of the expert-parallel group.
-        group: that group.
-        device: of the experts.
-        recorder: marks the time spent waiting, "replicas.wait".
+        placement: a placement with replicas.
+        rank: rank in the expert-parallel group.
+        group: the expert-parallel group.
+        device: device of the experts.
+        recorder: takes the span "replicas.wait", the host's wait.
 
     Attributes:
-        first: places of the experts of this rank that no lower rank holds, int64.
+        first: local indices of the experts of this rank that no lower rank holds, int64.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Replicas:
         self.recorder = recorder
         firsts = [place for place, e in enumerate(own) if placement.ranks_of(e)[0] == rank]
         self.first = torch.tensor(firsts, dtype=torch.int64, device=device)
-        # The ranks that hold the expert in a place, in order, if others than this one do.
+        # For each local index of an expert that other ranks also hold: all its ranks, in order.
         self._ranks: dict[int, tuple[int, ...]] = {
             place: tuple(placement.ranks_of(expert))
             for place, expert in enumerate(own)
             if len(placement.ranks_of(expert)) > 1
         }
-        # What goes to the others and comes from them, in the order of the exchange: both sides of a
-        # pair list what they share by the number of the expert.
+        # The gradients to exchange, as (other rank, local index), in order of rank. Both ranks of a
+        # pair list their common experts by expert id.
         shared = sorted(self._ranks, key=lambda place: own[place])
         self._pairs = [
             (other, place)
@@ -58,9 +58,9 @@ class Replicas:
         ]
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients with those of replicas summed over their ranks; a collective.
+        """Return the gradients, summed over the replicas of each expert; a collective.
 
-        Summed in float32, in order of rank, and rounded once: the same bits on all of them.
+        The sum is in float32, in order of rank, and rounded once: bitwise equal on all replicas.
 
         Args:
             gradients: ``(L, ...)`` each, of one dtype.
@@ -68,10 +68,9 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients with those of each replica's first rank; a collective.
+        """Return the gradients, those of replicas copied from the first rank; a collective.
 
-        For gradients that have gone through further sums, which may have rounded otherwise on each
-        rank.
+        For gradients that were summed further, with possibly different rounding on each rank.
 
         Args:
             gradients: ``(L, ...)`` each, of one dtype.
@@ -83,7 +82,7 @@ class Replicas:
         gradients: Sequence[torch.Tensor],
         merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], None],
     ) -> list[torch.Tensor]:
-        """Return copies of the gradients; what a place shares is made of that of all its ranks."""
+        """Return copies of the gradients, in which ``merge`` has combined those of replicas."""
         received = self._exchange(gradients)
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
         for place, ranks in self._ranks.items():
@@ -96,9 +95,9 @@ class Replicas:
     def _exchange(
         self, gradients: Sequence[torch.Tensor]
     ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
-        """Return what each rank that shares a place has there, of each gradient.
+        """Return the gradients of the other replicas, by (other rank, local index).
 
-        One all-to-all for all gradients, with those of an expert side by side.
+        One all-to-all for all gradients; the gradients of an expert are adjacent in it.
         """
         flat = [gradient.flatten(1) for gradient in gradients]
         sizes = [part.shape[1] for part in flat]
@@ -119,10 +118,10 @@ class Replicas:
 
 
 def _sum_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    if len(sources) == 2:  # added in float32 and rounded once, in one pass over memory
+    if len(sources) == 2:  # float32 inside, rounded once, one pass over memory
         torch.add(sources[0], sources[1], out=out)
         return
-    total = sources[0].to(torch.float32, copy=True)  # lest the gradient that came be written to
+    total = sources[0].to(torch.float32, copy=True)  # a copy: the input stays unchanged
     for source in sources[1:]:
         total += source
     out.copy_(total)
@@ -144,14 +143,13 @@ class _ShareGradients(torch.autograd.Function):
 
 
 def share_gradients(experts: Experts, replicas: Replicas) -> Experts:
-    """Return the experts as they are; in backward, sum the gradients of replicas over their ranks.
+    """Return the experts; in backward, sum the gradients of replicas over their ranks.
 
-    Replicas that are equal get equal gradients, so that with any optimizer they stay equal. One
-    collective a backward pass, in which each rank sends the gradients of replicated experts alone,
-    once to each other rank that holds them.
+    Equal replicas receive equal gradients, so they stay equal with any optimizer. One all-to-all a
+    backward pass: a rank sends only gradients of replicated experts, once to each other replica.
 
     Raises:
-        ValueError: a weight has a ``main_grad``: fused layers add to it where no sum sees it.
+        ValueError: a weight has a ``main_grad``, to which fused layers add without autograd.
     """
     weights = {name: t for name, t in experts.tensors().items() if t.requires_grad}
     if any(getattr(weight, "main_grad", None) is not None for weight in weights.values()):

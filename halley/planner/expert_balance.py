@@ -1,11 +1,12 @@
-"""Plans where experts live from the load that was counted: replicas, then their packing.
+"""Plan which experts each rank holds from counted loads: choose replicas, then pack them on ranks.
 
-Source: DeepSeek's expert-parallelism load balancer (EPLB, github.com/deepseek-ai/EPLB, MIT), its
-global policy: spare places go one by one to the expert with the most load a replica, then replicas
-are packed on ranks, heaviest first, each on the least loaded rank with a place left. Graham's rule
-of the longest processing time first (SIAM J. Appl. Math. 17, 1969). Here, besides: no rank holds an
-expert twice; replicas are swapped, or give their place to one of another expert, while that
-relieves the most loaded rank; and places are left unused where using them would not.
+Source: the global policy of DeepSeek's expert-parallelism load balancer (EPLB,
+github.com/deepseek-ai/EPLB, MIT). Each spare slot goes to the expert with the most load per
+replica. Then the replicas are packed, heaviest first, each on the least loaded rank with a free
+slot (longest processing time first: Graham, SIAM J. Appl. Math. 17, 1969).
+
+Additions: no rank holds an expert twice. Swaps and replacements of replicas follow as long as they
+reduce the load of the most loaded rank. Slots stay unused if using them does not reduce that load.
 """
 
 import math
@@ -17,21 +18,22 @@ from halley.core.types import MAX_EXPERTS
 
 _MAX_CHANGES = 200
 _NUM_STARTS = 8
-_GAIN = 1e-3  # of the mean load: what a replica, or a change, must relieve the top rank by
+_GAIN = 1e-3  # smallest reduction of the largest load, as a share of the mean load
 
 
 def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> ExpertPlacement:
-    """Return a placement whose most loaded rank has little more than the mean.
+    """Return a placement that reduces the load of the most loaded rank.
 
-    Replicas of an expert are taken to share its load equally (``core.placement.choose_replicas``).
-    Never worse than the plain placement, nor than with fewer spare places. What gains less than a
-    thousandth of the mean is not done, as each replica costs memory.
+    Assumes that the replicas of an expert share its load equally
+    (``core.placement.choose_replicas``). The result is never worse than the plain placement, nor
+    than a placement with fewer spare slots. A replica that reduces the largest load by less than a
+    thousandth of the mean is not added, because each replica needs memory.
 
     Args:
-        counts_E: load of each expert, at least 0; not all 0.
+        counts_E: load of each expert, at least 0 and not all 0.
         num_ranks: W.
-        spare: experts that a rank may hold beyond ``ceil(E / W)``; with 0 experts are only moved,
-            unless they do not divide over the ranks.
+        spare: experts that a rank may hold beyond ``ceil(E / W)``. With 0, experts are only moved,
+            if E is a multiple of W.
 
     Raises:
         ValueError: a number is out of range, or a rank would hold more experts than there are.
@@ -55,11 +57,11 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
 
 def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
-    """Return the fewest experts that a rank can hold, ``ceil(E / W)``.
+    """Check the sizes of a placement; return ``ceil(E / W)``, the experts per rank without spares.
 
     Raises:
-        ValueError: there is no rank, there are more ranks or experts than ``MAX_EXPERTS``, or with
-            ``spare`` more a rank would hold more than all.
+        ValueError: there is no rank, there are more than ``MAX_EXPERTS`` ranks or experts, or a
+            rank would hold more experts than there are.
     """
     if num_ranks < 1:
         raise ValueError(f"ranks ({num_ranks}) must be at least 1")
@@ -79,7 +81,7 @@ def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
 
 
 def rank_loads(placement: ExpertPlacement, counts_E: Sequence[float]) -> list[float]:
-    """Return the load of each rank, in the unit of the counts."""
+    """Return the load of each rank, in the unit of ``counts_E``."""
     shares_E = [count / len(placement.ranks_of(expert)) for expert, count in enumerate(counts_E)]
     return [math.fsum(shares_E[expert] for expert in experts) for experts in placement.experts_WL]
 
@@ -90,9 +92,10 @@ def max_over_mean(loads: Sequence[float]) -> float:
 
 
 def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> ExpertPlacement:
-    """Return the best placement of several numbers of hot replicas, beginning with as many as fit.
+    """Try several numbers of replicas for hot experts and return the best placement.
 
-    Many even shares may pack worse than a few large ones beside replicas of experts with no load.
+    More replicas of hot experts are not always better: many equal shares can be harder to pack than
+    a few large ones next to replicas of idle experts.
     """
     num_more = num_ranks * num_local - len(counts_E)
     found: list[tuple[float, ExpertPlacement]] = []
@@ -113,11 +116,12 @@ def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> Exper
 def _replicate(
     counts_E: Sequence[float], *, num_ranks: int, num_hot: int, num_more: int
 ) -> list[int]:
-    """Return how many replicas each expert gets, at most one a rank.
+    """Return the number of replicas of each expert, at most one per rank.
 
     Args:
-        num_hot: how many go to experts with the most load a replica.
-        num_more: how many there are beyond one each; others go to those with the least.
+        counts_E, num_ranks: as for ``plan_placement``.
+        num_hot: additional replicas for the experts with the most load per replica.
+        num_more: all additional replicas; the rest goes to the experts with the least load.
     """
     num_E = [1] * len(counts_E)
     for index in range(num_more):
@@ -130,7 +134,7 @@ def _replicate(
 def _pack(
     shares_E: Sequence[float], num_replicas_E: Sequence[int], *, num_ranks: int, num_local: int
 ) -> list[set[int]]:
-    """Return the experts of each rank, heaviest replicas placed first."""
+    """Pack the replicas on ranks, heaviest first; return the experts of each rank."""
     ranks: list[set[int]] = [set() for _ in range(num_ranks)]
     loads = [0.0] * num_ranks
     for expert in sorted(range(len(shares_E)), key=lambda e: -shares_E[e]):
@@ -140,8 +144,8 @@ def _pack(
             if fitting:
                 rank = min(fitting, key=lambda r: loads[r])
             else:
-                # Every rank with a place left holds the expert. Another rank, which is full, has
-                # some expert that the free one has not: it moves there and leaves its place.
+                # All ranks with a free slot already hold the expert. Take a full rank without it,
+                # and move one of its experts to a free slot.
                 rank = min(
                     (r for r in range(num_ranks) if expert not in ranks[r]), key=lambda r: loads[r]
                 )
@@ -156,7 +160,7 @@ def _pack(
 
 
 def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> None:
-    """Relieve the most loaded rank, change by change, while one is worth it."""
+    """Reduce the load of the most loaded rank by swaps and replacements while they are worth it."""
     least_gain = _GAIN * sum(counts_E) / len(ranks)
     for _ in range(_MAX_CHANGES):
         num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
@@ -177,14 +181,14 @@ def _swap(
     top: int,
     least_gain: float,
 ) -> bool:
-    """Swap a replica of the top rank with a lighter one of another; return whether that helped."""
+    """Swap a replica of the top rank with a lighter one of another rank; return whether it did."""
     best = least_gain, 0, 0, 0
     for other, held in enumerate(ranks):
         gap = loads[top] - loads[other]
         for mine in ranks[top] - held:
             for theirs in held - ranks[top]:
                 moved = shares_E[mine] - shares_E[theirs]
-                # The heavier of both ranks afterwards is so much lighter than the top one now.
+                # Reduction of the larger load of the two ranks.
                 best = max(best, (min(moved, gap - moved), other, mine, theirs))
     gain, other, mine, theirs = best
     if gain <= least_gain:
@@ -203,27 +207,27 @@ def _replace(
     top: int,
     least_gain: float,
 ) -> bool:
-    """Put a replica of another expert in the place of one on the top rank, if that helps.
+    """Replace an expert of the top rank by a replica of another expert; return whether it did.
 
-    The other ranks with the expert that leaves get more of its load; those with the one that comes
-    get less.
+    Ranks with other replicas of the removed expert get more load. Ranks with replicas of the added
+    expert get less.
     """
     best = least_gain, 0, 0
-    for leaves in ranks[top]:
-        if num_E[leaves] == 1:
+    for removed in ranks[top]:
+        if num_E[removed] == 1:
             continue
-        more = counts_E[leaves] / (num_E[leaves] - 1) - counts_E[leaves] / num_E[leaves]
-        for comes in set(range(len(counts_E))) - ranks[top]:
-            share = counts_E[comes] / (num_E[comes] + 1)
-            less = counts_E[comes] / num_E[comes] - share
+        more = counts_E[removed] / (num_E[removed] - 1) - counts_E[removed] / num_E[removed]
+        for added in set(range(len(counts_E))) - ranks[top]:
+            share = counts_E[added] / (num_E[added] + 1)
+            less = counts_E[added] / num_E[added] - share
             after = [
-                load + more * (leaves in held) - less * (comes in held)
+                load + more * (removed in held) - less * (added in held)
                 for load, held in zip(loads, ranks, strict=True)
             ]
-            after[top] = loads[top] - counts_E[leaves] / num_E[leaves] + share
-            best = max(best, (loads[top] - max(after), leaves, comes))
-    gain, leaves, comes = best
+            after[top] = loads[top] - counts_E[removed] / num_E[removed] + share
+            best = max(best, (loads[top] - max(after), removed, added))
+    gain, removed, added = best
     if gain <= least_gain:
         return False
-    ranks[top] ^= {leaves, comes}
+    ranks[top] ^= {removed, added}
     return True

@@ -1,4 +1,4 @@
-"""What the compiler's passes would do to a model, without ranks, devices or memory for it."""
+"""Run the compiler passes on a model without its ranks, devices or memory, to predict its time."""
 
 import contextlib
 import warnings
@@ -18,14 +18,13 @@ from halley.compiler.options import parse_options
 from halley.core.config import RunConfig, num_even_rows
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save
-from halley.cost.hardware import CPU, Hardware
-from halley.cost.predict import Predictor
+from halley.cost.hardware import CPU, Hardware, Predictor
 from halley.cost.profiles import shipped_path
 from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.transformer import MoETransformer
 from halley.strategies.base import AbstractStrategy
-from halley.strategies.functional import FunctionalStrategy
+from halley.strategies.traceable import TraceableStrategy
 
 
 def plan_graphs(
@@ -40,25 +39,23 @@ def plan_graphs(
     profiles: str | Path = "",
     fill: bool = False,
 ) -> list[OrderReport]:
-    """Return what passes do to forward and to backward of a run's model, as predicted.
+    """Return the reports of the passes on the forward and the backward graph of a run's model.
 
-    The model is traced with tensors that have no values, in a group whose other ranks are not
-    there. Rows of a rank are those of an even load. As in training, graphs with passes are priced
-    as Inductor compiles them on a GPU, without passes as operators that run one by one.
+    The model is traced with fake tensors in a fake process group, with a balanced load. Graphs with
+    passes are priced as Inductor compiles them, graphs without passes as eager operators.
 
     Args:
-        config: model, batch, dtype and ranks that share experts, of the run.
-        passes, num_parts, memory_margin: as of ``halley.compiler.options``.
-        num_ranks: of the run.
-        hardware: whose figures times are predicted from.
-        strategies: of each MoE layer, "functional", "unfused" or "fused"; none is all functional.
-            Kernels must have been imported where one is of them.
-        profiles: file of times measured on ``hardware``; "" takes those of the package, if any.
-        fill: measure on this machine's GPU, which must be that, what ``profiles`` lacks.
+        config: model, batch size, dtype and expert-parallel size of the run.
+        passes, num_parts, memory_margin: as in ``halley.compiler.options``.
+        num_ranks: ranks of the run.
+        hardware: device whose rates the prediction uses.
+        strategies: "functional", "unfused" or "fused" by MoE layer; empty for all functional.
+        profiles: file of times measured on ``hardware``; "" takes the table of the package, if any.
+        fill: measure operators that ``profiles`` lacks, on this machine's GPU.
 
     Raises:
-        ValueError: an option is not allowed, or experts and ranks do not fit each other.
-        RuntimeError: this process is one of several ranks already.
+        ValueError: an option is wrong, or the experts do not divide over the ranks.
+        RuntimeError: this process has joined a process group.
     """
     options: dict[str, Any] = {
         "passes": passes,
@@ -71,11 +68,11 @@ def plan_graphs(
         "profiles": profiles or shipped_path(hardware.name) or "",
         "measure": fill,
     }
-    parse_options(options)  # before Dynamo wraps what is wrong with them
+    parse_options(options)  # here, because Dynamo would wrap the error
     backend, device = Backend(plans_only=True), torch.device("cuda" if fill else "cpu")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # torch's own, of how it traces
+        warnings.simplefilter("ignore")  # warnings of torch about its tracing
         stack.enter_context(_alone(num_ranks))
         groups = build_groups(config.ep_size, device_type="cpu", tp_size=config.expert_tp_size)
         stack.enter_context(without_values())
@@ -86,7 +83,9 @@ def plan_graphs(
         tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
         compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
         output = compiled(tokens_BS)
-        (output.logits_BSV.float().sum() + output.router_loss).backward()  # compiles backward
+        (
+            output.logits_BSV.float().sum() + output.router_loss
+        ).backward()  # compiles the backward graph
     return backend.reports
 
 
@@ -105,7 +104,7 @@ def _build_model(
 
 @contextlib.contextmanager
 def _alone(num_ranks: int) -> Iterator[None]:
-    """Let this process be rank 0 of a group whose other ranks are not there."""
+    """Make this process rank 0 of a fake process group without other ranks."""
     if dist.is_initialized():
         raise RuntimeError("a plan is made by one process: this one is a rank of several")
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
@@ -118,9 +117,9 @@ def _alone(num_ranks: int) -> Iterator[None]:
 
 
 def _traced(name: str, groups: ParallelGroups, device: torch.device) -> AbstractStrategy:
-    """Return what has the operators of a strategy that graphs can have."""
+    """Return a strategy that puts the operators of the named strategy into a traced graph."""
     if name == "functional":
-        return FunctionalStrategy(groups.ep, tp_size=groups.tp_size)
+        return TraceableStrategy(groups.ep, tp_size=groups.tp_size)
     kind, _, save = name.partition(":")
     kept = cast(Save, save or "all")
     return _FusedOperators(kind == "fused", kept, tp_size=groups.tp_size, device=device)
@@ -128,19 +127,19 @@ def _traced(name: str, groups: ParallelGroups, device: torch.device) -> Abstract
 
 @final
 class _FusedOperators(AbstractStrategy):
-    """The operators of the fused strategy without the buffers that they need to run.
+    """A fused strategy for tracing only: the operator without the buffers that it needs to run.
 
     Args:
-        fused, save: as of the strategy.
-        tp_size: neighbours in rank that share each expert.
+        fused, save: as for ``FusedStrategy``.
+        tp_size: ranks of a tensor-parallel group.
         device: of the trace.
     """
 
     def __init__(self, fused: bool, save: Save, *, tp_size: int, device: torch.device) -> None:
         self.fused, self.tp_size = fused, tp_size
         self.save: Save = save
-        self._turn = torch.zeros(1, dtype=torch.int32, device=device)
-        # Only where it is wanted: Triton is not there on every platform.
+        self._ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
+        # Imported here so that plans without fused layers also run where Triton is missing.
         from halley.fused.op import fused_experts
 
         self._fused_experts = fused_experts
@@ -156,7 +155,7 @@ class _FusedOperators(AbstractStrategy):
             fused=self.fused,
             save=self.save,
             workspaces=0,
-            turn=self._turn,
+            ordering_token=self._ordering_token,
         )
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:

@@ -1,4 +1,4 @@
-"""A run whose strategies are planned: by rank 0, before the model is built, for all ranks alike."""
+"""Plan the strategies of a training run on rank 0, and share the plan with all ranks."""
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -28,21 +28,23 @@ if TYPE_CHECKING:
 
 
 def check_strategies(config: RunConfig) -> None:
-    """Check that there are the strategies of a run, as many as MoE layers.
+    """Check the names of a run's strategies, and that their number fits the MoE layers.
 
     Raises:
-        ValueError: there are not.
+        ValueError: a name is unknown, or the number is wrong.
     """
     if config.strategy != PLANNED:
         split_strategies(config.strategy, num_layers=config.model.num_moe_layers)
 
 
 def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPlan | None":
-    """Return the plan of a run that wants one, the same on all ranks; a collective of them.
+    """Return the plan of a run with strategy "planned", else None; a collective.
+
+    All ranks get the same plan, and raise the same error.
 
     Raises:
         ValueError: no strategy can run.
-        RuntimeError: rank 0 made no plan. Both on all ranks.
+        RuntimeError: rank 0 could not make a plan.
     """
     if config.strategy != PLANNED:
         return None
@@ -55,7 +57,8 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
         why = next(filter(None, problem), "")
         problems = find_problems(config, hardware=hardware, fused_problem=why)
         try:
-            # A process of its own: in this one are ranks, and traced models leave much behind.
+            # A separate process, because a plan needs a fake process group and leaves compiler
+            # state behind.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 plan = pool.submit(
                     plan_strategies,
@@ -64,7 +67,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
                     hardware=hardware,
                     problems=problems,
                 ).result()
-        except ValueError as error:  # the others wait to hear of it
+        except ValueError as error:  # the other ranks wait for the result
             plan = error
         except Exception as error:
             plan = RuntimeError(f"rank 0 made no plan: {error!r}")
@@ -75,7 +78,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
 
 
 def describe_plan(plan: "StepPlan") -> str:
-    """Return what was planned, what else there was, and what was left out."""
+    """Return the plan as one line: chosen strategies, alternatives and excluded strategies."""
     times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in plan.uniform_us.items())
     left_out = "".join(f"; not {name}: {why}" for name, why in plan.problems.items())
     return (
@@ -85,7 +88,7 @@ def describe_plan(plan: "StepPlan") -> str:
 
 
 def _find_problem(config: RunConfig, world: World, groups: ParallelGroups) -> str:
-    """Return why the fused kernels cannot run a layer of this rank's group, or ""; a collective."""
+    """Return why the fused kernels cannot run on this rank's group, or ""; a collective."""
     if world.device.type == "cpu":
         return "its kernels are interpreted on a CPU"
     if no_access := peer_access(groups.ep, world.device):

@@ -1,7 +1,8 @@
-"""Which strategy each MoE layer of a run takes: what is predicted to make a step fastest.
+"""Choose the strategy of each MoE layer so that the predicted training step is fastest.
 
-A step is traced with the run's passes and priced for each choice that is tried. Layers that are
-alike are chosen alike, and of a deep model a short one is traced.
+For each combination of strategies, the step is traced with the compiler passes of the run, and its
+time is predicted. All layers between the first and the last get the same strategy, and only a short
+model with the same layers is traced.
 """
 
 import dataclasses
@@ -11,11 +12,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from halley.core.config import RunConfig
 from halley.core.types import DTYPES, LayerShape
-from halley.cost.hardware import CPU, Hardware
-from halley.cost.predict import Predictor
+from halley.cost.hardware import CPU, Hardware, Predictor
 from halley.cost.simulate import makespan_us
-from halley.strategies.chunked import choose_num_chunks
-from halley.strategies.tasks import pipeline_tasks
+from halley.strategies.tasks import all_to_all_tasks, choose_num_chunks
 
 
 if TYPE_CHECKING:
@@ -25,19 +24,19 @@ Progress = Callable[[str, int, int], None]
 
 _IN_GRAPHS = ("functional", "fused")
 _WITHOUT_PASSES = ("sequential", "chunked", "fused")
-_MOST_ROLES = 3  # the first MoE layer, those inside, the last
+_MOST_ROLES = 3  # the first MoE layer, the inner ones, the last
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """Which strategies a run takes, with predicted microseconds of forward and backward.
+    """The chosen strategies, and predicted times of forward with backward in microseconds.
 
     Attributes:
         strategies: of each MoE layer.
-        step_us: with these.
-        uniform_us: with one strategy for all layers, by its name.
-        unpassed_us: the same without the run's passes, of strategies that no graph can have.
-        problems: why others cannot run, by name.
+        step_us: time with these strategies.
+        uniform_us: time with one strategy for all layers, by its name.
+        unpassed_us: the same without compiler passes, for strategies that cannot be compiled.
+        problems: why the other strategies cannot run, by name.
     """
 
     strategies: tuple[str, ...]
@@ -56,19 +55,18 @@ def plan_strategies(
     on_progress: Progress | None = None,
     **options: Any,
 ) -> StepPlan:
-    """Return the strategies that are predicted to be fastest; in a process that is no rank.
+    """Return the strategies with the fastest predicted step; call it in a process without ranks.
 
-    With passes a layer is in a graph: functional, which the passes hide and divide, or fused.
-    Without, it is sequential, chunked or fused.
+    With compiler passes, the candidates are functional and fused. Without, they are sequential,
+    chunked and fused.
 
     Args:
-        config: of the run; ``passes`` are those that it takes.
-        num_ranks: of the run.
-        hardware: whose figures times are predicted from.
-        problems: why strategies cannot run there, by name, as from ``find_problems``.
-        on_progress: called before each trace, with what is traced, traces done, and 0: how many
-            there will be is not known.
-        options: of ``plan_graphs``, beside these.
+        config: the run, with its compiler passes.
+        num_ranks: ranks of the run.
+        hardware: device whose rates the prediction uses.
+        problems: why strategies cannot run, by name; the result of ``find_problems``.
+        on_progress: called before each trace with a text, the traces done, and 0 (total unknown).
+        options: other options of ``plan_graphs``.
 
     Raises:
         ValueError: no strategy can run, or as for ``plan_graphs``.
@@ -100,12 +98,12 @@ def plan_strategies(
 def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
-    """Return why strategies cannot run, by name, as far as no rank is needed to know.
+    """Return why strategies cannot run, by name, without asking the ranks.
 
     Args:
-        config: of the run.
-        hardware: of a rank.
-        fused_problem: why the fused kernels cannot run, as ranks found; "" if they can.
+        config: the run.
+        hardware: the device of a rank.
+        fused_problem: why the ranks cannot run the fused kernels; "" if they can.
     """
     found: dict[str, str] = {}
     if config.model.moe.expert_bias:
@@ -121,9 +119,9 @@ def find_problems(
 
 
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
-    """Return the reports of a step whose layers run by these strategies, as ``plan_graphs``."""
+    """Trace a step with these strategies; return the result of ``plan_graphs``."""
     if _has_triton():
-        # First: it decides how Triton runs, which comes with torch's compiler.
+        # torch's compiler imports Triton; the interpreter must be installed before that.
         import halley.interpreter.switch  # noqa: F401  # pyright: ignore[reportUnusedImport]
     from halley.planner.graph_plan import plan_graphs
 
@@ -136,15 +134,16 @@ def choose_strategies(
     num_layers: int,
     predict: Callable[[tuple[str, ...]], float],
 ) -> tuple[str, ...]:
-    """Return the strategy of each layer: the best one for all, then changes that are faster.
+    """Return the strategy of each layer: start with the best one for all, then change single roles.
 
-    The first layer and the last differ from those inside, which are alike and change together: in
-    forward nothing but the embedding is ahead of the first, in backward few products of the last.
+    There are three roles: the first layer, all inner layers, and the last layer. The first and the
+    last layer differ, because less other computation can overlap their all-to-alls. The search
+    stops when no change of one role makes the step faster.
 
     Args:
-        names: of the strategies.
-        num_layers: to choose for.
-        predict: microseconds of a step with such strategies of all layers.
+        names: the candidates.
+        num_layers: number of MoE layers.
+        predict: returns the microseconds of a step with the given strategy of each layer.
     """
     num_roles = min(num_layers, _MOST_ROLES)
 
@@ -166,7 +165,7 @@ def choose_strategies(
 
 
 def _spread(roles: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    """Return the strategies of all layers, from those of the first, of those inside, of the last"""
+    """Return the strategy of each layer, given those of the first, the inner and the last layer."""
     if num_layers <= _MOST_ROLES:
         return roles
     first, inside, last = roles
@@ -179,17 +178,13 @@ def _has_triton() -> bool:
 
 @final
 class StepTimes:
-    """Predicted microseconds of a step by the strategies of its MoE layers; each traced once.
+    """Predict the time of a step from the strategies of its MoE layers; cache each trace.
 
-    A step of more layers than roles takes what one of few layers takes, and for each other layer
-    inside as much as one of these adds.
+    Deep models are extrapolated: models with one and with two inner layers are traced, and their
+    difference is added for each further inner layer.
 
     Args:
-        config: of the run, with its passes.
-        num_ranks: of the run.
-        hardware: whose figures times are predicted from.
-        on_progress: as of ``plan_strategies``.
-        options: of ``plan_graphs``, beside these.
+        config, num_ranks, hardware, on_progress, options: as for ``plan_strategies``.
     """
 
     def __init__(
@@ -208,11 +203,11 @@ class StepTimes:
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
-        """Return the time of a step; all layers but the first and the last are alike.
+        """Return the microseconds of a step.
 
         Args:
-            strategies: of all MoE layers.
-            passed: False for the time without passes.
+            strategies: of all MoE layers; those between the first and the last are equal.
+            passed: whether to use the compiler passes of the run.
         """
         more = len(strategies) - _MOST_ROLES - 1
         if more <= 0:
@@ -224,7 +219,7 @@ class StepTimes:
         return short_us + more * (short_us - shorter_us)
 
     def _of_traced(self, strategies: tuple[str, ...], *, passed: bool) -> float:
-        # Outside of graphs sequential and chunked layers are functional ones in their costs.
+        # Without passes, sequential and chunked layers cost as much as functional ones.
         in_graphs = tuple(
             "functional" if name in ("sequential", "chunked") else name for name in strategies
         )
@@ -244,9 +239,9 @@ class StepTimes:
 
 
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
-    """Return by how much a chunked layer takes longer than a sequential one, by their sketches."""
+    """Return the simulated time of a chunked layer minus that of a sequential one."""
     model, predictor = config.model, Predictor(hardware)
-    tp_size = config.expert_tp_size  # a shard is to these strategies an expert of its own
+    tp_size = config.expert_tp_size  # these strategies treat each shard as an expert
     shape = LayerShape(
         num_tokens=config.train.batch_size * config.data.seq_len,
         hidden_size=model.hidden_size,
@@ -259,7 +254,7 @@ def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> flo
     )
     num_chunks = config.num_chunks or choose_num_chunks(shape, predictor)
     chunked_us, sequential_us = (
-        makespan_us(pipeline_tasks(shape, predictor, num_chunks=number))
+        makespan_us(all_to_all_tasks(shape, predictor, num_chunks=number))
         for number in (num_chunks, 1)
     )
     return chunked_us - sequential_us

@@ -1,8 +1,8 @@
-"""Every token to every rank: what few ranks do where nearly all of them want it anyway.
+"""Run experts between an all-gather of all tokens and a reduce-scatter of the outputs.
 
-With tensor parallelism, or with many experts a token on few ranks, an all-to-all sends a token to a
-rank once for each of its experts there. An all-gather sends it once; each rank then takes what its
-experts want and sends a sum of each token home.
+An all-to-all sends a token to a rank once for each of the token's experts there. An all-gather
+sends it once. That is less where ranks share experts (tensor parallelism), or where few ranks hold
+many of a token's experts. Each rank computes the rows of its experts and returns one sum per token.
 """
 
 from typing import final
@@ -10,40 +10,39 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from halley.core.routing import check_routing, expert_starts, sort_slots
+from halley.core.routing import check_routing, expert_starts, sort_keys
 from halley.core.sharding import check_tp_size
 from halley.core.timeline import Recorder
 from halley.core.types import DROPPED, Experts, LayerShape, Routing
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
-from halley.distributed.peers import Collective
-from halley.distributed.ranks import place_in
-from halley.ops.expert_forward import apply_experts
-from halley.ops.gather import gather_rows_of_all, sum_at_home
-from halley.ops.routed_rows import combine_rows, gather_rows
+from halley.distributed.peers import Collective, rank_and_size
+from halley.ops.exchange import all_gather_rows, reduce_scatter_rows
+from halley.ops.expert_gemm import apply_experts
+from halley.ops.traceable_routing import combine_rows, gather_rows
 from halley.strategies.base import AbstractStrategy, check_inputs
 from halley.strategies.lockstep import Lockstep
-from halley.strategies.tasks import gathered_tasks
+from halley.strategies.tasks import all_gather_tasks
 
 
 @final
-class GatheredStrategy(AbstractStrategy):
-    """All-gather, then experts, then sums home.
+class AllGatherStrategy(AbstractStrategy):
+    """All-gather tokens, run local experts, reduce-scatter the sums.
 
     Args:
-        group: the ranks over which the experts are spread; None for a rank on its own.
-        recorder: marks the parts and the time spent waiting.
-        tp_size: neighbours in rank that share each expert, see ``core.sharding``.
+        group: the ranks over which the experts are spread; None for a single rank.
+        recorder: takes a span for each step and for the host's waits.
+        tp_size: adjacent ranks that share each expert, see ``core.sharding``.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, recorder: Recorder, tp_size: int = 1
     ) -> None:
-        self.rank, self.num_ranks = place_in(group)
+        self.rank, self.num_ranks = rank_and_size(group)
         check_tp_size(tp_size, num_ranks=self.num_ranks)
         self.group, self.tp_size = group, tp_size
         self.recorder = recorder
-        self._lockstep = Lockstep("gathered", group=group, tp_size=tp_size)
+        self._lockstep = Lockstep("all_gather", group=group, tp_size=tp_size)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_local, num_tokens = experts.num_local_experts, x_TD.shape[0]
@@ -51,7 +50,6 @@ class GatheredStrategy(AbstractStrategy):
         check_inputs(x_TD, experts)
         check_routing(routing, num_tokens=num_tokens, num_experts=num_experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
-        # All of these are gathered as they are.
         self._lockstep.begin(
             x_TD,
             experts,
@@ -61,18 +59,18 @@ class GatheredStrategy(AbstractStrategy):
         )
 
         with self.recorder.span("route.wait", stream="exposed"):
-            most = self._most(num_tokens, x_TD.device)
-        place = {"most": most, "group": self.group}
+            max_rows = self._max_tokens(num_tokens, x_TD.device)
         with self.recorder.span("dispatch.wait", stream="exposed"):
-            x_AD = gather_rows_of_all(x_TD, **place)
-            weights_AK = gather_rows_of_all(weights_TK, **place)
-            # Zeros behind a rank's tokens stand for no expert: ids are moved up by one for the way.
-            idx_AK = gather_rows_of_all(idx_TK - DROPPED, **place) + DROPPED
+            x_AD = all_gather_rows(x_TD, max_rows=max_rows, group=self.group)
+            weights_AK = all_gather_rows(weights_TK, max_rows=max_rows, group=self.group)
+            # Padding is 0, an expert id. Shifted by one, 0 means DROPPED.
+            idx_AK = all_gather_rows(idx_TK - DROPPED, max_rows=max_rows, group=self.group)
+            idx_AK = idx_AK + DROPPED
         with self.recorder.span("route"):
             own_AK = idx_AK - self.rank // self.tp_size * num_local
             own_AK = torch.where((own_AK >= 0) & (own_AK < num_local), own_AK, DROPPED)
             own_AK = torch.where(idx_AK == DROPPED, DROPPED, own_AK)
-            keys_N, slots_N = sort_slots(own_AK, num_local)
+            keys_N, slots_N = sort_keys(own_AK, num_local)
             ends_L = expert_starts(keys_N, num_local)[1:].int()
         with self.recorder.span("route.wait", stream="exposed"):
             num_rows = int(ends_L[-1])
@@ -81,17 +79,17 @@ class GatheredStrategy(AbstractStrategy):
             y_RD = apply_experts(x_RD, experts, ends_L=ends_L)
             y_AD = combine_rows(y_RD, slots_N, weights_AK)
         with self.recorder.span("combine.wait", stream="exposed"):
-            y_TD = sum_at_home(y_AD, num_rows=num_tokens, group=self.group)
+            y_TD = reduce_scatter_rows(y_AD, num_rows=num_tokens, group=self.group)
         return self._lockstep.end(y_TD)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        return gathered_tasks(shape, predictor)
+        return all_gather_tasks(shape, predictor)
 
-    def _most(self, num_tokens: int, device: torch.device) -> int:
-        """Return the most tokens of a rank."""
+    def _max_tokens(self, num_tokens: int, device: torch.device) -> int:
+        """Return the largest number of tokens of any rank."""
         if self.group is None:
             return num_tokens
-        most = torch.tensor(num_tokens, device=device)
+        largest = torch.tensor(num_tokens, device=device)
         with Collective("route", group=self.group):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        return int(most)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return int(largest)

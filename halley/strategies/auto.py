@@ -1,49 +1,56 @@
-"""Whichever strategy is fastest: measured on the first call of a shape, agreed on by all ranks."""
+"""Choose the fastest strategy by measuring all candidates in the first call of a kind of layer."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from types import MappingProxyType
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task, makespan_us
-from halley.distributed.peers import Collective, compare_ranks
-from halley.distributed.ranks import place_in
+from halley.distributed.peers import Collective, compare_ranks, rank_and_size
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
 from halley.symm_mem.access import peer_access
 
 
 _NUM_SAMPLES = 3
 
-# Hidden size, intermediate size, experts, top-k, bytes of an element, activation; whether there are
-# biases; whether gradients are wanted. Nothing that differs between ranks, so that all of them
-# measure in the same call.
-_Key = tuple[int, int, int, int, int, str, bool, bool]
+
+class _Kind(NamedTuple):
+    """A kind of layer. The values are equal on all ranks, so that all measure in the same call."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    element_bytes: int
+    activation: str
+    expert_bias: bool
+    gradients: bool
 
 
 @final
 class AutoStrategy(AbstractStrategy):
-    """Runs each shape by the strategy that measured fastest when it first came.
+    """Runs each kind of layer by the strategy that was fastest in its first call.
 
-    The first call of a shape runs every candidate some times, one after another in turn, on the
-    inputs that it was given; where gradients are wanted, with backward. A rank's time is that of
-    the slowest rank.
+    The first call of a kind runs every candidate several times, in alternation, on the inputs of
+    that call, with backward if gradients are needed. The time of a candidate is the time of its
+    slowest rank, so all ranks choose the same strategy.
 
     Args:
-        candidates: by name; one of them is "chunked".
-        group: the ranks over which the experts are spread; None for a rank on its own.
-        device: of this rank.
-        recorder: that of the candidates; silent while they are measured.
-        shares_memory: the candidates that need memory which all ranks can address.
-        left_out: why others are no candidates, by name.
-        releases: whether these give their buffers back where no shape runs by one of them.
+        candidates: strategies by name; one of them is "chunked".
+        group: the ranks over which the experts are spread; None for a single rank.
+        device: device of this rank.
+        recorder: recorder of the candidates; disabled during the measurement.
+        shares_memory: names of the candidates that need symmetric memory.
+        left_out: why other strategies are no candidates, by name.
+        releases: free the buffers of the candidates in symmetric memory if no kind chose one.
     """
 
     def __init__(
@@ -60,107 +67,99 @@ class AutoStrategy(AbstractStrategy):
         self.candidates = candidates
         self.group, self.device, self.recorder = group, torch.device(device), recorder
         self.tp_size = next(iter(candidates.values())).tp_size
-        self.num_sets = place_in(group)[1] // self.tp_size
+        self.num_sets = rank_and_size(group)[1] // self.tp_size
         self._shares_memory, self._releases = shares_memory, releases
         self._left_out = left_out
-        # Not asked yet, or for nobody.
+        # Why there is no symmetric memory; None before the first check, "" if it is available.
         self._no_access = None if set(shares_memory) & set(candidates) else ""
-        self._choices: dict[_Key, str] = {}
-        self._reasons: dict[_Key, str] = {}
-        self._times_us: dict[_Key, dict[str, float]] = {}
+        self._choices: dict[_Kind, str] = {}
+        self._reasons: dict[_Kind, str] = {}
+        self._times_us: dict[_Kind, dict[str, float]] = {}
 
     @property
     def gemm(self) -> str:
-        return "that of its choice"
+        return "that of the chosen strategy"
 
     @property
     def reasons(self) -> list[str]:
-        """What was chosen for each shape so far, and why, a sentence each."""
+        """The choice for each kind of layer so far and its reason, one sentence each."""
         return list(self._reasons.values())
 
     def choice(self, shape: LayerShape, *, gradients: bool) -> str:
-        """Return the name of the strategy that a layer without biases runs by, "" if undecided.
+        """Return the name of the strategy chosen for a layer without biases; "" before its call.
 
         Args:
-            shape: the layer; its number of tokens does not matter.
-            gradients: whether with backward.
+            shape: sizes of the layer; the number of tokens is ignored.
+            gradients: the choice for calls with backward.
         """
-        return self._choices.get(_key(shape, gradients=gradients), "")
+        return self._choices.get(_kind_of(shape, gradients=gradients), "")
 
     def times_us(self, shape: LayerShape, *, gradients: bool) -> dict[str, float]:
-        """Return the candidates' times that a choice rests on; none where nothing was measured.
+        """Return the measured time of each candidate; empty if nothing was measured.
 
         Args:
             shape, gradients: as for ``choice``.
         """
-        return dict(self._times_us.get(_key(shape, gradients=gradients), {}))
+        return dict(self._times_us.get(_kind_of(shape, gradients=gradients), {}))
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         weight, gradients = experts.down_LDF, wants_gradients(x_TD, routing, experts)
-        key = (
-            weight.shape[1],
-            weight.shape[2] * self.tp_size,
-            weight.shape[0] * self.num_sets,
-            routing.topk_idx_TK.shape[1],
-            weight.itemsize,
-            experts.activation,
-            experts.up_bias_LG is not None,
-            gradients,
+        kind = _Kind(
+            hidden_size=weight.shape[1],
+            intermediate_size=weight.shape[2] * self.tp_size,
+            num_experts=weight.shape[0] * self.num_sets,
+            top_k=routing.topk_idx_TK.shape[1],
+            element_bytes=weight.itemsize,
+            activation=experts.activation,
+            expert_bias=experts.up_bias_LG is not None,
+            gradients=gradients,
         )
-        name = self._choices.get(key)
+        name = self._choices.get(kind)
         if name is None:
             check_inputs(x_TD, experts)
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     "strategy auto chooses by measuring: run the layer once before torch.compile"
                 )
-            name = self._decide(key, x_TD, routing, experts)
+            name = self._decide(kind, x_TD, routing, experts)
         return self.candidates[name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return the work of what was chosen for training; else of what is predicted fastest."""
+        """Return the tasks of the strategy chosen for training, or of the predicted fastest."""
         if name := self.choice(shape, gradients=True):
             return self.candidates[name].tasks(shape, predictor)
         return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)
 
-    def _decide(self, key: _Key, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> str:
-        gradients = key[-1]
-        self._compare(key)
-        names, problems = self._able(experts, top_k=key[3])
-        direction = "with backward" if gradients else "forward"
-        text = f"hidden_size {key[0]}, {key[2]} experts, top_k {key[3]}, {direction}: "
+    def _decide(self, kind: _Kind, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> str:
+        values: dict[str, object] = kind._asdict()
+        values |= {"strategy": "auto", "candidates": ", ".join(self.candidates)}
+        values |= {"tp_size": self.tp_size, "device": self.device.type}
+        compare_ranks("an MoE layer", values, group=self.group)
+        names, problems = self._find_able(experts, top_k=kind.top_k)
+        direction = "with backward" if kind.gradients else "forward"
+        text = f"hidden_size {kind.hidden_size}, {kind.num_experts} experts, "
+        text += f"top_k {kind.top_k}, {direction}: "
         if self._no_access:
             name = "chunked"
             text += f"chunked, as the fused kernels cannot run here: {self._no_access}"
         else:
-            times_us, without_room = self._measure(
-                names, x_TD, routing, experts, gradients=gradients
+            times_us, out_of_memory = self._measure(
+                names, x_TD, routing, experts, gradients=kind.gradients
             )
-            problems |= without_room
-            self._times_us[key] = times_us
+            problems |= out_of_memory
+            self._times_us[kind] = times_us
             name = min(times_us, key=lambda name: times_us[name])
             shown = ", ".join(f"{name} {us:.0f} us" for name, us in times_us.items())
             text += f"{name} is fastest of {shown}"
             text += "".join(f"; not {name}: {why}" for name, why in problems.items())
-        self._choices[key], self._reasons[key] = name, text
+        self._choices[kind], self._reasons[kind] = name, text
         if self._releases and not set(self._shares_memory) & set(self._choices.values()):
             for each in set(self._shares_memory) & set(names):
                 self.candidates[each].release()
         return name
 
-    def _compare(self, key: _Key) -> None:
-        """Compare with the other ranks what is to be measured, before any of them measures."""
-        names = (
-            "hidden_size", "intermediate_size", "num_experts", "top_k", "element_bytes",
-            "activation", "expert_bias", "gradients",
-        )  # fmt: skip
-        values: dict[str, object] = dict(zip(names, key, strict=True))
-        values |= {"strategy": "auto", "candidates": ", ".join(self.candidates)}
-        values |= {"tp_size": self.tp_size, "device": self.device.type}
-        compare_ranks("an MoE layer", values, group=self.group)
-
-    def _able(self, experts: Experts, *, top_k: int) -> tuple[list[str], dict[str, str]]:
-        """Return the candidates that can run a layer, and why the others cannot."""
+    def _find_able(self, experts: Experts, *, top_k: int) -> tuple[list[str], dict[str, str]]:
+        """Return the names of the candidates that can run a layer, and why the others cannot."""
         if self._no_access is None:
             self._no_access = peer_access(self.group, self.device)
         problems = dict(self._left_out)
@@ -181,36 +180,37 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the time of each candidate, or why there is no room for it; a collective.
+        """Return the time of each candidate, and why others ran out of memory; a collective.
 
-        The same on all ranks.
+        The results are the same on all ranks.
         """
+        # Separate leaves: backward must end at the layer, keep the caller's graph, and not add to
+        # gradient buffers that are attributes of the caller's weights.
+        leaves: list[torch.Tensor] = []
+
+        def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
+            leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+            leaves.extend([leaf] if leaf.requires_grad else [])
+            return leaf
+
+        x_TD = make_leaf(x_TD)
+        routing = replace(routing, topk_weights_TK=make_leaf(routing.topk_weights_TK))
+        weights = {name: make_leaf(tensor) for name, tensor in experts.tensors().items()}
+        experts = experts.with_tensors(weights)
 
         def run(name: str) -> None:
             y_TD = self.candidates[name].forward(x_TD, routing, experts)
             if gradients:
                 torch.autograd.grad(y_TD, leaves, torch.zeros_like(y_TD))
 
-        # Leaves of their own: backward must end at the layer, leave the caller's graph whole, and
-        # add nothing to buffers that hang on weights.
-        leaves: list[torch.Tensor] = []
-
-        def leaf(part: torch.Tensor) -> torch.Tensor:
-            part = part.detach().requires_grad_(part.requires_grad)
-            leaves.extend([part] if part.requires_grad else [])
-            return part
-
-        x_TD = leaf(x_TD)
-        routing = replace(routing, topk_weights_TK=leaf(routing.topk_weights_TK))
-        experts = experts.with_tensors({name: leaf(t) for name, t in experts.tensors().items()})
         problems: dict[str, str] = {}
         enabled, self.recorder.enabled = self.recorder.enabled, False
-        # Hooks of the caller, such as those of activation checkpointing, must see one forward.
+        # Hides these calls from the caller's hooks, such as those of activation checkpointing.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             for name in names:
                 try:
-                    run(name)  # makes buffers and compiles
-                except MemoryError as error:  # on all ranks
+                    run(name)  # allocates buffers and compiles
+                except MemoryError as error:  # raised on all ranks
                     problems[name] = str(error)
             names = [name for name in names if name not in problems]
             samples = torch.zeros(_NUM_SAMPLES, len(names), dtype=torch.float64)
@@ -224,9 +224,8 @@ class AutoStrategy(AbstractStrategy):
         if self.group is not None:
             with Collective("the maximum of measured times", group=self.group):
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.group)
-        columns = slowest.t().tolist()
-        columns = [median(column) * 1e6 for column in columns]
-        return dict(zip(names, columns, strict=True)), problems
+        medians_us = [median(column) * 1e6 for column in slowest.t().tolist()]
+        return dict(zip(names, medians_us, strict=True)), problems
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -234,6 +233,14 @@ class AutoStrategy(AbstractStrategy):
         return time.perf_counter()
 
 
-def _key(shape: LayerShape, *, gradients: bool) -> _Key:
-    sizes = (shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k)
-    return (*sizes, shape.itemsize, shape.activation, False, gradients)
+def _kind_of(shape: LayerShape, *, gradients: bool) -> _Kind:
+    return _Kind(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        element_bytes=shape.itemsize,
+        activation=shape.activation,
+        expert_bias=False,
+        gradients=gradients,
+    )

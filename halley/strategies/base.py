@@ -1,6 +1,7 @@
-"""One way to run routed experts under expert parallelism, in one file each.
+"""The interface of strategies: ways to run routed experts that are spread over ranks.
 
-A strategy says twice what it does: ``forward`` runs it, ``tasks`` sketches it for the simulator.
+A strategy has two descriptions of its work: ``forward`` runs it, and ``tasks`` lists it for the
+simulator. Each strategy has a file of its own in this folder.
 """
 
 import abc
@@ -8,15 +9,17 @@ import abc
 import torch
 
 from halley.core.types import Experts, LayerShape, Routing
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 
 
 class AbstractStrategy(abc.ABC):
     """Runs routed experts that are spread over the ranks of a group. Subclasses are final.
 
+    To add a strategy, implement ``forward`` and ``tasks``.
+
     Attributes:
-        tp_size: neighbours of the group that share each expert, see ``core.sharding``.
+        tp_size: adjacent ranks of the group that share each expert, see ``core.sharding``.
     """
 
     tp_size: int = 1
@@ -25,15 +28,15 @@ class AbstractStrategy(abc.ABC):
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         """Return the sum, over each token's experts, of weight times expert output, ``(T, D)``.
 
-        A collective: all ranks of the group call it in the same order. They may hold different
-        numbers of tokens, none included. Differentiable in ``x_TD``, in the routing weights and
-        in the experts' weights; backward is a collective too.
+        A collective: all ranks of the group call it in the same order. Ranks may have different
+        numbers of tokens, also none. Differentiable in ``x_TD``, in the routing weights and in the
+        experts' weights; backward is a collective too.
 
         Args:
             x_TD: tokens of this rank, in the dtype of the experts' weights.
             routing: global expert ids and weights of each token.
-            experts: the experts of this rank, ``[g * L, (g + 1) * L)`` with
-                ``g = rank // tp_size``; where ranks share experts, its shards of them.
+            experts: the experts of this rank, ids ``[g * L, (g + 1) * L)`` with
+                ``g = rank // tp_size``; its shards of them if ``tp_size`` is above 1.
 
         Raises:
             ValueError: shapes, dtypes or devices do not fit.
@@ -41,37 +44,45 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def gemm(self) -> str:
-        """Whose grouped GEMM multiplies: strategies with the same are equal bit for bit."""
+        """Name of the grouped GEMM; strategies with the same name have equal results, bitwise."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
-        """Return why this strategy cannot run a layer, or ""; the same on all ranks.
+        """Return why this strategy cannot run a layer, or ""; the same text on all ranks.
 
         Args:
-            experts: of any rank.
-            top_k: experts of a token.
+            experts: the experts of this rank.
+            top_k: experts of each token.
         """
         return ""
 
-    def release(self) -> None:  # noqa: B027 - most keep nothing
-        """Give back what is kept from call to call; a collective. The next call makes it anew."""
+    def release(self) -> None:  # noqa: B027 - most strategies have no buffers
+        """Free the buffers that the strategy keeps between calls; a collective.
+
+        The next call allocates them again.
+        """
 
     @abc.abstractmethod
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return the work of one forward and backward pass on one rank, in order of issue."""
+        """Return the work of one forward and backward pass of one rank, in order of issue.
+
+        Args:
+            shape: sizes of the layer.
+            predictor: predicts the duration of each task.
+        """
 
 
 def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> bool:
-    """Return whether autograd would record a layer of these."""
+    """Return whether autograd records a layer with these inputs."""
     tensors = (x_TD, routing.topk_weights_TK, *experts.tensors().values())
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
-    """Check that tokens and experts fit each other.
+    """Check that tokens and experts have the same hidden size, dtype and device.
 
     Raises:
-        ValueError: hidden sizes, dtypes or devices differ.
+        ValueError: one of them differs.
     """
     if x_TD.ndim != 2 or x_TD.shape[1] != experts.up_LGD.shape[2]:
         raise ValueError(
@@ -90,7 +101,7 @@ def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
 
 
 def under_autocast(experts: Experts) -> Experts:
-    """Return the experts in the dtype of autocast where it is on, as ``F.linear`` would."""
+    """Return the experts, cast to the dtype of autocast if it is enabled, as for ``F.linear``."""
     kind = experts.up_LGD.device.type
     if not torch.is_autocast_enabled(kind):
         return experts

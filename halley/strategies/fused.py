@@ -1,8 +1,8 @@
-"""Communication inside the GEMMs: two kernels that fetch, multiply and send tile by tile.
+"""Run routed experts with communication inside the GEMM kernels.
 
-Rows travel through memory that all ranks address, while the tiles whose rows have come are
-multiplied; the sums go home in column chunks while the next are multiplied. No process group is
-asked in a call.
+Kernels fetch the rows of other ranks through symmetric memory while the GEMM multiplies the tiles
+that have arrived. Partial sums return to the tokens' ranks by column chunks while the GEMM computes
+the next chunk. A call uses no process group.
 
 Source: COMET (arXiv:2502.19811).
 """
@@ -14,11 +14,10 @@ import torch
 from halley.core.routing import check_routing
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Save
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import Workspace
-from halley.fused.forward_ops import shape_class
 from halley.fused.kernels.layout import MAX_CHUNKS
 from halley.fused.op import compile_fused_experts, fused_experts
 from halley.interpreter.switch import INTERPRETED
@@ -28,10 +27,10 @@ from halley.strategies.tasks import fused_tasks
 
 
 _CAPABILITY = (9, 0)
-_MAX_RANKS = 31  # a bit a rank in an int32
+_MAX_RANKS = 31  # one bit for each rank in an int32
 _MAX_EXPERTS = 2**15 - 1  # packed with 16 other bits into an int32
 _MAX_TOP_K = 64
-_ROW_ALIGNMENT = 16  # bytes; what the tensor-memory engine asks of each row
+_ROW_ALIGNMENT = 16  # bytes, required by TMA for each row
 _DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16),
@@ -40,15 +39,18 @@ _DTYPES = {
 
 @final
 class FusedStrategy(AbstractStrategy):
-    """Dispatch in the first GEMM, combine in the second; backward, the same the other way.
+    """Strategy with dispatch fused into the first GEMM and combine fused into the second.
 
     Args:
-        workspaces: the buffers, made for the ranks over which the experts are spread. Strategies
-            with the same ones share memory; calls of those take turns.
-        recorder: marks the layer. What it waits for peers is inside.
-        fused: False runs the same kernels one part after another, bit for bit the same: what
-            fusing gains, with all else equal.
-        save: what is kept for backward, see ``ops.fused_experts``.
+        workspaces: buffers of the ranks that share the experts. Strategies with the same object
+            share memory, and their calls run one after the other.
+        recorder: records one span for the layer, which includes waits for other ranks.
+        fused: False runs the same kernels one after the other, with the same bits. The difference
+            in time is the gain of the overlap.
+        save: activations that are saved for backward, see ``fused.op.fused_experts``.
+
+    Raises:
+        ValueError: ``save`` is unknown.
     """
 
     def __init__(
@@ -85,22 +87,22 @@ class FusedStrategy(AbstractStrategy):
                 fused=self.fused,
                 save=self.save if backward else "none",
                 workspaces=self.workspaces.handle,
-                turn=self.workspaces.turn,
+                ordering_token=self.workspaces.ordering_token,
             )
 
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
-        """Make the buffers of a layer, as its first call would; a collective."""
+        """Allocate the buffers of a layer before its first call; a collective."""
         self._check_all(x_TD, routing, experts)
-        shape = shape_class(self.workspaces, x_TD, routing.topk_idx_TK, experts.up_LGD)
-        return self.workspaces.get(shape, num_tokens=x_TD.shape[0])
+        return self.workspaces.find(x_TD, routing.topk_idx_TK, experts.up_LGD)
 
     def compile(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Compile the kernels of a layer that is prepared, many at a time; this rank's own affair.
+        """Compile the kernels of a prepared layer in parallel; concerns this rank only.
 
         Args:
-            backward: also those of backward; False those of a forward without gradients.
+            x_TD, routing, experts: inputs of the layer, of which only sizes and dtypes count.
+            backward: True compiles forward and backward, False a forward without gradients.
         """
         compile_fused_experts(
             x_TD,
@@ -117,12 +119,12 @@ class FusedStrategy(AbstractStrategy):
     def _check(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Check the inputs; where that reads no values, only if their sizes or dtypes are new.
+        """Check the inputs, on a GPU only if their sizes or dtypes are new.
 
-        What a layer of new sizes launches is compiled then.
+        Inputs of new sizes also compile their kernels here.
         """
         tensors = (x_TD, routing.topk_idx_TK, routing.topk_weights_TK, *experts.tensors().values())
-        # What is kept from call to call would make a compiler trace each call anew.
+        # State that changes from call to call would make Dynamo trace each call again.
         if torch.compiler.is_compiling() or not x_TD.is_cuda:
             self._check_all(x_TD, routing, experts)
         else:
@@ -180,11 +182,11 @@ class FusedStrategy(AbstractStrategy):
             found = ".".join(map(str, torch.cuda.get_device_capability(weight.device)))
             return (
                 f"compute capability ({found}) must be at least 9.0 for strategy fused: its "
-                "kernels use the tensor-memory engine"
+                "kernels use the Tensor Memory Accelerator"
             )
         if not (experts.up_LGD.is_contiguous() and weight.is_contiguous()):
             return "the experts' weights (strided) must be contiguous for strategy fused"
-        if not torch.compiler.is_compiling():  # which knows no addresses
+        if not torch.compiler.is_compiling():  # traced tensors have no addresses
             for name, tensor in experts.tensors().items():
                 if not is_aligned(tensor):
                     return (
@@ -202,7 +204,7 @@ class FusedStrategy(AbstractStrategy):
             ("ep_size", num_ranks, _MAX_RANKS),
             ("num_experts", num_experts, _MAX_EXPERTS),
             ("top_k", top_k, _MAX_TOP_K),
-            ("hidden_size", hidden_size, MAX_CHUNKS * self.workspaces.knobs.chunk_columns),
+            ("hidden_size", hidden_size, MAX_CHUNKS * self.workspaces.config.chunk_columns),
         )
         for name, size, most in limits:
             if size > most:
@@ -210,5 +212,5 @@ class FusedStrategy(AbstractStrategy):
         return ""
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        columns = self.workspaces.knobs.chunk_columns
+        columns = self.workspaces.config.chunk_columns
         return fused_tasks(shape, predictor, chunk_columns=columns, fused=self.fused)

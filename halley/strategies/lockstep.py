@@ -1,8 +1,8 @@
 """Check that the ranks of a group run the same layers in the same order.
 
-Collectives that do not match abort a process, hang or give wrong numbers. So a strategy compares
-each new kind of layer across ranks before its first collective. Over gloo, whose collectives of
-different sizes abort the process, it also compares the order of passes, in each pass.
+Collectives that do not match abort the process, hang, or give wrong numbers. A strategy therefore
+compares each new kind of layer across ranks, before the first collective of that kind. Over gloo,
+where a mismatch in size aborts the process, it also compares the order of all passes.
 """
 
 from typing import Any, final
@@ -17,33 +17,33 @@ from halley.distributed.peers import Collective, compare_ranks, name_ranks, time
 
 @final
 class Lockstep:
-    """Compares what the ranks of a group run, before their collectives could mix.
+    """Compares across ranks which layer each rank runs, before the collectives of the layer.
 
     Args:
-        strategy: name of the strategy, in messages.
-        group: the ranks; None for a rank on its own.
-        tp_size: neighbours in rank that share each expert.
+        strategy: name of the strategy, for messages.
+        group: the ranks; None for a single rank.
+        tp_size: adjacent ranks that share each expert.
     """
 
     def __init__(self, strategy: str, *, group: dist.ProcessGroup | None, tp_size: int) -> None:
         self._strategy, self._group, self._tp_size = strategy, group, tp_size
         self._kinds: set[tuple[object, ...]] = set()
-        self._guard: Any = None  # a ProcessGroupGloo, whose stubs lack its collectives
+        self._guard: Any = None  # a ProcessGroupGloo; torch's type stubs lack its collectives
         self._num_calls = 0
 
     def begin(self, x_TD: torch.Tensor, experts: Experts, **values: object) -> None:
-        """Begin the forward pass of a layer; a collective where its kind is new, or over gloo.
+        """Begin the forward pass of a layer; a collective if its kind is new, or over gloo.
 
-        Inside ``torch.compile`` nothing is compared.
+        Does nothing while ``torch.compile`` traces.
 
         Args:
             x_TD: tokens of this rank.
-            experts: of this rank.
-            values: what else must be the same on all ranks, by name.
+            experts: experts of this rank.
+            values: further values that must be the same on all ranks, by name.
 
         Raises:
-            ValueError: on all ranks, the ranks run different kinds of layers.
-            RuntimeError: a rank did not come, or runs another pass.
+            ValueError: the ranks run different kinds of layers; raised on all ranks.
+            RuntimeError: a rank is missing, or runs another pass.
         """
         if self._group is None or torch.compiler.is_compiling():
             return
@@ -51,7 +51,7 @@ class Lockstep:
         kind = (x_TD.shape[1], x_TD.dtype, experts.num_local_experts, *values.values())
         if kind not in self._kinds:
             num_experts = experts.num_local_experts * size // self._tp_size
-            told = {
+            described = {
                 "strategy": self._strategy,
                 "hidden_size": x_TD.shape[1],
                 "num_experts": num_experts,
@@ -59,14 +59,14 @@ class Lockstep:
                 "tp_size": self._tp_size,
                 "device": x_TD.device.type,
             }
-            compare_ranks("an MoE layer", told | values, group=self._group)
+            compare_ranks("an MoE layer", described | values, group=self._group)
             self._kinds.add(kind)
         self._num_calls += 1
         if size > 1 and x_TD.device.type == "cpu" and dist.get_backend(self._group) == "gloo":
             self._compare_passes(self._num_calls)
 
     def end(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Return the output of a layer, whose backward pass will be compared as its forward was."""
+        """Return the output, with a hook that compares the backward pass across ranks."""
         if self._guard is not None and y_TD.requires_grad and not torch.compiler.is_compiling():
             number = self._num_calls
 
@@ -77,10 +77,10 @@ class Lockstep:
         return y_TD
 
     def _compare_passes(self, number: int) -> None:
-        """Compare the pass that this rank begins with those of the others, on all of them.
+        """Compare the pass that this rank begins with the passes of the other ranks.
 
         Args:
-            number: of the call, below 0 for its backward pass.
+            number: number of the call, from 1; negative for its backward pass.
         """
         group = self._group
         assert group is not None
@@ -105,9 +105,9 @@ class Lockstep:
 
 
 def _open_guard(group: dist.ProcessGroup) -> Any:
-    """Return a connection of its own among the ranks of a group; a collective.
+    """Return a separate process group of the same ranks; a collective.
 
-    Messages of other collectives, of which the user may run any, cannot take the place of these.
+    On the user's group, other collectives could match the comparison by mistake.
     """
     store, rank = group.get_group_store(), dist.get_rank(group)
     number = store.add(f"halley/guards/{rank}", 1)

@@ -1,6 +1,7 @@
-"""Layers as tasks for the simulator: the pipeline of sequential and chunked, and fused kernels.
+"""Describe a layer as tasks for the simulator, for each kind of strategy.
 
-Sequential is chunked with one chunk, unfused is fused with one piece of each kind.
+Every function returns the forward and backward pass of one rank under balanced routing, in order of
+issue. Tasks of the stream "comm" are communication.
 """
 
 from dataclasses import dataclass
@@ -8,17 +9,20 @@ from math import comb
 
 from halley.core.routing import chunk_sizes, local_experts
 from halley.core.types import LayerShape
-from halley.cost.predict import Predictor
-from halley.cost.simulate import Task
+from halley.cost.hardware import Predictor
+from halley.cost.simulate import Task, makespan_us
 
 
-def pipeline_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return forward and backward of one rank under balanced routing, in order of issue.
+_NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
+
+
+def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
+    """Return the tasks of the all-to-all strategy.
 
     Args:
         shape: the layer.
-        predictor: gives each part its time.
-        num_chunks: ranges of local experts that are exchanged and computed one after another.
+        predictor: predicts the duration of each task.
+        num_chunks: number of chunks, each a range of local experts.
     """
     rows = shape.num_tokens * shape.top_k
     hidden_bytes = shape.hidden_size * shape.itemsize
@@ -59,14 +63,21 @@ def pipeline_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) 
     return tasks
 
 
-def gathered_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
-    """Return forward and backward of one rank under balanced routing, in order of issue.
+def choose_num_chunks(shape: LayerShape, predictor: Predictor) -> int:
+    """Return the number of chunks with the shortest simulated forward and backward pass."""
+    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
+    candidates = [n for n in _NUM_CHUNKS if n <= num_local]
+    return min(
+        candidates, key=lambda n: makespan_us(all_to_all_tasks(shape, predictor, num_chunks=n))
+    )
 
-    Every token travels to every rank, and a sum of each back, whatever the routing.
+
+def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
+    """Return the tasks of the all-gather strategy, whose traffic does not depend on the routing.
 
     Args:
         shape: the layer.
-        predictor: gives each part its time.
+        predictor: predicts the duration of each task.
     """
     rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
     crossings = shape.num_tokens * (shape.ep_size - 1)
@@ -74,7 +85,7 @@ def gathered_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
     route_us = predictor.memory_us(16.0 * rows * shape.ep_size, num_ops=12)
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     experts_us = _experts_us(shape, predictor, num_rows=rows, num_groups=num_local)
-    # Each rank sums the slots of all tokens, most of which are empty.
+    # Each rank sums over the slots of all tokens, most of which have no row here.
     sum_us = predictor.memory_us(2.0 * rows * shape.ep_size * hidden_bytes, num_ops=2)
     return [
         _comm("dispatch", link_us, needs=""),
@@ -90,18 +101,18 @@ def gathered_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
 def fused_tasks(
     shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
 ) -> list[Task]:
-    """Return forward and backward of one rank under balanced routing, in order of issue.
+    """Return the tasks of the fused kernels.
 
-    A token crosses once to each rank that has one of its experts, and one sum of it comes back.
-    Fused, the rows of the other ranks arrive while those that are here are multiplied, and a chunk
-    of columns travels while the next is multiplied: in the simulator, tasks of their own. What
-    communication takes from the multiprocessors is not counted.
+    A token crosses the link once to each rank that holds one of its experts, and one partial sum
+    returns. Fused kernels overlap at a fine grain, which the tasks approximate: the first GEMM has
+    one task for the rows of each source rank, the second GEMM one for each chunk of columns.
+    The SMs that communication occupies are not counted.
 
     Args:
         shape: the layer.
-        predictor: gives each part its time.
+        predictor: predicts the duration of each task.
         chunk_columns: columns of the second GEMM that are combined at once.
-        fused: False for the same parts one after another.
+        fused: False for the unfused form, one task after another.
     """
     hidden, inner, itemsize = shape.hidden_size, shape.intermediate_size, shape.itemsize
     rows, ranks = shape.num_tokens * shape.top_k, shape.ep_size
@@ -120,9 +131,9 @@ def fused_tasks(
     expand_us = predictor.memory_us(2.0 * rows * row_bytes)
     sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
 
-    way = _Way(
-        num_parts=ranks if fused else 1,
-        first_part=1 if fused else 0,
+    fused_pass = _FusedPass(
+        num_sources=ranks if fused else 1,
+        first_remote=1 if fused else 0,
         num_chunks=-(-hidden // chunk_columns) if fused else 1,
         link_us=link_us,
         expand_us=expand_us,
@@ -131,62 +142,66 @@ def fused_tasks(
     tasks = [
         _compute("publish", publish_us, needs=()),
         _compute("plan", plan_us, needs=("publish",)),
-        *way.tasks("", ("up", up_us), ("down", down_us), needs="plan"),
+        *fused_pass.tasks("", ("up", up_us), ("down", down_us), needs="plan"),
     ]
     tasks.append(_compute("publish.backward", publish_us, needs=(tasks[-1].name,)))
-    tasks += way.tasks(".backward", ("down", down_us), ("up", up_us), needs="publish.backward")
+    tasks += fused_pass.tasks(
+        ".backward", ("down", down_us), ("up", up_us), needs="publish.backward"
+    )
     for name, duration_us in (("down.weights", down_us), ("up.weights", up_us)):
-        tasks.append(_compute(name, duration_us, needs=(f"down.backward.{way.num_parts - 1}",)))
+        tasks.append(
+            _compute(name, duration_us, needs=(f"down.backward.{fused_pass.num_sources - 1}",))
+        )
     return tasks
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
-    """The way of rows to their experts and of sums home, which gradients go, too.
+class _FusedPass:
+    """One pass of the fused kernels: dispatch, a GEMM, a second GEMM, combine.
 
     Attributes:
-        num_parts: of the rows, by the rank that they come from, this one's first.
-        first_part: the first that travels.
-        num_chunks: of the columns that come home.
-        link_us: time of the wire one way.
-        expand_us: to write rows to all their experts.
-        sum_us: to add up what goes home.
+        num_sources: tasks of the first GEMM, one for the rows of each source rank.
+        first_remote: the first of them whose rows cross the link.
+        num_chunks: tasks of the second GEMM, one for each chunk of columns.
+        link_us: duration of all transfers in one direction.
+        expand_us: duration of copying each received token to all its experts.
+        sum_us: duration of all sums of expert outputs.
     """
 
-    num_parts: int
-    first_part: int
+    num_sources: int
+    first_remote: int
     num_chunks: int
     link_us: float
     expand_us: float
     sum_us: float
 
     def tasks(
-        self, suffix: str, there: tuple[str, float], back: tuple[str, float], *, needs: str
+        self, suffix: str, first: tuple[str, float], second: tuple[str, float], *, needs: str
     ) -> list[Task]:
-        """Return the tasks of one pass through two GEMMs, given by name and time."""
+        """Return the tasks; both GEMMs are given by name and duration."""
         tasks: list[Task] = []
-        share_us = self.link_us / (self.num_parts - self.first_part or 1)
-        for part in range(self.first_part, self.num_parts):
-            tasks.append(_comm(f"dispatch{suffix}.{part}", share_us, needs=needs))
-        for part in range(self.num_parts):
-            rows = needs if part < self.first_part else f"dispatch{suffix}.{part}"
-            time_us = (self.expand_us + there[1]) / self.num_parts
-            tasks.append(_compute(f"{there[0]}{suffix}.{part}", time_us, needs=(rows,)))
+        share_us = self.link_us / (self.num_sources - self.first_remote or 1)
+        for source in range(self.first_remote, self.num_sources):
+            tasks.append(_comm(f"dispatch{suffix}.{source}", share_us, needs=needs))
+        for source in range(self.num_sources):
+            rows = needs if source < self.first_remote else f"dispatch{suffix}.{source}"
+            duration_us = (self.expand_us + first[1]) / self.num_sources
+            tasks.append(_compute(f"{first[0]}{suffix}.{source}", duration_us, needs=(rows,)))
         last = tasks[-1].name
         for chunk in range(self.num_chunks):
-            name = f"{back[0]}{suffix}.{chunk}"
-            tasks.append(_compute(name, back[1] / self.num_chunks, needs=(last,)))
+            name = f"{second[0]}{suffix}.{chunk}"
+            tasks.append(_compute(name, second[1] / self.num_chunks, needs=(last,)))
             chunk_us = self.link_us / self.num_chunks
             tasks.append(_comm(f"combine{suffix}.{chunk}", chunk_us, needs=name))
         for chunk in range(self.num_chunks):
             sums = (f"combine{suffix}.{chunk}",)
             chunk_us = self.sum_us / self.num_chunks
-            tasks.append(_compute(f"home{suffix}.{chunk}", chunk_us, needs=sums))
+            tasks.append(_compute(f"sum{suffix}.{chunk}", chunk_us, needs=sums))
         return tasks
 
 
 def _reach(shape: LayerShape, num_local: int) -> float:
-    """Return the share of tokens that have any expert on a given rank, experts being equal."""
+    """Return the share of tokens with any expert on a given rank, under balanced routing."""
     elsewhere = comb(shape.num_experts - num_local, shape.top_k)
     return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 

@@ -1,4 +1,5 @@
-"""Symmetric memory: one tensor per rank, addressable by every rank of a group.
+"""Symmetric memory: each tensor has one copy per rank, and every rank can address all copies.
 
-Start with ``heap.py`` (the interface); CUDA, POSIX shared memory and threads implement it.
+Start with ``heap.py``, the interface. ``cuda.py`` implements it on GPUs, ``posix.py`` for
+processes on CPUs, and ``threads.py`` for tests in one process.
 """

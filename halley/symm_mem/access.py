@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can address each other's memory, and if not, why."""
+"""Find out whether the ranks of a group can address each other's memory, and if not, why."""
 
 import ctypes
 import itertools
@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from halley.distributed.ranks import gather
+from halley.distributed.peers import all_gather_objects
 
 
 SHM = Path("/dev/shm")
 
-# Torch's own switch. Set to 1, ranks may share a GPU, taking turns: a way to try what several ranks
-# do where there is one GPU, and no way to be fast.
+# A switch of PyTorch. With value 1, several ranks may share a GPU, which runs them alternately.
+# This serves tests on a machine with one GPU; it is slow.
 MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -24,17 +24,18 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MemoryLocation:
     """Where a rank's memory is.
 
     Attributes:
         host: name of the machine.
-        boot_id: of the machine's kernel, since host names repeat; "" where there is none.
+        boot_id: boot id of the machine's kernel, because host names repeat; "" if there is none.
         device: "cpu" or "cuda:<index>".
-        shm_id: which shared memory a CPU rank sees, since containers have their own; None without.
-        uuid: of the GPU; "" on a CPU.
+        shm_id: device number of ``/dev/shm`` on a CPU rank, because each container has its own;
+            None without shared memory.
+        uuid: uuid of the GPU; "" on a CPU.
         reachable: uuids of the GPUs whose memory this one can address.
-        may_share: whether this rank may be on the GPU of another, see ``MAY_SHARE``.
+        may_share: the rank may use the GPU of another rank, see ``MAY_SHARE``.
     """
 
     host: str
@@ -47,29 +48,31 @@ class Place:
 
 
 def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
-    """Return "" if every rank can address every other's memory, else a sentence that says why not.
+    """Return "" if every rank can address every other rank's memory, else the reason. Collective.
 
-    A collective: all ranks of the group call it, and all get the same answer. It does not change
-    while the ranks live, so ask once.
-
-    Args:
-        group: the ranks; None for a rank on its own.
-        device: of this rank; a CUDA device must be the current one where the group is NCCL.
-    """
-    place = _place(torch.device(device))
-    return find_problem(gather(place, group=group, what="the check of peer access"))
-
-
-def find_problem(places: list[Place]) -> str:
-    """Return why ranks at these places cannot address each other, or "".
+    All ranks of the group get the same answer. It does not change while the processes live, so ask
+    once.
 
     Args:
-        places: by rank.
+        group: the ranks; None for a single process.
+        device: this rank's device; with NCCL a CUDA device must be the current one.
     """
-    for rank, place in enumerate(places):
-        if place.device == "cpu" and place.shm_id is None:
-            return f"rank {rank} has no shared memory: {place.host} has no {SHM}"
-    for (rank, here), (peer, there) in itertools.permutations(enumerate(places), 2):
+    location = _locate(torch.device(device))
+    return find_problem(
+        all_gather_objects(location, group=group, operation="the check of peer access")
+    )
+
+
+def find_problem(locations_W: list[MemoryLocation]) -> str:
+    """Return why ranks with these memory locations cannot address each other, or "".
+
+    Args:
+        locations_W: memory locations by rank.
+    """
+    for rank, location in enumerate(locations_W):
+        if location.device == "cpu" and location.shm_id is None:
+            return f"rank {rank} has no shared memory: {location.host} has no {SHM}"
+    for (rank, here), (peer, there) in itertools.permutations(enumerate(locations_W), 2):
         both = f"ranks {rank} and {peer}"
         if (here.host, here.boot_id) != (there.host, there.boot_id):
             return f"{both} are on different hosts, {here.host} and {there.host}"
@@ -83,7 +86,7 @@ def find_problem(places: list[Place]) -> str:
             if here.may_share and there.may_share:
                 continue
             return f"{both} share one GPU, {here.device} and {there.device}"
-        if here.device == there.device:  # torch takes the index for the GPU's identity
+        if here.device == there.device:  # torch identifies a GPU by its index
             return (
                 f"{both} both call their GPU {here.device}: let every rank see all GPUs "
                 "(CUDA_VISIBLE_DEVICES)"
@@ -96,20 +99,20 @@ def find_problem(places: list[Place]) -> str:
 
 
 def link_kind(device: torch.device | str) -> str:
-    """Return "NVLink" or "PCIe": how a GPU reaches the others that this process sees.
+    """Return how a GPU reaches the others of this process: "NVLink", "PCIe", or "" without others.
 
-    PCIe where it reaches any of them so. The driver tells by whether a link carries atomic
-    operations, as NVLink does. "" where there are no others.
+    It is PCIe if any of them is reached by PCIe. NVLink is recognized by native peer atomics, which
+    PCIe lacks.
 
     Raises:
-        RuntimeError: the driver does not tell.
+        RuntimeError: the driver call failed.
     """
     device = torch.device(device)
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if num_gpus < 2:
         return ""
     driver, has = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    driver.cuInit(0)  # commands that start ranks ask before torch has done so
+    driver.cuInit(0)  # some callers run before torch initializes CUDA
     index = torch.cuda.current_device() if device.index is None else device.index
     for peer in range(num_gpus):
         if peer != index:
@@ -121,14 +124,14 @@ def link_kind(device: torch.device | str) -> str:
     return "NVLink"
 
 
-def _place(device: torch.device) -> Place:
+def _locate(device: torch.device) -> MemoryLocation:
     host = socket.gethostname()
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     if device.type == "cpu":
         shm_id = SHM.stat().st_dev if SHM.is_dir() else None
-        return Place(host=host, boot_id=boot_id, device="cpu", shm_id=shm_id)
+        return MemoryLocation(host=host, boot_id=boot_id, device="cpu", shm_id=shm_id)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Place(
+    return MemoryLocation(
         host=host,
         boot_id=boot_id,
         device=f"cuda:{index}",

@@ -1,4 +1,4 @@
-"""Symmetric heap on torch's symmetric memory: ranks are GPUs that address each other's memory."""
+"""Symmetric heap on GPUs, built on PyTorch's symmetric memory."""
 
 import os
 from collections.abc import Iterator
@@ -10,36 +10,36 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symm_mem
 
-from halley.distributed.peers import Collective
-from halley.distributed.ranks import gather, place_in
+from halley.distributed.peers import Collective, all_gather_objects, rank_and_size
 from halley.symm_mem.access import peer_access
 from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, Segment
 
 
 T = TypeVar("T")
 
+_ALLOCATION = "an allocation of symmetric memory"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @final
 class CudaHeap(AbstractSymmHeap):
-    """A heap in GPU memory; each tensor is an allocation of its own, mapped by all ranks.
+    """A heap in GPU memory; each tensor is one allocation, mapped by all ranks.
 
-    An allocation takes a multiple of 2 MiB, and meeting for it takes milliseconds: make few, large
-    tensors, and make them once. A rank on its own has ordinary memory of torch's allocator.
+    An allocation takes a multiple of 2 MiB, and the rendezvous of the ranks takes milliseconds. So
+    allocate few, large tensors, and only once. A single process uses torch's ordinary allocator.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Meet the other ranks. Collective.
+        """Create the heap after checking peer access. Collective.
 
         Args:
-            group: the ranks, each on a GPU of its own on one host; None for a rank on its own.
+            group: the ranks, each on its own GPU of one host; None for a single process.
             device: this rank's GPU.
 
         Raises:
             RuntimeError: two of the GPUs cannot address each other's memory.
         """
-        rank, num_ranks = place_in(group)
+        rank, num_ranks = rank_and_size(group)
         device = torch.device(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(rank=rank, num_ranks=num_ranks, device=torch.device("cuda", index))
@@ -48,14 +48,14 @@ class CudaHeap(AbstractSymmHeap):
             problem = peer_access(group, self.device)
         if problem:
             raise RuntimeError(f"no symmetric memory: {problem}")
-        with torch.inference_mode(mode=False):  # as tensors of the heap are, see zeros
+        with torch.inference_mode(mode=False):  # like the tensors of the heap, see zeros
             self._token = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks and for the work before it on each one's current stream."""
+        """Wait for all ranks and for earlier work on each rank's current stream."""
         if self._group is not None:
-            # On the current stream, so behind its work. dist.barrier chooses a device and a stream
-            # by the group's history.
+            # all_reduce runs on the current stream, after its earlier work. dist.barrier would
+            # choose a device and a stream by the history of the group.
             with Collective("a barrier of symmetric memory", group=self._group):
                 dist.all_reduce(self._token, group=self._group)
         torch.cuda.current_stream(self.device).synchronize()
@@ -63,9 +63,9 @@ class CudaHeap(AbstractSymmHeap):
     def _allocate(self, num_bytes: int) -> Segment:
         if self._group is None or self.num_ranks == 1:
             local = self.on_all_ranks(num_bytes, lambda: self._new(num_bytes).zero_())
-            return Segment(local=local, addresses=[local.data_ptr()], told=[])
-        # Not symm_mem.empty: its pool carves tensors out of larger allocations, and how it does
-        # differs between ranks that are in different groups. Their rendezvous would not match.
+            return Segment(local=local, addresses_W=[local.data_ptr()], hook_addresses=[])
+        # Not symm_mem.empty: its pool divides larger allocations, and divides them differently on
+        # ranks that are in different groups. The rendezvous of such ranks would not match.
         local = self.on_all_ranks(num_bytes, lambda: self._new_symmetric(num_bytes).zero_())
         with _multicast_off():
             handle = symm_mem.rendezvous(local, self._group)
@@ -75,12 +75,12 @@ class CudaHeap(AbstractSymmHeap):
                 f"torch {torch.__version__} puts symmetric tensors inside larger allocations, "
                 f"this one at {local.data_ptr()}, its allocation at {addresses[self.rank]}"
             )
-        # The handle holds the mappings of the peers' memory.
-        return Segment(local=local, addresses=addresses, told=[], keep=handle)
+        # The handle owns the mappings of the peers' memory.
+        return Segment(local=local, addresses_W=addresses, hook_addresses=[], owner=handle)
 
     def _gather(self, value: T) -> list[T]:
-        with torch.cuda.device(self.device):  # NCCL pickles to the current device
-            return gather(value, group=self._group, what="an allocation of symmetric memory")
+        with torch.cuda.device(self.device):  # with NCCL, pickles go through the current device
+            return all_gather_objects(value, group=self._group, operation=_ALLOCATION)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -91,10 +91,9 @@ class CudaHeap(AbstractSymmHeap):
 
 @contextmanager
 def _multicast_off() -> Iterator[None]:
-    """Keep torch from binding memory to NVLink multicast, which nothing here uses.
+    """Keep torch from binding memory to NVLink multicast, which Halley does not use.
 
-    Where the fabric has no multicast, or must not be asked for it, binding fails or does harm;
-    torch has no other switch.
+    Binding fails or does harm on fabrics without multicast. torch has no other switch.
     """
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"

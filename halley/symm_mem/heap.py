@@ -1,4 +1,9 @@
-"""Symmetric memory: the same tensor on every rank, each rank able to address all the copies."""
+"""The symmetric heap: tensors with one copy per rank, each copy addressable by every rank.
+
+Ownership: the heap owns all memory; a tensor lives until ``free`` or ``close``, which all ranks
+call together. Any rank may read and write any copy. The heap orders only ``zeros``, ``free`` and
+``barrier``; kernels must synchronize all other accesses with flags of their own.
+"""
 
 import abc
 import math
@@ -11,23 +16,22 @@ import torch
 
 T = TypeVar("T")
 
-ALIGNMENT = 256  # bytes; what the widest loads, TMA included, ask of a base address
+ALIGNMENT = 256  # bytes; the widest loads, with TMA, need it of a base address
 
 RangeHook = Callable[[int, int], None]  # address, num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SymmTensor:
-    """A tensor that every rank of a heap has a copy of, and every rank can address all copies.
+    """A symmetric tensor: one copy per rank, each copy addressable by every rank.
 
-    Who writes to which copy, and who waits for it, is up to the user. A kernel adds offsets to
-    ``ptrs_W[peer]`` as it would to a pointer of its own. Two of them are equal only if they are the
-    same object: what a heap made it knows by identity.
+    The users of the tensor decide which rank writes to which copy, and who waits for it. A kernel
+    adds offsets to ``ptrs_W[peer]`` as to a pointer of its own. Equality is object identity.
 
     Attributes:
         local: this rank's copy, contiguous, aligned to ``ALIGNMENT`` bytes.
-        ptrs_W: address of each rank's copy, its own included, int64, on the device of ``local``.
-            Valid on this rank only: another rank has other addresses for the same memory.
+        ptrs_W: address of each rank's copy, with its own, int64, on the device of ``local``. The
+            addresses are valid on this rank only: each rank maps the memory at other addresses.
     """
 
     local: torch.Tensor
@@ -36,30 +40,30 @@ class SymmTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The memory of one tensor, as a heap got it from the machine.
+    """The memory of one tensor as a heap allocated it.
 
     Attributes:
         local: this rank's copy, uint8 ``(num_bytes,)``.
-        addresses: of each rank's copy.
-        told: the addresses that this rank tells its hooks.
-        keep: what must live as long as the addresses are used.
+        addresses_W: address of each rank's copy.
+        hook_addresses: addresses that this rank passes to its hooks.
+        owner: an object that must live as long as the addresses are used.
     """
 
     local: torch.Tensor
-    addresses: list[int]
-    told: list[int]
-    keep: object = None
+    addresses_W: list[int]
+    hook_addresses: list[int]
+    owner: object = None
 
 
 class AbstractSymmHeap(abc.ABC):
-    """Makes symmetric tensors for the ranks of one group. Subclasses are final.
+    """Allocates symmetric tensors for the ranks of one group. Subclasses are final.
 
-    ``zeros``, ``free``, ``barrier`` and ``close`` are collectives: all ranks call them
-    in the same order. A subclass says where memory comes from and how ranks meet.
+    ``zeros``, ``free``, ``barrier`` and ``close`` are collectives: all ranks call them in the same
+    order. A subclass defines how memory is allocated and how ranks wait for each other.
 
     Attributes:
         rank, num_ranks: in the group of the heap.
-        device: where the tensors are.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -71,11 +75,12 @@ class AbstractSymmHeap(abc.ABC):
         on_map: RangeHook | None = None,
         on_unmap: RangeHook | None = None,
     ) -> None:
-        """Start without memory.
+        """Create an empty heap.
 
         Args:
             on_map, on_unmap: called with the address and number of bytes of each copy that becomes
-                or ceases to be addressable; a sanitizer of addresses learns here what peers own.
+                addressable, or is no longer. The interpreter's sanitizer learns the valid ranges
+                so.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -87,19 +92,19 @@ class AbstractSymmHeap(abc.ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that this rank holds now, not counting what rounding up adds."""
+        """Bytes of all tensors of this rank, without rounding by the allocator."""
         return sum(segment.local.nbytes for segment in self._segments.values())
 
-    @torch.inference_mode(mode=False)  # a heap may be filled in evaluation and used in training
+    @torch.inference_mode(mode=False)  # tensors made in evaluation must work in training
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
-        """Return a tensor of zeros; the zeros of all copies are visible to all ranks on return.
+        """Return a tensor of zeros; on return, all ranks see the zeros of all copies. Collective.
 
         Args:
-            shape: of one copy, the same on all ranks; () is one element.
+            shape: shape of one copy, the same on all ranks; () is one element.
 
         Raises:
             ValueError: a size is not positive.
-            MemoryError: a rank has too little memory. Raised on all ranks, which may go on.
+            MemoryError: a rank has too little memory. Raised on all ranks; the heap stays usable.
             RuntimeError: the ranks asked for different numbers of bytes, or the heap is closed.
         """
         if any(size < 1 for size in shape):
@@ -107,23 +112,23 @@ class AbstractSymmHeap(abc.ABC):
         if self._closed:
             raise RuntimeError("the symmetric heap is closed")
         segment = self._allocate(math.prod(shape) * dtype.itemsize)
-        assert all(address % ALIGNMENT == 0 for address in segment.addresses)
+        assert all(address % ALIGNMENT == 0 for address in segment.addresses_W)
         tensor = SymmTensor(
             local=segment.local.view(dtype).view(shape),
-            ptrs_W=torch.tensor(segment.addresses, dtype=torch.int64, device=self.device),
+            ptrs_W=torch.tensor(segment.addresses_W, dtype=torch.int64, device=self.device),
         )
         self._segments[tensor] = segment
-        self._tell(self._on_map, segment)
+        self._call_hook(self._on_map, segment)
         self.barrier()
         return tensor
 
     def free(self, tensor: SymmTensor) -> None:
-        """Give back a tensor once every rank has come here; nobody may use its addresses after.
+        """Free a tensor when all ranks have called this; its addresses become invalid. Collective.
 
-        This rank's own memory goes when the last reference to ``tensor.local`` does.
+        This rank's own copy is freed with the last reference to ``tensor.local``.
 
         Raises:
-            ValueError: the tensor is not of this heap, or was freed before.
+            ValueError: the tensor is not from this heap, or is already freed.
         """
         if tensor not in self._segments:
             raise ValueError("tensor must be one that this heap made and did not free")
@@ -131,7 +136,7 @@ class AbstractSymmHeap(abc.ABC):
         self._drop(tensor)
 
     def close(self) -> None:
-        """Free all tensors that are left. Closing again does nothing."""
+        """Free all remaining tensors. A second call does nothing. Collective."""
         if self._closed:
             return
         self._closed = True
@@ -141,26 +146,26 @@ class AbstractSymmHeap(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Wait for all ranks to come here and for the work before it on their current streams."""
+        """Wait until all ranks call this and earlier work on their current streams is done."""
 
     @abc.abstractmethod
     def _allocate(self, num_bytes: int) -> Segment:
-        """Return zeroed memory on every rank; a failure of one rank is raised on all."""
+        """Return zeroed memory on every rank; a failure on one rank is raised on all."""
 
     @abc.abstractmethod
     def _gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank."""
 
     def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
-        """Return what ``act`` does; if it fails on any rank, raise on all, so that none waits.
+        """Return the result of ``act``; if it fails on any rank, raise on all ranks. Collective.
 
-        A collective.
+        So no rank waits for one that failed.
 
         Args:
-            num_bytes: that ``act`` allocates, on each rank.
+            num_bytes: bytes that ``act`` allocates on each rank.
 
         Raises:
-            MemoryError: a rank failed.
+            MemoryError: ``act`` failed on a rank.
             RuntimeError: the ranks asked for different numbers of bytes.
         """
         failure: Exception | None = None
@@ -182,9 +187,9 @@ class AbstractSymmHeap(abc.ABC):
         return result[0]
 
     def _drop(self, tensor: SymmTensor) -> None:
-        self._tell(self._on_unmap, self._segments.pop(tensor))
+        self._call_hook(self._on_unmap, self._segments.pop(tensor))
 
-    def _tell(self, hook: RangeHook | None, segment: Segment) -> None:
+    def _call_hook(self, hook: RangeHook | None, segment: Segment) -> None:
         if hook is not None:
-            for address in segment.told:
+            for address in segment.hook_addresses:
                 hook(address, segment.local.nbytes)

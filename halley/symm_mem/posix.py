@@ -9,22 +9,23 @@ from typing import TypeVar, final
 import torch
 import torch.distributed as dist
 
-from halley.distributed.peers import Collective
-from halley.distributed.ranks import gather, place_in
+from halley.distributed.peers import Collective, all_gather_objects, rank_and_size
 from halley.symm_mem.access import SHM, peer_access
 from halley.symm_mem.heap import AbstractSymmHeap, RangeHook, Segment
 
 
 T = TypeVar("T")
 
+_ALLOCATION = "an allocation of symmetric memory"  # name of the operation in messages
+
 
 @final
 class SharedHeap(AbstractSymmHeap):
-    """A heap whose every tensor is one shared segment a rank, mapped by all ranks.
+    """A heap in which each tensor has one shared-memory file per rank, mapped by all ranks.
 
-    A segment never has a name, so that ranks which are killed, even while they allocate, leave
-    nothing behind: it lives as long as its last mapping. A mapping costs a file descriptor, so a
-    tensor costs each rank one per rank of the group.
+    A file never has a name, and exists until its last mapping ends. So ranks that are killed, even
+    during an allocation, leave nothing behind. A mapping costs a file descriptor, so a tensor costs
+    each rank one descriptor per rank of the group.
     """
 
     def __init__(
@@ -34,16 +35,16 @@ class SharedHeap(AbstractSymmHeap):
         on_map: RangeHook | None = None,
         on_unmap: RangeHook | None = None,
     ) -> None:
-        """Meet the other ranks. Collective.
+        """Create the heap after checking that the ranks share memory. Collective.
 
         Args:
-            group: the ranks, a gloo group; None for a rank on its own.
-            on_map, on_unmap: told the copies of all ranks, at this rank's addresses.
+            group: the ranks, a gloo group; None for a single process.
+            on_map, on_unmap: called for the copies of all ranks, with this rank's addresses.
 
         Raises:
             RuntimeError: the ranks share no memory.
         """
-        rank, num_ranks = place_in(group)
+        rank, num_ranks = rank_and_size(group)
         super().__init__(
             rank=rank,
             num_ranks=num_ranks,
@@ -56,10 +57,10 @@ class SharedHeap(AbstractSymmHeap):
         self._group = group
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here; what they stored before is visible after."""
+        """Wait until all ranks call this; earlier stores of all ranks are visible afterwards."""
         if self._group is not None:
-            # Gloo's messages pass through sockets, and so through locks of the kernel: on any
-            # machine, stores before the barrier come before loads after it.
+            # Gloo's messages go through sockets, and so through locks of the kernel. These order
+            # stores before the barrier and loads after it on any CPU.
             with Collective("a barrier of symmetric memory", group=self._group):
                 dist.barrier(self._group)
 
@@ -71,19 +72,21 @@ class SharedHeap(AbstractSymmHeap):
             paths = self._gather(f"/proc/{os.getpid()}/fd/{file}")
             copies = self.on_all_ranks(num_bytes, lambda: [_map(p, num_bytes) for p in paths])
         addresses = [copy.data_ptr() for copy in copies]
-        return Segment(local=copies[self.rank], addresses=addresses, told=addresses, keep=copies)
+        return Segment(
+            local=copies[self.rank], addresses_W=addresses, hook_addresses=addresses, owner=copies
+        )
 
     def _gather(self, value: T) -> list[T]:
-        return gather(value, group=self._group, what="an allocation of symmetric memory")
+        return all_gather_objects(value, group=self._group, operation=_ALLOCATION)
 
 
 @contextmanager
 def _open_segment(num_bytes: int) -> Iterator[int]:
-    """Yield the descriptor of a nameless file of zeros in shared memory."""
+    """Yield the descriptor of an unnamed shared-memory file of zeros."""
     file = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
-        # Takes the pages now: a file that only has a length would kill with SIGBUS whoever stores
-        # to it first when memory is out.
+        # Allocate the pages now. Otherwise the first store to a page would end the process with
+        # SIGBUS when memory is full.
         os.posix_fallocate(file, 0, num_bytes)
         yield file
     finally:

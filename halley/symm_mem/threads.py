@@ -1,4 +1,4 @@
-"""Symmetric heap of one process whose threads are the ranks: for tests, and seeded schedules."""
+"""Symmetric heap for tests: ranks are threads of one process."""
 
 from typing import Protocol, TypeVar, cast, final
 
@@ -11,25 +11,25 @@ T = TypeVar("T")
 
 
 class Barrier(Protocol):
-    """Where all ranks wait for each other, again and again, such as ``threading.Barrier``."""
+    """A reusable barrier of all ranks, such as ``threading.Barrier``."""
 
     def wait(self) -> object:
-        """Return once all ranks have called it."""
+        """Return when all ranks have called it."""
         ...
 
 
 @final
 class ThreadWorld:
-    """The ranks of one process.
+    """The ranks of one process, and their heaps.
 
     Args:
         num_ranks: number of threads.
-        barrier: where they meet.
-        on_map, on_unmap: told each copy once, by the thread that owns it; before ``zeros`` returns
-            on any rank, and after all ranks have come to ``free``.
+        barrier: the barrier of all threads.
+        on_map, on_unmap: called once per copy, by the thread that owns it: before ``zeros`` returns
+            on any rank, and after all ranks have called ``free``.
 
     Raises:
-        ValueError: there is no rank.
+        ValueError: ``num_ranks`` is below 1.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class ThreadWorld:
             raise ValueError(f"num_ranks ({num_ranks}) must be at least 1")
         self.num_ranks = num_ranks
         self.barrier = barrier
-        self.slots: list[object] = [None] * num_ranks  # what each rank tells the others
-        # Held here, so that no rank's memory goes while another rank may still address it.
+        self.slots: list[object] = [None] * num_ranks  # a value from each rank
+        # Referenced here, so that a rank's memory lives while another rank may address it.
         self._heaps = [
             ThreadHeap(self, rank, on_map=on_map, on_unmap=on_unmap) for rank in range(num_ranks)
         ]
 
     def heap(self, rank: int) -> "ThreadHeap":
-        """Return the heap of a rank, which only that rank's thread may use."""
+        """Return the heap of a rank; only that rank's thread may use it."""
         return self._heaps[rank]
 
 
@@ -77,20 +77,20 @@ class ThreadHeap(AbstractSymmHeap):
         self._world = world
 
     def barrier(self) -> None:
-        """Wait until all threads have come here."""
+        """Wait until all threads have called this."""
         self._world.barrier.wait()
 
     def _allocate(self, num_bytes: int) -> Segment:
         local = self.on_all_ranks(num_bytes, lambda: _aligned_zeros(num_bytes))
         addresses = self._gather(local.data_ptr())
-        return Segment(local=local, addresses=addresses, told=[addresses[self.rank]])
+        return Segment(local=local, addresses_W=addresses, hook_addresses=[addresses[self.rank]])
 
     def _gather(self, value: T) -> list[T]:
         slots = self._world.slots
         slots[self.rank] = value
         self.barrier()
         values = cast(list[T], list(slots))
-        self.barrier()  # before a rank that is ahead writes its next value
+        self.barrier()  # before a faster rank overwrites its slot
         return values
 
 

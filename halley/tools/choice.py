@@ -1,71 +1,43 @@
-"""Find which strategy ``auto`` picks for one layer on these ranks, and the memory of ``fused``."""
+"""Show which strategy "auto" chooses for one layer, and the memory that ``fused`` needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final, get_args
+from typing import final
 
 import torch
-import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing, Save
-from halley.cost.predict import Predictor
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 from halley.symm_mem.access import peer_access
-from halley.tools.fused_memory import LayerMemory, RowCounts, layer_memory
+from halley.tools.fused_memory import FusedBuffers, LayerMemory, measure_buffers, predict_memory
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of
-
-
-if TYPE_CHECKING:
-    from halley.fused.buffers import Workspace
 
 
 Progress = Callable[[str, int, int], None]
 
-_RUNS = 4  # of each candidate, by AutoStrategy: one that compiles, three that are timed
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedBuffers:
-    """Memory of the fused kernels on one rank, in MiB.
-
-    Attributes:
-        mailbox_mib: what ranks tell each other of a call.
-        stage_mib: the rank's tokens, which its peers fetch; twice, as passes take turns.
-        home_mib: the sums that its peers send.
-        weights_home_mib: the gradients of routing weights that its peers send.
-        symm_mib: these four, which peers address.
-        rows_mib: scratch of this rank alone.
-        plan_mib: made anew by each call.
-    """
-
-    mailbox_mib: float
-    stage_mib: float
-    home_mib: float
-    weights_home_mib: float
-    symm_mib: float
-    rows_mib: float
-    plan_mib: float
+_RUNS = 4  # runs of each candidate by AutoStrategy: one that compiles, three that are timed
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
-    """How strategy auto runs a layer forward.
+    """The choice of strategy "auto" for the forward pass of one layer.
 
     Attributes:
-        num_tokens: of each rank.
-        strategy: what auto picked.
-        times_us: of each candidate, on the slowest rank; none where nothing was measured.
-        reason: auto's own words, and why others are no candidates.
-        access_problem: why the ranks cannot address each other's memory; "" where they can.
-        buffers: of this rank; None where the fused kernels did not run.
-        no_buffers: why they did not run; "" where they did.
-        memory: what training the layer with fused takes on the rank that takes most, beside the
-            buffers, by what is kept for backward.
+        model, num_tokens, num_ranks, dtype: the layer; tokens per rank.
+        strategy: the chosen strategy.
+        times_us: time of each candidate on the slowest rank; empty if nothing was measured.
+        reason: why auto chose this strategy, and why other strategies are no candidates.
+        access_problem: why the ranks cannot address each other's memory; "" if they can.
+        buffers: of the fused kernels on this rank; None if they did not run.
+        no_buffers: why the fused kernels did not run; "" if they did.
+        memory: memory of a training step with fused on the rank that needs most, without the
+            buffers, for each way to save activations.
     """
 
     model: str
@@ -88,22 +60,22 @@ def choose_strategy(
     device: torch.device,
     on_progress: Progress | None = None,
 ) -> LayerChoice:
-    """Let strategy auto measure and choose for a layer without gradients; a collective.
+    """Let strategy "auto" measure and choose for a layer without gradients; a collective.
 
-    On a CPU fused is left out: its kernels are interpreted there, for minutes a call.
+    On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes.
 
     Args:
         case: the layer and its load.
-        groups: its expert-parallel group runs the layer.
+        groups: the expert-parallel group runs the layer.
         device: of this rank.
-        on_progress: called before each run of a candidate, with text, runs done and runs to do.
+        on_progress: called before each run of a candidate with a text, the runs done and the total.
 
     Raises:
-        ValueError: sizes that do not fit the ranks.
+        ValueError: the experts do not divide over the ranks.
         RuntimeError: a candidate failed.
         MemoryError: a rank has too little memory for the buffers.
     """
-    # Only here: commands that need no kernels run where there is no Triton.
+    # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.buffer_cache import Workspaces
 
     report = on_progress or (lambda text, done, total: None)
@@ -123,9 +95,9 @@ def choose_strategy(
     elif case.model.moe.expert_bias:
         reason += "; measured without the experts' biases, with which fused cannot run"
     shape = _shape(case, groups)
-    made = [] if workspaces is None else workspaces.all()
-    buffers = [_measure_buffers(each) for each in made]
-    memory = [_memory(each, shape, groups) for each in made]
+    used = [] if workspaces is None else workspaces.all()
+    buffers = [measure_buffers(each) for each in used]
+    memory = [predict_memory(each, shape, groups) for each in used]
     if workspaces is not None:
         workspaces.close()
     return LayerChoice(
@@ -146,8 +118,8 @@ def choose_strategy(
 def _announced(
     candidates: dict[str, AbstractStrategy], report: Progress
 ) -> dict[str, AbstractStrategy]:
-    """Wrap the candidates so that each reports its runs before they start."""
-    total, num_runs = _RUNS * len(candidates) + 1, 0  # and the call itself, by the fastest
+    """Wrap the candidates so that each one reports its runs before they start."""
+    total, num_runs = _RUNS * len(candidates) + 1, 0  # one more: the layer's own call at the end
 
     def announce(name: str) -> None:
         nonlocal num_runs
@@ -196,39 +168,4 @@ def _shape(case: LayerCase, groups: ParallelGroups) -> LayerShape:
         ep_size=groups.ep_size,
         itemsize=case.dtype.itemsize,
         activation=moe.activation,
-    )
-
-
-def _memory(
-    workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
-) -> dict[str, LayerMemory]:
-    """Return what each way to save takes, for the plan that was made last; a collective."""
-    from halley.fused.buffers import rows_in_steps, rows_with_margin
-    from halley.fused.kernels.dispatch_gemm import dgrad_columns
-    from halley.fused.kernels.layout import TASK_ROWS
-
-    size = workspace.read_plan()
-    most = torch.tensor([size.num_rows, size.num_sends], device=workspace.heap.device)
-    if groups.ep is not None:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.ep)
-    num_rows, num_sends = most.tolist()
-    counts = RowCounts(
-        room_rows=rows_with_margin(num_rows, block_m=workspace.knobs.block_m),
-        num_rows=rows_in_steps(num_rows, block_m=workspace.knobs.block_m),
-        num_sends=rows_with_margin(num_sends, block_m=TASK_ROWS),
-        plan_words=workspace.layout.plan_words,
-        num_parts=dgrad_columns(shape.intermediate_size, workspace.knobs),
-    )
-    return {save: layer_memory(shape, counts, save=save) for save in get_args(Save)}
-
-
-def _measure_buffers(workspace: "Workspace") -> FusedBuffers:
-    return FusedBuffers(
-        mailbox_mib=workspace.words.local.nbytes / 2**20,
-        stage_mib=workspace.stage.local.nbytes / 2**20,
-        home_mib=workspace.home.local.nbytes / 2**20,
-        weights_home_mib=workspace.weights_home.local.nbytes / 2**20,
-        symm_mib=workspace.symmetric_bytes / 2**20,
-        rows_mib=workspace.rows_RD.nbytes / 2**20,
-        plan_mib=workspace.layout.plan_words * torch.int32.itemsize / 2**20,
     )

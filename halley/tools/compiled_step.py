@@ -1,4 +1,4 @@
-"""A compiled step on the ranks of this host, beside what was predicted of its graphs."""
+"""Measure a compiled training step on this host and compare it with its prediction."""
 
 import tempfile
 import time
@@ -20,7 +20,7 @@ from halley.core.timeline import Recorder, Span
 from halley.core.types import DTYPES
 from halley.distributed.mesh import build_groups
 from halley.moe.transformer import MoETransformer
-from halley.strategies.functional import FunctionalStrategy
+from halley.strategies.traceable import TraceableStrategy
 from halley.tools.timer import start_together
 from halley.tools.tracing import trace_step
 
@@ -32,13 +32,13 @@ _NUM_WARMUP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class GraphMeasure:
-    """What a step took, and was predicted to take.
+    """Measured and predicted time of a compiled step.
 
     Attributes:
-        reports: of forward and backward.
-        predicted_us: of both graphs.
-        measured_us: median of the slowest rank's steps.
-        measured: when this rank's operators ran, in one step.
+        reports: of the forward and the backward graph.
+        predicted_us: sum over both graphs.
+        measured_us: median over steps of the slowest rank.
+        measured: spans of one step on this rank.
     """
 
     reports: tuple[OrderReport, ...]
@@ -48,7 +48,7 @@ class GraphMeasure:
 
     @property
     def predicted_over_measured(self) -> float:
-        """Return 1 where the prediction was right."""
+        """The predicted over the measured time; 1 for a perfect prediction."""
         return self.predicted_us / self.measured_us
 
 
@@ -60,27 +60,27 @@ def measure_graphs(
     num_steps: int,
     on_progress: Progress | None = None,
 ) -> GraphMeasure:
-    """Compile a run's model with passes, time its step and trace one; a collective of all ranks.
+    """Compile a run's model with passes, time its steps and trace one; a collective.
 
-    Operators run one by one. Rank 0 measures them first, and all ranks their all-to-alls.
+    The graphs run in eager mode. Rank 0 measures the operators, all ranks their all-to-alls.
 
     Args:
-        config: model, batch, dtype and ranks that share experts, of the run; the batch is random.
-        options: of the backend.
-        device: of this rank.
-        num_steps: that count; ``on_progress`` gets text, steps done and to do before each.
+        config: model, batch size, dtype and expert-parallel size of the run; tokens are random.
+        options: of the compiler backend.
+        device, num_steps: of this rank; timed steps.
+        on_progress: called before each step with a text, the steps done and the total.
 
     Raises:
-        ValueError: an option is not allowed, or no step would count.
-        RuntimeError: there is no all-to-all in the graphs, so that nothing was predicted.
+        ValueError: an option is wrong, or ``num_steps`` is below 1.
+        RuntimeError: the graphs have no all-to-all, so there is no prediction.
     """
     if num_steps < 1:
         raise ValueError(f"steps ({num_steps}) must be at least 1")
-    parse_options(options)  # before Dynamo wraps what is wrong with them
+    parse_options(options)  # here, because Dynamo would wrap the error
     groups = build_groups(config.ep_size, device_type=device.type, tp_size=config.expert_tp_size)
     model = MoETransformer(
         config.model,
-        strategy=FunctionalStrategy(groups.ep, tp_size=groups.tp_size),
+        strategy=TraceableStrategy(groups.ep, tp_size=groups.tp_size),
         groups=groups,
         recorder=Recorder("cpu", enabled=False),
         dtype=DTYPES[config.train.dtype],
@@ -97,11 +97,10 @@ def measure_graphs(
         def step() -> None:
             output = compiled(tokens_BS)
             (output.logits_BSV.float().sum() + output.router_loss).backward()
-            for parameter in model.parameters():
-                parameter.grad = None
+            model.zero_grad()
 
         with warnings.catch_warnings(), torch._dynamo.config.patch(capture_scalar_outputs=True):
-            warnings.simplefilter("ignore")  # torch's own, of how it traces
+            warnings.simplefilter("ignore")  # warnings of torch about its tracing
             samples_us = _sample_us(step, device, num_steps=num_steps, on_progress=on_progress)
             spans = trace_step(step, rank=dist.get_rank(), device=device, warmup=1)
     if not backend.reports:
@@ -115,11 +114,11 @@ def measure_graphs(
 
 
 def simulated_step(reports: Sequence[OrderReport], *, passed: bool) -> list[Span]:
-    """Return when each node runs, as simulated: the graphs of a step one after another.
+    """Return the simulated spans of a step, whose graphs run one after another.
 
     Args:
         reports: of the graphs, in order.
-        passed: with what the passes did, or without.
+        passed: whether to simulate the graphs with or without the passes.
     """
     found: list[Span] = []
     for report in reports:
@@ -138,7 +137,7 @@ def _draw_tokens(config: RunConfig, device: torch.device) -> torch.Tensor:
 def _sample_us(
     step: Callable[[], None], device: torch.device, *, num_steps: int, on_progress: Progress | None
 ) -> list[float]:
-    """Return what each counted step took; the first steps compile and do not count."""
+    """Return the time of each timed step; the first steps compile and are not timed."""
     samples_us: list[float] = []
     for index in range(_NUM_WARMUP + num_steps):
         if on_progress is not None:
@@ -149,12 +148,12 @@ def _sample_us(
 
 
 def _step_us(step: Any, device: torch.device) -> float:
-    """Return how long the slowest rank's step took."""
+    """Return the time of a step on the slowest rank."""
     start_together(device)
     begin = time.perf_counter_ns()
     step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    took_us = torch.tensor((time.perf_counter_ns() - begin) / 1e3, device=device)
-    dist.all_reduce(took_us, op=dist.ReduceOp.MAX)
-    return took_us.item()
+    duration_us = torch.tensor((time.perf_counter_ns() - begin) / 1e3, device=device)
+    dist.all_reduce(duration_us, op=dist.ReduceOp.MAX)
+    return duration_us.item()

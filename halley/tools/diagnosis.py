@@ -1,4 +1,4 @@
-"""What a machine has for Halley: versions, devices, links, and whether each strategy can run."""
+"""Examine a machine: versions, devices, links, and whether each strategy can run."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ from halley.cost.hardware import H200, find_hardware
 from halley.strategies.registry import STRATEGIES
 
 
-# Package, and the extra of halley-moe that brings it.
+# Optional packages, with the extra of halley-moe that installs them.
 OPTIONAL_PACKAGES = {
     "matplotlib": "plot",
     "safetensors": "hf",
@@ -36,7 +36,7 @@ class Device:
 
     Attributes:
         compute_capability: as "9.0"; None for a CPU.
-        num_cores: cores that this process may use; multiprocessors of a GPU.
+        num_cores: CPU cores that this process may use, or SMs of a GPU.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How two GPUs reach each other.
+    """The link between two GPUs.
 
     Attributes:
-        first, second: indices of torch.
-        peer_access: each may address the other's memory.
-        kind: "NVLink (NV18)" or "PCIe (PIX)", words of nvidia-smi; None where it does not tell.
+        first, second: device indices of torch.
+        peer_access: whether each GPU can address the memory of the other.
+        kind: as reported by nvidia-smi, such as "NVLink (NV18)" or "PCIe (PIX)"; None if unknown.
     """
 
     first: int
@@ -67,9 +67,10 @@ class StrategyState:
     """Whether a strategy can run here.
 
     Attributes:
-        needs: what it needs, and whether that is there.
-        problems: what keeps it from running, each with its cure.
-        notes: what it does without.
+        name: of the strategy.
+        needs: its requirements, and whether each is met.
+        problems: reasons why it cannot run, each with a remedy.
+        notes: limitations with which it still runs.
     """
 
     name: str
@@ -80,13 +81,13 @@ class StrategyState:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All facts.
+    """All facts about a machine.
 
     Attributes:
-        versions, packages: version by name; None where it is missing.
-        devices: GPUs if torch has any, then the CPU.
-        backends: of torch.distributed, and whether each is in this build.
-        notes: what is wrong with the machine at large, each with its cure.
+        versions, packages: version by name; None if missing.
+        devices: the GPUs that torch sees, then the CPU.
+        backends: of torch.distributed, and whether this build of torch has each of them.
+        notes: problems of the machine, each with a remedy.
     """
 
     versions: dict[str, str | None]
@@ -104,7 +105,7 @@ class Machine:
 
 
 def examine_machine() -> Machine:
-    """Gather all facts about this machine; starts no ranks."""
+    """Gather all facts about this machine, without starting ranks."""
     devices = [*_gpus(), _cpu()]
     backends = {
         "gloo": dist.is_available() and dist.is_gloo_available(),
@@ -142,9 +143,9 @@ def check_strategy(
 
     Args:
         name: one of ``STRATEGIES``.
-        device: that ranks would take.
-        backends: as of ``Machine``.
-        grouped_gemm_problem: what torch said when a grouped GEMM was tried, or None.
+        device: the device that ranks would use.
+        backends: as in ``Machine``.
+        grouped_gemm_problem: torch's error message for a grouped GEMM, or None.
     """
     backend = "nccl" if device.kind == "cuda" else "gloo"
     needs = {f"{backend} of torch.distributed": backends[backend]}
@@ -179,7 +180,7 @@ def check_strategy(
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    """Return the words of ``nvidia-smi topo -m`` for each pair of GPUs, by its own indices.
+    """Return the link of each pair of GPUs from the output of ``nvidia-smi topo -m``.
 
     Example: the row ``GPU0  X  NV18  PHB`` gives {(0, 1): "NV18", (0, 2): "PHB"}.
     """
@@ -277,7 +278,7 @@ def _link_kind(word: str | None) -> str | None:
 
 
 def _smi_indices(num_gpus: int) -> dict[int, int]:
-    """Return nvidia-smi's index of each of torch's devices, which CUDA_VISIBLE_DEVICES reorders."""
+    """Map device indices of torch to those of nvidia-smi; CUDA_VISIBLE_DEVICES reorders them."""
     index_of: dict[str, int] = {}
     for line in _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader").splitlines():
         index, comma, uuid = line.partition(",")
@@ -290,7 +291,7 @@ def _smi_indices(num_gpus: int) -> dict[int, int]:
 
 
 def _ask_smi(*arguments: str) -> str:
-    """Return what nvidia-smi prints, or nothing where it is missing or fails."""
+    """Return the output of nvidia-smi, or "" if it is missing or fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments],
@@ -305,7 +306,7 @@ def _ask_smi(*arguments: str) -> str:
 
 
 def _try_grouped_gemm(device: torch.device) -> str | None:
-    """Run the smallest grouped GEMM on a device; return what went wrong, in one line, or None."""
+    """Run a small grouped GEMM on a device; return the problem in one line, or None."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         rows = torch.ones(16, 16, device=device, dtype=dtype)

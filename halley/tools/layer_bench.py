@@ -1,4 +1,4 @@
-"""Measures MoE layers: each strategy against the others, the floor, and the right values."""
+"""Measure MoE layers: time of each strategy, lower bound, memory, and correctness of the values."""
 
 import statistics
 import time
@@ -14,9 +14,7 @@ from halley.distributed.mesh import ParallelGroups
 from halley.planner.expert_balance import max_over_mean
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
-from halley.tools.candidates import GRAPH, build_candidates
-from halley.tools.compile_ahead import compile_ahead
-from halley.tools.cuda_graphs import captured
+from halley.tools.candidates import GRAPH, build_candidates, compile_ahead
 from halley.tools.layer_case import (
     LayerCase,
     LayerTensors,
@@ -24,19 +22,19 @@ from halley.tools.layer_case import (
     outputs_of,
     reference_outputs,
 )
-from halley.tools.lower_bound import floor_gemms, measure_link, wire_us
+from halley.tools.lower_bound import bound_gemms, measure_link, wire_us
 from halley.tools.results import Row, machine_keys
-from halley.tools.timer import Timing, time_interleaved
+from halley.tools.timer import Timing, measure_waits, time_interleaved
 from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
-from halley.tools.waits import measure_waits
 
 
 DIRECTIONS = ("forward", "forward_backward")
-Progress = Callable[[str, int, int], None]  # what, done, of
+Progress = Callable[[str, int, int], None]  # text, steps done, steps in total
 
 _SEARCH_SAMPLES = 5
 _HOST_SAMPLES = 10
-_CHECKED_CALL = 3  # from the second on a call may repeat what an earlier one launched
+_CHECKED_CALL = 3  # later calls may replay the launches of earlier ones, so check a later one
+_NUM_GRAPH_WARMUPS = 3
 
 
 def bench_layer(
@@ -54,45 +52,45 @@ def bench_layer(
 
     Args:
         case: the layer and its load.
-        candidates: as from ``build_candidates``: strategies by name and, after a space, setting;
-            of several settings the fastest is measured. Bits are compared with the first that
-            uses the same GEMM.
-        groups: its expert-parallel group runs the layer.
-        recorder: that of the candidates.
-        link_bytes_per_s: as from ``measure_link``.
+        candidates: the result of ``build_candidates``. Of several settings of one strategy, the
+            fastest is measured. ``bit_equal`` compares with the first candidate that uses the same
+            GEMM implementation.
+        groups, recorder, device: those of the candidates.
+        link_bytes_per_s: the result of ``measure_link``.
+        num_samples: timed runs of each candidate.
+        on_progress: called with a text, the runs done and the total.
 
     Raises:
-        ValueError: sizes that do not fit the ranks.
+        ValueError: the experts do not divide over the ranks.
     """
     tensors = make_tensors(case, groups, device=device, recorder=recorder)
     compile_ahead(list(candidates.values()), tensors, groups)
-    checking = _labelled(on_progress, f"{case.model.name}: checking values")
-    errors = _check_values(candidates, tensors, groups, on_progress=checking)
-    gemms = floor_gemms(tensors, groups)
+    report = _labelled(on_progress, f"{case.model.name}: checking values")
+    errors = _check_values(candidates, tensors, groups, on_progress=report)
+    gemms = bound_gemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
+    names = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
+    tolerance = RELATIVE_TOLERANCE[case.dtype]
+    right = {n: s for n, s in candidates.items() if errors[n][0] <= tolerance}
     rows: list[Row] = []
     for direction in DIRECTIONS:
-        in_turn = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
-        right = {n: s for n, s in candidates.items() if errors[n][0] <= _tolerance(case)}
         runs = {name: _runner(name, s, tensors, direction) for name, s in right.items()}
-        best = _best_settings(in_turn, runs, device=device, groups=groups)
-        chosen = {name: runs[name] for name in best.values()}
+        best = _best_settings(names, runs, device=device, groups=groups)
         timings = time_interleaved(
-            {**chosen, **gemms},
+            {name: runs[name] for name in best.values()} | gemms,
             device=device,
             num_samples=num_samples,
             group=groups.ep,
             on_progress=_labelled(on_progress, f"{case.model.name} {direction}"),
         )
         gemm_us = min(timings[name].median_us for name in gemms)
-        for strategy in in_turn:
+        for strategy in names:
             first = next(name for name in candidates if name.partition(" ")[0] == strategy)
-            name = best.get(strategy, first)  # the first, where none is right
-            row = _row(case, groups, direction=direction, strategy=strategy)
-            row |= _floors(gemm_us, crossing_us, direction=direction)
+            name = best.get(strategy, first)  # no setting is right: report the first
+            row = _row(case, groups, direction=direction, name=name)
+            row |= _lower_bounds(gemm_us, crossing_us, direction=direction)
             row |= {"load_max_over_mean": _load_ratio(tensors, groups)}
             row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
-            row |= {"setting": name.partition(" ")[2] or None}
             if name in timings:
                 row |= _times(timings[name])
                 row |= _extras(runs[name], recorder, device=device, groups=groups)
@@ -102,23 +100,26 @@ def bench_layer(
 
 
 def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
-    """Return what ``fused`` gains over ``unfused`` as a share of the wire's time, at most 1.
+    """Return the time that ``fused`` saves over ``unfused`` as a share of the wire time, at most 1.
 
-    None for other strategies, where one of the two was not measured, and on a CPU: interpreted
-    kernels do not gain or lose by the wire. Rows that are copied on their own rank are hidden too,
-    so that more than the wire's time may be gained.
+    The share can exceed 1 before it is cut, because copies within the rank are hidden, too. The
+    result is None for other strategies, if one of the two was not measured, and on a CPU, where the
+    interpreter dominates the time.
     """
     if device.type == "cpu":
         return None
-    beside = [each for each in rows if each["direction"] == row["direction"]]
-    unfused_us = [each["median_us"] for each in beside if each["strategy"] == "unfused"]
+    unfused_us = [
+        each["median_us"]
+        for each in rows
+        if (each["strategy"], each["direction"]) == ("unfused", row["direction"])
+    ]
     fused_us, wire_us = row["median_us"], row["wire_us"]
     if row["strategy"] != "fused" or not all(unfused_us) or not (unfused_us and fused_us):
         return None
     if not isinstance(wire_us, float) or not wire_us:
         return None
-    gained_us = cast(float, unfused_us[0]) - cast(float, fused_us)
-    return round(min(1.0, gained_us / wire_us), 4)
+    saved_us = cast(float, unfused_us[0]) - cast(float, fused_us)
+    return round(min(1.0, saved_us / wire_us), 4)
 
 
 def _check_values(
@@ -128,9 +129,9 @@ def _check_values(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, tuple[float, bool]]:
-    """Return each candidate's largest relative error, and whether it equals the first's bits."""
+    """Return each candidate's largest relative error, and whether its bits equal the first's."""
     wanted = reference_outputs(tensors, groups)
-    first: dict[str, list[torch.Tensor]] = {}  # of those that use the same GEMM
+    first: dict[str, list[torch.Tensor]] = {}  # by GEMM implementation
     results: dict[str, tuple[float, bool]] = {}
     for index, (name, strategy) in enumerate(candidates.items()):
         if on_progress is not None:
@@ -150,7 +151,7 @@ def _check_values(
 
 
 def _load_ratio(tensors: LayerTensors, groups: ParallelGroups) -> float:
-    """Return the rows of the most loaded rank over the mean of the ranks."""
+    """Return the rows of the most loaded rank over the mean over ranks."""
     loads_W = tensors.counts_WE.sum(0).view(groups.ep_size // groups.tp_size, -1).sum(1)
     return round(max_over_mean(loads_W.tolist()), 4)
 
@@ -170,6 +171,29 @@ def _runner(
     return captured(run, device=tensors.x_TD.device) if is_graph else run
 
 
+def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
+    """Capture a call as a CUDA graph and return its replay, which uses the same tensors.
+
+    A collective if the call is one. The call runs a few times before the capture, so that it does
+    not allocate or compile during the capture.
+
+    Args:
+        run: work on the current stream of ``device`` that needs no synchronisation with the host.
+        device: a GPU.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_NUM_GRAPH_WARMUPS):
+            run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: the watchdog thread may query events during the capture.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
 def _best_settings(
     strategies: list[str],
     runs: dict[str, Callable[[], None]],
@@ -177,7 +201,7 @@ def _best_settings(
     device: torch.device,
     groups: ParallelGroups,
 ) -> dict[str, str]:
-    """Return the fastest of each strategy's settings that give right values."""
+    """Return the fastest setting of each strategy among those with correct values."""
     best: dict[str, str] = {}
     for strategy in strategies:
         settings = {n: run for n, run in runs.items() if n.partition(" ")[0] == strategy}
@@ -198,7 +222,7 @@ def _extras(
     device: torch.device,
     groups: ParallelGroups,
 ) -> Row:
-    """Return exposed communication, the host's time and memory, measured apart from the times."""
+    """Measure exposed communication, host time and memory, in runs that are not timed samples."""
     exposed_us = measure_waits(run, recorder, device=device, group=groups.ep)
     peak_mib = 0.0
     if device.type == "cuda":
@@ -218,7 +242,7 @@ def _extras(
 
 
 def _host_us(run: Callable[[], None], *, device: torch.device) -> float:
-    """Return the time that the host takes to issue a call, what it waits for included."""
+    """Return the host time of one call in microseconds, including waits of the host."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     samples: list[float] = []
@@ -230,9 +254,9 @@ def _host_us(run: Callable[[], None], *, device: torch.device) -> float:
 
 
 def _symm_mib(strategy: AbstractStrategy) -> float | None:
-    """Return the MiB a rank that peers address, the same on all ranks; None where there are none.
+    """Return the MiB of symmetric memory per rank; None for strategies without such memory.
 
-    Strategies that share their buffers tell the same.
+    Strategies that share their buffers return the same number.
     """
     parts = strategy.candidates.values() if isinstance(strategy, AutoStrategy) else [strategy]
     num_bytes = 0
@@ -242,8 +266,8 @@ def _symm_mib(strategy: AbstractStrategy) -> float | None:
     return round(num_bytes / 2**20, 3) if num_bytes else None
 
 
-def _floors(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
-    """Return the floor; backward adds twice the GEMMs and once the crossings of forward."""
+def _lower_bounds(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
+    """Return the lower bound; backward adds twice the GEMMs and once the wire time of forward."""
     both = direction == "forward_backward"
     gemm_us *= 3 if both else 1
     total_wire_us = 2 * crossing_us * (2 if both else 1)
@@ -263,8 +287,9 @@ def _times(timing: Timing) -> Row:
     }
 
 
-def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: str) -> Row:
-    """Return a result line without its figures: the workload's keys."""
+def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, name: str) -> Row:
+    """Return a result line with the keys of the workload, and without times."""
+    strategy, _, setting = name.partition(" ")
     return {
         "case": "layer",
         "model": case.model.name,
@@ -278,7 +303,7 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, strategy: s
         "strategy": strategy,
         "passes": "none",
         "direction": direction,
-        "setting": None,
+        "setting": setting or None,
         "median_us": None,
         "p10_us": None,
         "p90_us": None,
@@ -303,14 +328,19 @@ def measure_layers(
     on_progress: Progress | None = None,
     on_rows: Callable[[list[Row]], object] | None = None,
 ) -> list[Row]:
-    """Measure the cases one after another; return all result lines, complete.
+    """Measure the cases one after another and return all result lines.
 
     Args:
-        on_rows: called on every rank after each case, with the lines so far.
-        max_load: if not 0, fused layers are measured as CUDA graphs, too, with that much room.
-        case_name: of the lines, and of the file that is theirs.
+        cases: the layers.
+        strategies: names of strategies; "chunked" is measured with several numbers of chunks.
+        groups, device, num_samples, on_progress: as for ``bench_layer``.
+        commit: to write into the lines; None takes that of the working tree.
+        max_load: if not 0, fused layers are also measured as CUDA graphs, with buffers for that
+            many times the balanced load.
+        case_name: the key "case" of the lines, which names their file.
+        on_rows: called on every rank after each case with the lines so far.
     """
-    # Only here: commands that need no kernels run where there is no Triton.
+    # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.buffer_cache import Workspaces
 
     link = measure_link(groups, device=device)
@@ -336,10 +366,6 @@ def measure_layers(
         if on_rows is not None:
             on_rows(rows)
     return rows
-
-
-def _tolerance(case: LayerCase) -> float:
-    return RELATIVE_TOLERANCE[case.dtype]
 
 
 def _labelled(on_progress: Progress | None, text: str) -> Callable[[int, int], None] | None:

@@ -1,4 +1,4 @@
-"""One MoE layer to measure: its tensors on this rank, and the values that a run must give."""
+"""One MoE layer to measure: its random tensors on this rank, and its correct outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,16 @@ from halley.tools.skew import parse_load, sample_routing
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """What to measure: the MoE layer of a model under a given load.
+    """The MoE layer of a model under a given load.
 
     Attributes:
-        num_tokens: of each rank.
-        skew: as ``halley.tools.skew.parse_load`` reads it.
-        spare: experts that a rank may hold beyond its share, in a placement that is planned from
-            the very routing; None for the plain placement.
+        model: sizes of the layer.
+        num_tokens: tokens per rank.
+        skew: the load of the experts, as ``halley.tools.skew.parse_load`` reads it.
+        dtype: of tokens and expert weights.
+        seed: of tokens, weights and routing.
+        spare: experts that a rank may hold beyond its share, in a placement that is planned for
+            the measured routing; None for the plain placement.
     """
 
     model: ModelConfig
@@ -42,13 +45,13 @@ class LayerCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where the experts of a case are, if not in their plain places.
+    """The placement of the experts of a case that differs from the plain one.
 
     Attributes:
-        placement: of all ranks.
+        placement: the experts of all ranks.
         rank: this rank.
-        choices: as from ``core.placement.replica_choices``.
-        replicas: exchanges gradients; None if there are no replicas.
+        choices: the result of ``core.placement.replica_choices``.
+        replicas: sums the gradients of replicas; None if no expert has several replicas.
     """
 
     placement: ExpertPlacement
@@ -59,11 +62,15 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTensors:
-    """The tensors of a case on this rank; those that are differentiated want gradients.
+    """The tensors of a case on this rank. Tokens and weights require gradients.
 
     Attributes:
-        counts_WE: slots of each rank for each expert; for each replica if experts are placed.
-        placed: where they are; None for the plain placement.
+        x_TD: tokens.
+        routing: the experts of each token.
+        experts: weights of this rank's experts.
+        grad_TD: gradient of the layer's output.
+        counts_WE: routed rows from each rank to each expert, or to each replica of placed experts.
+        placed: the placement of the experts; None for the plain one.
     """
 
     x_TD: torch.Tensor
@@ -74,14 +81,14 @@ class LayerTensors:
     placed: Placed | None = None
 
     def run(self, strategy: AbstractStrategy) -> torch.Tensor:
-        """Return the layer's output, as ``MoELayer`` makes it behind its router."""
+        """Return the output of the layer, computed as ``MoELayer`` does after its router."""
         experts = self.experts
         if self.placed is not None and self.placed.replicas is not None:
             experts = share_gradients(experts, self.placed.replicas)
         return strategy.forward(self.x_TD, self.routed(), experts)
 
     def routed(self) -> Routing:
-        """Return the routing as strategies take it, with replicas for experts that are placed."""
+        """Return the routing that strategies take; replicas replace experts that are placed."""
         if self.placed is None:
             return self.routing
         idx_TK, rank = self.routing.topk_idx_TK, self.placed.rank
@@ -89,11 +96,11 @@ class LayerTensors:
         return replace(self.routing, topk_idx_TK=replicas_TK)
 
     def layer(self) -> tuple[torch.Tensor, Routing, Experts]:
-        """Return what a strategy takes."""
+        """Return the arguments of ``AbstractStrategy.forward``."""
         return self.x_TD, self.routed(), self.experts
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the tensors that have gradients: tokens, routing weights, expert weights."""
+        """Return the tensors that require gradients: tokens, routing weights, expert weights."""
         return [
             self.x_TD,
             self.routing.topk_weights_TK,
@@ -103,7 +110,7 @@ class LayerTensors:
 
     @property
     def names(self) -> list[str]:
-        """Return what ``outputs_of`` returns, in words."""
+        """Return the names of the tensors that ``outputs_of`` returns."""
         return ["y", "x.grad", "weights.grad", "up.grad", "down.grad"]
 
 
@@ -114,10 +121,13 @@ def make_tensors(
     device: torch.device,
     recorder: Recorder | None = None,
 ) -> LayerTensors:
-    """Draw tokens, routing, weights and output gradients of this rank; random, from the seed.
+    """Draw random tokens, routing, weights and output gradients of this rank from the seed.
 
     Args:
-        recorder: marks the time spent waiting for the gradients of replicas.
+        case: the layer and its load.
+        groups: the ranks of the layer.
+        device: of this rank.
+        recorder: records the waits for the gradients of replicas.
     """
     moe, hidden = case.model.moe, case.model.hidden_size
     on_cpu = torch.Generator().manual_seed(1_000_003 * case.seed + groups.ep_rank)
@@ -183,7 +193,7 @@ def _place(
 def _draw_experts(
     case: LayerCase, groups: ParallelGroups, placed: Placed | None, *, generator: torch.Generator
 ) -> Experts:
-    """Draw the weights of this rank's experts; those of replicas by their expert alone."""
+    """Draw the weights of this rank's experts; replicas of an expert get equal weights."""
     moe, hidden = case.model.moe, case.model.hidden_size
     inner = shard_size(moe.intermediate_size, tp_size=groups.tp_size)
     up_size = inner * (2 if moe.activation == "swiglu" else 1)
@@ -216,7 +226,7 @@ def _draw_experts(
 def outputs_of(
     strategy: AbstractStrategy, tensors: LayerTensors, *, backward: bool = True
 ) -> list[torch.Tensor]:
-    """Run forward, and backward unless not; return output and gradients of ``leaves()``."""
+    """Run forward and, if ``backward``, backward; return output and gradients of ``leaves()``."""
     if not backward:
         with torch.no_grad():
             return [tensors.run(strategy)]
@@ -226,9 +236,10 @@ def outputs_of(
 
 
 def reference_outputs(tensors: LayerTensors, groups: ParallelGroups) -> list[torch.Tensor]:
-    """Return what ``outputs_of`` must return, by the reference over all ranks' tokens.
+    """Return the correct result of ``outputs_of``, computed by ``core/reference.py``; a collective.
 
-    Each rank runs its own experts, or shards, for all tokens; the parts are summed over the ranks.
+    Each rank runs its own experts (or shards of them) for the tokens of all ranks, and the partial
+    outputs are summed over the ranks.
     """
     x_AD = _gather(tensors.x_TD.detach().float(), groups).requires_grad_()
     idx_AK = _gather(tensors.routing.topk_idx_TK, groups)
@@ -241,14 +252,14 @@ def reference_outputs(tensors: LayerTensors, groups: ParallelGroups) -> list[tor
     held = placement.experts_WL[own_set]
 
     def sum_of(some: Sequence[int]) -> torch.Tensor:
-        """Return the sum over some of this rank's experts; others are as if dropped."""
+        """Return the output of some of this rank's experts; other slots count as dropped."""
         places_E = torch.full((placement.num_experts + 1,), DROPPED, device=idx_AK.device)
         for expert in some:
             places_E[expert] = held.index(expert)
         routing = Routing(topk_idx_TK=places_E[idx_AK], topk_weights_TK=weights_AK)
         return moe_reference(x_AD, routing, experts)
 
-    # Of replicas the first counts, though each has the gradient of all tokens.
+    # Only the first replica adds to the output, but each one has the gradient of all tokens.
     first = [expert for expert in held if placement.ranks_of(expert)[0] == own_set]
     y_AD = sum_of(first)
     tokens, weights = [x_AD, weights_AK], [experts.up_LGD, experts.down_LDF]
@@ -261,15 +272,15 @@ def reference_outputs(tensors: LayerTensors, groups: ParallelGroups) -> list[tor
     num_tokens = tensors.x_TD.shape[0]
     own = slice(groups.ep_rank * num_tokens, (groups.ep_rank + 1) * num_tokens)
     if groups.ep is not None:
-        for part in (y_AD, x_grad, weights_grad):
-            dist.all_reduce(part, group=groups.ep)
+        for partial_sum in (y_AD, x_grad, weights_grad):
+            dist.all_reduce(partial_sum, group=groups.ep)
     return [y_AD[own], x_grad[own], weights_grad[own], *expert_grads]
 
 
-def _gather(part: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
-    """Return the parts of all ranks of the expert-parallel group, one below another."""
+def _gather(rows: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
+    """Concatenate the rows of all ranks of the expert-parallel group."""
     if groups.ep is None:
-        return part
-    parts = [torch.empty_like(part) for _ in range(groups.ep_size)]
-    dist.all_gather(parts, part.contiguous(), group=groups.ep)
-    return torch.cat(parts)
+        return rows
+    of_ranks = [torch.empty_like(rows) for _ in range(groups.ep_size)]
+    dist.all_gather(of_ranks, rows.contiguous(), group=groups.ep)
+    return torch.cat(of_ranks)

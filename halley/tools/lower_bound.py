@@ -1,4 +1,7 @@
-"""The time that no layer with these GEMMs and this link can beat."""
+"""Measure the lower bound of a layer's time: its GEMMs alone, and its bytes over the wire alone.
+
+The result lines call the larger of the two ``floor_us``.
+"""
 
 from collections.abc import Callable
 
@@ -6,19 +9,21 @@ import torch
 import torch.distributed as dist
 
 from halley.distributed.mesh import ParallelGroups
-from halley.ops.expert_forward import grouped_linear
+from halley.ops.expert_gemm import grouped_linear
 from halley.tools.layer_case import LayerTensors
 from halley.tools.timer import time_interleaved
 
 
-_PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}  # a peer; past the latency of the link
-
-
+# Bytes per peer: enough that the bandwidth and not the latency of the link matters.
+_PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}
 _BLOCK_M = 128
 
 
-def floor_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Callable[[], None]]:
-    """Return the layer's two grouped GEMMs alone by each implementation there is; none may lose."""
+def bound_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Callable[[], None]]:
+    """Return the layer's two grouped GEMMs alone, by torch and on GPUs also by Halley's kernel.
+
+    The lower bound takes the faster of the two.
+    """
     bare = BareGemms(tensors, groups)
     if not bare.x_RD.is_cuda or not len(bare.x_RD):
         return {"torch gemms": bare}
@@ -26,7 +31,7 @@ def floor_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Call
 
 
 class BareGemms:
-    """The two GEMMs by torch, on the very rows that this rank's experts receive."""
+    """The two GEMMs by torch, on as many rows as this rank's experts receive."""
 
     def __init__(self, tensors: LayerTensors, groups: ParallelGroups) -> None:
         first = groups.ep_rank // groups.tp_size * tensors.experts.num_local_experts
@@ -48,16 +53,16 @@ class BareGemms:
 
 
 class TritonGemms:
-    """The same GEMMs by Halley's kernel, on the rows that it pads to."""
+    """The two GEMMs by Halley's kernel, on rows padded to full blocks per expert."""
 
     def __init__(self, bare: BareGemms) -> None:
-        # Only here: commands that need no kernels run where there is no Triton.
+        # Imported here so that commands without kernels also run where Triton is missing.
         from halley.ops.kernels.gemm_config import GemmTile
         from halley.ops.kernels.grouped_gemm import grouped_gemm
 
         self.grouped_gemm = grouped_gemm
-        # As a tile's first loads begin early, the one before is stored from a buffer of its own,
-        # which takes the room of a stage.
+        # The epilogue of one tile overlaps the loads of the next, so it needs a buffer of its own
+        # in shared memory. That buffer replaces one pipeline stage.
         self.tile = GemmTile(num_stages=3)
         counts_L = bare.ends_L.diff(prepend=bare.ends_L.new_zeros(1))
         tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
@@ -89,7 +94,7 @@ class TritonGemms:
 
 
 def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
-    """Return the all-to-all rate of the link, bytes per second out of each rank; 0 for one rank."""
+    """Return the bandwidth of an all-to-all in bytes/s out of each rank; 0 for one rank."""
     if groups.ep is None:
         return 0.0
     num_bytes = _PROBE_BYTES[device.type]
@@ -104,14 +109,16 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: float) -> float:
-    """Return the time of one crossing of the link by the most loaded rank.
+    """Return the time that dispatch (or combine) needs on the wire of the most loaded rank.
 
-    A token needs to cross once per destination rank, however many of its experts live there, and
-    to all ranks that share one; the way home carries one row per (token, rank) too. The larger of
-    what a rank sends and receives counts, as links work in both directions at once.
+    A token is sent once to each destination rank, even if several of its experts are there, and to
+    every rank of a tensor-parallel group. Combine sends one row back per (token, rank). The larger
+    of the sent and the received bytes counts, because links work in both directions at once.
 
     Args:
-        link_bytes_per_s: as from ``measure_link``.
+        tensors: the layer of this rank.
+        groups: the ranks that run the layer.
+        link_bytes_per_s: the result of ``measure_link``.
     """
     if groups.ep is None:
         return 0.0
@@ -121,9 +128,9 @@ def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: 
     goes_TS.scatter_(1, set_TK, 1.0)
     rows_W = goes_TS.sum(0).repeat_interleave(groups.tp_size)
     rows_W[groups.ep_rank] = 0
-    parts = [torch.empty_like(rows_W) for _ in range(groups.ep_size)]
-    dist.all_gather(parts, rows_W, group=groups.ep)
-    rows_WW = torch.stack(parts)
+    of_ranks = [torch.empty_like(rows_W) for _ in range(groups.ep_size)]
+    dist.all_gather(of_ranks, rows_W, group=groups.ep)
+    rows_WW = torch.stack(of_ranks)
     rows = torch.maximum(rows_WW.sum(0), rows_WW.sum(1)).max().item()
     num_bytes = rows * tensors.x_TD.shape[1] * tensors.x_TD.itemsize
     return num_bytes / link_bytes_per_s * 1e6

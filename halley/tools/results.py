@@ -1,4 +1,4 @@
-"""Result lines of benchmarks: what each says of machine and versions, where it is kept."""
+"""Result lines of benchmarks: the keys of machine and versions, and the file of a case."""
 
 import datetime
 import json
@@ -17,7 +17,7 @@ Row = dict[str, object]
 
 
 def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | None) -> Row:
-    """Return what a result line says of the machine, the versions and the day."""
+    """Return the keys of a result line for the machine, the versions, the commit and the date."""
     cuda = device.type == "cuda"
     return {
         "gpu": machine_name(device),
@@ -31,26 +31,24 @@ def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | 
 
 
 def machine_name(device: torch.device) -> str:
-    """Return the name of the GPU, or "cpu" with the kind of processor."""
+    """Return the name of the GPU, or "cpu" with the processor architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu {platform.machine()}"
 
 
 def results_path(folder: Path, row: Row) -> Path:
-    """Return where a case's lines belong: ``<folder>/<gpu>x<count>/<case>.jsonl``."""
+    """Return the file of a result line: ``<folder>/<gpu>x<count>/<case>.jsonl``."""
     gpu = str(row["gpu"]).lower().removeprefix("nvidia ").replace(" ", "-")
     return folder / f"{gpu}x{row['num_gpus']}" / f"{row['case']}.jsonl"
 
 
 def write_rows(rows: list[Row], folder: Path) -> Path:
-    """Write the lines of one case, in place of earlier ones; return the file.
-
-    An interrupt leaves the earlier lines or these.
+    """Write the lines of one case and return their file; earlier lines are replaced atomically.
 
     Args:
         rows: complete lines of one case on one machine.
-        folder: results of all machines, ``benchmarks/results`` in the repository.
+        folder: of all results, such as ``benchmarks/results`` in the repository.
     """
     path = results_path(folder, rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +66,7 @@ def _triton_version() -> str | None:
 
 
 def _git_commit() -> str:
-    """Return the commit of the working tree that this package runs from, or "unknown"."""
+    """Return the commit of the working tree that contains this package, or "unknown"."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

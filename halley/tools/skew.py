@@ -1,4 +1,4 @@
-"""Routing made to order: expert loads of a given skew, and tokens drawn from them."""
+"""Random routing with a given load: the share of each expert, and draws of experts per token."""
 
 import math
 
@@ -9,18 +9,18 @@ from halley.core.types import Routing
 
 
 def balanced_load(num_experts: int) -> torch.Tensor:
-    """Return the share of routed rows of each expert when all are alike, ``(E,)`` float64."""
+    """Return equal shares of the routed rows for all experts, ``(E,)`` float64."""
     return torch.full((num_experts,), 1.0 / num_experts, dtype=torch.float64)
 
 
 def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
-    """Return shares whose standard deviation over the experts is ``std``.
+    """Return shares that fall linearly and have the standard deviation ``std``.
 
-    The shares fall linearly from the first expert to the last, as far as that keeps each of them
-    at or above zero and at or below ``1 / top_k`` (a token picks an expert once).
+    A share lies between 0 and ``1 / top_k``, because a token picks an expert at most once.
 
-    Source: COMET (arXiv:2502.19811), Fig. 14: imbalance as the standard deviation of the experts'
-    share of tokens; 0 is uniform, 0.032 the mean of a production cluster (E=8, top_k=2).
+    Source: COMET (arXiv:2502.19811), Fig. 14, which measures imbalance as the standard deviation of
+    the experts' shares of tokens: 0 is uniform, and 0.032 is the mean of a production cluster with
+    8 experts and top-2.
 
     Raises:
         ValueError: no linear load has so large a deviation.
@@ -38,9 +38,9 @@ def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
 
 
 def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
-    """Return shares proportional to ``1 / (rank of the expert) ** exponent``.
+    """Return shares proportional to ``1 / (1 + index of the expert) ** exponent``.
 
-    A share is capped at ``1 / top_k``; what the cap cuts off goes to the others in proportion.
+    A share is capped at ``1 / top_k``; the other experts share the rest in proportion.
 
     Raises:
         ValueError: the exponent is negative.
@@ -52,7 +52,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 
 def one_hot_load(num_experts: int, *, top_k: int, hot_expert: int = 0) -> torch.Tensor:
-    """Return shares such that every token picks ``hot_expert``; the others share the rest."""
+    """Return shares with which every token picks ``hot_expert``; the other experts are balanced."""
     if num_experts == 1:
         return torch.ones(1, dtype=torch.float64)
     rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
@@ -62,13 +62,13 @@ def one_hot_load(num_experts: int, *, top_k: int, hot_expert: int = 0) -> torch.
 
 
 def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
-    """Return the load that a word names, such as "balanced", "std:0.032", "zipf:1.2" or "one-hot".
+    """Return the load for "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
 
-    "cv:0.256" is a standard deviation of 0.256 times the mean share, the same as "std:0.032" for 8
-    experts, and as uneven for any other number of them.
+    "cv" is the standard deviation over the mean share. For 8 experts "cv:0.256" equals "std:0.032",
+    and it is equally uneven for any other number of experts.
 
     Raises:
-        ValueError: the word names no load, or its number is not one.
+        ValueError: the text is none of these, or its number is wrong.
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be between 1 and num_experts ({num_experts})")
@@ -100,20 +100,24 @@ def sample_routing(
     generator: torch.Generator,
     device: torch.device | str = "cpu",
 ) -> Routing:
-    """Draw ``top_k`` different experts for each token, each expert with its share of the rows.
+    """Draw ``top_k`` different experts for each token, so that each expert gets its share of rows.
 
-    Systematic sampling: on a line where expert e covers ``top_k * load_E[e]``, in an order drawn
-    for each token, the points u, u + 1, ... hit ``top_k`` different experts, each with exactly
-    the wished probability. Weights are uniform in (0, 1), normalised over each token.
+    Uses systematic sampling. Each token puts the experts on a line in random order, where expert e
+    covers the length ``top_k * load_E[e]``. The points u, u + 1, ... with a random u in [0, 1) hit
+    ``top_k`` different experts, each with exactly the required probability. Routing weights are
+    uniform in (0, 1) and normalised over each token.
 
     Source: W. G. Madow, "On the theory of systematic sampling, II", Ann. Math. Stat. 20 (1949).
 
     Args:
-        load_E: shares of the routed rows, summing to 1, none above ``1 / top_k``.
-        generator: a CPU generator; the same seed gives the same routing on every device.
+        load_E: shares of the routed rows; they sum to 1, and none is above ``1 / top_k``.
+        num_tokens: T.
+        top_k: K.
+        generator: on the CPU, so that the same seed gives the same routing on every device.
+        device: of the result.
 
     Raises:
-        ValueError: the shares do not allow ``top_k`` different experts a token.
+        ValueError: the shares do not allow ``top_k`` different experts per token.
     """
     num_experts = load_E.numel()
     if not 1 <= top_k <= num_experts:
@@ -138,7 +142,7 @@ def sample_routing(
 
 
 def _cap(weight_E: torch.Tensor, *, cap: float) -> torch.Tensor:
-    """Scale weights to shares of sum 1, none above ``cap``."""
+    """Scale weights to shares that sum to 1, none above ``cap``."""
     capped_E = torch.zeros_like(weight_E, dtype=torch.bool)
     share_E = weight_E / weight_E.sum()
     while bool((share_E > cap * (1 + 1e-12)).any()):

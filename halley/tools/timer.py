@@ -1,4 +1,4 @@
-"""Times callables as the benchmarks do: ranks together, variants in turn, caches cold."""
+"""Time callables for benchmarks: ranks start together, variants alternate, caches are cold."""
 
 import gc
 import statistics
@@ -15,20 +15,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from halley.core.timeline import Recorder, waited_us
+
 
 _CPU_FLUSH_BYTES = 64 * 2**20
-_MARGIN_NS = 500_000  # from when the last rank comes to the barrier to when all have left it
+_START_DELAY_NS = 500_000  # from the arrival of the last rank at the barrier to the common start
+_NUM_WAIT_SAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What the samples of one variant say.
+    """The samples of one variant, in microseconds.
 
     Attributes:
-        median_us: the middle sample.
-        p10_us: a tenth of the samples lies below.
-        p90_us: a tenth of the samples lies above.
-        samples_us: every counted sample, in the order taken.
+        median_us: the median.
+        p10_us, p90_us: the 10th and 90th percentiles.
+        samples_us: every counted sample, in the order of measurement.
     """
 
     median_us: float
@@ -38,7 +40,7 @@ class Timing:
 
 
 def summarise(samples_us: Sequence[float]) -> Timing:
-    """Return median and spread of the samples; percentiles between two samples are interpolated.
+    """Return median and percentiles of samples; interpolate percentiles between two samples.
 
     Raises:
         ValueError: there is no sample.
@@ -63,22 +65,23 @@ def time_interleaved(
     group: dist.ProcessGroup | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time all variants against each other and return each one's timing, the same on every rank.
+    """Time all variants in alternation and return each timing, the same on every rank.
 
-    Variants take turns (A B C A B C), so that a machine that slows down slows all of them. Before
-    each run caches are overwritten and all ranks meet; a sample is the time of the slowest rank, by
-    CUDA events on a GPU and by the wall clock on a CPU.
+    Variants alternate (A B C A B C), so that a slowdown of the machine affects all of them. Before
+    each run, the caches are overwritten and all ranks synchronise. A sample is the time of the
+    slowest rank, by CUDA events on a GPU and by the wall clock on a CPU.
 
     Args:
-        variants: what to time, by name; the same names in the same order on every rank.
-        device: where the variants run.
+        variants: callables by name; the same names in the same order on every rank.
+        device: the device that the variants use.
         num_samples: counted runs of each variant.
-        num_warmup: uncounted runs of each variant, before.
-        group: ranks that run together; all of them if None. Without process groups, this one alone.
-        on_progress: called after each run with the runs done and the runs to do, warm-up included.
+        num_warmup: uncounted runs of each variant, before the counted ones.
+        group: the ranks that run together; None means all ranks, or this process alone without
+            process groups.
+        on_progress: called after each run with the runs done and the total, warm-up included.
 
     Raises:
-        ValueError: there is nothing to time, or a count is too small.
+        ValueError: there is no variant, or a count is too small.
     """
     if not variants:
         raise ValueError("variants (none) must hold at least one")
@@ -107,15 +110,47 @@ def time_interleaved(
     return {name: summarise(row) for name, row in zip(variants, slowest_us.tolist(), strict=True)}
 
 
-def start_together(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
-    """Return on all ranks of the group at about the same time, each with an idle device.
+def measure_waits(
+    run: Callable[[], None],
+    recorder: Recorder,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> float | None:
+    """Return the microseconds that the slowest rank waits for communication; a collective.
 
-    Ranks leave a barrier up to 100 us one after another (4 H200), for which all would have to wait
-    in what is timed. So those of one machine agree on a time by its clock.
+    The result is the median of three calls. It is None if the layers do not record their waits.
 
     Args:
-        device: the one that this rank works on.
-        group: the ranks that meet; all of them if None. Without process groups, this one alone.
+        run: the call to measure.
+        recorder: the recorder of the layers; enabled only during this function.
+        device: the device of this rank.
+        group: the ranks that run the call.
+    """
+    samples: list[float | None] = []
+    recorder.enabled = True
+    for _ in range(_NUM_WAIT_SAMPLES):
+        recorder.collect()
+        run()
+        samples.append(waited_us(recorder.collect()))
+    recorder.enabled = False
+    known = [sample for sample in samples if sample is not None]
+    slowest = torch.tensor(statistics.median(known) if known else -1.0, device=device)
+    if group is not None:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return round(slowest.item(), 1) if slowest.item() >= 0.0 else None
+
+
+def start_together(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
+    """Return at about the same time on all ranks of the group, each with an idle device.
+
+    Ranks leave a barrier up to 100 us apart (measured on 4 H200), and that difference would count
+    in the sample. Therefore ranks of one machine agree on a start time of its monotonic clock.
+
+    Args:
+        device: the device of this rank.
+        group: the ranks that start together; None means all ranks, or this process alone without
+            process groups.
     """
     begin_ns = agree_on_begin(device, group=group) if dist.is_initialized() else 0
     if device.type == "cuda":
@@ -125,23 +160,23 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 
 def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
-    """Meet the other ranks; return when all of them begin, by the monotonic clock, in ns.
+    """Return the common start time of all ranks, in ns of the monotonic clock; a collective.
 
-    0 if they have no clock in common.
+    The result is 0 if the ranks are on several machines and share no clock.
 
     Args:
         device, group: as for ``start_together``.
     """
     clock = _clock_id()
-    told = torch.tensor([time.monotonic_ns() + _MARGIN_NS, clock, -clock], device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-    begin_ns, largest, smallest = told.tolist()
+    times = torch.tensor([time.monotonic_ns() + _START_DELAY_NS, clock, -clock], device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX, group=group)
+    begin_ns, largest, smallest = times.tolist()
     return begin_ns if largest == -smallest else 0
 
 
 @cache
 def _clock_id() -> int:
-    """Return a number that processes have in common whose monotonic clock is the same."""
+    """Return a number that is equal in two processes if they share a monotonic clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:  # not Linux
@@ -151,7 +186,7 @@ def _clock_id() -> int:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from stopping one rank in a sample, which all others would wait for."""
+    """Disable garbage collection: a pause on one rank would delay the sample of all ranks."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Turns one profiled step into spans, and spans into the figures that matter."""
+"""Profile one step and return its spans; compute exposed communication and times of parts."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ _WAIT_OP = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True, kw_only=True)
 class _Event:
-    """What the profiler tells of one range or kernel; ``row`` is a thread or a CUDA stream."""
+    """One range or kernel of the profiler; ``row`` is a host thread or a CUDA stream."""
 
     name: str
     start_us: float
@@ -49,22 +49,23 @@ def trace_step(
     warmup: int = 2,
     group: dist.ProcessGroup | None = None,
 ) -> list[Span]:
-    """Run the step a few times, then once under the profiler, and return what ran when.
+    """Run a step several times, the last time under the profiler, and return its spans.
 
-    Zero is the start of the traced step, at which all ranks have met. The streams are
+    Time zero is the start of the profiled step, for which all ranks synchronise. The streams are
 
     - on a GPU: "comm" for NCCL kernels and copies between GPUs, "compute 7" for other kernels of
       CUDA stream 7, "copy" for other copies and fills;
-    - on a CPU: "comm" for gloo collectives, from their issue to their completion, "exposed" for
-      parts named ``*.wait`` and for waits of functional collectives, "compute" for the other parts
-      marked ``halley::*``, each moment given to the innermost, and "other" for the rest.
+    - on a CPU: "comm" for gloo collectives from start to completion, "exposed" for recorded parts
+      named ``*.wait`` and for waits of functional collectives, "compute" for the other recorded
+      parts (``halley::*``; of nested parts the innermost counts), and "other" for the rest.
 
     Args:
         step: one step, called ``warmup + 1`` times.
         rank: the rank written into the spans.
-        device: where the step runs.
+        device: the device of the step.
         warmup: steps before; the last of them already runs under the profiler.
-        group: ranks that run the step; all of them if None. Without process groups, this one alone.
+        group: the ranks that run the step; None means all ranks, or this process alone without
+            process groups.
 
     Raises:
         ValueError: warmup is negative.
@@ -77,7 +78,7 @@ def trace_step(
         activities.append(ProfilerActivity.CUDA)
     for _ in range(warmup - 1):
         step()
-    # acc_events only keeps torch 2.11 from warning of cycles, of which there is one here.
+    # Without acc_events, torch 2.11 warns about profiler cycles; this profile has one cycle.
     with profile(activities=activities, acc_events=True) as profiler:
         if warmup:
             step()
@@ -86,7 +87,7 @@ def trace_step(
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        # A collective may let its waiter go before its own range is closed.
+        # The range of a collective may end after the wait for it has returned.
         start_together(device, group=group)
     events = _read(profiler)
     (whole,) = (event for event in events if event.name == _STEP and not event.on_device)
@@ -98,12 +99,11 @@ def trace_step(
 def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> list[Span]:
     """Return the spans of all ranks of the group, on every rank.
 
-    The zero of every rank's spans must be the same moment, as it is after ``trace_step``, or for a
-    recorder whose first part follows a barrier.
+    Time zero must be the same moment on every rank, as after ``trace_step``.
 
     Args:
         spans: of this rank.
-        group: the ranks that take part; all of them if None.
+        group: the ranks that take part; None means all ranks.
     """
     by_rank: list[list[Span]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(by_rank, spans, group=group)
@@ -111,10 +111,11 @@ def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> l
 
 
 def exposed_comm_us(spans: Iterable[Span]) -> float:
-    """Return for how long communication held up one rank.
+    """Return the time in microseconds in which one rank waits for communication.
 
-    That is the time in "exposed" spans where there are any (recorded parts, traces of a CPU), and
-    else the time in "comm" spans that no "compute" span covers (traces of a GPU, simulations).
+    If there are "exposed" spans (recorded parts, traces of a CPU), it is their total time.
+    Otherwise (traces of a GPU, simulations) it is the time in "comm" spans that no "compute" span
+    overlaps.
 
     Args:
         spans: of one rank.
@@ -134,9 +135,10 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the microseconds of each part by name, longest first, without the parts inside it.
+    """Return the microseconds of each part by name, longest first, without nested parts.
 
-    Waits ("exposed") interrupt the computation around them; other streams are told apart.
+    An "exposed" span counts as nested in the computation around it. Spans of other streams do not
+    reduce the time of computation.
 
     Args:
         spans: of one rank, as a recorder collects them.
@@ -193,7 +195,7 @@ def _cpu_spans(events: list[_Event], whole: _Event, *, rank: int) -> list[Span]:
         if event.name.startswith("gloo:"):
             comm.append(event.to_span(event.name, rank=rank, stream="comm", zero_us=whole.start_us))
         elif event.name == _WAIT_OP and any(event.is_inside(wait) for wait in waits):
-            continue  # the op calls itself on its way through the dispatcher
+            continue  # the dispatcher calls the op a second time inside itself
         elif event.name == _WAIT_OP or event.name.startswith(_PART_PREFIX):
             name = event.name.removeprefix(_PART_PREFIX)
             stream = "exposed" if _is_wait(event) else "compute"

@@ -1,4 +1,4 @@
 """The reference trainer: data, optimizer, checkpoints, export and the training loop.
 
-Start with ``trainer.py``, which reads top to bottom.
+Start with ``trainer.py``, which reads top to bottom, then ``step.py``.
 """

@@ -1,8 +1,8 @@
-"""Save and load checkpoints that are either complete or recognised as damaged.
+"""Save and load checkpoints that are either complete or recognized as damaged.
 
-A checkpoint is a folder ``step-00000100`` of torch.distributed.checkpoint files and a manifest with
-the size and checksum of each. It is written to ``step-00000100.tmp``, flushed to the disk and then
-renamed, so that a crash at any moment leaves the checkpoints before it as they are.
+A checkpoint is a folder ``step-00000100`` with files of torch.distributed.checkpoint (DCP) and a
+manifest with the size and checksum of each. It is written to ``step-00000100.tmp``, flushed to the
+disk and then renamed. So a crash at any moment leaves the earlier checkpoints unchanged.
 """
 
 import os
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from halley.distributed.rank_actions import on_all_ranks, on_rank_zero, rank_and_size
+from halley.distributed.peers import default_group, on_all_ranks, on_rank_zero, rank_and_size
 from halley.train.checkpoint_reader import SafeReader, read_metadata
 from halley.train.manifest import (
     Manifest,
@@ -36,7 +36,7 @@ from halley.train.manifest import (
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp")
-_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # as DCP names the files of a rank
+_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name of a file of a rank
 
 _PROBE_BLOCK = bytes(1 << 16)
 _NUM_PROBE_BLOCKS = 16
@@ -45,10 +45,10 @@ State = dict[str, object]
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder and write to it, so that a run fails at its start and not at its first save.
+    """Create the folder and write to it, so that a run fails at its start and not at a save.
 
     Raises:
-        ValueError: the folder cannot be made or written to.
+        ValueError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,23 +70,24 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint, then delete complete ones that are too old. Collective.
 
-    Whatever has the name of the new checkpoint already, such as a damaged one, is renamed to
-    ``<name>.replaced-1`` and stays.
+    If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
+    renamed to ``<name>.replaced-1``.
 
     Args:
-        folder: holds the checkpoints of one run; all ranks see the same folder.
+        folder: the folder of one run's checkpoints; all ranks see the same folder.
         state: nested dicts of tensors and DTensors; plain tensors are the same on every rank.
         step: training steps done.
-        keep: complete checkpoints to keep, this one counted, at least 1.
-        notes: for the manifest; values that JSON can hold.
+        keep: complete checkpoints to keep, with this one, at least 1.
+        notes: values for the manifest, of types that JSON has.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
-        ValueError: ``keep`` is too small, an entry is no tensor, or the folder cannot be written.
+        ValueError: ``keep`` is too small, an entry is not a tensor, or the folder cannot be
+            written.
         RuntimeError: writing failed on some rank, as when the disk is full. The unfinished folder
-            is removed and the checkpoints before it stay.
+            is removed; earlier checkpoints stay.
     """
     if keep < 1:
         raise ValueError(f"keep ({keep}) must be at least 1")
@@ -122,7 +123,7 @@ def _begin_draft(draft: Path) -> None:
 
 
 def _publish(draft: Path, path: Path, *, keep: int) -> None:
-    """Give a finished checkpoint its name, for good, and delete those that are too old."""
+    """Rename a finished checkpoint to its final name, and delete those that are too old."""
     folder = path.parent
     _sync(draft)
     if os.path.lexists(path):
@@ -133,19 +134,19 @@ def _publish(draft: Path, path: Path, *, keep: int) -> None:
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None if there is none at all. Collective.
+    """Return the newest complete checkpoint, or None if there is no checkpoint. Collective.
 
-    Every file of a checkpoint is read and compared with its checksum; the ranks share the files.
-    Damaged checkpoints that are newer are passed over with one warning, on rank 0.
+    Every file is read and compared with its checksum; the ranks divide the files. For newer,
+    damaged checkpoints, rank 0 gives one warning.
 
     Raises:
-        ValueError: there are checkpoints, and all of them are damaged; names the defect of each.
+        ValueError: there are checkpoints, and all are damaged; names the defect of each.
     """
     defects: list[str] = []
     for path in reversed(on_rank_zero(lambda: _list_checkpoints(folder))):
         defect = _find_defect(path)
         if defect is None:
-            if defects and rank_and_size()[0] == 0:
+            if defects and rank_and_size(default_group())[0] == 0:
                 warnings.warn(
                     f"{'; '.join(defects)}: the run goes on from {path}, the newest complete "
                     "checkpoint",
@@ -174,9 +175,8 @@ def load_checkpoint(path: Path, state: State) -> int:
     """Read a checkpoint into ``state``, in place, and return its step. Collective.
 
     Args:
-        path: as ``find_newest_checkpoint`` returned it, which has compared the checksums.
-        state: laid out as when it was saved, though DTensors may be sharded over other meshes;
-            tensors are copied into.
+        path: a result of ``find_newest_checkpoint``, which has compared the checksums.
+        state: tensors as in ``save_checkpoint``; DTensors may be sharded over another mesh.
 
     Raises:
         ValueError: the checkpoint is damaged, or lacks entries or shapes of the state.
@@ -197,7 +197,7 @@ def load_checkpoint(path: Path, state: State) -> int:
 
 
 def find_free_name(folder: Path, stem: str) -> Path:
-    """Return the path of the first of ``<stem>-1``, ``<stem>-2``, ... that does not exist."""
+    """Return the first of ``<stem>-1``, ``<stem>-2``, ... that does not exist."""
     number = 1
     while os.path.lexists(folder / f"{stem}-{number}"):
         number += 1
@@ -207,14 +207,14 @@ def find_free_name(folder: Path, stem: str) -> Path:
 def _find_write_error(folder: Path) -> str:
     """Return why a rank cannot write to a folder, such as a full disk, or "". Collective.
 
-    torch's writer of tensors hides the error of the system behind one of its own.
+    DCP replaces the operating system's error by one of its own, without the reason.
     """
 
     def probe(rank: int) -> None:
         with (folder / f"probe-{rank}").open("wb", buffering=0) as file:
             for _ in range(_NUM_PROBE_BLOCKS):
                 if file.write(_PROBE_BLOCK) < len(_PROBE_BLOCK):
-                    file.write(_PROBE_BLOCK)  # raises what cut the first one short
+                    file.write(_PROBE_BLOCK)  # raises the error that truncated the first write
             os.fsync(file.fileno())
 
     try:
@@ -225,7 +225,7 @@ def _find_write_error(folder: Path) -> str:
 
 
 def _find_defect(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, the same on every rank, or None. Collective."""
+    """Return the defect of a checkpoint, the same on every rank, or None. Collective."""
 
     def read() -> Manifest | str:
         try:
@@ -242,7 +242,7 @@ def _find_defect(path: Path) -> str | None:
     manifest = on_rank_zero(read)
     if isinstance(manifest, str):
         return manifest
-    _, num_ranks = rank_and_size()
+    _, num_ranks = rank_and_size(default_group())
     largest_first = sorted(manifest.files.items(), key=lambda item: -item[1].num_bytes)
 
     def compare(rank: int) -> list[str]:
@@ -283,7 +283,7 @@ def _writer_of(name: str) -> int:
 
 
 def _delete_old(folder: Path, *, step: int, keep: int) -> None:
-    """Delete complete checkpoints that have ``keep`` complete ones after them, up to ``step``."""
+    """Delete complete checkpoints, up to ``step``, that have ``keep`` newer complete ones."""
     older = [path for path in _list_checkpoints(folder) if _step_of(path) <= step]
     complete = [path for path in older if not path.is_symlink() and _has_all_files(path)]
     for path in complete[:-keep]:
@@ -315,7 +315,7 @@ def _sync(folder: Path) -> None:
 
 
 def _is_misfit(error: CheckpointException) -> bool:
-    # The planner raises these for entries that differ; the metadata was read before.
+    # DCP's planner raises these types for entries that do not match.
     causes = [cause for cause, _ in error.failures.values()]
     return error.args[0] == "plan" and all(isinstance(c, RuntimeError | ValueError) for c in causes)
 
@@ -327,7 +327,7 @@ def _cause(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet_without_group() -> Iterator[None]:
-    """Hide that torch.distributed.checkpoint takes one process without a group for a mistake."""
+    """Ignore DCP's warning about a single process without a process group."""
     with warnings.catch_warnings():
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")

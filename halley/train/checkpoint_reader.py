@@ -1,8 +1,8 @@
 """Read checkpoints of torch.distributed.checkpoint (DCP) without running code from them.
 
-DCP stores its table of contents, ``.metadata``, as a pickle, and a pickle can call any function.
-This reader unpickles it into inert records, only for the class names that DCP writes, checks every
-field and then builds DCP's own objects. DCP itself reads tensors with ``weights_only=True``.
+DCP stores its metadata in the file ``.metadata`` as a pickle, and a pickle can call any function.
+This reader unpickles it into inert records, accepts only the class names that DCP writes, checks
+every field, and then builds DCP's own objects. DCP reads tensors with ``weights_only=True``.
 """
 
 import pickle
@@ -43,7 +43,7 @@ _RECORDS = {
     ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    # The folder that the checkpoint was written to; its module differs between Python versions.
+    # The folder of the checkpoint; the module of its class differs between Python versions.
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
     ("pathlib._local", "PosixPath"),
@@ -52,15 +52,15 @@ _RECORDS = {
 
 
 def read_metadata(folder: Path, *, file_sizes: Mapping[str, int]) -> Metadata:
-    """Read the table of contents of a checkpoint whose entries are all tensors.
+    """Read the metadata of a checkpoint whose entries are all tensors.
 
     Args:
         folder: the checkpoint.
-        file_sizes: bytes of each file that belongs to the checkpoint; entries must lie in these.
+        file_sizes: bytes of each file of the checkpoint; entries must lie inside these files.
 
     Raises:
-        ValueError: the file is missing, is not what DCP writes, names a class that DCP does not
-            write, or has an entry that is not a tensor or lies outside of the files.
+        ValueError: the file is missing or is not what DCP writes, names a class that DCP does not
+            write, or has an entry that is not a tensor or lies outside the files.
     """
     path = folder / METADATA_FILE
     try:
@@ -74,30 +74,30 @@ def read_metadata(folder: Path, *, file_sizes: Mapping[str, int]) -> Metadata:
         raise
     except OSError as error:
         raise ValueError(f"{METADATA_FILE} cannot be read: {error.strerror}") from error
-    # A damaged pickle raises errors of any kind.
+    # A damaged pickle can raise any error.
     except Exception as error:
         raise ValueError(f"{METADATA_FILE} is damaged: {error}") from error
 
 
 @final
 class SafeReader(FileSystemReader):
-    """Reads the tensors of a checkpoint through metadata that ``read_metadata`` has checked."""
+    """Reads the tensors of a checkpoint with metadata that ``read_metadata`` has checked."""
 
     def __init__(self, folder: Path, *, file_sizes: Mapping[str, int]) -> None:
         super().__init__(folder)
         self._metadata = read_metadata(folder, file_sizes=file_sizes)
 
-    # Without the base class's keyword arguments, DCP does not look for metadata of single ranks.
+    # DCP looks for per-rank metadata only if this method has the base class's keyword arguments.
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._metadata
 
 
 class _ForbiddenClassError(ValueError):
-    """A pickle asked for a class or function that DCP does not write."""
+    """A pickle names a class or function that DCP does not write."""
 
 
 class _Record:
-    """Stands for one pickled object: keeps what the pickle says and does nothing with it."""
+    """The inert content of one pickled object."""
 
     def __init__(self, *arguments: object) -> None:
         self.state: object = arguments
@@ -112,10 +112,10 @@ class _Record:
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Unpickles DCP's classes as records, torch's dtypes and sizes as such, and nothing else.
+    """Unpickles DCP's classes as records, keeps torch's dtypes and sizes, and refuses other names.
 
-    Each unpickler makes record classes of its own: a pickle can set attributes of classes that it
-    names, and these classes vanish with it.
+    Each unpickler creates its own record classes. A pickle can set attributes of classes that it
+    names, and these classes are dropped with the unpickler.
     """
 
     def __init__(self, file: Any) -> None:
@@ -181,11 +181,11 @@ def _build_tensor(name: object, entry: object) -> TensorStorageMetadata:
 
 def _build_index(index: object) -> MetadataIndex:
     fields = _fields(index, "MetadataIndex")
-    offset, place = fields.get("offset"), fields.get("index")
-    if place is not None and type(place) is not int:
-        raise ValueError(f"the index ({place!r}) of an entry is no integer")
+    offset, number = fields.get("offset"), fields.get("index")
+    if number is not None and type(number) is not int:
+        raise ValueError(f"the index ({number!r}) of an entry is no integer")
     return MetadataIndex(
-        _string(fields["fqn"]), None if offset is None else _size(offset), index=place
+        _string(fields["fqn"]), None if offset is None else _size(offset), index=number
     )
 
 
@@ -195,9 +195,9 @@ def _build_storage(info: object, file_sizes: Mapping[str, int]) -> StorageInfo:
     if not isinstance(name, str) or name not in file_sizes:
         raise ValueError(f"an entry is in the file {name!r}, which the manifest does not list")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise ValueError(f"an entry of {name} has no place")
+        raise ValueError(f"an entry of {name} has no valid offset")
     if offset + length > file_sizes[name]:
-        raise ValueError(f"an entry lies behind the end of {name}")
+        raise ValueError(f"an entry lies beyond the end of {name}")
     if fields.get("transform_descriptors"):
         raise ValueError(f"an entry of {name} needs a transformation, which is not supported")
     return StorageInfo(name, offset, length)

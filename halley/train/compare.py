@@ -1,4 +1,4 @@
-"""Measures training steps part by part, one strategy against another in turn."""
+"""Profile training steps of several strategies in alternation, and time each part of a step."""
 
 import dataclasses
 import statistics
@@ -17,21 +17,21 @@ from halley.tools.tracing import gather_spans, time_by_part, trace_step
 from halley.train.step import TrainingRun, build_run, train_step
 
 
-_INTERPRETED = ("fused", "unfused", "auto")  # on a CPU
+_INTERPRETED = ("fused", "unfused", "auto")  # their kernels run in the interpreter on a CPU
 _NUM_WARMUP = 3
 STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Where the time of a training step goes with one strategy.
+    """The time of each part of a training step with one strategy.
 
     Attributes:
-        parts_us: medians over steps of the mean over ranks, by part; a part's time is without the
-            parts inside it. ``STEP`` is the whole, ``OTHER`` what no part covers, ``EXPOSED`` the
-            time a rank stood waiting for communication, which the parts named "*.wait" make up; not
-            there where the layers do not tell.
-        spans: of one traced step, all ranks.
+        parts_us: time by part: the median over steps of the mean over ranks. The time of a part
+            excludes nested parts. ``STEP`` is the whole step and ``OTHER`` the time outside of all
+            parts. ``EXPOSED`` is the time of all waits for communication (the parts "*.wait");
+            missing if the layers do not record their waits.
+        spans: of one traced step on all ranks.
     """
 
     parts_us: dict[str, float]
@@ -48,12 +48,14 @@ def compare_strategies(
 ) -> dict[str, StepProfile]:
     """Profile training steps with each strategy; a collective of all ranks.
 
-    All strategies have a model in memory, so that their steps can take turns.
+    Each strategy has its own model in memory, so that their steps can alternate.
 
     Args:
-        config: the run; its own strategy is not used.
-        num_steps: counted steps of each strategy.
-        on_progress: called with the steps done and to do.
+        config: the run; its own strategy is ignored.
+        strategies: names of strategies.
+        world: the ranks.
+        num_steps: timed steps of each strategy.
+        on_progress: called with the steps done and the total.
 
     Raises:
         ValueError: ``num_steps`` is too small, or a strategy is unknown.
@@ -61,7 +63,7 @@ def compare_strategies(
     if num_steps < 1:
         raise ValueError(f"steps ({num_steps}) must be at least 1")
     if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
-        # First: it decides how Triton runs, which comes with torch's optimizers.
+        # torch's optimizers import Triton; the interpreter must be installed before that.
         import halley.interpreter.switch  # noqa: F401  # pyright: ignore[reportUnusedImport]
     runs = {
         name: build_run(dataclasses.replace(config, strategy=name), world) for name in strategies
@@ -96,7 +98,7 @@ def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:
-    names = sorted(samples[0])  # parts come by length, so in another order on each rank
+    names = sorted(samples[0])  # the order of the parts differs between ranks
     table = torch.tensor([[sample[name] for name in names] for sample in samples])
     table = table.to(world.device)
     if dist.is_initialized():
@@ -112,6 +114,6 @@ def _trace(run: TrainingRun, first_step: int) -> list[Span]:
     def step() -> None:
         train_step(run, next(steps))
 
-    run.recorder.enabled = False  # the profiler alone marks the parts
+    run.recorder.enabled = False  # only the profiler records the parts of this step
     spans = trace_step(step, rank=run.world.rank, device=run.world.device)
     return gather_spans(spans) if dist.is_initialized() else spans

@@ -1,4 +1,4 @@
-"""Text as bytes: files joined into one corpus, cut into windows, and dealt out to ranks."""
+"""Training text as bytes: files concatenated to a corpus, cut into windows, divided over ranks."""
 
 import bisect
 import os
@@ -20,11 +20,11 @@ _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "li
 
 
 def find_text_files(path: Path | None) -> list[Path]:
-    """List the files to train on, in an order that is the same on every rank and machine.
+    """List the training files, in an order that is the same on every rank and machine.
 
     Args:
-        path: a file gives itself, a folder all files below it that are not hidden or empty;
-            None gives the Python sources of the running interpreter's standard library.
+        path: a file; a folder, for all non-hidden, non-empty files below it; or None for the Python
+            sources of the standard library.
 
     Raises:
         ValueError: there is no text at ``path``, or it cannot be read.
@@ -69,16 +69,16 @@ def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
 
 @final
 class Corpus:
-    """Files end to end, one zero byte between two, read a window at a time.
+    """Files concatenated with one zero byte between two, read one window at a time.
 
-    Nothing is held in memory and no file is left open: a read touches the files it needs.
+    It holds no text in memory and no open files: each read opens the files that it needs.
     """
 
     def __init__(self, files: Sequence[Path], *, window: int) -> None:
-        """Measure the files.
+        """Read the sizes of the files.
 
         Args:
-            files: in the order in which they are joined.
+            files: files in order.
             window: bytes of one window; windows do not overlap and may span files.
 
         Raises:
@@ -98,10 +98,10 @@ class Corpus:
         self.num_windows = num_bytes // window
 
     def read_window(self, index: int) -> np.ndarray:
-        """Return window ``index``, uint8 (window,), a fresh array.
+        """Return window ``index``, uint8 (window,), a new array.
 
         Raises:
-            RuntimeError: a file has become shorter since the corpus was made.
+            RuntimeError: a file has become shorter since the corpus was created.
         """
         assert 0 <= index < self.num_windows
         out = np.zeros(self.window, dtype=np.uint8)
@@ -114,7 +114,7 @@ class Corpus:
             lower, upper = max(begin, start), min(end, start + size)
             if lower >= upper:
                 continue
-            # Not a memory map: a file cut short during the run would kill the rank with SIGBUS.
+            # Not a memory map: if a file is truncated meanwhile, a read would raise SIGBUS.
             piece = np.fromfile(file, dtype=np.uint8, count=upper - lower, offset=lower - start)
             if piece.size != upper - lower:
                 raise RuntimeError(f"{file} has become shorter while it was read")
@@ -124,10 +124,10 @@ class Corpus:
 
 @final
 class BatchLoader:
-    """Deals windows to ranks. A batch depends on its step and on how many windows came before.
+    """Gives each rank its batches; a batch depends on the step and on the windows read before.
 
-    The global batch of a step is the same windows in the same order however it is split:
-    microbatch m of one rank reads what rank m of several ranks reads.
+    The global batch of a step has the same windows in the same order for any number of ranks:
+    microbatch m of a single rank is the batch of rank m of several ranks.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class BatchLoader:
         num_ranks: int,
         seed: int,
     ) -> None:
-        """Deal the windows of ``corpus``.
+        """Create the loader of one rank.
 
         Args:
             corpus: its window is ``seq_len + 1`` bytes, so that each token has a next one.
@@ -150,7 +150,7 @@ class BatchLoader:
             num_microbatches: microbatches of a step.
             rank: this rank.
             num_ranks: ranks that read different data.
-            seed: of the order of the windows, at least 0.
+            seed: seed of the shuffle, at least 0.
 
         Raises:
             ValueError: a size does not fit.
@@ -172,14 +172,14 @@ class BatchLoader:
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
-        self._num_more = 0  # windows read before, beyond what steps of this size read
+        self._num_more = 0  # windows read before, in excess of steps of this size
 
     def resume(self, step: int, *, num_read: int) -> None:
-        """Go on with ``step`` behind windows that steps of any size have read.
+        """Continue at ``step`` after earlier steps, possibly of other batch sizes.
 
         Args:
-            step: the next one, counted from 0.
-            num_read: what ``num_read`` returned for this step, whatever the ranks and sizes were.
+            step: the next step, from 0.
+            num_read: result of ``num_read`` for this step in the earlier run.
         """
         self._num_more += num_read - self.num_read(step)
 
@@ -192,15 +192,16 @@ class BatchLoader:
         """Return the tokens and the targets of one microbatch of this rank.
 
         Args:
-            step: counted from 0 over the whole training.
+            step: the step, from 0 over the whole training.
             microbatch: in ``[0, num_microbatches)``.
 
         Returns:
-            Tokens and, one position on, targets; both int64 (batch_size, seq_len), on the CPU.
+            Tokens, and targets shifted by one position; both int64 (batch_size, seq_len), on the
+            CPU.
         """
         assert 0 <= microbatch < self._num_microbatches
-        place = microbatch * self._num_ranks + self._rank
-        first = self.num_read(step) + place * self._batch_size
+        index = microbatch * self._num_ranks + self._rank
+        first = self.num_read(step) + index * self._batch_size
         windows = np.stack(
             [self._corpus.read_window(self._window_of(first + i)) for i in range(self._batch_size)]
         )
@@ -209,10 +210,10 @@ class BatchLoader:
 
     def _window_of(self, sample: int) -> int:
         num_windows = self._corpus.num_windows
-        epoch, place = divmod(sample, num_windows)
-        return int(_shuffle(num_windows, seed=self._seed, epoch=epoch)[place])
+        epoch, index = divmod(sample, num_windows)
+        return int(_shuffle(num_windows, seed=self._seed, epoch=epoch)[index])
 
 
-@lru_cache(maxsize=2)  # a batch may lie across two epochs
+@lru_cache(maxsize=2)  # a batch may span two epochs
 def _shuffle(num_windows: int, *, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_windows)

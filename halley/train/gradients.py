@@ -1,4 +1,4 @@
-"""Gradients in float32: added up over microbatches, summed over ranks beside backward."""
+"""Accumulate gradients in float32 buckets and sum them over ranks while backward runs."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -11,18 +11,20 @@ import torch.distributed as dist
 from torch import nn
 
 from halley.distributed.mesh import BUCKET_BYTES, ParallelGroups
-from halley.ops.gradient_hook import set_taker
+from halley.ops.gradient_hook import set_gradient_hook
 
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """Gradients that are summed at once, one after another in one buffer.
+    """Gradients of several parameters in one flat buffer, which one all-reduce sums.
 
     Attributes:
-        group: the ranks that share them; None for this rank alone.
+        group: the ranks of the sum; None if only this rank has the parameters.
+        offsets: start of each parameter's gradient in the buffer.
+        numel: elements of the buffer.
         buffer: float32; None until the first gradient of a step.
-        missing: parameters whose gradient this backward pass has not given yet.
-        sum: under way.
+        missing: parameters without a gradient yet in this backward pass.
+        sum: the running all-reduce.
     """
 
     group: dist.ProcessGroup | None
@@ -34,17 +36,17 @@ class _Bucket:
 
 
 @final
-class Gradients:
-    """What backward passes of a model give its parameters in one step.
+class GradientBuckets:
+    """Collects the gradients of all backward passes of one step and sums them over ranks.
 
-    A gradient is taken as soon as autograd has made it, or the graph of a compiled backward pass,
-    so that no two of one parameter are in memory for long. In the last backward pass of a step each
-    bucket is summed over the ranks that share it once it is full, while the rest of the pass runs;
-    buckets follow one another in one order on all ranks.
+    A gradient is added to its bucket as soon as autograd, or a compiled backward graph, produces
+    it. Its own memory is then free. In the last backward pass of a step, the all-reduce of a bucket
+    starts when the bucket is full, while backward continues. All ranks start the buckets in the
+    same order.
 
     Args:
-        parameters: by name, in the order of forward; all get a gradient in each step.
-        experts: names of those that other ranks of the expert-parallel group do not share.
+        parameters: parameters by name, in order of forward. Each must get a gradient in each step.
+        experts: names of the parameters that differ between ranks of the expert-parallel group.
     """
 
     def __init__(
@@ -57,40 +59,41 @@ class Gradients:
         self._parameters = parameters
         self._buckets = _fill_buckets(parameters, experts, groups=groups)
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
-        self._taken: set[str] = set()
+        self._collected: set[str] = set()
         self._stream: torch.cuda.Stream | None = None
-        self._is_taking = False
-        self._waiting: list[_Bucket] = []  # to be summed, the next one last
+        self._is_collecting = False
+        self._pending: list[_Bucket] = []  # buckets to all-reduce, the next one last
         for name, parameter in parameters.items():
-            set_taker(parameter, partial(self._take, name))
+            set_gradient_hook(parameter, partial(self._add, name))
 
     @contextmanager
-    def taking(self, *, last: bool) -> Generator[None]:
-        """Take all gradients of the backward pass that runs inside ``with``.
+    def collecting(self, *, last: bool) -> Generator[None]:
+        """Collect all gradients of the backward pass inside ``with``.
 
         Args:
-            last: of this step; then sums over ranks begin, and leaving is a collective of them.
+            last: whether it is the last backward pass of the step, in which the all-reduces start.
+                It is then a collective.
         """
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._waiting = self._buckets[::-1] if last else []
+        self._pending = self._buckets[::-1] if last else []
         for each in self._buckets:
             each.missing = set(each.offsets)
         handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._take_from, name))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_autograd_gradient, name))
             for name, parameter in self._parameters.items()
         ]
-        self._is_taking = True
+        self._is_collecting = True
         try:
             yield
         finally:
-            self._is_taking = False
+            self._is_collecting = False
             for handle in handles:
                 handle.remove()
-        assert not self._waiting, f"{sorted(self._waiting[-1].missing)} have no gradient"
+        assert not self._pending, f"{sorted(self._pending[-1].missing)} have no gradient"
 
-    def summed(self) -> dict[str, torch.Tensor]:
-        """Return the sums over ranks, float32, by name, in their parameters' shapes."""
+    def wait_for_sums(self) -> dict[str, torch.Tensor]:
+        """Return the float32 sums over ranks by parameter name, in the parameters' shapes."""
         for bucket in self._buckets:
             if bucket.sum is not None:
                 bucket.sum.wait()
@@ -98,44 +101,45 @@ class Gradients:
         return {name: self._view(name) for name in self._parameters}
 
     def clear(self) -> None:
-        """Forget all gradients: a step is done."""
-        self._taken.clear()
+        """Discard all gradients after the optimizer step."""
+        self._collected.clear()
         for bucket in self._buckets:
             bucket.buffer = None
 
-    def _take_from(self, name: str, parameter: torch.Tensor) -> None:
-        """Take what autograd gave a parameter: nothing, where a graph has handed it over."""
+    def _on_autograd_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        """Move the gradient that autograd accumulated, if any, to its bucket."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
-            self._take(name, gradient)
+            self._add(name, gradient)
 
     @torch.no_grad()
-    def _take(self, name: str, gradient: torch.Tensor) -> None:
-        if not self._is_taking:  # somebody's own backward pass, which ends as autograd ends it
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        if not self._is_collecting:  # a backward pass outside ``collecting``: behave like autograd
             parameter = self._parameters[name]
             before = parameter.grad
             parameter.grad = gradient.clone() if before is None else before + gradient
             return
         bucket = self._bucket_of[name]
         if bucket.buffer is None:
-            with torch.cuda.stream(self._stream):  # whose the memory is
+            with torch.cuda.stream(self._stream):  # the stream that owns the memory
                 bucket.buffer = gradient.new_empty(bucket.numel, dtype=torch.float32)
         with self._in_order(gradient.device):
-            if name in self._taken:
+            if name in self._collected:
                 self._view(name).add_(gradient)
             else:
-                # This conversion takes two thirds of the time that ``copy_`` takes.
+                # It takes two thirds of the time of ``copy_`` with a dtype conversion.
                 torch._foreach_copy_([self._view(name)], [gradient])  # pyright: ignore[reportPrivateImportUsage]
-        self._taken.add(name)
+        self._collected.add(name)
         bucket.missing.discard(name)
-        while self._waiting and not self._waiting[-1].missing:
-            _begin_sum(self._waiting.pop())
+        while self._pending and not self._pending[-1].missing:
+            _start_sum(self._pending.pop())
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Generator[None]:
-        """Order what runs inside ``with`` on another stream, that of shared experts, by this one's.
+        """Order the code inside ``with`` after the main stream, and the main stream after it.
 
-        Sums begin on this one, and memory of the buffers is its.
+        Gradients of shared experts come on another stream. The main stream owns the buffers and
+        starts the all-reduces.
         """
         stream = None if self._stream is None else torch.cuda.current_stream(device)
         if stream is None or self._stream is None or stream == self._stream:
@@ -158,7 +162,7 @@ def _fill_buckets(
     *,
     groups: ParallelGroups,
 ) -> list[_Bucket]:
-    """Return buckets of parameters of one group each, in the order in which backward fills them."""
+    """Assign parameters to buckets, in the order in which backward fills the buckets."""
     buckets: list[_Bucket] = []
     open_buckets: dict[bool, _Bucket] = {}
     for name in reversed(list(parameters)):
@@ -169,11 +173,11 @@ def _fill_buckets(
             open_buckets[is_expert] = bucket
         bucket.offsets[name] = bucket.numel
         bucket.numel += parameters[name].numel()
-        # Last in the list is the bucket that is filled last, as far as is known.
+        # Backward fills the bucket with the latest parameter last, so it is last in the list.
         buckets = [each for each in buckets if each is not bucket] + [bucket]
     return buckets
 
 
-def _begin_sum(bucket: _Bucket) -> None:
+def _start_sum(bucket: _Bucket) -> None:
     if bucket.group is not None:
         bucket.sum = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)

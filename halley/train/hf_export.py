@@ -1,7 +1,7 @@
-"""From a training checkpoint to a folder that Hugging Face's transformers loads.
+"""Export a training checkpoint to a folder that Hugging Face's transformers loads.
 
-Tensors get the names that the published models have on disk, one matrix an expert. The tokens of
-Halley's own training are bytes, so there is no tokenizer to write.
+Tensors have the names of the published models on disk, one matrix per expert. Halley trains on
+bytes, so there is no tokenizer to write.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import cast
 import torch
 
 from halley.core.config import ModelConfig, RunConfig
+from halley.core.field_types import build
 from halley.core.json_file import read_json
-from halley.core.load_config import build
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
 from halley.distributed.mesh import ParallelGroups
@@ -21,7 +21,7 @@ from halley.moe.experts import grouped_experts
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint
-from halley.train.optim import kept_views
+from halley.train.checkpoint_layout import checkpoint_views
 from halley.train.trainer import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 
@@ -39,13 +39,13 @@ _MIXTRAL_NAMES = {"gate_proj.": "w1.", "up_proj.": "w3.", "down_proj.": "w2."}
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        step: of the checkpoint.
+        step: step of the checkpoint.
         family: Hugging Face's name of the architecture.
-        num_bytes: of all tensors.
-        files: names in the output folder.
+        num_bytes: bytes of all tensors.
+        files: file names in the output folder.
     """
 
     step: int
@@ -55,18 +55,19 @@ class Export:
 
 
 def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Export:
-    """Write the newest whole checkpoint of a run as safetensors and ``config.json``.
+    """Write the newest complete checkpoint of a run as safetensors and ``config.json``.
 
-    One process, whatever number of ranks trained the run; about one shard is in memory at a time.
+    It runs in one process, for any number of training ranks, and holds about one output file in
+    memory.
 
     Args:
         folder: the run's output, with ``config.json`` and ``checkpoints/``.
-        output: a folder that is empty or not there yet.
-        max_shard_bytes: of one file; a larger stack of experts still makes one file.
+        output: a folder that is empty or does not exist.
+        max_shard_bytes: size limit of one file; a larger stack of experts still becomes one file.
 
     Raises:
-        ValueError: there is no run or no whole checkpoint, the model is of no Hugging Face
-            family, the output folder is in use, or the package safetensors is missing.
+        ValueError: there is no run or no complete checkpoint, the model has no Hugging Face family,
+            the output folder is not empty, or the package safetensors is missing.
         RuntimeError: the checkpoint cannot be read.
     """
     config = read_run_config(folder)
@@ -91,11 +92,11 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     step = 0
     for number, names in enumerate(shards, start=1):
         state = {name: torch.empty(shapes[name]) for name in names}
-        step = load_checkpoint(checkpoint, {"parameters": kept_views(state, experts)})
+        step = load_checkpoint(checkpoint, {"parameters": checkpoint_views(state, experts)})
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             stored = hf_tensors(name, state.pop(name), family=config.model.hf_family)
-            # Copied, as safetensors takes no views that share memory.
+            # Copied, because safetensors refuses views that share memory.
             tensors |= {key: value.to(dtype, copy=True) for key, value in stored.items()}
         file = "model.safetensors"
         if len(shards) > 1:
@@ -107,14 +108,14 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     if len(shards) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         _write_json(output / "model.safetensors.index.json", index)
-    # Last: a folder that was left half written does not load.
+    # Written last, so that an unfinished folder does not load.
     _write_json(output / "config.json", hf_config(config))
     files = sorted(file.name for file in output.iterdir())
     return Export(step=step, family=config.model.hf_family, num_bytes=num_bytes, files=files)
 
 
 def read_run_config(folder: Path) -> RunConfig:
-    """Return the configuration that a run has left in its output folder.
+    """Return the configuration in the output folder of a run.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -131,10 +132,10 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Check that a Hugging Face family computes what the model computes.
+    """Check that a Hugging Face family has the same equations as the model.
 
     Raises:
-        ValueError: none does; names the parts that differ.
+        ValueError: none has; names the differing parts.
     """
     family = config.hf_family
     if family:
@@ -152,7 +153,7 @@ def check_family(config: ModelConfig) -> None:
 
 
 def differences(config: ModelConfig, family: str) -> list[str]:
-    """Return in words which parts of a model a Hugging Face family computes otherwise."""
+    """Return in words the parts of a model that a Hugging Face family computes differently."""
     moe, router = config.moe, config.moe.router
     qwen2 = family == "qwen2_moe"
     num_dense = config.num_layers - config.num_moe_layers
@@ -180,11 +181,11 @@ def differences(config: ModelConfig, family: str) -> list[str]:
 
 
 def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, torch.Tensor]:
-    """Return a parameter of ``MoETransformer`` under the names that it has on disk, as views.
+    """Return a parameter of ``MoETransformer`` under its names on disk, as views.
 
     Args:
-        name: the parameter's name here.
-        tensor: its value; a stack of all experts gives one matrix, or two, an expert.
+        name: name of the parameter in ``MoETransformer``.
+        tensor: its value; a stack of experts gives one or two matrices per expert.
         family: a key of ``ARCHITECTURES``.
     """
     if not name.startswith("lm_head."):
@@ -207,7 +208,7 @@ def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, tor
 
 
 def hf_config(config: RunConfig) -> dict[str, object]:
-    """Return the contents of Hugging Face's ``config.json``."""
+    """Return the content of Hugging Face's ``config.json``."""
     model, moe = config.model, config.model.moe
     table: dict[str, object] = {
         "architectures": [ARCHITECTURES[model.hf_family]],
@@ -227,7 +228,7 @@ def hf_config(config: RunConfig) -> dict[str, object]:
         "tie_word_embeddings": False,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.router.balance_coefficient,
-        # Bytes have no special tokens; the families' own defaults may lie outside of 256.
+        # Bytes have no special tokens; the families' defaults may be 256 or above.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -278,7 +279,7 @@ def _model_without_values(config: ModelConfig) -> MoETransformer:
 
 
 def _cut(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:
-    """Return the names in order, cut into lists of at most ``max_bytes`` where that can be."""
+    """Divide the names, in order, into lists of at most ``max_bytes`` where possible."""
     shards: list[list[str]] = []
     filled = max_bytes
     for name, shape in shapes.items():

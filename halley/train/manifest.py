@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its step, and the size and checksum of each of its files."""
+"""The manifest of a checkpoint: its step, and the size and checksum of each file."""
 
 import json
 import os
@@ -21,17 +21,17 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _SEGMENT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _NUM_THREADS = 8
-# A name that cannot lead out of the folder.
+# A name without a path separator.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What the manifest says of one file.
+    """The entry of one file in the manifest.
 
     Attributes:
         num_bytes: its size.
-        checksum: as ``compute_checksum`` returns it; None in checkpoints of version 0.1, which have
+        checksum: result of ``compute_checksum``; None in checkpoints of version 0.1, which have
             none.
     """
 
@@ -45,8 +45,8 @@ class Manifest:
 
     Attributes:
         step: training steps done.
-        notes: what the run wrote down beside the tensors; values that JSON can hold.
-        files: the files of the checkpoint by name, the manifest itself left out.
+        notes: further values of the run, of types that JSON has.
+        files: files of the checkpoint by name, without the manifest.
     """
 
     step: int
@@ -60,7 +60,7 @@ def write_manifest(
     """Write the manifest of a folder and flush it to the disk.
 
     Args:
-        checksums: of every file in the folder, as from ``compute_checksum``.
+        checksums: results of ``compute_checksum`` for every file in the folder.
     """
     files = {
         name: {"num_bytes": (folder / name).stat().st_size, "xxh3_128": checksum}
@@ -75,10 +75,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint; its files are not read.
+    """Read and check the manifest of a checkpoint, without reading its files.
 
     Raises:
-        ValueError: the manifest is missing or damaged; the text says how.
+        ValueError: the manifest is missing or damaged; the text gives the reason.
     """
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
@@ -93,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_file_defect(folder: Path, name: str, record: FileRecord) -> str | None:
-    """Return how a file differs from its record, or None if it does not. Reads the whole file."""
+    """Return how a file differs from its record, or None. Reads the whole file."""
     if defect := find_size_defect(folder, name, record):
         return defect
     try:
@@ -105,7 +105,7 @@ def find_file_defect(folder: Path, name: str, record: FileRecord) -> str | None:
 
 
 def find_size_defect(folder: Path, name: str, record: FileRecord) -> str | None:
-    """Return why a file cannot be the recorded one, or None; looks at its size only."""
+    """Return how a file's type or size differs from its record, or None."""
     path = folder / name
     if path.is_symlink() or not path.is_file():
         return f"{name} is missing"
@@ -118,9 +118,9 @@ def find_size_defect(folder: Path, name: str, record: FileRecord) -> str | None:
 def compute_checksum(path: Path) -> str:
     """Return the checksum of a file in hexadecimal.
 
-    It is the XXH3-128 of the content, or, where the content has several segments of 64 MiB, that of
-    their digests in order, which threads compute. XXH3 finds accidental damage at the speed of
-    memory; it is no defence against forgery.
+    It is the XXH3-128 of the content. For a file of several segments of 64 MiB, it is the XXH3-128
+    of the segments' digests in order, which threads compute. XXH3 detects accidental damage at
+    memory speed; it does not protect from forgery.
     """
     starts = range(0, max(1, path.stat().st_size), _SEGMENT_BYTES)
     if len(starts) == 1:
@@ -131,7 +131,7 @@ def compute_checksum(path: Path) -> str:
 
 
 def _digest_segment(path: Path, start: int) -> bytes:
-    # Not a memory map: a file that is cut short meanwhile would kill the process with SIGBUS.
+    # Not a memory map: if the file is truncated meanwhile, a read would raise SIGBUS.
     block = memoryview(bytearray(_BLOCK_BYTES))
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:

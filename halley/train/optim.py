@@ -1,4 +1,4 @@
-"""Optimizer step of a model whose experts are sharded: float32 state, global clipping, schedule."""
+"""The optimizer step of a model with sharded experts: float32 state, global clipping, schedule."""
 
 import math
 from collections.abc import Mapping
@@ -6,21 +6,20 @@ from typing import final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from halley.core.config import OptimizerConfig
 from halley.distributed.mesh import ParallelGroups, global_norm
-from halley.moe.experts import GroupedExperts, grouped_experts
-from halley.train.expert_shards import ExpertShards
-from halley.train.gradients import Gradients
+from halley.moe.experts import grouped_experts
+from halley.train.checkpoint_layout import checkpoint_tensors
+from halley.train.gradients import GradientBuckets
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
-    """Return the rate of a step: linear warm-up, then a cosine to ``final_fraction``.
+    """Return the learning rate of a step: linear warm-up, then a cosine to ``final_fraction``.
 
     Args:
-        step: from 0.
-        num_steps: of the whole run.
+        step: the step, from 0.
+        num_steps: steps of the whole run.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -31,13 +30,13 @@ def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> floa
 
 @final
 class ModelOptimizer:
-    """AdamW or SGD on float32 copies of the parameters, which are the parameters where they can be.
+    """AdamW or SGD on float32 master weights.
 
-    Decay is for matrices alone.
+    A float32 parameter is its own master weight. Weight decay applies to matrices only.
 
     Args:
-        model: all its parameters are trained.
-        groups: which gradients are summed over which ranks.
+        model: the model; all its parameters are trained.
+        groups: the process groups of the gradient sums.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class ModelOptimizer:
             for name, parameter in self.parameters.items()
         }
         self.experts = grouped_experts(model)
-        self.gradients = Gradients(self.parameters, self.experts, groups=groups)
+        self.gradients = GradientBuckets(self.parameters, self.experts, groups=groups)
         matrices: list[nn.Parameter] = []
         vectors: list[nn.Parameter] = []
         for name, master in self.masters.items():
-            # The biases of experts are stacked, but vectors.
+            # Stacked expert biases have two dimensions but are vectors.
             is_vector = master.ndim < 2 or name.endswith("bias")
             (vectors if is_vector else matrices).append(master)
         decay = [
@@ -73,38 +72,38 @@ class ModelOptimizer:
                 lr=config.learning_rate,
                 betas=(config.beta1, config.beta2),
                 eps=config.eps,
-                # One pass over the state instead of about ten, which are bound by memory.
+                # One pass over the state instead of about ten memory-bound passes.
                 fused=next(iter(self.masters.values())).is_cuda,
             )
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Run the backward pass of a microbatch; add its gradients, in float32, to those before.
+        """Run the backward pass of a microbatch and add its gradients, in float32, to those before.
 
         Args:
-            loss: a scalar, this rank's part of a mean over all its microbatches.
-            last: of this step. It begins the sums over the ranks that share a gradient: a
-                collective of all ranks.
+            loss: a scalar, this rank's share of the mean over all its microbatches.
+            last: whether it is the last backward pass of the step, which starts the sums over
+                ranks. It is then a collective.
         """
-        with self.gradients.taking(last=last):
+        with self.gradients.collecting(last=last):
             loss.backward()
 
     @torch.no_grad()
     def sync(self) -> None:
         """Wait for the sums of gradients over ranks."""
-        summed = self.gradients.summed()
+        summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
         self._align_replicas({name: summed[name] for name in self.experts})
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Divide summed gradients by the ranks and clip them; a collective of all ranks.
+        """Turn summed gradients into means over ranks and clip them. Collective.
 
         Returns:
-            The global norm before clipping, of the mean over ranks, a float32 scalar.
+            The global norm of the means before clipping, a float32 scalar.
         """
         dense, expert = self._gradients()
-        once = (self.experts[name].count_once(gradient) for name, gradient in expert.items())
+        once = (self.experts[name].without_replicas(gradient) for name, gradient in expert.items())
         norm = global_norm(dense, once, groups=self.groups) / self.groups.num_ranks
         scale = torch.ones_like(norm)
         if self.config.clip_norm:
@@ -115,7 +114,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Update the parameters with learning rate ``rate`` and forget the gradients."""
+        """Update the parameters with the learning rate ``rate`` and discard the gradients."""
         for group in self.torch_optimizer.param_groups:
             group["lr"] = rate
         self.torch_optimizer.step()
@@ -125,26 +124,26 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the float32 copies to the parameters."""
+        """Round the master weights to the parameters."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint keeps, as tensors that loading writes into.
+        """Return the tensors of a checkpoint; loading writes into them.
 
-        Experts are DTensors sharded over the expert-parallel group, so that a checkpoint does not
-        depend on its size, nor on how many ranks share an expert.
+        Experts are DTensors sharded over the expert-parallel group. So a checkpoint does not depend
+        on the size of that group, or on the number of ranks that share an expert.
         """
-        state: dict[str, object] = {"parameters": self._sharded(self.masters)}
+        state: dict[str, object] = {"parameters": self._checkpoint_tensors(self.masters)}
         if self.config.kind == "adamw":
             for key in ("exp_avg", "exp_avg_sq"):
                 moments = {name: self._moments(name)[key] for name in self.masters}
-                state[key] = self._sharded(moments)
+                state[key] = self._checkpoint_tensors(moments)
         return state
 
     def resume(self, step: int) -> None:
-        """Go on after ``step`` steps, once ``state()`` has been read from a checkpoint."""
+        """Continue after ``step`` steps, once a checkpoint has been loaded into ``state()``."""
         if self.config.kind == "adamw":
             for name in self.masters:
                 self._moments(name)["step"].fill_(step)
@@ -163,9 +162,10 @@ class ModelOptimizer:
         return dense, expert
 
     def _align_replicas(self, expert: Mapping[str, torch.Tensor]) -> None:
-        """Give replicas the same bits again, where sums over more than two copies may differ.
+        """Make the gradients of all replicas of an expert bit-equal.
 
-        Such a sum goes round the ranks from one that depends on the place in the buffer.
+        With more than two ranks, a ring all-reduce adds in an order that depends on the position in
+        the buffer, so the sums of replicas may differ in their last bits.
         """
         if self.groups.num_ranks <= 2 * self.groups.ep_size:
             return
@@ -177,48 +177,15 @@ class ModelOptimizer:
                 gradient.copy_(aligned)
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
-        """Return AdamW's state of a parameter, made before its first step if need be."""
+        """Return AdamW's state of a parameter; before the first step, create it."""
         master = self.masters[name]
         moments = self.torch_optimizer.state[master]
         if not moments:
-            # Where torch makes it: on the device if one kernel does all.
+            # The device that torch itself uses; the fused kernel needs it on the GPU.
             moments["step"] = torch.zeros((), device=master.device if master.is_cuda else "cpu")
             moments["exp_avg"] = torch.zeros_like(master)
             moments["exp_avg_sq"] = torch.zeros_like(master)
         return moments
 
-    def _sharded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-        views = kept_views(tensors, self.experts)
-        mesh = self.groups.expert_mesh
-        sharded: dict[str, object] = {**views}
-        if mesh is None:
-            return sharded
-        for name, module in self.experts.items():
-            view = views[name]
-            if not module.is_plain:
-                ids, num_experts = module.expert_ids, module.placement.num_experts
-                sharded[name] = ExpertShards(view, ids, num_experts)
-                continue
-            layout: list[Placement] = [Replicate(), Shard(0)]
-            if self.groups.tp_size > 1:
-                inner = module.sharded_dims[name.rpartition(".")[2]]
-                layout.append(Shard(view.ndim + inner.dim))
-            sharded[name] = DTensor.from_local(view, mesh, layout)
-        return sharded
-
-
-def kept_views(
-    tensors: Mapping[str, torch.Tensor], experts: Mapping[str, GroupedExperts]
-) -> dict[str, torch.Tensor]:
-    """Return views of parameters, or of what belongs to them, as checkpoints keep them.
-
-    Args:
-        tensors: by the names of parameters.
-        experts: as ``grouped_experts`` returns them.
-    """
-    return {
-        name: experts[name].kept_view(name.rpartition(".")[2], tensor.detach())
-        if name in experts
-        else tensor.detach()
-        for name, tensor in tensors.items()
-    }
+    def _checkpoint_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        return checkpoint_tensors(tensors, self.experts, groups=self.groups)

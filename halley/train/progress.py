@@ -1,4 +1,4 @@
-"""Reports a run: a line or a bar for people, one JSON line a step for programs, TensorBoard."""
+"""Report a run: a progress bar or log lines, one JSON line per step, and TensorBoard events."""
 
 import json
 import math
@@ -22,7 +22,7 @@ Metrics = dict[str, float | int | None]
 
 @final
 class Reporter:
-    """Takes the metrics of each step; on ranks other than the first it does nothing."""
+    """Reports the metrics of each step; ranks other than 0 report nothing."""
 
     def __init__(
         self, config: RunConfig, *, console: Console, metrics: Path | None, first_step: int = 0
@@ -50,10 +50,10 @@ class Reporter:
         say(self._console, text)
 
     def report(self, metrics: Metrics) -> None:
-        """Show one step and write it down.
+        """Show the metrics of one step and write them to the files.
 
         Args:
-            metrics: ``step`` counts the steps done, from 1.
+            metrics: metrics; ``step`` is the number of steps done.
         """
         if self._metrics is None:
             return
@@ -76,7 +76,7 @@ class Reporter:
                 if value is not None:
                     self._board.add_scalar(name, value, step)
         if self._progress is not None:
-            # Shorter than a line of the log, to fit beside the bar on a terminal of 80 columns.
+            # Shorter than a log line, so that it fits next to the bar in 80 columns.
             mfu = "" if metrics["mfu"] is None else f"mfu {_share(metrics['mfu'])}  "
             text = (
                 f"loss {metrics['loss']:.3f}  {(metrics['tokens_per_s'] or 0) / 1e3:,.1f}k tok/s  "
@@ -88,7 +88,7 @@ class Reporter:
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
-        """Show a progress bar while the loop runs, on a terminal."""
+        """Show a progress bar during the block if stderr is a terminal; then close the files."""
         if self._metrics is None:
             yield
             return
@@ -118,14 +118,14 @@ class Reporter:
 
 
 def say(console: Console, text: str) -> None:
-    """Print one line as it is, however wide the terminal."""
+    """Print one line without wrapping or markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def describe(metrics: Metrics) -> str:
-    """Return the metrics of a step as people read them."""
+    """Return the metrics of a step as text."""
     parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
-    if metrics["mfu"] is not None:  # CPUs have no peak rate to compare with
+    if metrics["mfu"] is not None:  # the peak rate of CPUs is unknown
         parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")
     parts.append(f"exposed communication {_share(metrics['exposed_share'], digits=1)}")
     return "  ".join(parts)
@@ -136,9 +136,9 @@ def _share(value: float | int | None, *, digits: int = 0) -> str:
 
 
 def drop_later_steps(path: Path, *, step: int) -> None:
-    """Take the lines of steps after ``step``, which a resumed run repeats, out of the metrics.
+    """Remove the metrics of steps after ``step``, because a resumed run repeats these steps.
 
-    They move to ``metrics.discarded.jsonl``, together with lines that a crash cut short.
+    The lines move to ``metrics.discarded.jsonl``, with lines that a crash truncated.
     """
     if not path.exists():
         return
@@ -151,7 +151,7 @@ def drop_later_steps(path: Path, *, step: int) -> None:
         file.writelines(dropped)
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_bytes(b"".join(kept))
-    os.replace(draft, path)  # a crash leaves the old lines or the new ones
+    os.replace(draft, path)  # atomic: a crash leaves the old file or the new one
 
 
 def _is_up_to(line: bytes, *, step: int) -> bool:

@@ -1,9 +1,9 @@
 """A lock on the folder of a run, so that two runs never write to it at the same time.
 
-``flock`` on ``run.lock`` decides, and the kernel drops it with the process, however that ends. The
-file names the owner for the error message. Some shared file systems keep ``flock`` local to a host;
-there an owner on another host is recognised by the modification time of the file, which the owner
-renews.
+The lock is ``flock`` on ``run.lock``; the kernel releases it when the process ends in any way. The
+file names the owner, for the error message. Some shared file systems keep ``flock`` local to a
+host. There, an owner on another host is recognized by the file's modification time, which the
+owner renews.
 """
 
 import fcntl
@@ -23,8 +23,8 @@ from halley.core.json_file import parse_json
 
 LOCK_FILE = "run.lock"
 RENEW_S = 5.0
-_WATCH_S = 3 * RENEW_S  # without a renewal in this time, an owner on another host is gone
-_PATIENCE_S = 3.0  # a rank that was killed needs a moment to let go
+_WATCH_S = 3 * RENEW_S  # without a renewal in this time, an owner on another host has ended
+_PATIENCE_S = 3.0  # a killed rank needs a moment to release the lock
 _MAX_BYTES = 4096
 
 
@@ -37,7 +37,7 @@ def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]
         patience_s: how long to wait for an owner that is about to end.
 
     Raises:
-        ValueError: another process holds the lock; names its host, number and start.
+        ValueError: another process holds the lock; names its host, process id and start.
     """
     path = folder / LOCK_FILE
     try:
@@ -58,7 +58,7 @@ def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]
         finally:
             ended.set()
             renewer.join()
-            # The file stays: a process that waits for it must not lock a file that is gone.
+            # The file is not deleted: a waiting process would otherwise lock a deleted file.
             _write(descriptor, {})
     finally:
         os.close(descriptor)
@@ -84,7 +84,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 
 
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
-    """Make sure that an owner on another host, which left its name in the file, is gone."""
+    """Check that an owner on another host, whose name is in the file, has ended."""
     owner = _read(descriptor)
     if not owner or owner.get("host") == _host():
         return
@@ -116,7 +116,7 @@ def _read(descriptor: int) -> dict[str, Any]:
     content = os.pread(descriptor, _MAX_BYTES, 0).decode("ascii", errors="replace")
     try:
         owner = parse_json(content, where=LOCK_FILE)
-    except ValueError:  # empty, or its owner was killed while it wrote
+    except ValueError:  # empty, or the owner was killed while it wrote
         return {}
     return cast(dict[str, Any], owner) if isinstance(owner, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Decide, on all ranks alike, when time or a signal asks for a checkpoint."""
+"""Decide, equally on all ranks, when time or a signal requires a checkpoint."""
 
 import signal
 import time
@@ -15,13 +15,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @final
 class SaveRequests:
-    """Collects this rank's requests; the training step adds up those of all ranks.
+    """Records the requests of this rank; the training step sums those of all ranks.
 
-    Slurm sends SIGTERM before it ends a job, a terminal sends SIGINT. A first signal lets the step
-    in progress end; a second SIGINT interrupts at once.
+    Slurm sends SIGTERM before it ends a job; a terminal sends SIGINT. After the first signal, the
+    current step is completed. A second SIGINT interrupts at once.
 
     Args:
-        every_s: seconds between checkpoints; 0 never asks for one.
+        every_s: seconds between checkpoints; 0 requests none by time.
     """
 
     def __init__(self, *, every_s: float) -> None:
@@ -32,7 +32,7 @@ class SaveRequests:
 
     @contextmanager
     def catch_signals(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into requests while the block runs, in the main thread only."""
+        """Turn SIGINT and SIGTERM into requests during the block, in the main thread only."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal and number == signal.SIGINT:
@@ -41,7 +41,7 @@ class SaveRequests:
 
         try:
             before = {n: signal.signal(n, note) for n in _SIGNALS}
-        except ValueError:  # not the main thread, which alone gets signals
+        except ValueError:  # only the main thread receives signals
             before = {}
         try:
             yield
@@ -50,7 +50,7 @@ class SaveRequests:
                 signal.signal(number, handler)
 
     def local(self, *, is_first: bool, device: torch.device) -> torch.Tensor:
-        """Return the requests of this rank, to be added up over the ranks, ``(3,)`` float32.
+        """Return the requests of this rank, ``(3,)`` float32, for the sum over ranks.
 
         Args:
             is_first: whether this is rank 0, whose clock decides.
@@ -60,14 +60,14 @@ class SaveRequests:
         return torch.tensor(flags, dtype=torch.float32, device=device)
 
     def agree(self, totals: Sequence[float]) -> None:
-        """Take the sums over all ranks of what ``local`` returned."""
+        """Set the requests to the sums over all ranks of the results of ``local``."""
         num_due, *num_signalled = totals
         numbers = [n for n, count in zip(_SIGNALS, num_signalled, strict=True) if count]
         self._agreed = (num_due > 0, max(numbers, default=0))
 
     @property
     def is_due(self) -> bool:
-        """Whether the time for a checkpoint had come when the last step was taken."""
+        """Whether the time for a checkpoint had come in the last step."""
         return self._agreed[0]
 
     @property
@@ -76,5 +76,5 @@ class SaveRequests:
         return self._agreed[1]
 
     def saved(self) -> None:
-        """Start to count the time to the next checkpoint."""
+        """Restart the time until the next checkpoint."""
         self._saved_s = time.monotonic()

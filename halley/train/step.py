@@ -1,21 +1,22 @@
-"""What a training step needs, and the step: forward, backward, sum over ranks, update."""
+"""One training step (forward, backward, gradient sum, update), and the objects that it needs."""
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
 
 from halley.core.config import RunConfig
+from halley.core.counts import write_counts
 from halley.core.placement import ExpertPlacement, load_placements
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.distributed.world import World
-from halley.moe.losses import next_token_loss
+from halley.moe.dense import next_token_loss
 from halley.moe.memory_check import check_memory
 from halley.moe.router import SigmoidRouter
 from halley.moe.transformer import ModelOutput, MoETransformer
@@ -23,7 +24,6 @@ from halley.planner.planned_run import check_strategies, plan_run
 from halley.strategies.registry import build_strategies, split_strategies
 from halley.train.compiled_model import check_passes, compile_model
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
-from halley.train.expert_counter import ExpertCounts
 from halley.train.optim import ModelOptimizer, learning_rate
 from halley.train.save_requests import SaveRequests
 
@@ -32,16 +32,52 @@ if TYPE_CHECKING:
     from halley.planner.step_plan import StepPlan
 
 
+@final
+class ExpertCounter:
+    """Counts the tokens that each expert of each MoE layer receives on this rank."""
+
+    def __init__(self) -> None:
+        self._total_ME: torch.Tensor | None = None
+        self._num_steps = 0
+
+    def add(self, counts_ME: torch.Tensor) -> None:
+        """Add the counts of one step, without a read by the host.
+
+        Args:
+            counts_ME: int64, of this rank.
+        """
+        self._total_ME = counts_ME + (0 if self._total_ME is None else self._total_ME)
+        self._num_steps += 1
+
+    def write(self, path: Path, *, step: int) -> None:
+        """Write the counts of all ranks since the last call, and start again from zero. Collective.
+
+        A model without MoE layers writes no file.
+
+        Args:
+            path: the file, which is replaced; only rank 0 writes it.
+            step: training steps done.
+        """
+        total_ME, num_steps = self._total_ME, self._num_steps
+        self._total_ME, self._num_steps = None, 0
+        if total_ME is None or not total_ME.numel():
+            return
+        if dist.is_initialized():
+            dist.all_reduce(total_ME)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_counts(path, total_ME.tolist(), first_step=step - num_steps + 1, last_step=step)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """The parts of a run on this rank.
+    """The objects of a run on this rank.
 
     Attributes:
-        config: with the strategies that the model has.
+        config: the configuration, with the strategies that the model uses.
         forward: runs the model, compiled if there are passes.
-        counts: of the tokens that experts got.
-        requests: for checkpoints; a step adds up those of all ranks.
-        plan: that chose the strategies; None where the user did.
+        counts: counts of tokens per expert.
+        requests: requests for checkpoints; a step sums those of all ranks.
+        plan: the plan that chose the strategies; None if the user chose them.
     """
 
     config: RunConfig
@@ -52,7 +88,7 @@ class TrainingRun:
     forward: Callable[[torch.Tensor], ModelOutput]
     optimizer: ModelOptimizer
     loader: BatchLoader
-    counts: ExpertCounts
+    counts: ExpertCounter
     requests: SaveRequests
     plan: "StepPlan | None" = None
 
@@ -64,23 +100,24 @@ class TrainingRun:
         return sequences * self.config.data.seq_len
 
     def routers(self) -> list[SigmoidRouter]:
-        """Return the routers whose selection bias follows the load, in order of layer."""
+        """Return the routers with a selection bias, in order of layer."""
         return [m for m in self.model.modules() if isinstance(m, SigmoidRouter)]
 
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint keeps; loading writes into it."""
+        """Return the tensors of a checkpoint; loading writes into them."""
         biases = {str(index): router.bias for index, router in enumerate(self.routers())}
         return self.optimizer.state() | ({"router_bias": biases} if biases else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step gives, averaged over ranks and microbatches.
+    """The result of a step, averaged over ranks and microbatches.
 
     Attributes:
-        loss: next-byte cross-entropy, nats a byte.
+        loss: next-byte cross-entropy, nats per byte.
         router_loss: balance and z losses times their coefficients.
         grad_norm: global norm before clipping.
+        learning_rate: the learning rate of the step.
     """
 
     loss: float
@@ -90,7 +127,7 @@ class StepResult:
 
 
 def open_corpus(config: RunConfig) -> Corpus:
-    """Open the text of a run.
+    """Open the training text of a run.
 
     Raises:
         ValueError: it is missing, or too short for one sequence.
@@ -100,10 +137,10 @@ def open_corpus(config: RunConfig) -> Corpus:
 
 
 def check_vocabulary(config: RunConfig) -> None:
-    """Check that the model knows every byte.
+    """Check that the model's vocabulary has every byte.
 
     Raises:
-        ValueError: its vocabulary is smaller than 256.
+        ValueError: the vocabulary is smaller than 256.
     """
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(
@@ -112,10 +149,10 @@ def check_vocabulary(config: RunConfig) -> None:
 
 
 def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement] | None:
-    """Return the placement of each MoE layer of a run, or None for the plain one.
+    """Return the expert placement of each MoE layer of a run, or None for contiguous ranges.
 
     Args:
-        ep_size: ranks over which the experts are spread.
+        ep_size: ranks over which the experts are distributed.
 
     Raises:
         ValueError: the file is missing or damaged, or for other experts, ranks or layers.
@@ -137,7 +174,7 @@ def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement]
 
 
 def build_run(config: RunConfig, world: World) -> TrainingRun:
-    """Make the model, its optimizer and its data; a collective of all ranks.
+    """Create the model, its optimizer and its data loader. Collective.
 
     Raises:
         ValueError: the configuration does not fit the ranks or the data.
@@ -165,7 +202,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         config.model,
         strategy=strategies,
         groups=groups,
-        # A graph has no parts that the host could time.
+        # The host cannot time the inside of a compiled graph.
         recorder=recorder if config.passes == "none" else Recorder(world.device, enabled=False),
         dtype=DTYPES[config.train.dtype],
         device=world.device,
@@ -182,7 +219,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         forward=model if config.passes == "none" else compile_model(model, config, world.device),
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
         loader=_build_loader(config, world),
-        counts=ExpertCounts(),
+        counts=ExpertCounter(),
         requests=SaveRequests(every_s=60.0 * config.checkpoint.every_minutes),
         plan=plan,
     )
@@ -192,7 +229,7 @@ def _check_run(config: RunConfig, world: World) -> None:
     check_vocabulary(config)
     check_strategies(config)
     check_passes(config)
-    # The CPU ranks of a host share its memory.
+    # CPU ranks of one host share its memory.
     num_sharing = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_memory(config, num_ranks=world.num_ranks, device=world.device, num_sharing=num_sharing)
 
@@ -212,16 +249,16 @@ def _build_loader(config: RunConfig, world: World) -> BatchLoader:
 def _make_deterministic() -> None:
     """Let torch choose kernels that give the same bits each time, for the rest of the process.
 
-    Source: torch's notes on reproducibility; the workspaces are what cuBLAS asks for.
+    Source: PyTorch's notes on reproducibility; cuBLAS needs the workspace setting.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Nothing here reads what was not written; filling it would take time.
+    # Halley never reads uninitialized memory, and filling it takes time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
 def train_step(run: TrainingRun, step: int) -> StepResult:
-    """Take one optimizer step, number ``step`` from 0; a collective of all ranks."""
+    """Run optimizer step number ``step``, from 0. Collective."""
     recorder, num_microbatches = run.recorder, run.config.train.num_microbatches
     losses = torch.zeros(2, device=run.world.device)
     counts_ME: torch.Tensor | None = None

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from halley.core.config import RunConfig
 from halley.core.timeline import waited_us
-from halley.distributed.rank_actions import on_rank_zero
+from halley.cost.hardware import peak_flops_per_s
+from halley.distributed.peers import on_rank_zero
 from halley.distributed.world import World
 from halley.moe.transformer import flops_per_token
 from halley.planner.planned_run import describe_plan
 from halley.strategies.registry import describe_strategies
-from halley.tools.peak import peak_flops_per_s
 from halley.train.checkpoint import (
     check_writable,
     find_free_name,
@@ -54,11 +54,11 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        metrics: of the last step.
-        stop_signal: number of the signal that asked the run to end early, or 0.
+        metrics: metrics of the last step.
+        stop_signal: number of the signal that ended the run early, or 0.
     """
 
     metrics: Metrics
@@ -68,21 +68,21 @@ class Outcome:
 def train(
     config: RunConfig, world: World, *, on_step: Callable[[int], None], restart: bool = False
 ) -> Outcome:
-    """Train a model; a collective of all ranks.
+    """Train a model. Collective of all ranks.
 
     Args:
-        config: the run. Its ``output`` folder gets ``config.json``, ``metrics.jsonl``,
-            ``checkpoints/`` and, with each of these, ``counts.json``, the load of the experts since
-            the one before; all ranks see the same folder.
+        config: the run. Its ``output`` folder, which all ranks must see, receives ``config.json``,
+            ``metrics.jsonl`` and ``checkpoints/``. With each checkpoint, ``counts.json`` receives
+            the expert load since the checkpoint before.
         world: the ranks.
-        on_step: called with the number of each step before it, from 1.
-        restart: begin at step 0 though the folder holds a run, whose files move to
-            ``previous-1/`` (or the next free number) in the folder.
+        on_step: called before each step with its number, from 1.
+        restart: start at step 0 even if the folder holds a run. Its files move to ``previous-1/``
+            (or the next free number) in the folder.
 
     Raises:
-        ValueError: the configuration does not fit the ranks, the data, the folder or the checkpoint
-            in it; another run uses the folder; or all its checkpoints are damaged.
-        RuntimeError: a peer is lost, a file cannot be written, or the run diverged.
+        ValueError: the configuration does not fit the ranks, the data, the folder or its
+            checkpoint; another run uses the folder; or all its checkpoints are damaged.
+        RuntimeError: a rank is lost, a file cannot be written, or the run diverged.
     """
     output = Path(config.output)
     check_writable(output / CHECKPOINTS_FOLDER)
@@ -108,7 +108,7 @@ def _train_in_locked_folder(
     run = build_run(config, world)
     if checkpoint is not None:
         run.optimizer.resume(load_checkpoint(checkpoint, run.state()))
-        # Checkpoints of version 0.1 may lack the note; they read as many as steps of this size.
+        # Checkpoints of version 0.1 may lack the note; assume steps of the present size.
         num_read = manifest.notes.get("num_sequences", run.loader.num_read(first_step))
         run.loader.resume(first_step, num_read=num_read)
     metrics_path = output / METRICS_FILE if world.is_first else None
@@ -138,7 +138,7 @@ def _take_steps(
         on_step(step + 1)
         metrics = _take_step(run, step, peak_tokens_per_s=peak_tokens_per_s)
         reporter.report(metrics)
-        _check_finite(metrics)  # before a diverged model replaces a good checkpoint
+        _check_finite(metrics)  # so that no diverged model replaces a good checkpoint
         if _is_due(run, step + 1):
             _save(run, step=step + 1)
         if run.requests.stop_signal:
@@ -189,11 +189,11 @@ def _check_finite(metrics: Metrics) -> None:
 
 
 def _find_checkpoint(config: RunConfig, folder: Path) -> tuple[Path | None, Manifest]:
-    """Return the checkpoint from which the run goes on and its manifest; None starts at step 0.
+    """Return the checkpoint to resume from and its manifest; None to start at step 0.
 
     Raises:
-        ValueError: there is one and the run is not to resume, as it would take the place of the
-            checkpoints of another run; its manifest's notes are damaged; or all are damaged.
+        ValueError: there is a checkpoint and resuming is off, so its files would be overwritten;
+            the notes of its manifest are damaged; or all checkpoints are damaged.
     """
     path = find_newest_checkpoint(folder)
     if path is None:
@@ -212,8 +212,8 @@ def _find_checkpoint(config: RunConfig, folder: Path) -> tuple[Path | None, Mani
 
 
 def _set_aside(output: Path) -> None:
-    """Move the files of a run into a folder of their own, so that the next one starts anew."""
-    # A launcher that starts failed ranks again repeats the command, --restart included.
+    """Move the files of a run into a new folder, so that the next run starts at step 0."""
+    # torchrun restarts failed ranks with the same command, which still contains --restart.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     names = (
@@ -225,22 +225,22 @@ def _set_aside(output: Path) -> None:
         TENSORBOARD_FOLDER,
     )
     found = [output / name for name in names if os.path.lexists(output / name)]
-    place = find_free_name(output, "previous")
-    place.mkdir()
+    folder = find_free_name(output, "previous")
+    folder.mkdir()
     for path in found:
-        path.rename(place / path.name)
+        path.rename(folder / path.name)
     check_writable(output / CHECKPOINTS_FOLDER)
 
 
 def _check_same(config: RunConfig, manifest: Manifest, *, path: Path, warn: bool) -> None:
-    """Check that a run may go on from a checkpoint.
+    """Check that a run may resume from a checkpoint.
 
     Raises:
-        ValueError: it is of another model or kind of optimizer.
+        ValueError: the checkpoint is of another model or kind of optimizer.
     """
     saved = _flat(manifest.notes.get("config", {}))
     for name, value in _flat(dataclasses.asdict(config)).items():
-        before = saved.get(name, value)  # a field that is younger than the checkpoint is not in it
+        before = saved.get(name, value)  # older checkpoints lack newer fields
         if before == value:
             continue
         if _must_stay(name):
@@ -250,14 +250,14 @@ def _check_same(config: RunConfig, manifest: Manifest, *, path: Path, warn: bool
             )
         if warn and name in ("data.seq_len", "train.seed"):
             warnings.warn(
-                f"{name} ({value}) was {before} up to step {manifest.step}: the text comes in "
-                "another order now, so this pass reads some of it again and leaves some out",
+                f"{name} ({value}) was {before} up to step {manifest.step}: the order of the text "
+                "changes, so this epoch repeats some of it and leaves some out",
                 stacklevel=4,
             )
 
 
 def _must_stay(name: str) -> bool:
-    # These steer training, as a learning rate does, and leave the model what it computes.
+    # These change training, as a learning rate does, but not the function of the model.
     steers = name.endswith(("bias_update_rate", "balance_coefficient", "z_coefficient"))
     return name == "optimizer.kind" or (name.startswith("model.") and not steers)
 

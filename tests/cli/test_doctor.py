@@ -11,9 +11,9 @@ from rich.console import Console
 from halley.cli.doctor import choice_table, machine_table
 from halley.cli.main import main
 from halley.strategies.registry import STRATEGIES
-from halley.tools.choice import FusedBuffers, LayerChoice
+from halley.tools.choice import LayerChoice
 from halley.tools.diagnosis import Device, Link, Machine, StrategyState
-from halley.tools.fused_memory import LayerMemory
+from halley.tools.fused_memory import FusedBuffers, LayerMemory
 
 
 GPU = Device(
@@ -48,16 +48,16 @@ CHOICE = LayerChoice(
     reason="fused is fastest of chunked 30 us, fused 20 us",
     access_problem="",
     buffers=FusedBuffers(
-        mailbox_mib=0.25,
-        stage_mib=1.0,
-        home_mib=4.0,
-        weights_home_mib=0.5,
+        routing_mib=0.25,
+        send_mib=1.0,
+        combine_mib=4.0,
+        weight_grads_mib=0.5,
         symm_mib=5.75,
         rows_mib=2.5,
         plan_mib=0.125,
     ),
     no_buffers="",
-    memory={"all": LayerMemory(kept=3 * 2**20, peak=2**31)},
+    memory={"all": LayerMemory(saved=3 * 2**20, peak=2**31)},
 )
 FAR = "ranks 0 and 1 are [far]"
 RED = "\x1b[31m"
@@ -81,9 +81,7 @@ def test_table_tells_all_facts():
     assert _row(text, "torch") == "2.13.0"
     assert _row(text, "triton") == "-"
     assert _row(text, "safetensors") == "- pip install 'halley-moe[hf]'"
-    assert _row(text, "cuda:1") == (
-        "NVIDIA Fast, 80 GiB, compute capability 9.0, 132 multiprocessors"
-    )
+    assert _row(text, "cuda:1") == ("NVIDIA Fast, 80 GiB, compute capability 9.0, 132 SMs")
     assert _row(text, "cpu") == "Some [CPU], 4 cores, 16 GiB"
     assert _row(text, "all pairs") == "NVLink (NV18), peer access yes"
     assert _row(text, "sequential") == "can run: nccl of torch.distributed yes"
@@ -138,10 +136,10 @@ def test_choice_tells_why_and_what_it_takes():
     assert _row(text, "│ chunked") == "3,000 us"
     assert _row(text, "why") == CHOICE.reason
     assert _row(text, "addressed") == "yes"
-    assert _row(text, "home, symmetric") == "4.000 MiB"
+    assert _row(text, "combine buffer, symmetric") == "4.000 MiB"
     assert _row(text, "all symmetric") == "5.750 MiB"
     assert _row(text, "plan of a call") == "0.125 MiB"
-    assert _row(text, "save=all") == "keeps 3.0 MiB a layer, peak 2,048.0 MiB"
+    assert _row(text, "save=all") == "saves 3.0 MiB a layer, peak 2,048.0 MiB"
 
 
 def test_ranks_out_of_reach_are_red():

@@ -165,7 +165,7 @@ def test_ranks_get_the_words_that_main_was_called_with(monkeypatch: pytest.Monke
     monkeypatch.setattr(ranks, "launch", launch)
     words = ["train", "--nproc", "2", "--set", "device=cpu", "--debug"]
     assert main(words) == 3
-    assert found == [words]
+    assert found == [["halley.cli", *words]]
 
 
 @pytest.mark.parametrize(("rank", "told"), [(None, "halley: interrupted\n"), ("0", "")])

@@ -35,7 +35,7 @@ def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
     exposed = [backward[when]["exposed_us"] for when in ("time_before", "time_after")]
     assert exposed[1] < exposed[0]
     assert "forward: " in table
-    assert "2 parts, " in table
+    assert "2 microbatches, " in table
     modules = backward["modules"]
     layers = [modules[exchange] for exchange in backward["windows"]]
     assert layers == ["layers.1.mlp"] * 2 + ["layers.0.mlp"] * 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from halley.cli.bars import line_progress
-from halley.cli.kept_rows import kept_rows
+from halley.cli.progress_bar import line_progress
+from halley.cli.result_rows import saved_rows
 from halley.distributed.world import World
 from halley.tools.results import Row
 
@@ -37,7 +37,7 @@ def test_new_texts_have_a_line_and_old_ones_every_ten_seconds(
 
 def test_rows_are_in_the_file_before_the_work_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "cpu-xx1" / "layer.jsonl"
-    with suppress(KeyboardInterrupt), kept_rows(FIRST, tmp_path) as keep:
+    with suppress(KeyboardInterrupt), saved_rows(FIRST, tmp_path) as keep:
         keep(ROWS[:1])
         assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS[:1]
         keep(ROWS)
@@ -50,11 +50,11 @@ def test_rows_are_in_the_file_before_the_work_goes_on(tmp_path: Path) -> None:
 def test_rows_without_a_file_are_printed_where_the_work_is_cut_short(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with suppress(KeyboardInterrupt), kept_rows(FIRST, None) as keep:
+    with suppress(KeyboardInterrupt), saved_rows(FIRST, None) as keep:
         keep(ROWS)
         raise KeyboardInterrupt
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == ROWS
-    with kept_rows(FIRST, None) as keep:
+    with saved_rows(FIRST, None) as keep:
         keep(ROWS)  # the command prints them itself
     assert capsys.readouterr().out == ""
 

@@ -11,7 +11,7 @@ import pytest
 
 from halley.cli.main import main
 from halley.distributed.launcher import run_ranks
-from halley.integrations import transformers as huggingface
+from halley.integrations import transformers as halley_transformers
 
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +37,12 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the registries alone: what register does has its own tests."""
+def _enable_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the registries of Transformers alone; ``enable`` has tests of its own."""
     calls: list[object] = []
-    monkeypatch.setattr(huggingface, "register", lambda *a, **k: calls.append((a, k)) or "said")
+    monkeypatch.setattr(
+        halley_transformers, "enable", lambda *a, **k: calls.append((a, k)) or "said"
+    )
 
 
 def test_script_gets_its_arguments_and_keeps_its_exit_code(
@@ -173,7 +175,7 @@ def test_example_runs_on_two_ranks() -> None:
     """The example of the documents, unchanged; the experts of both ranks make one model."""
     pytest.importorskip("transformers", minversion="5.23")
     command = [sys.executable, "-m", "halley.cli", "run", "--nproc", "2", "--strategy", "chunked"]
-    path = ROOT / "examples" / "03_huggingface.py"
+    path = ROOT / "examples" / "03_transformers.py"
     done = subprocess.run(
         [*command, str(path)],
         cwd=ROOT,
@@ -183,6 +185,6 @@ def test_example_runs_on_two_ranks() -> None:
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
-    assert "(strategy chunked) by default" in done.stderr
+    assert "(strategy chunked) in models loaded with ep_size above 1" in done.stderr
     assert "model.layers.1.mlp.experts: halley: sequential" in done.stdout
     assert done.stdout.endswith("8 experts on 2 ranks\n")

@@ -1,8 +1,8 @@
 """A narrow GPT-2 with experts in every other layer, its weights so large that all of it matters."""
 
+from benchmarks.graph_bench.gpt2_moe import Gate, GPT2MoE, GPT2Shape
 from halley.distributed.mesh import ParallelGroups
-from halley.strategies.functional import FunctionalStrategy
-from halley.tools.gpt2_moe import Gate, GPT2MoE, GPT2Shape
+from halley.strategies.traceable import TraceableStrategy
 
 
 SEQ_LEN = 8
@@ -24,5 +24,5 @@ def build_narrow(gate: Gate, groups: ParallelGroups, *, num_layers: int) -> GPT2
         vocab_size=32,
         seq_len=SEQ_LEN,
     )
-    strategy = FunctionalStrategy(groups.ep)
+    strategy = TraceableStrategy(groups.ep)
     return GPT2MoE(shape, gate, groups, strategy=strategy, std=0.2)

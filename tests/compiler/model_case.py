@@ -13,7 +13,7 @@ from torch import nn
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.transformer import ModelOutput, MoETransformer
-from halley.strategies.functional import FunctionalStrategy
+from halley.strategies.traceable import TraceableStrategy
 from tests.moe.model_case import MODELS, make_tokens
 
 
@@ -45,7 +45,7 @@ def build_model(kind: str, groups: ParallelGroups, *, num_layers: int) -> MoETra
     assert groups.ep is not None
     model = MoETransformer(
         config,
-        strategy=FunctionalStrategy(groups.ep),
+        strategy=TraceableStrategy(groups.ep),
         groups=groups,
         recorder=Recorder("cpu", enabled=False),
     )

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import halley.compiler.decompose as expand_module
 import halley.ops.expert_gemm
-import halley.ops.routed_rows  # noqa: F401
+import halley.ops.traceable_routing  # noqa: F401
 from halley.compiler.decompose import expand
 from halley.compiler.graph_analysis import is_product
 from halley.compiler.graph_collectives import operator_name

@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import nn
 
 from halley.compiler import Backend
-from halley.ops.gradient_hook import set_taker
+from halley.ops.gradient_hook import set_gradient_hook
 from tests.compiler.calls import AllToAllCalls
 from tests.compiler.model_case import build_model, whole_graphs
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
@@ -26,7 +26,7 @@ def _noted(model: nn.Module, events: list[str]) -> dict[str, torch.Tensor]:
         found[name] = found[name] + gradient if name in found else gradient.clone()
 
     for name, parameter in model.named_parameters():
-        set_taker(parameter, lambda gradient, name=name: take(name, gradient))
+        set_gradient_hook(parameter, lambda gradient, name=name: take(name, gradient))
     return found
 
 
@@ -152,7 +152,7 @@ def test_each_call_hands_over_for_its_own_parameters() -> None:
 def test_parameters_that_nothing_takes_get_theirs_from_autograd() -> None:
     block = _Block(0)
     found: list[torch.Tensor] = []
-    set_taker(block.weight, lambda gradient: found.append(gradient.clone()))
+    set_gradient_hook(block.weight, lambda gradient: found.append(gradient.clone()))
     call = torch.compile(block, backend=Backend(), options={"inner": "eager"})
     call(torch.ones(2, 4)).sum().backward()
     assert block.weight.grad is None
@@ -166,5 +166,5 @@ def test_a_parameter_without_a_taker_in_a_graph_that_has_one() -> None:
     shared = torch.compile(_Block.forward, backend=Backend(), options={"inner": "eager"})
     shared(first, torch.ones(2, 4)).sum().backward()
     y = shared(second, torch.ones(2, 4))
-    with pytest.raises(RuntimeError, match=r"shape \(4,?(, 4)?\) has no take_gradient"):
+    with pytest.raises(RuntimeError, match=r"shape \(4,?(, 4)?\) has no gradient_ready_hook"):
         y.sum().backward()

@@ -111,10 +111,12 @@ def test_fused_operators_keep_their_order_and_their_weight_gradient_moves() -> N
         node.meta["val"] = torch.empty(6, 8, device="meta")
         return node
 
-    first = call(halley.dgrad_combine.default, "first", rows, plan, rows, rows, rows, True, 0)
+    first = call(halley.fused_experts.default, "first", *[rows] * 5, True, True, "all", 0)
     b.all_to_all(rows, "a2a")
-    gradient = call(halley.weight_gemm.default, "gradient", rows, rows, plan, 2, 1, 0)
-    second = call(halley.dispatch_dgrad.default, "second", rows, plan, rows, rows, 1, True, True, 0)
+    gradient = call(halley.weight_gemm.default, "gradient", rows, rows, plan, plan, 2, 0)
+    second = call(
+        halley.fused_experts_backward.default, "second", *[rows] * 7, plan, True, True, "all", 0
+    )
     facts = b.done(first, gradient, second)
     kinds = {node.name: kind for node, kind in zip(facts.nodes, facts.kinds, strict=True)}
     assert kinds["first"] is kinds["second"] is NodeKind.FUSED

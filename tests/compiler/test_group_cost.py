@@ -9,8 +9,7 @@ from halley.compiler.consensus import open_council
 from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost
 from halley.compiler.sizes import Sizes
-from halley.cost.hardware import CPU
-from halley.cost.predict import Predictor
+from halley.cost.hardware import CPU, Predictor
 from halley.cost.profiles import Curve, ProfileTable, find_environment
 from halley.cost.simulate import Contention
 from tests.compiler.graph_case import GraphBuilder, aten, c10d

@@ -10,13 +10,13 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.graph_bench.gpt2_moe import ROUTERS
 from halley.compiler import Backend, OrderReport, node_cost
 from halley.core.config import MoEConfig
 from halley.cost.simulate import Contention
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.layer import MoELayer
-from halley.strategies.functional import FunctionalStrategy
-from halley.tools.gpt2_moe import ROUTERS
+from halley.strategies.traceable import TraceableStrategy
 from tests.compiler.model_case import whole_graphs
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 
@@ -94,7 +94,7 @@ def test_products_beside_all_to_alls_leave_multiprocessors_free(run_ranks) -> No
     assert [report.sm_margins for report in reports] == [(8, 0)] * 4
     num_beside = sum(map(len, reports[1].windows.values()))
     assert num_beside > 0
-    assert code.count("torch.ops.halley.product_beside.default(") == num_beside
+    assert code.count("torch.ops.halley.gemm_with_carveout.default(") == num_beside
     assert code.count("extern_kernels.mm(") > 0  # the others
 
 
@@ -111,7 +111,7 @@ class _Layer(nn.Module):
             activation="gelu",
             router=ROUTERS["switch"],
         )
-        strategy = FunctionalStrategy(groups.ep)
+        strategy = TraceableStrategy(groups.ep)
         self.moe = MoELayer(config, HIDDEN_SIZE, strategy=strategy, groups=groups)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.parameters():
@@ -195,7 +195,7 @@ def test_products_of_experts_leave_multiprocessors_free(run_ranks) -> None:
     """Operators of Halley's that stay, as with float32 on a GPU, become others in their place."""
     ((differences, code),) = run_ranks(_run_experts_beside, 1, timeout_s=300.0)
     assert max(differences) < 1e-4
-    assert "torch.ops.halley.product_beside.default(None, " in code
+    assert "torch.ops.halley.gemm_with_carveout.default(None, " in code
     assert "expert_weight_gemm.default(" not in code
 
 

@@ -8,12 +8,12 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from benchmarks.graph_bench.gpt2_moe import TOP_K
 from halley.compiler.graph_analysis import GraphFacts
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
-from halley.tools.gpt2_moe import TOP_K
 from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes, joined
 from tests.compiler.gpt2_model import SEQ_LEN
 

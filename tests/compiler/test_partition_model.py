@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.graph_bench.gpt2_moe import Gate
 from halley.compiler.options import Options
 from halley.core.types import DROPPED
 from halley.distributed.mesh import build_groups
 from halley.moe.router import AbstractRouter, RouterOutput
-from halley.tools.gpt2_moe import Gate
 from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
 from tests.compiler.model_case import run_steps, whole_graphs
 from tests.compiler.variants import Variants, compile_variants

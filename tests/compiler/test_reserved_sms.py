@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 from halley.compiler.reserved_sms import leave_sms_beside
-from halley.ops.products import product_beside, product_into
+from halley.ops.sm_carveout import gemm_into, gemm_with_carveout
 from tests.compiler.graph_case import GraphBuilder, aten
 
 
@@ -20,7 +20,7 @@ def _build() -> GraphBuilder:
         biased = b.call(aten.addmm.default, bias, x, w, name="biased")
         other = b.call(aten.mul.Tensor, x, w, name="other")
         out = b.call(aten.empty.memory_format, [8, 8], name="out")
-        b.call(product_into, out, None, x, w, 0, name="into")
+        b.call(gemm_into, out, None, x, w, 0, name="into")
     behind = b.mm(wait, w, name="behind")
     b.done(beside, biased, other, out, behind)
     return b
@@ -28,7 +28,7 @@ def _build() -> GraphBuilder:
 
 def _margins(graph: fx.Graph) -> dict[str, object]:
     """Return the margins of products by name."""
-    products = [n for n in graph.nodes if n.target in (product_beside, product_into)]
+    products = [n for n in graph.nodes if n.target in (gemm_with_carveout, gemm_into)]
     return {node.name: node.args[-1] for node in products}
 
 

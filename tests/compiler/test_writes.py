@@ -11,7 +11,7 @@ from halley.compiler.partition.divide import divide
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
 from halley.compiler.writes import write_parts
-from halley.ops.products import product_into
+from halley.ops.sm_carveout import gemm_into
 from tests.compiler.captured_case import Captured, compute_nodes
 
 
@@ -47,12 +47,12 @@ def _written(rank: int, num_ranks: int) -> tuple[list[bool], Counter[str], dict[
 def test_parts_are_written_where_they_belong(run_ranks) -> None:
     ((same, calls, products),) = run_ranks(_written, 1, timeout_s=120.0)
     assert all(same)
-    assert calls["halley.fill_range.default"] == calls["halley.fill_rows.default"] == 0
+    assert calls["halley.write_slice.default"] == calls["halley.write_rows.default"] == 0
     assert calls["aten.index_put_.default"] > 0
     assert calls["aten.copy_.default"] > 0
     # Products go right into the whole, and nowhere else.
     assert products["filled"] > 0
-    assert calls[str(product_into)] == products["filled"]
+    assert calls[str(gemm_into)] == products["filled"]
     assert products["after"] == products["before"] - products["filled"]
 
 
@@ -66,7 +66,7 @@ def test_what_follows_reads_the_whole() -> None:
     whole = graph.call_function(ATEN.new_empty_strided.default, (x, (4, 2), (2, 1)))
     part = graph.call_function(ATEN.exp.default, (x,))
     early = graph.call_function(ATEN.mm.default, (part, x))
-    fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 2))
+    fill = graph.call_function(torch.ops.halley.write_slice.default, (whole, part, 0, 2))
     beside = graph.call_function(ATEN.sin.default, (part,))
     late = graph.call_function(ATEN.mm.default, (part, x))
     behind = graph.call_function(ATEN.add.Tensor, (late, part))
@@ -97,11 +97,11 @@ def test_product_that_others_read_first_runs_once() -> None:
         node.meta["val"] = torch.empty(2, 3)
     whole = graph.call_function(ATEN.new_empty_strided.default, (x, (4, 3), (3, 1)))
     whole.meta["val"] = torch.empty(4, 3)
-    fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 2))
+    fill = graph.call_function(torch.ops.halley.write_slice.default, (whole, part, 0, 2))
     graph.output((early, fill))
     write_parts(graph, Sizes(64))
     assert _find_products(graph) == []
-    assert len(graph.find_nodes(op="call_function", target=product_into)) == 1
+    assert len(graph.find_nodes(op="call_function", target=gemm_into)) == 1
     inputs = torch.ones(2, 4), torch.randn(4, 3)
     ran_early, ran_whole = fx.GraphModule({}, graph)(*inputs)
     assert torch.equal(ran_whole[2:], torch.mm(*inputs))
@@ -119,10 +119,10 @@ def test_part_ahead_of_what_its_buffer_needs_is_copied() -> None:
     size.meta["val"] = 2
     whole = graph.call_function(ATEN.empty_strided.default, ((size, 3), (3, 1)))
     whole.meta["val"] = torch.empty(2, 3)
-    fill = graph.call_function(torch.ops.halley.fill_range.default, (whole, part, 0, 0))
+    fill = graph.call_function(torch.ops.halley.write_slice.default, (whole, part, 0, 0))
     graph.output(fill)
     write_parts(graph, Sizes(64))
     assert len(_find_products(graph)) == 1
-    assert graph.find_nodes(op="call_function", target=product_into) == []
+    assert graph.find_nodes(op="call_function", target=gemm_into) == []
     inputs = torch.ones(2, 4), torch.randn(4, 3)
     assert torch.equal(fx.GraphModule({}, graph)(*inputs), torch.mm(*inputs))

@@ -1,4 +1,4 @@
-"""The named models against what was published of them: shapes, and the sizes that follow."""
+"""The parameter counts of named models, compared with published numbers."""
 
 import dataclasses
 
@@ -8,24 +8,13 @@ from halley.core.config import ModelConfig
 from halley.core.models import NAMED_MODELS, find_model
 
 
-# num_experts, top_k, hidden_size, intermediate_size
-SHAPES = {
-    "mixtral-8x7b": (8, 2, 4096, 14336),
-    "phi-3.5-moe": (16, 2, 4096, 6400),
-    "qwen2-moe": (64, 4, 2048, 1408),
-    "qwen3-30b-a3b": (128, 8, 2048, 768),
-    "deepseek-v3": (256, 8, 7168, 2048),
-    "olmoe": (64, 8, 2048, 1024),
-    "gpt-oss-20b": (32, 4, 2880, 2880),
-}
-
 # DeepSeek-V3's latent attention has 187.1 million parameters a layer (arXiv:2412.19437, section
-# 4.2: ranks 1536 and 512, heads of 128 + 64), the plain attention that stands for it 469.8.
+# 4.2: ranks 1536 and 512, heads of 128 + 64). The plain attention in Halley has 469.8 million.
 _PLAIN_ATTENTION = 61 * (469.8e6 - 187.1e6)
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Return all parameters of a model, and those that one token meets."""
+    """Return the number of parameters of a model, and of those that one token uses."""
     moe, hidden = config.moe, config.hidden_size
     queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     attention = 2 * hidden * queries + 2 * hidden * keys
@@ -51,14 +40,6 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     return total, active
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shape(name: str) -> None:
-    model = find_model(name)
-    moe = model.moe
-    shape = (moe.num_experts, moe.top_k, model.hidden_size, moe.intermediate_size)
-    assert shape == SHAPES[name]
-
-
 # gpt-oss has sinks (64), router biases (32) and biases of the output projection (2880) that
 # Halley's model lacks.
 _GPT_OSS_EXTRAS = 24 * (64 + 32 + 2880)
@@ -79,14 +60,14 @@ def test_number_of_parameters(name: str, total: float, tolerance: float) -> None
     assert count_parameters(find_model(name))[0] == pytest.approx(total, rel=tolerance, abs=0)
 
 
-def test_number_of_parameters_of_qwen2_moe_with_its_own_60_experts() -> None:
+def test_number_of_parameters_of_qwen2_moe_with_60_experts() -> None:
     model = find_model("qwen2-moe")
     model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, num_experts=60))
     assert count_parameters(model)[0] == 14_315_784_192
     assert count_parameters(model)[1] == pytest.approx(2.7e9, rel=0.01)
 
 
-# To the two digits that are published; two makers leave out the input embedding.
+# Published with two digits; two of the numbers exclude the input embedding.
 @pytest.mark.parametrize(
     ("name", "active", "outside"),
     [
@@ -105,10 +86,3 @@ def test_number_of_active_parameters(name: str, active: float, outside: float) -
 def test_find_model() -> None:
     assert find_model("olmoe") is NAMED_MODELS["olmoe"]
     assert all(model.name == name for name, model in NAMED_MODELS.items())
-
-
-def test_unknown_model_names_all_and_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"^model \(olmo\) must be one of tiny, .*mean olmoe$"):
-        find_model("olmo")
-    with pytest.raises(ValueError, match=r"^model \(llama\) must be one of tiny, .*deepseek-v3$"):
-        find_model("llama")

@@ -17,7 +17,7 @@ from halley.core.routing import (
     order_by_chunk,
     order_by_expert,
     plan_dispatch,
-    sort_slots,
+    sort_keys,
 )
 from halley.core.types import DROPPED, DispatchPlan, Routing
 
@@ -73,7 +73,7 @@ def test_experts_must_divide_over_the_ranks() -> None:
 
 def test_sort_slots_by_hand() -> None:
     idx_TK = torch.tensor([[0, 2], [2, 1], [DROPPED, 0]])
-    keys_N, slots_N = sort_slots(idx_TK, 4)
+    keys_N, slots_N = sort_keys(idx_TK, 4)
     assert keys_N.tolist()[:5] == [0, 0, 1, 2, 2]
     assert slots_N.tolist() == [0, 5, 3, 1, 2, 4]
     # With two chunks experts 0 and 2 come first, then 1 and 3.
@@ -102,7 +102,7 @@ def test_slots_are_sorted_as_python_would(
         return chunk, expert // num_local, expert, slot
 
     want = sorted(range(4 * num_tokens), key=place)
-    keys_N, slots_N = sort_slots(_tensor(table, 4), num_experts)
+    keys_N, slots_N = sort_keys(_tensor(table, 4), num_experts)
     starts_E1 = expert_starts(keys_N, num_experts).numpy()
     ordered_N = order_by_chunk(slots_N, starts_E1, ep_size=ep_size, num_chunks=num_chunks)
     assert ordered_N.tolist() == want
@@ -153,7 +153,7 @@ def test_rows_reach_their_experts_and_come_home(case: tuple[list[Table], int, in
     num_ranks = len(tables)
     num_experts = num_ranks * num_local
     idx = [_tensor(table, top_k) for table in tables]
-    by_expert = [sort_slots(i, num_experts) for i in idx]
+    by_expert = [sort_keys(i, num_experts) for i in idx]
     starts_WE1 = torch.stack([expert_starts(keys, num_experts) for keys, _ in by_expert]).numpy()
     plans = [plan_dispatch(starts_WE1, r, num_chunks=num_chunks) for r in range(num_ranks)]
     queues: list[list[Row]] = []

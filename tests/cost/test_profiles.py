@@ -1,7 +1,6 @@
 """Profiles: interpolation by hand, one measurement a key, a file that others read back."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from halley.cost.profiles import (
     Environment,
     ProfileTable,
     find_environment,
-    measure_curve,
-    measure_us,
     operation_key,
     shipped_path,
 )
@@ -24,19 +21,6 @@ from halley.cost.profiles import (
 
 CPU = torch.device("cpu")
 HERE = Environment(device="cpu", versions="torch 1", topology="ranks 2")
-
-
-def test_curve_between_below_and_beyond_its_points() -> None:
-    curve = Curve(((1000, 10.0), (4000, 20.0), (8000, 60.0)))
-    assert curve.at(0) == curve.at(1000) == 10.0
-    assert math.isclose(curve.at(2000), 10.0 * math.sqrt(2.0))  # half of the way from 1000 to 4000
-    assert math.isclose(curve.at(4000), 20.0)
-    assert math.isclose(curve.at(9000), 70.0)  # 40 us for 4000 bytes, and 1000 more
-    assert math.isclose(Curve(((1000, 10.0),)).at(3000), 30.0)
-
-
-def test_curve_that_falls_at_its_end_does_not_go_on_falling() -> None:
-    assert Curve(((1000, 10.0), (2000, 8.0))).at(100_000) == 8.0
 
 
 @pytest.mark.parametrize("points", [(), ((0, 1.0),), ((2, 1.0), (1, 1.0)), ((1, 1.0), (1, 2.0))])
@@ -118,16 +102,6 @@ def test_broken_line_is_named(tmp_path: Path, line: str) -> None:
         file.write(line)
     with pytest.raises(ValueError, match=r"profiles\.jsonl:2 must be a line of profiles"):
         ProfileTable(path, HERE)
-
-
-def test_slower_work_is_measured_slower() -> None:
-    small, large = torch.ones(8, 8), torch.ones(512, 512)
-    assert measure_us(lambda: small @ small, device=CPU) < measure_us(
-        lambda: large @ large, device=CPU
-    )
-    curve = measure_curve(lambda size: torch.ones(size // 4).sum(), [4, 4_000_000], device=CPU)
-    assert [size for size, _ in curve.points] == [4, 4_000_000]
-    assert curve.points[0][1] < curve.points[1][1]
 
 
 def test_environment_of_a_cpu() -> None:

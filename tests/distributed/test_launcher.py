@@ -349,7 +349,7 @@ def test_launch_runs_the_command_line(monkeypatch: pytest.MonkeyPatch):
         return 5
 
     monkeypatch.setattr(launch_module, "run_ranks", record)
-    assert launch(["train", "a.toml"], num_processes=4) == 5
+    assert launch(["halley.cli", "train", "a.toml"], num_processes=4) == 5
     assert started == [([sys.executable, "-m", "halley.cli", "train", "a.toml"], 4)]
 
 

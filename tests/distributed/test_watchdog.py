@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
-from halley.core.position import Position
+from halley.core.current_operation import CurrentOperation
 from halley.distributed.watchdog import EXIT_LOST_PEER, Watchdog
 
 
@@ -203,7 +203,7 @@ def test_suspended_job_goes_on(start_job: Callable[[str], _Job]):
 @pytest.fixture
 def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watchdog]]:
     """Yield two running watchdogs, as if of two ranks, in one process that has run nothing."""
-    monkeypatch.setattr("halley.distributed.places.POSITION", Position())
+    monkeypatch.setattr("halley.distributed.operation_report.CURRENT_OPERATION", CurrentOperation())
     store = HashStore()
     pair = [Watchdog(store, rank=rank, num_ranks=2, interval_s=0.1) for rank in range(2)]
     for watchdog in pair:

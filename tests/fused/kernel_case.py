@@ -1,4 +1,4 @@
-"""A layer whose kernels are tried: its sizes and tensors, and what must come out."""
+"""Sizes, inputs and expected results of a small layer, for tests of the fused kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -7,18 +7,19 @@ import torch
 
 from halley.core.reference import moe_reference
 from halley.core.types import DROPPED, Activation, Experts, Routing
-from halley.fused.kernels.layout import Layout
-from halley.ops.kernels.gemm_config import GemmTile, Knobs
+from halley.fused.config import KernelConfig
+from halley.fused.kernels.layout import Layout, make_layout
+from halley.ops.kernels.gemm_config import GemmTile
 from halley.tools.skew import parse_load, sample_routing
 from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 TIMEOUT_S = 60.0
 
-GARBAGE = -858993460  # what a plan holds before it is made
+GARBAGE = -858993460  # content of a plan before it is made
 
 # The interpreter takes as long for a small tensor as for a large one: tasks are few and large.
-SMALL_KNOBS = Knobs(
+SMALL_CONFIG = KernelConfig(
     num_programs=4,
     block_m=16,
     up=GemmTile(block_n=32, block_k=32, group=2, num_warps=4, num_stages=1),
@@ -30,19 +31,19 @@ SMALL_KNOBS = Knobs(
     combine_rows=64,
     combine_stages=2,
     chunk_columns=32,
-    home_rows=16,
+    sum_rows=16,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """Sizes of one layer and of the calls of it.
+    """Sizes of one layer and of its calls.
 
     Attributes:
-        num_tokens_CW: tokens of each rank, a tuple a call.
-        load: as for ``parse_load``, or "empty-expert": nobody picks the last expert.
-        dropped: part of the slots that a router dropped.
-        max_tokens: of the layout; the most tokens of a call unless given.
+        num_tokens_CW: tokens of each rank, one tuple for each call.
+        load: see ``parse_load``, or "empty-expert": no token chooses the last expert.
+        dropped: fraction of the slots that the router dropped.
+        max_tokens: of the layout; 0 for the most tokens of a call.
     """
 
     num_tokens_CW: tuple[tuple[int, ...], ...] = ((20, 13),)
@@ -57,25 +58,25 @@ class KernelCase:
     seed: int = 0
     max_tokens: int = 0
     block_slots: int = 32
-    knobs: Knobs = field(default=SMALL_KNOBS)
+    config: KernelConfig = field(default=SMALL_CONFIG)
 
     @property
     def num_ranks(self) -> int:
         return len(self.num_tokens_CW[0])
 
     @property
-    def num_parts(self) -> int:
-        """Projections that the activation is made of."""
+    def num_projections(self) -> int:
+        """Projections that the activation consumes."""
         return 2 if self.activation == "swiglu" else 1
 
     def layout(self) -> Layout:
         """Return the layout that all ranks share."""
-        return Layout(
+        return make_layout(
             num_ranks=self.num_ranks,
             num_experts=self.num_experts,
             top_k=self.top_k,
             max_tokens=self.max_tokens or max(map(max, self.num_tokens_CW)),
-            block_m=self.knobs.block_m,
+            block_m=self.config.block_m,
             block_slots=self.block_slots,
         )
 
@@ -90,14 +91,14 @@ def make_experts(case: KernelCase) -> Experts:
 
     hidden, inner = case.hidden_size, case.intermediate_size
     return Experts(
-        up_LGD=weight(case.num_parts * inner, hidden),
+        up_LGD=weight(case.num_projections * inner, hidden),
         down_LDF=weight(hidden, inner),
         activation=case.activation,
     )
 
 
 def share_of(experts: Experts, rank: int, *, num_ranks: int) -> Experts:
-    """Return the experts that live on a rank."""
+    """Return the experts of one rank."""
     return experts.split([experts.num_local_experts // num_ranks] * num_ranks)[rank]
 
 
@@ -120,7 +121,7 @@ def make_tokens(case: KernelCase, rank: int, *, call: int = 0) -> tuple[torch.Te
 
 
 def expected_outputs(case: KernelCase) -> list[list[torch.Tensor]]:
-    """Return by rank what the reference gives for its tokens, a tensor a call."""
+    """Return the reference's outputs by rank and call."""
     experts = make_experts(case)
     return [
         [
@@ -132,14 +133,14 @@ def expected_outputs(case: KernelCase) -> list[list[torch.Tensor]]:
 
 
 def assert_close(value: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
-    """Compare with the reference, by the tolerance of the value's dtype."""
+    """Compare with the reference, with the tolerance of the value's dtype."""
     error = relative_error(value, reference)
     assert error <= RELATIVE_TOLERANCE[value.dtype], f"{what}: relative error {error:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What comes out of one rank's backward."""
+    """Gradients of one rank."""
 
     x_TD: torch.Tensor
     weights_TK: torch.Tensor
@@ -148,7 +149,7 @@ class Gradients:
 
 
 def make_dy(case: KernelCase, rank: int, *, call: int = 0) -> torch.Tensor:
-    """Return a gradient of a rank's output in one call."""
+    """Return a random gradient of a rank's output in one call."""
     generator = torch.Generator().manual_seed(1000 * case.seed + 10 * call + rank + 501)
     shape = (case.num_tokens_CW[call][rank], case.hidden_size)
     return torch.randn(shape, generator=generator).to(case.dtype)
@@ -160,7 +161,7 @@ def expected_gradients(
     call: int = 0,
     tokens: Callable[..., tuple[torch.Tensor, Routing]] = make_tokens,
 ) -> list[Gradients]:
-    """Return by rank what autograd makes of the reference in float64."""
+    """Return the gradients of the reference by rank, from autograd in float64."""
     experts = make_experts(case)
     up, down = (w.double().requires_grad_() for w in (experts.up_LGD, experts.down_LDF))
     experts = replace(experts, up_LGD=up, down_LDF=down)

@@ -1,4 +1,4 @@
-"""Ranks that are threads, on which the kernels of one layer run."""
+"""Run the kernels of one layer on ranks that are threads."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,7 +25,7 @@ def run_world(
     timeout_s: float = TIMEOUT_S,
     max_switches: int = 200_000,
 ) -> list[T]:
-    """Call ``fn`` on every rank of a world of its own and return the results by rank."""
+    """Call ``fn`` on every rank of a new group and return the results by rank."""
     scheduler = Scheduler(seed, resident=resident, starve=starve, max_switches=max_switches)
     mapped: list[int] = []
 
@@ -41,7 +41,7 @@ def run_world(
     try:
         return scheduler.run_ranks(case.num_ranks, run)
     finally:
-        # Not by closing the heaps: a rank that failed would not come to their barrier.
+        # Closing the heaps would hang: a rank that failed does not reach their barrier.
         for address in mapped:
             sanitizer.unregister(address)
 
@@ -55,7 +55,7 @@ def run_forward(
     starve: float = 0.0,
     timeout_s: float = TIMEOUT_S,
 ) -> list[list[torch.Tensor]]:
-    """Run all calls of the case on one heap, one after another; return outputs by rank and call."""
+    """Run all calls of the case one after another; return outputs by rank and call."""
 
     def run(rank: KernelRank) -> list[torch.Tensor]:
         return [

@@ -1,4 +1,4 @@
-"""Mistakes made on purpose: other lines in one device function, for the interpreter only."""
+"""Protocol mistakes for tests: replace lines of a device function in the interpreter."""
 
 import inspect
 import textwrap
@@ -12,14 +12,14 @@ from tests.fused.kernel_case import KernelCase
 
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
-    """Lines of one device function and what stands there instead.
+    """A mistake: lines of one device function, and the wrong lines that replace them.
 
     Attributes:
-        function: as ``triton.jit`` made it.
-        edits: old text, which stands there once, and new text.
-        case: that shows it; None is the case of most.
-        timeout_s: of waits.
-        first_seed: where to begin to look for a schedule that shows it; saves time, no more.
+        function: a ``triton.jit`` function.
+        edits: pairs of old text, which occurs once, and new text.
+        case: sizes with which the mistake has an effect; None for the default of the test.
+        timeout_s: time limit of waits.
+        first_seed: first seed to try; only saves time.
     """
 
     function: object
@@ -30,13 +30,13 @@ class Mutation:
 
 
 def apply(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter run the mutated source in place of the function's."""
+    """Make the interpreter run the mutated source of the function."""
     function = mutation.function
     assert isinstance(function, InterpretedFunction)
     source = textwrap.dedent(inspect.getsource(function.fn))
     source = source[source.index("def ") :]
     for old, new in mutation.edits:
-        assert source.count(old) == 1, f"{old!r} must stand once in {function.fn.__name__}"
+        assert source.count(old) == 1, f"{old!r} must occur once in {function.fn.__name__}"
         source = source.replace(old, new)
     rewriter = FunctionRewriter(function.fn, **function.kwargs)
     rewriter.filename, rewriter.def_file_lineno = "<mutation>", 1

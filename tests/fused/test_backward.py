@@ -1,4 +1,4 @@
-"""Gradients of the layer in many schedules: same bits fused and unfused, the reference's values."""
+"""Gradients in many schedules: equal to the reference; fused equals unfused bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -36,8 +36,8 @@ CASES = {
     "several calls": replace(TWO, num_tokens_CW=((9, 13), (2, 0), (16, 1), (0, 0))),
     "one of six": replace(TWO, num_tokens_CW=((9, 12, 5),), num_experts=6, top_k=1),
     "five of six": replace(TWO, num_tokens_CW=((9, 6),), num_experts=6, top_k=5),
-    # Tiles of which only a half is cleared: behind it the rows hold what they held before.
-    "large tiles": replace(TWO, num_tokens_CW=((9, 13),), knobs=replace(TWO.knobs, block_m=32)),
+    # Zero rows fill only half of a tile; the other padding keeps its old content.
+    "large tiles": replace(TWO, num_tokens_CW=((9, 13),), config=replace(TWO.config, block_m=32)),
 }
 
 
@@ -54,13 +54,13 @@ def _train(
 
     def run(rank: KernelRank) -> list[Gradients]:
         calls = range(len(case.num_tokens_CW))
-        tapes = [
-            rank.forward_to_train(*tokens(case, rank.rank, call=call), fused=fused)[1]
+        saved_calls = [
+            rank.forward_and_save(*tokens(case, rank.rank, call=call), fused=fused)[1]
             for call in calls
         ]
         order = sorted(calls, key=lambda call: call ^ 1)
         gradients = {
-            call: rank.backward(make_dy(case, rank.rank, call=call), tapes[call], fused=fused)
+            call: rank.backward(make_dy(case, rank.rank, call=call), saved_calls[call], fused=fused)
             for call in order
         }
         return [gradients[call] for call in calls]
@@ -74,7 +74,7 @@ def _assert_values(
     *,
     tokens: Callable[..., tuple[torch.Tensor, Routing]] = make_tokens,
 ) -> None:
-    """Compare with autograd in float64."""
+    """Compare with the gradients of autograd in float64."""
     for call in range(len(case.num_tokens_CW)):
         for rank, wanted in enumerate(expected_gradients(case, call=call, tokens=tokens)):
             for field in fields(Gradients):
@@ -93,40 +93,40 @@ def _assert_same(got: list[list[Gradients]], wanted: list[list[Gradients]], what
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_bits(name: str) -> None:
+def test_gradients_equal_the_reference_and_the_unfused_bits(name: str) -> None:
     case = CASES[name]
     unfused = _train(case, fused=False)
     _assert_values(unfused, case)
-    seed = list(CASES).index(name)  # a schedule of its own
+    seed = list(CASES).index(name)  # each case has its own schedule
     fused = _train(case, fused=True, seed=seed, starve=0.02 * (seed % 2))
     _assert_same(fused, unfused, f"seed {seed}")
 
 
 @pytest.mark.parametrize("resident", [1, 2, 8])
-def test_any_number_of_resident_programs(resident: int) -> None:
-    """However few run at a time, none of them waits for one that has not begun."""
-    case = replace(TWO, num_tokens_CW=((18, 5),), knobs=replace(TWO.knobs, num_programs=6))
+def test_few_resident_ctas_do_not_deadlock(resident: int) -> None:
+    """No CTA waits for a CTA that has not begun, however few run at a time."""
+    case = replace(TWO, num_tokens_CW=((18, 5),), config=replace(TWO.config, num_programs=6))
     _assert_values(_train(case, fused=True, seed=resident, resident=resident), case)
 
 
-def test_tiles_made_in_runs() -> None:
-    """Runs that end with a row of tiles, with a chunk, or in their midst, give the same bits."""
+def test_runs_of_tiles_give_the_same_bits() -> None:
+    """A run may end with the last column, with a chunk, or inside of a chunk."""
     case = replace(TWO, num_tokens_CW=((9, 4),), hidden_size=104, intermediate_size=76)
     wanted = _train(case, fused=False)
     _assert_values(wanted, case)
     for down, up, chunk_columns in ((2, 3, 64), (3, 2, 128)):
-        knobs = replace(
-            case.knobs,
-            down_grad=replace(case.knobs.down_grad, run=down),
-            up_grad=replace(case.knobs.up_grad, run=up),
+        config = replace(
+            case.config,
+            down_grad=replace(case.config.down_grad, run=down),
+            up_grad=replace(case.config.up_grad, run=up),
             chunk_columns=chunk_columns,
         )
-        got = _train(replace(case, knobs=knobs), fused=True, seed=up)
+        got = _train(replace(case, config=config), fused=True, seed=up)
         _assert_same(got, wanted, f"runs of {down} and {up}")
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_weights_that_do_not_sum_to_one_and_negative_ones(activation: Activation) -> None:
+def test_negative_and_unnormalized_routing_weights(activation: Activation) -> None:
     def tokens(case: KernelCase, rank: int, *, call: int) -> tuple[torch.Tensor, Routing]:
         x_TD, routing = make_tokens(case, rank, call=call)
         weights_TK = routing.topk_weights_TK * -3.0 + rank
@@ -137,38 +137,38 @@ def test_weights_that_do_not_sum_to_one_and_negative_ones(activation: Activation
     _assert_values(_train(case, fused=True, tokens=tokens), case, tokens=tokens)
 
 
-def test_no_gradient_of_the_output_is_none_of_anything() -> None:
+def test_zero_gradient_of_the_output_gives_zero_gradients() -> None:
     case = replace(TWO, num_tokens_CW=((9, 12),), top_k=3)
 
     def run(rank: KernelRank) -> None:
         x_TD, routing = make_tokens(case, rank.rank)
-        _, tape = rank.forward_to_train(x_TD, routing)
-        gradients = rank.backward(torch.zeros_like(x_TD), tape)
+        _, saved = rank.forward_and_save(x_TD, routing)
+        gradients = rank.backward(torch.zeros_like(x_TD), saved)
         for value in vars(gradients).values():
             assert torch.equal(value, torch.zeros_like(value))
 
     run_world(case, run, seed=1)
 
 
-def test_a_plan_from_before_there_was_room_for_more_tokens() -> None:
-    """Its backward runs among those of later calls, in the memory that is theirs."""
+def test_a_plan_from_before_the_buffers_grew() -> None:
+    """The backward of an old call runs in the larger buffers of later calls."""
     small = replace(TWO, num_tokens_CW=((9, 12),))
     large = replace(TWO, num_tokens_CW=((20, 13),), max_tokens=32, seed=5)
 
     def run(later: KernelRank) -> list[Gradients]:
         earlier = KernelRank(later.heap, small)
         x_TD, routing = make_tokens(small, earlier.rank)
-        _, old_tape = earlier.forward_to_train(x_TD, routing)
-        _, tape = later.forward_to_train(*make_tokens(large, later.rank))
-        earlier.stages = later.stages
-        earlier.home = borrow(later.home, earlier.home)
-        earlier.weights_home = borrow(later.weights_home, earlier.weights_home)
-        earlier.words, earlier.marks = later.words, later.marks
+        _, old_saved = earlier.forward_and_save(x_TD, routing)
+        _, saved = later.forward_and_save(*make_tokens(large, later.rank))
+        earlier.send_buffer = later.send_buffer
+        earlier.combine_buffer = borrow(later.combine_buffer, earlier.combine_buffer)
+        earlier.dweight_buffer = borrow(later.dweight_buffer, earlier.dweight_buffer)
+        earlier.routing_buffer, earlier.counters = later.routing_buffer, later.counters
         gradients = []
-        for layer, its_tape in ((earlier, old_tape), (later, tape), (earlier, old_tape)):
-            gradients.append(layer.backward(make_dy(layer.case, layer.rank), its_tape))
+        for layer, its_saved in ((earlier, old_saved), (later, saved), (earlier, old_saved)):
+            gradients.append(layer.backward(make_dy(layer.case, layer.rank), its_saved))
         return gradients
 
     results = run_world(large, run, seed=2, starve=0.02)
-    for turn, case in enumerate((small, large, small)):
-        _assert_values([[gradients[turn]] for gradients in results], case)
+    for index, case in enumerate((small, large, small)):
+        _assert_values([[gradients[index]] for gradients in results], case)

@@ -1,4 +1,4 @@
-"""Rows brought together and multiplied: against products of small integers, which are exact."""
+"""Dispatch and first GEMM: exact results with small integers."""
 
 from dataclasses import replace
 
@@ -27,15 +27,15 @@ def _tokens(case: KernelCase, rank: int) -> tuple[torch.Tensor, Routing]:
 
 
 def _start(rank: KernelRank) -> Rows:
-    """Publish, plan, and replace the weights by small integers."""
+    """Replace the weights by small integers and make a plan."""
     rank.experts.up_LGD.copy_(
         _integers(*rank.experts.up_LGD.shape, seed=10 + rank.rank, dtype=rank.case.dtype)
     )
     return rank.make_rows(rank.make_plan(*_tokens(rank.case, rank.rank)))
 
 
-def _check_rows(rank: KernelRank, rows: Rows, *, keep: bool = True) -> None:
-    """Compare every real row with its token; padding is zero if gradients are to come of it."""
+def _check_rows(rank: KernelRank, rows: Rows, *, save_pre: bool = True) -> None:
+    """Compare every row with its token; padding is zero if the pre-activations are saved."""
     case, layout = rank.case, rank.layout
     is_real = torch.zeros(len(rows.x_RD), dtype=torch.bool)
     is_clear = is_real.clone()
@@ -52,14 +52,14 @@ def _check_rows(rank: KernelRank, rows: Rows, *, keep: bool = True) -> None:
             is_real[row : row + len(chosen)] = True
             expert_of[row : row + len(chosen)] = local
             row += len(chosen)
-        step = case.knobs.weight.block_k
-        is_clear[row : begin - (begin - row) // step * step] = keep
+        step = case.config.weight.block_k
+        is_clear[row : begin - (begin - row) // step * step] = save_pre
     assert torch.equal(rows.x_RD[is_real], wanted[is_real])
     assert (rows.x_RD[is_clear] == 0).all(), "gradients of weights sum over padding"
     assert rows.x_RD[~is_real & ~is_clear].isnan().all(), "padding was written"
     up_RGD = rank.experts.up_LGD[expert_of].float()
     pre_RG = torch.einsum("rgd,rd->rg", up_RGD, wanted.float())
-    if keep:
+    if save_pre:
         assert torch.equal(rows.pre_RG[is_real].float(), pre_RG[is_real].to(case.dtype).float())
     else:
         assert rows.pre_RG.isnan().all()
@@ -67,9 +67,9 @@ def _check_rows(rank: KernelRank, rows: Rows, *, keep: bool = True) -> None:
 
 
 def _check_counters(rank: KernelRank) -> None:
-    """The counters are as the plan had them, and the kernel may run again."""
+    """The counters are zero again, so that another pass can use the plan."""
     assert not rank.section("tickets", NUM_TICKETS).any()
-    assert not rank.section("tile_arrived", int(rank.host_words[1]) // rank.layout.block_m).any()
+    assert not rank.section("tile_arrived", int(rank.host_status[1]) // rank.layout.block_m).any()
 
 
 CASES = {
@@ -82,13 +82,13 @@ CASES = {
     "top 3": replace(CASE, top_k=3),
     "one takes all": replace(CASE, load="one-hot", top_k=1, num_tokens_CW=((30, 41),)),
     "wide": replace(CASE, hidden_size=136, intermediate_size=40),
-    "many sends": replace(CASE, num_tokens_CW=((70, 66),), block_slots=64),
+    "many token copies": replace(CASE, num_tokens_CW=((70, 66),), block_slots=64),
 }
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_and_products(name: str, fused: bool) -> None:
+def test_rows_and_activations_are_exact(name: str, fused: bool) -> None:
     def run(rank: KernelRank) -> None:
         rows = _start(rank)
         rank.dispatch_gemm(rows, fused=fused)
@@ -100,17 +100,17 @@ def test_rows_and_products(name: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_without_a_place_for_what_was_activated(activation: Activation) -> None:
+def test_pre_activations_are_not_written_unless_saved(activation: Activation) -> None:
     def run(rank: KernelRank) -> None:
         rows = _start(rank)
-        rank.dispatch_gemm(rows, keep=False)
-        _check_rows(rank, rows, keep=False)
+        rank.dispatch_gemm(rows, save_pre=False)
+        _check_rows(rank, rows, save_pre=False)
 
     run_world(replace(CASE, activation=activation), run)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_again_on_the_same_plan(fused: bool) -> None:
+def test_the_same_plan_dispatches_again(fused: bool) -> None:
     def run(rank: KernelRank) -> None:
         num_rows = len(_start(rank).x_RD)
         for _ in range(3):
@@ -127,7 +127,7 @@ def test_again_on_the_same_plan(fused: bool) -> None:
 def test_too_few_rows_write_nothing(fused: bool) -> None:
     def run(rank: KernelRank) -> None:
         num_rows = len(_start(rank).x_RD)
-        assert num_rows == int(rank.host_words[1])
+        assert num_rows == int(rank.host_status[1])
         small = rank.make_rows(num_rows - rank.layout.block_m)
         rank.dispatch_gemm(small, fused=fused)
         rank.check()
@@ -141,8 +141,8 @@ def test_too_few_rows_write_nothing(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 5])
-def test_any_number_of_programs(num_programs: int) -> None:
-    knobs = replace(CASE.knobs, num_programs=num_programs, fetch_elements=512)
+def test_any_number_of_ctas_gives_the_same_rows(num_programs: int) -> None:
+    config = replace(CASE.config, num_programs=num_programs, fetch_elements=512)
 
     def run(rank: KernelRank) -> None:
         rows = _start(rank)
@@ -150,4 +150,4 @@ def test_any_number_of_programs(num_programs: int) -> None:
         rank.check()
         _check_rows(rank, rows)
 
-    run_world(replace(CASE, knobs=knobs), run, resident=min(4, num_programs))
+    run_world(replace(CASE, config=config), run, resident=min(4, num_programs))

@@ -57,22 +57,22 @@ def test_values_and_bits(name: str) -> None:
 @pytest.mark.parametrize(("up", "down", "chunk_columns"), [(2, 3, 64), (3, 2, 128)])
 def test_tiles_made_in_runs(up: int, down: int, chunk_columns: int) -> None:
     """Runs that end with a row of tiles, with a chunk, or in their midst, give the same bits."""
-    knobs = replace(
-        TWO.knobs,
-        up=replace(TWO.knobs.up, run=up),
-        down=replace(TWO.knobs.down, run=down),
+    config = replace(
+        TWO.config,
+        up=replace(TWO.config.up, run=up),
+        down=replace(TWO.config.down, run=down),
         chunk_columns=chunk_columns,
     )
     one_by_one = replace(TWO, hidden_size=260, intermediate_size=76)
     wanted = run_forward(one_by_one, fused=False)
     for fused in (False, True):
-        in_runs = run_forward(replace(one_by_one, knobs=knobs), fused=fused, seed=up)
+        in_runs = run_forward(replace(one_by_one, config=config), fused=fused, seed=up)
         for outputs, others in zip(in_runs, wanted, strict=True):
             assert torch.equal(outputs[0], others[0])
 
 
 def test_sums_that_load_all_rows_at_once() -> None:
-    case = replace(CASES["skewed"], knobs=replace(TWO.knobs, combine_rows=8, combine_stages=1))
+    case = replace(CASES["skewed"], config=replace(TWO.config, combine_rows=8, combine_stages=1))
     wanted = run_forward(CASES["skewed"], fused=False)
     for outputs, others in zip(run_forward(case, seed=1), wanted, strict=True):
         assert torch.equal(outputs[0], others[0])
@@ -81,7 +81,7 @@ def test_sums_that_load_all_rows_at_once() -> None:
 @pytest.mark.parametrize("resident", [1, 2, 8])
 def test_any_number_of_resident_programs(resident: int) -> None:
     """However few run at a time, none of them waits for one that has not begun."""
-    case = replace(TWO, knobs=replace(TWO.knobs, num_programs=6))
+    case = replace(TWO, config=replace(TWO.config, num_programs=6))
     outputs = run_forward(case, seed=resident, resident=resident)
     for y, wanted in zip(outputs, expected_outputs(case), strict=True):
         assert_close(y[0], wanted[0])
@@ -99,8 +99,8 @@ def test_layers_of_several_sizes_share_one_memory() -> None:
 
     def run(first: KernelRank) -> list[torch.Tensor]:
         second = KernelRank(first.heap, small)
-        second.words, second.marks = first.words, first.marks
-        second.home = _borrow(first.home, second.home)
+        second.routing_buffer, second.counters = first.routing_buffer, first.counters
+        second.combine_buffer = _borrow(first.combine_buffer, second.combine_buffer)
         outputs = []
         for call in range(5):
             layer = (first, second)[call % 2]

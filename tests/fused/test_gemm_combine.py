@@ -1,4 +1,4 @@
-"""Sums that come home: exact, with activations, weights and routing weights of few bits."""
+"""Second GEMM and combine: exact sums of activations and weights with few bits."""
 
 from dataclasses import replace
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from halley.core.types import Routing
-from halley.fused.kernels.layout import MAX_CHUNKS, NUM_TICKETS
-from halley.fused.kernels.plan_words import EPOCH
+from halley.fused.kernels.layout import MAX_CHUNKS, NUM_TICKETS, PASS
 from tests.fused.kernel_case import KernelCase, make_tokens
 from tests.fused.kernel_rank import KernelRank, Rows
 from tests.fused.kernel_world import run_world
@@ -29,7 +28,7 @@ def _tokens(case: KernelCase, rank: int) -> tuple[torch.Tensor, Routing]:
 
 
 def _activations(case: KernelCase, rank: int) -> torch.Tensor:
-    """Return, instead of a product, a row for each of the rank's tokens and every expert."""
+    """Return an activation for each token of the rank and each expert, (T, E, F)."""
     shape = (case.num_tokens_CW[0][rank], case.num_experts, case.intermediate_size)
     return _integers(*shape, seed=rank, dtype=case.dtype)
 
@@ -40,7 +39,7 @@ def _down(case: KernelCase) -> torch.Tensor:
 
 
 def _start(rank: KernelRank) -> Rows:
-    """Publish, plan and lay the activations out as the plan says."""
+    """Make a plan and store the activations in the order of its rows."""
     case, layout = rank.case, rank.layout
     first = rank.rank * layout.num_local
     rank.experts.down_LDF.copy_(_down(case)[first : first + layout.num_local])
@@ -57,7 +56,7 @@ def _start(rank: KernelRank) -> Rows:
 
 
 def _expected(case: KernelCase, rank: int) -> torch.Tensor:
-    """Return the output; each rank's part of a token's sum is rounded on its way home."""
+    """Return the output; partial sums are rounded to the dtype before they are sent."""
     _, routing = _tokens(case, rank)
     z_TED = torch.einsum("tef,edf->ted", _activations(case, rank).float(), _down(case).float())
     z_TED = z_TED.to(case.dtype).float()
@@ -97,36 +96,36 @@ CASES = {
     "all experts": replace(CASE, top_k=4),
     "one takes all": replace(CASE, load="one-hot", top_k=1, num_tokens_CW=((30, 41),)),
     "wide": replace(CASE, hidden_size=136, intermediate_size=40),
-    "many sends": replace(CASE, num_tokens_CW=((70, 66),), block_slots=64),
+    "many token copies": replace(CASE, num_tokens_CW=((70, 66),), block_slots=64),
 }
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_sums(name: str, fused: bool) -> None:
+def test_outputs_are_exact_sums(name: str, fused: bool) -> None:
     _run_and_check(CASES[name], seed=len(name), fused=fused)
 
 
 @pytest.mark.parametrize("chunk_columns", [32, 64, 128])
-def test_any_chunk(chunk_columns: int) -> None:
-    knobs = replace(CASE.knobs, chunk_columns=chunk_columns)
-    _run_and_check(replace(CASE, hidden_size=104, knobs=knobs))
+def test_any_chunk_width_gives_the_same_sums(chunk_columns: int) -> None:
+    config = replace(CASE.config, chunk_columns=chunk_columns)
+    _run_and_check(replace(CASE, hidden_size=104, config=config))
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 5])
-def test_any_number_of_programs(num_programs: int) -> None:
-    knobs = replace(CASE.knobs, num_programs=num_programs)
-    _run_and_check(replace(CASE, hidden_size=72, knobs=knobs))
+def test_any_number_of_ctas_gives_the_same_sums(num_programs: int) -> None:
+    config = replace(CASE.config, num_programs=num_programs)
+    _run_and_check(replace(CASE, hidden_size=72, config=config))
 
 
 @pytest.mark.parametrize(("rows", "unroll"), [(8, 1), (64, 4), (16, 8)])
-def test_any_piece_of_a_task(rows: int, unroll: int) -> None:
-    knobs = replace(CASE.knobs, combine_rows=rows, combine_stages=unroll, home_rows=rows)
-    _run_and_check(replace(CASE, top_k=3, knobs=knobs))
+def test_any_rows_per_step_give_the_same_sums(rows: int, unroll: int) -> None:
+    config = replace(CASE.config, combine_rows=rows, combine_stages=unroll, sum_rows=rows)
+    _run_and_check(replace(CASE, top_k=3, config=config))
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_again_on_the_same_plan_with_the_next_epoch(fused: bool) -> None:
+def test_the_same_plan_combines_again_in_the_next_pass(fused: bool) -> None:
     def run(rank: KernelRank) -> None:
         rows = _start(rank)
         for _ in range(3):
@@ -135,10 +134,10 @@ def test_again_on_the_same_plan_with_the_next_epoch(fused: bool) -> None:
             rank.check()
             assert torch.equal(y_TD, _expected(CASE, rank.rank))
             _check_counters(rank)
-            # Nothing else keeps a rank's next sums from a home that still reads the last ones.
+            # Without a new dispatch, only a barrier keeps the next sums out of the buffer.
             rank.heap.barrier()
-            rank.home.local.fill_(torch.nan)
+            rank.combine_buffer.local.fill_(torch.nan)
             rank.heap.barrier()
-            rank.marks[EPOCH.value] += 1
+            rank.section("summary", 16)[PASS.value] += 1
 
     run_world(CASE, run)

@@ -1,4 +1,4 @@
-"""Waits end: a rank that stays away, or work that never comes, is an error that says what."""
+"""Waits time out: a missing rank or missing work is an error that names it."""
 
 import time
 from dataclasses import replace
@@ -9,10 +9,10 @@ import torch
 from halley.fused.kernels.status import (
     COMBINE,
     DISPATCH,
-    HOME,
     ORDER,
     PLAN,
-    STAGE,
+    ROWS,
+    SUMS,
     check,
     describe_failure,
 )
@@ -22,7 +22,7 @@ from tests.fused.kernel_world import run_world
 
 
 TIMEOUT_S = 0.3
-MOST_S = 30.0  # that a test may take: four kernels whose waits end, on a busy machine
+MAX_S = 30.0  # of a test: four kernels that time out, on a busy machine
 CASE = KernelCase(num_tokens_CW=((9, 13, 7),), num_experts=6, top_k=3)
 
 
@@ -41,7 +41,7 @@ def _run_all(rank: KernelRank) -> tuple[Rows, torch.Tensor]:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_rank_that_never_calls(seed: int, fused: bool) -> None:
+def test_a_rank_that_never_calls_is_named(seed: int, fused: bool) -> None:
     def run(rank: KernelRank) -> str:
         if rank.rank == 1:
             return ""
@@ -53,13 +53,13 @@ def test_a_rank_that_never_calls(seed: int, fused: bool) -> None:
         assert y_TD.isnan().all()
         assert all(part.isnan().all() for part in vars(rows).values())
         assert _failure(rank) == failure
-        assert rank.marks.sum() in (rank.epoch, 2 * rank.epoch)
+        assert rank.counters.sum() in (rank.epoch, 2 * rank.epoch)
         return failure
 
     start = time.monotonic()
     starve = 0.02 * (seed % 2)
     results = run_world(CASE, run, seed=seed, starve=starve, timeout_s=TIMEOUT_S)
-    assert time.monotonic() - start < MOST_S
+    assert time.monotonic() - start < MAX_S
     assert results == [
         "rank 0: rank 1 did not publish its routing (plan) within 0.3 s",
         "",
@@ -68,10 +68,10 @@ def test_a_rank_that_never_calls(seed: int, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rank_that_stays_away_is_named_while_programs_wait_for_each_other(seed: int) -> None:
-    """Programs that wait for their own rank's count do not blame a rank that came."""
-    knobs = replace(CASE.knobs, num_programs=12)
-    case = replace(CASE, num_experts=3, top_k=1, knobs=knobs)
+def test_the_missing_rank_is_named_although_ctas_wait_for_each_other(seed: int) -> None:
+    """CTAs that wait for PLANNED of their own rank do not report another rank first."""
+    config = replace(CASE.config, num_programs=12)
+    case = replace(CASE, num_experts=3, top_k=1, config=config)
 
     def run(rank: KernelRank) -> str:
         if rank.rank == 1:
@@ -88,7 +88,7 @@ def test_the_rank_that_stays_away_is_named_while_programs_wait_for_each_other(se
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_rank_that_ends_before_it_multiplies(fused: bool) -> None:
+def test_a_rank_that_skips_the_combine_is_named(fused: bool) -> None:
     def run(rank: KernelRank) -> str:
         x_TD, routing = make_tokens(CASE, rank.rank)
         rows = rank.make_rows(rank.make_plan(x_TD, routing))
@@ -100,12 +100,12 @@ def test_a_rank_that_ends_before_it_multiplies(fused: bool) -> None:
 
     results = run_world(CASE, run, timeout_s=TIMEOUT_S)
     for rank in range(2):
-        sentence = f"rank {rank}: the sums of rank 2 did not come home (gemm_combine, chunk "
+        sentence = f"rank {rank}: rank 2 did not send its partial sums (gemm_combine, chunk "
         assert results[rank].startswith(sentence)
 
 
-def test_a_rank_that_nobody_needs_may_stay_away() -> None:
-    """Nobody waits for the sums of a rank that none of its tokens went to."""
+def test_no_rank_waits_for_a_rank_without_its_tokens() -> None:
+    """Rank 1 holds no expert of any token: rank 0 does not wait for its partial sums."""
     case = KernelCase(num_tokens_CW=((9, 13),), load="one-hot", top_k=1)
 
     def run(rank: KernelRank) -> None:
@@ -120,13 +120,13 @@ def test_a_rank_that_nobody_needs_may_stay_away() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_rows_that_do_not_arrive(fused: bool) -> None:
+def test_a_tile_whose_rows_never_arrive_is_named(fused: bool) -> None:
     case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
 
     def run(rank: KernelRank) -> str:
         x_TD, routing = make_tokens(case, rank.rank)
         rows = rank.make_rows(rank.make_plan(x_TD, routing))
-        rank.section("tile_rows", 2)[1] += case.knobs.weight.block_k
+        rank.section("tile_rows", 2)[1] += case.config.weight.block_k
         rank.dispatch_gemm(rows, fused=fused)
         return _failure(rank)
 
@@ -136,7 +136,7 @@ def test_rows_that_do_not_arrive(fused: bool) -> None:
     )
 
 
-def test_tiles_that_are_not_multiplied() -> None:
+def test_a_chunk_that_is_never_multiplied_is_named() -> None:
     case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
 
     def run(rank: KernelRank) -> str:
@@ -154,31 +154,31 @@ def test_tiles_that_are_not_multiplied() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_rank_that_ends_amid_backward(fused: bool) -> None:
+def test_a_rank_that_skips_the_backward_combine_is_named(fused: bool) -> None:
     case = KernelCase(num_tokens_CW=((3, 9, 5),), num_experts=3, hidden_size=32)
 
     def run(rank: KernelRank) -> str:
-        _, tape = rank.forward_to_train(*make_tokens(case, rank.rank))
-        made = rank.dispatch_dgrad(make_dy(case, rank.rank), tape, fused=fused)
+        _, saved = rank.forward_and_save(*make_tokens(case, rank.rank))
+        made = rank.dispatch_dgrad(make_dy(case, rank.rank), saved, fused=fused)
         if rank.rank == 1:
             return ""
-        gradients = rank.dgrad_combine(made, tape, fused=fused)
+        gradients = rank.dgrad_combine(made, saved, fused=fused)
         assert all(part.isnan().all() for part in gradients)
         return _failure(rank)
 
-    home = "the sums of rank 1 did not come home (gemm_combine, chunk 0) within 0.3 s"
+    missing = "rank 1 did not send its partial sums (gemm_combine, chunk 0) within 0.3 s"
     results = run_world(case, run, timeout_s=TIMEOUT_S)
-    assert results == [f"rank 0: {home}", "", f"rank 2: {home}"]
+    assert results == [f"rank 0: {missing}", "", f"rank 2: {missing}"]
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_that_do_not_arrive(fused: bool) -> None:
+def test_a_tile_whose_gradients_never_arrive_is_named(fused: bool) -> None:
     case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
 
     def run(rank: KernelRank) -> str:
-        _, tape = rank.forward_to_train(*make_tokens(case, rank.rank))
-        rank.section("tile_rows", 2)[1] += case.knobs.weight.block_k
-        rank.dispatch_dgrad(make_dy(case, rank.rank), tape, fused=fused)
+        _, saved = rank.forward_and_save(*make_tokens(case, rank.rank))
+        rank.section("tile_rows", 2)[1] += case.config.weight.block_k
+        rank.dispatch_dgrad(make_dy(case, rank.rank), saved, fused=fused)
         return _failure(rank)
 
     (failure,) = run_world(case, run, timeout_s=TIMEOUT_S)
@@ -187,14 +187,14 @@ def test_gradients_that_do_not_arrive(fused: bool) -> None:
     )
 
 
-def test_tiles_that_are_not_multiplied_in_backward() -> None:
+def test_a_chunk_that_is_never_multiplied_in_backward_is_named() -> None:
     case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
 
     def run(rank: KernelRank) -> str:
-        _, tape = rank.forward_to_train(*make_tokens(case, rank.rank))
-        made = rank.dispatch_dgrad(make_dy(case, rank.rank), tape)
+        _, saved = rank.forward_and_save(*make_tokens(case, rank.rank))
+        made = rank.dispatch_dgrad(make_dy(case, rank.rank), saved)
         rank.section("chunk_done", 4)[2] -= 1  # of two groups
-        rank.dgrad_combine(made, tape, fused=False)
+        rank.dgrad_combine(made, saved, fused=False)
         return _failure(rank)
 
     (failure,) = run_world(case, run, timeout_s=TIMEOUT_S)
@@ -213,7 +213,7 @@ def test_after_a_failure_later_calls_end_at_once_and_the_first_failure_stays() -
         start = time.monotonic()
         for _ in range(2):
             _run_all(rank)
-        assert time.monotonic() - start < MOST_S
+        assert time.monotonic() - start < MAX_S
         rank.timeout_s = TIMEOUT_S
         assert _failure(rank) == failure
         return failure
@@ -222,7 +222,7 @@ def test_after_a_failure_later_calls_end_at_once_and_the_first_failure_stays() -
     assert first.endswith("did not publish its routing (plan) within 0.3 s")
 
 
-def test_codes_by_hand() -> None:
+def test_failure_codes_have_these_messages() -> None:
     sentences = {
         (PLAN, 3, 0): "rank 7: rank 3 did not publish its routing (plan) within 2 s",
         (DISPATCH, 0, 5): (
@@ -231,27 +231,27 @@ def test_codes_by_hand() -> None:
         (COMBINE, 0, 1): (
             "rank 7: column chunk 1 was not multiplied (gemm_combine, chunk 1) within 2 s"
         ),
-        (HOME, 71, 63): (
-            "rank 7: the sums of rank 71 did not come home (gemm_combine, chunk 63) within 2 s"
+        (SUMS, 71, 63): (
+            "rank 7: rank 71 did not send its partial sums (gemm_combine, chunk 63) within 2 s"
         ),
-        (STAGE, 3, 0): "rank 7: rank 3 did not bring its rows (plan) within 2 s",
-        (STAGE, 3, 9): (
-            "rank 7: rank 3 did not bring its rows for another pass of call 9 (stage) within 2 s"
+        (ROWS, 3, 0): "rank 7: rank 3 did not publish its rows (plan) within 2 s",
+        (ROWS, 3, 9): (
+            "rank 7: rank 3 did not publish its rows for another pass of call 9 within 2 s"
         ),
         (ORDER, 3, 9): (
-            "rank 7: rank 3 came for another pass of call 9, not for what this rank runs: all "
-            "ranks must run their layers, forward and backward, in the same order"
+            "rank 7: rank 3 runs another pass of call 9, and this rank does not: all ranks must "
+            "run their layers, forward and backward, in the same order"
         ),
         (ORDER, 3, 0): (
-            "rank 7: rank 3 came with a new call, not for what this rank runs: all ranks must run "
-            "their layers, forward and backward, in the same order"
+            "rank 7: rank 3 runs a new call, and this rank does not: all ranks must run their "
+            "layers, forward and backward, in the same order"
         ),
     }
-    for (op, peer, index), sentence in sentences.items():
-        code = op << 48 | peer << 32 | index
+    for (kind, peer, index), sentence in sentences.items():
+        code = kind.value << 48 | peer << 32 | index
         assert describe_failure(code, rank=7, timeout_s=2.0) == sentence
-        host_words = torch.tensor([code, 128, 0])
+        host_status = torch.tensor([code, 128, 0])
         with pytest.raises(RuntimeError) as caught:
-            check(host_words, rank=7, timeout_s=2.0)
+            check(host_status, rank=7, timeout_s=2.0)
         assert str(caught.value) == sentence
     check(torch.tensor([0, 128, 0]), rank=7, timeout_s=2.0)

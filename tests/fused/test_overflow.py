@@ -1,8 +1,8 @@
-"""Rows for which a rank has no room: all ranks learn of it, and none waits for its sums."""
+"""More rows than ``max_rows`` on one rank: all ranks report it, and none waits for its sums."""
 
 import pytest
 
-from halley.fused.kernels import count
+from halley.fused.kernels import routing_exchange
 from halley.interpreter.switch import INTERPRETED
 from tests.fused.kernel_case import KernelCase, make_tokens
 from tests.fused.kernel_rank import KernelRank
@@ -16,20 +16,22 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs kernels on CPU ten
 CASE = KernelCase(num_tokens_CW=((20, 20),), num_experts=4, load="one-hot")
 MAX_ROWS = 32
 NUM_SEEDS = 6
-MOST_SEEDS = 48
+MAX_SEEDS = 48
 SHORT_S = 0.3
 
-_TELL = "                _tell_overflow(num_rows, epoch, rank, words, words_ptrs_W, LAYOUT)\n"
-_STORE = "        tl.store(theirs + LAYOUT.overflow + rank, num_rows)\n"
+_SIGNAL = (
+    "                _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT)\n"
+)
+_STORE = "        tl.store(theirs + LAYOUT.overflow_rows + rank, num_rows)\n"
 _SIGNALS = """\
-        for chunk in range(_MAX_CHUNKS):
-            signal(theirs + LAYOUT.home + rank * _MAX_CHUNKS + chunk, epoch)
+        for chunk in range(LAYOUT.max_chunks):
+            signal(theirs + LAYOUT.sums_ready + rank * LAYOUT.max_chunks + chunk, epoch)
 """
 MUTATIONS = {
-    "nobody is told": Mutation(function=count.count_task, edits=((_TELL, ""),)),
-    "no flags": Mutation(function=count._tell_overflow, edits=((_SIGNALS, ""),)),
-    "flags before the word": Mutation(
-        function=count._tell_overflow, edits=((_STORE + _SIGNALS, _SIGNALS + _STORE),)
+    "no signal": Mutation(function=routing_exchange.count_task, edits=((_SIGNAL, ""),)),
+    "no flags": Mutation(function=routing_exchange._signal_overflow, edits=((_SIGNALS, ""),)),
+    "flags before the number of rows": Mutation(
+        function=routing_exchange._signal_overflow, edits=((_STORE + _SIGNALS, _SIGNALS + _STORE),)
     ),
 }
 
@@ -46,7 +48,7 @@ def _failure(rank: KernelRank) -> str:
     return ""
 
 
-def _all_learn(seed: int) -> bool:
+def _all_report(seed: int) -> bool:
     said = run_world(CASE, _failure, seed=seed, timeout_s=SHORT_S)
     return all(
         text.startswith(f"rank {rank}: the experts of rank 0 got ")
@@ -55,12 +57,12 @@ def _all_learn(seed: int) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_all_ranks_learn_of_an_overflow(seed: int) -> None:
-    assert _all_learn(seed)
+def test_all_ranks_report_an_overflow(seed: int) -> None:
+    assert _all_report(seed)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     apply(MUTATIONS[name], monkeypatch)
-    caught = (not _all_learn(seed) for seed in range(MOST_SEEDS))
-    assert any(caught), f"{name} shows with none of {MOST_SEEDS} seeds"
+    caught = (not _all_report(seed) for seed in range(MAX_SEEDS))
+    assert any(caught), f"{name} shows with none of {MAX_SEEDS} seeds"

@@ -10,17 +10,16 @@ import torch
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
-from halley.fused import passes
+from halley.fused import replay
 from halley.fused.buffer_cache import Workspaces
-from halley.ops.kernels import replay as tape
-from halley.ops.kernels.launch import Launcher, only_compiles
+from halley.ops.kernels.launch import Launcher, note_step, only_compiles
 from halley.strategies.fused import FusedStrategy
 
 
 CPU = torch.device("cpu")
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 24, 32, 16, 4, 2
-ROWS, ROOM = 5 * 16, 6 * 16  # of the plan, in whole tiles, and for how many there is room
-SENDS = 64
+ROWS, CAPACITY = 5 * 16, 6 * 16  # rows of the plan in whole tiles, and with the margin
+COPIES = 64
 
 
 class Launch:
@@ -63,12 +62,12 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any]]]:
             made.append((self.launch.name, list(self.values)))
 
     def note(launcher: Launcher, _: int, args: Any, constants: Any, **options: Any) -> None:
-        tape.note_launch(Launch(launcher.kernel.fn.__name__), args)  # pyright: ignore[reportArgumentType]
+        note_step((Launch(launcher.kernel.fn.__name__), args))
 
     monkeypatch.setattr(Launcher, "__call__", note)
-    monkeypatch.setattr(tape, "Prepared", Prepared)
-    monkeypatch.setattr(passes, "INTERPRETED", False)
-    monkeypatch.setattr(passes, "current_stream", lambda device: 0)
+    monkeypatch.setattr(replay, "PreparedLaunch", Prepared)
+    monkeypatch.setattr(replay, "INTERPRETED", False)
+    monkeypatch.setattr(replay, "current_stream", lambda device: 0)
     return made
 
 
@@ -98,7 +97,7 @@ def test_all_that_is_launched_was_compiled(
     with torch.set_grad_enabled(backward):
         for _ in range(3):
             y_TD = strategy.forward(*_inputs(), experts)
-            workspace.host_words[1] = ROWS
+            workspace.host_status[1] = ROWS
             if backward:
                 y_TD.sum().backward()
     assert launched[False] == launched[True]
@@ -125,7 +124,10 @@ def _forward(strategy: FusedStrategy, experts: Experts) -> tuple[torch.Tensor, A
     x_TD, routing = _inputs()
     y_TD = strategy.forward(x_TD, routing, experts)
     for workspace in strategy.workspaces.all():
-        workspace.host_words[1], workspace.host_words[3] = ROWS, SENDS  # as a plan would have told
+        workspace.host_status[1], workspace.host_status[3] = (
+            ROWS,
+            COPIES,
+        )  # as a plan would have told
     return x_TD, y_TD
 
 
@@ -144,26 +146,26 @@ def test_backward_again(
         calls.append(_forward(strategy, experts))
         repeated.clear()
         x_TD, y_TD = calls[-1]
-        kept, _, pre_RG, up_LGD, down_LDF, _ = y_TD.grad_fn.saved_tensors
-        address, num_bytes = kept.data_ptr(), kept.untyped_storage().nbytes()
+        _, saved, _, pre_RG, up_LGD, down_LDF, _ = y_TD.grad_fn.saved_tensors
+        address, num_rows = saved.data_ptr(), saved.shape[0]
+        num_bytes = saved.untyped_storage().nbytes()
         grad_TD = torch.randn_like(y_TD)
         y_TD.backward(grad_TD)
     names = [name for name, _ in repeated]
     assert names.count("weight_gemm_kernel") == 2
-    assert names[0] == ("fetch_kernel" if save == "inputs" else "stage_kernel")
+    assert names[0] == ("fetch_kernel" if save == "inputs" else "publish_rows_kernel")
     values = [value for _, launched in repeated for value in launched]
-    staged = next(launched[0] for name, launched in repeated if name == "stage_kernel")
-    assert staged == (x_TD if save == "recompute" else grad_TD).data_ptr()
+    published = next(launched[0] for name, launched in repeated if name == "publish_rows_kernel")
+    assert published == (x_TD if save == "recompute" else grad_TD).data_ptr()
     assert grad_TD.data_ptr() in values
-    assert kept.shape[0] == {"recompute": TOKENS, "inputs": SENDS, "all": ROWS}[save]
+    assert num_rows == {"recompute": TOKENS, "inputs": COPIES, "all": ROWS}[save]
     assert address in values
-    assert kept.untyped_storage().nbytes() == (0 if save == "inputs" else num_bytes)
     if save == "all":
         assert pre_RG.shape[0] == ROWS
-        assert kept.untyped_storage().nbytes() == ROOM * HIDDEN * kept.itemsize
+        assert num_bytes == CAPACITY * HIDDEN * saved.itemsize
         assert pre_RG.data_ptr() in values
         by_kernel = [launched for name, launched in repeated if name == "weight_gemm_kernel"]
-        assert kept.data_ptr() in by_kernel[1]
+        assert saved.data_ptr() in by_kernel[1]
     for weight in (up_LGD, down_LDF):
         assert weight.data_ptr() in values
     for weight in (experts.up_LGD, experts.down_LDF) if main_grad else ():

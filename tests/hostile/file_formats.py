@@ -1,6 +1,5 @@
 """The JSON files of a run's plan and measurements: a valid example and the reader of each."""
 
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from halley.core.counts import read_counts, write_counts
 from halley.core.placement import ExpertPlacement, load_placements, save_placements
 from halley.cost.profiles import Curve, Environment, ProfileTable
 from halley.cost.simulate import Contention
-from halley.fused.tuned import KnobTable, Tuned, TunedShape
+from halley.fused.tuned import ConfigTable, TunedConfig, TunedShape
 
 
 HERE = Environment(device="cpu", versions="torch 2", topology="ranks 2")
@@ -41,26 +40,26 @@ def read_profiles(path: Path) -> object:
     return table.time_us("mm"), table.curve("all_to_all"), table.contention
 
 
-def write_knobs(path: Path) -> None:
-    table = KnobTable(path, HERE, shipped=Path(os.devnull))
+def write_kernel_configs(path: Path) -> None:
+    table = ConfigTable(path, HERE)
     for num_tokens in (512, 1024):
         shape = TunedShape(
             hidden_size=64, num_experts=8, top_k=2, dtype="bfloat16", num_tokens=num_tokens
         )
-        tuned = Tuned(
+        tuned = TunedConfig(
             shape=shape,
-            settings=("home_rows=16", "up.run=2"),
+            settings=("sum_rows=16", "up.run=2"),
             median_us=80.0,
             default_us=100.0,
-            sweeps={"home_rows": {"8": 90.0, "16": 80.0}},
+            sweeps={"sum_rows": {"8": 90.0, "16": 80.0}},
         )
         table.write(tuned)
 
 
-def read_knobs(path: Path) -> object:
+def read_kernel_configs(path: Path) -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of files without a line for this machine
-        return KnobTable(path, HERE, shipped=Path(os.devnull)).found
+        return ConfigTable(path, HERE).found
 
 
 # Name of the format: the writer of a valid file, the reader.
@@ -68,5 +67,5 @@ FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "placement": (write_placement, read_placement),
     "counts": (write_expert_counts, read_counts),
     "profiles": (write_profiles, read_profiles),
-    "tuned knobs": (write_knobs, read_knobs),
+    "tuned kernel configurations": (write_kernel_configs, read_kernel_configs),
 }

@@ -1,4 +1,4 @@
-"""Wrong command lines: one exact line, exit code 2, no rank started and no file touched."""
+"""A wrong command line prints one exact line, exits with 2, and starts and changes nothing."""
 
 import dataclasses
 import hashlib
@@ -12,35 +12,32 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.graph_bench.__main__ import main as graph_bench
+from benchmarks.model_bench.__main__ import main as model_bench
 from halley.cli import ranks
 from halley.cli.main import main
 from halley.core.load_config import load_config
-from tests.hostile.commands_of_bench import BENCH_GRAPH, BENCH_LAYER, BENCH_MODEL
-from tests.hostile.commands_of_plan import PLAN
-from tests.hostile.commands_of_tools import TOOLS
-from tests.hostile.commands_of_training import TRACE, TRAIN, TRAIN_MODEL
+from tests.hostile.cases import fill, read_cases
 
 
 LIMIT_S = 60.0
 PREFIX = "halley: error: "
-TABLES = (TRAIN, TRAIN_MODEL, TRACE, BENCH_LAYER, BENCH_MODEL, BENCH_GRAPH, PLAN, TOOLS)
-MESSAGES = {command: message for table in TABLES for command, message in table.items()}
+CASES = read_cases("commands_train", "commands_bench", "commands_plan", "commands_tools")
 SYSTEM = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6171000}  # 23.5 GiB
 WORDS = {
-    "{models}": "tiny, mixtral-8x7b, phi-3.5-moe, qwen2-moe, qwen3-30b-a3b, olmoe, gpt-oss-20b, "
+    "models": "tiny, mixtral-8x7b, phi-3.5-moe, qwen2-moe, qwen3-30b-a3b, olmoe, gpt-oss-20b, "
     "deepseek-v3",
-    "{strategies}": "sequential, chunked, gathered, functional, unfused, fused, auto",
-    "{saving}": "unfused:all, unfused:inputs, unfused:recompute, fused:all, fused:inputs, "
-    "fused:recompute",
-    "{train_keys}": "train.num_steps, train.batch_size, train.num_microbatches, train.dtype, "
+    "strategies": "sequential, chunked, all_gather, functional, unfused, fused, auto",
+    "saving": "chunked:<number>, unfused:all, unfused:inputs, unfused:recompute, fused:all, "
+    "fused:inputs, fused:recompute",
+    "train_keys": "train.num_steps, train.batch_size, train.num_microbatches, train.dtype, "
     "train.seed, train.activation_checkpointing, train.deterministic, train.log_every, "
     "train.tensorboard",
-    "{knobs}": "fetch_elements, chunk_columns, "
-    "combine_rows, combine_stages, combiners_beside, combiners_after, down, up, down_grad, weight, "
-    "up_grad",
-    "{grouped_rows}": "torch's grouped GEMM reads rows of 16 bytes",
-    "{long}": "n" * 300,
-    "{machine}": platform.machine(),
+    "knobs": "fetch_elements, chunk_columns, "
+    "combine_rows, combine_stages, combiners_beside, combiners_after, down, up, down_grad, up_grad",
+    "grouped_rows": "torch's grouped GEMM reads rows of 16 bytes",
+    "long": "n" * 300,
+    "machine": platform.machine(),
 }
 
 
@@ -85,6 +82,13 @@ def _nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)  # a run's default output is relative
 
 
+def _call(words: list[str]) -> int:
+    """Run ``halley``, or the script of a benchmark that is no longer a command of ``halley``."""
+    scripts = {"bench model": model_bench, "bench graph": graph_bench}
+    script = scripts.get(" ".join(words[:2]))
+    return main(words) if script is None else script(words[2:])
+
+
 def _hashes(folder: Path) -> dict[Path, str]:
     return {
         path: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
@@ -92,26 +96,20 @@ def _hashes(folder: Path) -> dict[Path, str]:
     }
 
 
-def _filled(text: str, folder: Path) -> str:
-    for word, value in {**WORDS, "{folder}": str(folder)}.items():
-        text = text.replace(word, value)
-    return text
-
-
-@pytest.mark.parametrize("command", MESSAGES)
-def test_a_wrong_command_gets_one_exact_line_and_changes_nothing(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("command", "message"), CASES)
+def test_wrong_command_prints_one_exact_line_and_changes_nothing(
+    command: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words = {**WORDS, "folder": str(folder)}
     before = _hashes(folder)
-    assert main(shlex.split(_filled(command, folder))) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", f"{PREFIX}{_filled(MESSAGES[command], folder)}\n")
+    assert _call(shlex.split(fill(command, words))) == 2
+    assert capsys.readouterr() == ("", f"{PREFIX}{fill(message, words)}\n")
     assert _hashes(folder) == before
 
 
 @pytest.mark.parametrize("word", ["a\0b", "a\udc80b"])
 @pytest.mark.parametrize("option", ["--output", "--config", "--data", "--strategy"])
-def test_no_argument_holds_a_nul_byte_or_bytes_that_are_no_text(
+def test_argument_with_nul_byte_or_invalid_utf8_is_refused(
     option: str, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", option, word]) == 2
@@ -120,24 +118,36 @@ def test_no_argument_holds_a_nul_byte_or_bytes_that_are_no_text(
 
 
 @pytest.mark.parametrize("command", ["tune --device cpu --show", "tune --device cpu"])
-def test_tuned_knobs_of_the_environment_are_checked(
+def test_table_named_by_environment_variable_is_checked(
     command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HALLEY_KNOBS", str(folder / "binary.toml"))
+    monkeypatch.setenv("HALLEY_KERNEL_CONFIG", str(folder / "binary.toml"))
     assert main(command.split()) == 2
     assert capsys.readouterr().err == (
-        f"{PREFIX}tuned knobs ({folder}/binary.toml) must be UTF-8 text: the byte at offset 0 is "
-        "not\n"
+        f"{PREFIX}tuned kernel configurations ({folder}/binary.toml) must be UTF-8 text: the byte "
+        "at offset 0 is not\n"
     )
 
 
-def test_a_chart_and_results_of_before_are_replaced(folder: Path, tmp_path: Path) -> None:
-    """What Halley wrote itself is no obstacle: the check passes and ranks would start."""
+@pytest.mark.parametrize("name", ["model", "graph"])
+def test_benchmark_that_moved_names_its_script(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", name, "--nproc", "4", "--output", "results"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"{PREFIX}halley bench {name} is now a script: run `python -m benchmarks.{name}_bench` "
+        "with the same options in a checkout of Halley's repository\n",
+    )
+
+
+def test_results_of_an_earlier_run_are_accepted(folder: Path, tmp_path: Path) -> None:
+    """The check refuses files of the user, not files that Halley wrote itself."""
     rows = tmp_path / f"cpu-{platform.machine()}x2" / "model.jsonl"
     rows.parent.mkdir()
     rows.write_text('{"case": "model"}\n')
     with pytest.raises(pytest.fail.Exception, match="2 ranks would start"):
-        main(f"bench model --device cpu --nproc 2 --output {tmp_path}".split())
+        model_bench(f"--device cpu --nproc 2 --output {tmp_path}".split())
     assert rows.read_text() == '{"case": "model"}\n'
 
 
@@ -152,17 +162,17 @@ def _run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_what_cannot_be_printed_is_told_in_one_line() -> None:
+def test_full_output_device_gives_one_line() -> None:
     done = _run(f"{sys.executable} -m halley.cli --help > /dev/full")
     assert done.returncode == 1
     assert done.stderr == "halley: failed: [Errno 28] No space left on device\n"
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+def test_closed_pipe_gives_no_traceback() -> None:
     done = _run(f"{sys.executable} -m halley.cli --help | true")
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_closed_output_and_a_dumb_terminal_are_no_failure() -> None:
+def test_closed_stdout_and_dumb_terminal_are_accepted() -> None:
     done = _run(f"{sys.executable} -m halley.cli doctor >&-", TERM="dumb")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,7 @@
-"""Wrong configurations: each is refused, before any memory is taken, with one exact message."""
+"""A wrong configuration raises one exact message before any memory is allocated."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from halley.core.config import (
 )
 from halley.core.load_config import load_config
 from halley.core.models import NAMED_MODELS
-from tests.hostile.wrong_fields import WRONG_FIELDS
-from tests.hostile.wrong_toml import WRONG_OVERRIDES, WRONG_TOML
+from tests.hostile.cases import expand, fill, read_cases
 
 
 MOE = MoEConfig(num_experts=8, top_k=2, intermediate_size=32)
@@ -33,9 +33,18 @@ MODEL = ModelConfig(
     head_dim=16,
     moe=MOE,
 )
+GROUPS = RouterConfig(kind="sigmoid", num_groups=4, num_limited_groups=2)
+SWITCH = RouterConfig(kind="switch", capacity_factor=1.0)
+TOP2 = RouterConfig(kind="top2", capacity_factor=1.0)
 VALID: dict[str, Any] = {
     "router": RouterConfig(),
+    "switch": SWITCH,
+    "top2": TOP2,
+    "groups": GROUPS,
     "moe": MOE,
+    "switch moe": dataclasses.replace(MOE, top_k=1, router=SWITCH),
+    "top2 moe": dataclasses.replace(MOE, router=TOP2),
+    "groups moe": dataclasses.replace(MOE, top_k=4, router=GROUPS),
     "model": MODEL,
     "data": DataConfig(),
     "train": TrainConfig(),
@@ -45,7 +54,34 @@ VALID: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("config", "field", "value", "message"), WRONG_FIELDS)
+# Values that JSON cannot hold; all others are in data/fields.jsonl.
+PYTHON_VALUES: list[tuple[str, str, object, str]] = [
+    ("router", "capacity_factor", 10**400, f"capacity_factor (1{'0' * 76}...) must be finite"),
+    ("router", "balance_coefficient", 1j, "balance_coefficient (1j) must be of type float"),
+    ("moe", "activation", b"gelu", "activation (b'gelu') must be one of 'swiglu', 'gelu'"),
+    ("data", "path", b"text", "data.path (b'text') must be of type str"),
+    ("optimizer", "kind", ("adamw",), "optimizer.kind (('adamw',)) must be one of 'adamw', 'sgd'"),
+    ("run", "strategy", ("fused",), "strategy (('fused',)) must be of type str"),
+    ("run", "train", TrainConfig, f"train ({TrainConfig}) must be of type TrainConfig"),
+    (
+        "run",
+        "train",
+        TrainConfig(batch_size=2**22, num_steps=1),
+        "train.batch_size * data.seq_len * model.moe.top_k * expert_tp_size (2147483648) must be "
+        "at most 2147483647",
+    ),
+]
+NAMES = {
+    "run keys": ", ".join(field.name for field in dataclasses.fields(RunConfig)),
+    "train keys": ", ".join(f"train.{field.name}" for field in dataclasses.fields(TrainConfig)),
+    "model keys": ", ".join(f"model.{field.name}" for field in dataclasses.fields(ModelConfig)),
+    "models": ", ".join(NAMED_MODELS),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "message"), [*read_cases("fields"), *PYTHON_VALUES]
+)
 def test_wrong_field_is_refused(config: str, field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
         dataclasses.replace(VALID[config], **{field: value})
@@ -54,52 +90,46 @@ def test_wrong_field_is_refused(config: str, field: str, value: object, message:
 
 @pytest.mark.parametrize("config", VALID)
 def test_each_field_refuses_an_object_of_another_type(config: str) -> None:
-    """A field without a check would keep what a user mistyped and fail far from the mistake."""
+    """A field without a check would accept a wrong value, which then fails far from its cause."""
     for field in dataclasses.fields(VALID[config]):
         with pytest.raises(ValueError, match=rf"^[a-z.]*{field.name} \(<object object") as caught:
             dataclasses.replace(VALID[config], **{field.name: object()})
         assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", WRONG_TOML)
-def test_wrong_file_is_refused(tmp_path: Path, name: str) -> None:
-    content, message = WRONG_TOML[name]
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("config", VALID)
+def test_each_float_field_must_be_finite(config: str, value: float) -> None:
+    for field in dataclasses.fields(VALID[config]):
+        if field.type is float:
+            with pytest.raises(ValueError, match=rf"{field.name} \({value}\) must be finite"):
+                dataclasses.replace(VALID[config], **{field.name: value})
+
+
+@pytest.mark.parametrize(("name", "content", "message"), read_cases("toml"))
+def test_wrong_file_is_refused(tmp_path: Path, name: str, content: Any, message: str) -> None:
     path = tmp_path / "run.toml"
-    path.write_bytes(content)
+    path.write_bytes(expand(content).encode("latin-1"))  # each character is one byte
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
         load_config(path, overrides=[])
-    assert str(caught.value) == _fill(message).replace("{folder}", str(tmp_path))
+    assert str(caught.value) == fill(message, NAMES | {"folder": str(tmp_path)})
 
 
-@pytest.mark.parametrize("name", WRONG_OVERRIDES)
-def test_wrong_override_is_refused(name: str) -> None:
-    overrides, message = WRONG_OVERRIDES[name]
+@pytest.mark.parametrize(("name", "overrides", "message"), read_cases("overrides"))
+def test_wrong_override_is_refused(name: str, overrides: list[Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
-        load_config(None, overrides=overrides)
-    assert str(caught.value) == _fill(message)
+        load_config(None, overrides=[expand(text) for text in overrides])
+    assert str(caught.value) == fill(message, NAMES)
 
 
-def test_whole_numbers_are_taken_for_floats() -> None:
-    """The checks of types must not refuse ``capacity_factor=1``, which Python's typing allows."""
+def test_integers_are_accepted_for_floats() -> None:
+    """Python's typing allows an int for a float, so ``capacity_factor=1`` must work."""
     assert RouterConfig(capacity_factor=1).capacity_factor == 1.0
     assert load_config(None, overrides=["max_load=2"]).max_load == 2.0
 
 
-def test_limits_themselves_are_allowed() -> None:
+def test_largest_allowed_values_are_accepted() -> None:
     assert dataclasses.replace(MOE, num_experts=2**15 - 1).num_experts == 32767
     assert DataConfig(seq_len=2**31 - 1).seq_len == 2147483647
     model = dataclasses.replace(MODEL, num_layers=2**31 - 1)  # no loop over the layers
     assert model.num_moe_layers == 2147483647
-
-
-def _fill(message: str) -> str:
-    """Return a message with the names of fields and models in place of their placeholders."""
-    names = {
-        "{run keys}": [field.name for field in dataclasses.fields(RunConfig)],
-        "{train keys}": [f"train.{field.name}" for field in dataclasses.fields(TrainConfig)],
-        "{model keys}": [f"model.{field.name}" for field in dataclasses.fields(ModelConfig)],
-        "{models}": list(NAMED_MODELS),
-    }
-    for placeholder, listed in names.items():
-        message = message.replace(placeholder, ", ".join(listed))
-    return message

@@ -15,14 +15,14 @@ from halley.core.types import Experts, Routing
 from halley.distributed.peers import compare_ranks
 from halley.distributed.ranks import place_in
 from halley.distributed.watchdog import EXIT_LOST_PEER
+from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.registry import build_strategy
-from halley.strategies.sequential import SequentialStrategy
 from tests.hostile.peer_rank import BAD_RANK, BAD_STEP, TIMES, Ends, Fault, run_jobs
 from tests.rank_pool import RunRanks
 
 
 CPU = torch.device("cpu")
-COLLECTIVE = ("sequential", "chunked", "gathered", "functional", "auto")
+COLLECTIVE = ("sequential", "chunked", "all_gather", "functional", "auto")
 LAYER = {"hidden_size": 16, "num_local": 2, "top_k": 2, "tp_size": 1, "dtype": "float32"}
 # The property of rank 1, the strategies that it matters to, and the error.
 DIFFERENCES = (
@@ -30,7 +30,7 @@ DIFFERENCES = (
     ("num_local", 4, (*COLLECTIVE, "fused"), "num_experts ({E} on {0}, {2E} on rank 1)"),
     ("dtype", "bfloat16", (*COLLECTIVE[:-1], "fused"), "dtype (torch.float32 on {0}, torch.bf"),
     ("dtype", "bfloat16", ("auto",), "element_bytes (4 on {0}, 2 on rank 1)"),
-    ("top_k", 1, ("chunked", "gathered", "auto", "fused"), "top_k (2 on {0}, 1 on rank 1)"),
+    ("top_k", 1, ("chunked", "all_gather", "auto", "fused"), "top_k (2 on {0}, 1 on rank 1)"),
     ("tp_size", None, (*COLLECTIVE, "fused"), "tp_size (1 on {0}, {W} on rank 1)"),
 )
 
@@ -125,7 +125,7 @@ def test_rank_that_meets_no_new_layer_is_named_on_the_others(run_ranks: RunRanks
 
 def _run_passes_in_another_order(rank: int, num_ranks: int) -> str:
     """Run two layers forward; rank 1 then runs a third, the others a backward."""
-    strategy = SequentialStrategy(dist.group.WORLD, recorder=Recorder(CPU))
+    strategy = AllToAllStrategy(dist.group.WORLD, recorder=Recorder(CPU))
     x_TD = torch.ones(3, 16, requires_grad=True)
     experts = Experts(up_LGD=torch.ones(2, 32, 16), down_LDF=torch.ones(2, 16, 16))
     idx_TK = torch.zeros(3, 1, dtype=torch.int64)
@@ -154,7 +154,7 @@ def _use_a_group_of_others(rank: int, num_ranks: int) -> str:
     if rank == 0:
         return ""
     with pytest.raises(ValueError, match="no member") as caught:
-        SequentialStrategy(group, recorder=Recorder(CPU))  # pyright: ignore[reportArgumentType]
+        AllToAllStrategy(group, recorder=Recorder(CPU))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no member"):
         place_in(group)  # pyright: ignore[reportArgumentType]
     return str(caught.value)
@@ -171,7 +171,7 @@ def test_group_without_this_rank_is_refused(run_ranks: RunRanks) -> None:
 
 def test_tp_size_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^tp_size \(2\) must be at least 1 and divide the ranks"):
-        SequentialStrategy(None, recorder=Recorder(CPU), tp_size=2)
+        AllToAllStrategy(None, recorder=Recorder(CPU), tp_size=2)
 
 
 def _pass_name(fault: Fault) -> str:

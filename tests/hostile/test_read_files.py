@@ -1,4 +1,4 @@
-"""Damaged, wrong and hostile JSON files: each reader returns a valid value or names the fault."""
+"""Reading a damaged or hostile file gives a valid value or an error that names the file."""
 
 import json
 import os
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from halley.core.load_config import load_config
 from halley.fused.tuned import merge_tables
+from tests.hostile.cases import expand, fill, read_cases
 from tests.hostile.file_formats import FORMATS
-from tests.hostile.wrong_lines import WRONG_LINES
-from tests.hostile.wrong_tables import WRONG_TABLES
 
 
 MAX_S = 2.0  # for one file; all readers are linear in sizes that are limited
@@ -26,7 +25,7 @@ each_reader = pytest.mark.parametrize("name", READERS)
 
 
 class Bomb:
-    """An object whose pickle makes a file when it is loaded."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -41,20 +40,21 @@ def _message(name: str, path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "text", "other", "message"), WRONG_TABLES + WRONG_LINES)
-def test_wrong_file_is_refused(
-    tmp_path: Path, name: str, text: str, other: str, message: str
+@pytest.mark.parametrize(("name", "text", "other", "message"), read_cases("files"))
+def test_wrong_content_is_refused(
+    tmp_path: Path, name: str, text: str, other: Any, message: str
 ) -> None:
+    """``other`` replaces ``text``, which occurs in the valid file of that format."""
     path = tmp_path / "file"
     FORMATS[name][0](path)
     valid = path.read_text()
     assert text in valid
-    path.write_text(valid.replace(text, other, 1))
-    assert _message(name, path) == message.replace("{path}", str(path))
+    path.write_text(valid.replace(text, expand(other), 1))
+    assert _message(name, path) == fill(message, {"path": str(path)})
 
 
 @each_reader
-def test_folder_is_no_file(tmp_path: Path, name: str) -> None:
+def test_folder_is_refused(tmp_path: Path, name: str) -> None:
     assert (
         _message(name, tmp_path) == f"{name} ({tmp_path}) must be a readable file: Is a directory"
     )
@@ -104,18 +104,25 @@ def test_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     assert _message(name, path) == want
 
 
-@pytest.mark.parametrize(("name", "value"), [("profiles", (None, None, None)), ("tuned knobs", [])])
-def test_missing_table_of_measurements_is_an_empty_one(
+@pytest.mark.parametrize(
+    ("name", "value"), [("profiles", (None, None, None)), ("tuned kernel configurations", [])]
+)
+def test_missing_table_of_measurements_reads_as_empty(
     tmp_path: Path, name: str, value: object
 ) -> None:
-    """The first measurement makes the file; the null device stands for none, too."""
+    """The first measurement creates the file; the null device reads as empty, too."""
     assert READERS[name](tmp_path / "folder" / "none") == value
     assert READERS[name](Path(os.devnull)) == value
 
 
 @pytest.mark.parametrize(
     ("name", "max_bytes"),
-    [("placement", 2**24), ("counts", 2**24), ("profiles", 2**26), ("tuned knobs", 2**24)],
+    [
+        ("placement", 2**24),
+        ("counts", 2**24),
+        ("profiles", 2**26),
+        ("tuned kernel configurations", 2**24),
+    ],
 )
 def test_file_beyond_the_limit_is_not_read(tmp_path: Path, name: str, max_bytes: int) -> None:
     path = tmp_path / "large"
@@ -143,10 +150,8 @@ def test_other_encodings_are_refused(
 def test_deep_nesting_is_refused(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
-    where = {
-        "profiles": f"{path}:1 must be a line of profiles: it",
-        "tuned knobs": f"{path}:1 must be a line of tuned knobs: it",
-    }.get(name, f"{name} ({path})")
+    has_lines = name in ("profiles", "tuned kernel configurations")
+    where = f"{path}:1 must be a line of {name}: it" if has_lines else f"{name} ({path})"
     assert _message(name, path) == f"{where} must nest lists and objects at most 32 deep"
 
 
@@ -157,7 +162,7 @@ def test_pickle_is_never_loaded(tmp_path: Path, name: str, protocol: int) -> Non
     path.write_bytes(pickle.dumps(Bomb(marker), protocol=protocol))
     assert str(path) in _message(name, path)
     assert not marker.exists()
-    pickle.loads(path.read_bytes())  # what a reader that unpickles would do
+    pickle.loads(path.read_bytes())  # a reader that unpickles would run the code
     assert marker.exists()
 
 
@@ -165,14 +170,17 @@ def test_merged_tables_must_be_files(tmp_path: Path) -> None:
     merged = tmp_path / "merged.jsonl"
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
         merge_tables([tmp_path], merged)
-    assert str(caught.value) == f"tuned knobs ({tmp_path}) must be a readable file: Is a directory"
+    assert (
+        str(caught.value)
+        == f"tuned kernel configurations ({tmp_path}) must be a readable file: Is a directory"
+    )
     assert not merged.exists()
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["cut", "flip", "twice", "retype", "nest"]))
-def test_damaged_file_is_read_or_named(
+def test_damaged_file_gives_a_value_or_an_error_with_its_path(
     tmp_path_factory: pytest.TempPathFactory, name: str, seed: int, kind: str
 ) -> None:
     path = tmp_path_factory.mktemp("damaged") / "file"

@@ -1,4 +1,4 @@
-"""Ranks of their own for tests with frameworks, which leave process groups and imports behind."""
+"""A rank pool for each test file: frameworks leave process groups and imports behind in a rank."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -8,12 +8,12 @@ import pytest
 from tests.rank_pool import RankPool
 
 
-collect_ignore_glob = [] if find_spec("transformers") else ["test_huggingface*"]
+collect_ignore_glob = [] if find_spec("transformers") else ["test_transformers_*"]
 
 
 @pytest.fixture(scope="module")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
-    """Yield pools that no other file's tests use; kill their processes, which poll, at its end."""
+    """Yield pools that tests of this file share, and kill their processes at its end."""
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():

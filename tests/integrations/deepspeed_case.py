@@ -1,4 +1,4 @@
-"""A two-layer model of transformers under DeepSpeed's AutoEP, trained with and without Halley."""
+"""A two-layer Transformers model that trains with DeepSpeed's AutoEP and optionally Halley."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 _REASON = "deepspeed is not installed: make compat runs these tests with it"
 
-# DeepSpeed looks for a device when it is imported, and finds none where there is no GPU.
+# DeepSpeed looks for a GPU when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -36,11 +36,11 @@ class Case:
 
     Attributes:
         strategy: of Halley; "" for DeepSpeed's own layer.
-        model: a key of ``MODELS``, and AutoEP's name for it.
+        model: a key of ``MODELS``, which is also AutoEP's name for it.
         stage: of ZeRO.
-        ep_size: ranks that share experts.
+        ep_size: expert-parallel degree.
         settings: further fields of DeepSpeed's "expert_parallel".
-        activation: of the experts, as DeepSpeed calls it; "" for the model's.
+        activation: DeepSpeed's name of the experts' activation; "" for the model's.
         strict: as for ``enable``.
     """
 
@@ -55,13 +55,13 @@ class Case:
 
 @contextmanager
 def launched(rank: int, num_ranks: int) -> Iterator[None]:
-    """Have a rank's environment say what a launcher's would; let by what DeepSpeed warns of."""
+    """Set the environment variables of a launcher, and ignore DeepSpeed's warnings."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it calls what torch 2.13 renamed, among other things
+        warnings.simplefilter("ignore")  # DeepSpeed uses names that torch 2.13 deprecates
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", num_ranks)):
             patch.setenv(name, str(value))
-        # It would compile a collective of its own for ranks of one host: minutes, and a lock that
-        # a rank which is killed leaves behind.
+        # DeepSpeed would compile a collective for ranks of one host. That takes minutes, and a
+        # killed rank leaves a lock behind.
         patch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
         yield
 
@@ -110,7 +110,7 @@ def build_engine(case: Case) -> Any:
 
 
 def train(rank: int, num_ranks: int, case: Case, num_steps: int) -> tuple[list[float], Any]:
-    """Train on random tokens; return the mean loss of each step, and how the experts ran."""
+    """Train on random tokens; return the mean loss of each step, and the descriptions."""
     with launched(rank, num_ranks):
         engine = build_engine(case)
         generator = torch.Generator().manual_seed(rank)

@@ -1,4 +1,4 @@
-"""The tables of versions in the plug-ins' documents: what their script makes of the results."""
+"""Tables in the plug-ins' documents match the results; the scripts that write them work."""
 
 import importlib
 import importlib.util
@@ -55,7 +55,7 @@ def compatibility() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["transformers", "torchtitan", "megatron-core", "deepspeed"])
-def test_table_is_that_of_the_results(name: str, compatibility: ModuleType) -> None:
+def test_table_of_versions_matches_the_results(name: str, compatibility: ModuleType) -> None:
     framework = compatibility.FRAMEWORKS[name]
     results = json.loads(framework.results.read_text(encoding="ascii"))
     assert set(results) == set(framework.versions)
@@ -64,7 +64,17 @@ def test_table_is_that_of_the_results(name: str, compatibility: ModuleType) -> N
     assert compatibility.render(document, compatibility.table(results, framework.row)) == document
 
 
-def test_report_is_read(compatibility: ModuleType, tmp_path: Path) -> None:
+def test_measured_steps_in_the_document_are_those_of_the_results() -> None:
+    lines = (ROOT / "benchmarks/results/h200x4/transformers_step.jsonl").read_text().splitlines()
+    document = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    names = {"all_to_all": "built-in `all_to_all`", "halley": "Halley, `fused`"}
+    for row in map(json.loads, lines):
+        median, low, high = (f"{row[key] / 1e3:.0f}" for key in ("median_us", "p10_us", "p90_us"))
+        cells = f"{median} ms ({low} to {high}) | {row['peak_mib'] / 1024:.1f} GiB"
+        assert f"| {names[row['strategy']]} | {cells} |" in document
+
+
+def test_report_of_pytest_is_summarised(compatibility: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     found = compatibility.read_report(report)
@@ -101,7 +111,7 @@ def _sides(suite: ModuleType, **halley: dict[str, int]) -> tuple[Any, Any]:
     )
 
 
-def test_same_outcomes_of_a_suite(suite: ModuleType) -> None:
+def test_equal_outcomes_of_a_suite_are_summarised(suite: ModuleType) -> None:
     found = suite.summarize(*_sides(suite))
     assert list(found) == ["mixtral", "qwen2_moe"]
     assert found["mixtral"]["halley"] == {"passed": 1, "skipped": 0, "failed": 0, "subtests": 2}
@@ -122,7 +132,7 @@ def test_same_outcomes_of_a_suite(suite: ModuleType) -> None:
         ("test_b", {"passed": 1}, 0),
     ],
 )
-def test_other_outcomes_of_a_suite(
+def test_different_outcomes_of_a_suite_are_found(
     test: str, counts: dict[str, int], failed: int, suite: ModuleType
 ) -> None:
     found = suite.summarize(*_sides(suite, **{test: counts}))
@@ -131,14 +141,14 @@ def test_other_outcomes_of_a_suite(
     assert changed["halley"]["failed"] - changed["transformers"]["failed"] == failed
 
 
-def test_test_that_is_not_run_differs(suite: ModuleType) -> None:
+def test_missing_test_counts_as_different(suite: ModuleType) -> None:
     own, halley = _sides(suite)
     (name, *_) = halley.outcomes
     del halley.outcomes[name]
     assert suite.summarize(own, halley)["mixtral"]["differ"] == [name]
 
 
-def test_results_of_suites_are_those_of_the_document(suite: ModuleType) -> None:
+def test_table_of_suites_matches_the_results(suite: ModuleType) -> None:
     results = json.loads(suite.RESULTS.read_text(encoding="ascii"))
     runs = [run for runs in results.values() for run in runs.values()]
     assert runs
@@ -151,7 +161,7 @@ def test_results_of_suites_are_those_of_the_document(suite: ModuleType) -> None:
     assert suite.render_document(document, results) == document
 
 
-def test_result_of_a_run_is_kept_beside_others(suite: ModuleType, tmp_path: Path) -> None:
+def test_result_of_a_run_keeps_the_others(suite: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     result = {"transformers": "5.9.0", "suites": "5.8.0", "strategy": "chunked", "activation": ""}
     suite.keep({**result, "seconds": 1}, path)
@@ -171,12 +181,12 @@ def test_version_of_a_checkout_is_read(suite: ModuleType, tmp_path: Path) -> Non
     assert suite.read_version(tmp_path) == "5.9.0"
 
 
-def test_plugin_measures_errors(suite: ModuleType) -> None:
+def test_plugin_records_the_largest_error(suite: ModuleType) -> None:
     record = importlib.import_module("transformers_plugin").Record()
     expected = torch.tensor([1.0, -4.0])
     record.compare(expected + torch.tensor([0.5, 0.0]), expected)
     record.compare(expected, expected)
-    record.compare(torch.ones(1), torch.full((1,), torch.nan))  # what is wrong both ways
+    record.compare(torch.ones(1), torch.full((1,), torch.nan))  # Transformers' own is NaN: skipped
     record.compare(expected[:0], expected[:0])
     assert record.errors == {"": {"float32": 0.125}}
     record.compare(torch.full((2,), torch.nan), expected)

@@ -1,4 +1,4 @@
-"""Models under DeepSpeed's AutoEP trained with and without Halley; what is said of what is not."""
+"""DeepSpeed AutoEP models train as without Halley; layers that do not fit are reported."""
 
 import runpy
 import warnings
@@ -36,9 +36,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "06_deepspeed.py"
 def _losses(
     rank: int, num_ranks: int, case: Case, strategy: str
 ) -> tuple[list[float], list[float], dict[str, str]]:
-    wanted, ran = train(rank, num_ranks, case, NUM_STEPS)
+    expected, ran = train(rank, num_ranks, case, NUM_STEPS)
     assert ran == {}
-    return wanted, *train(rank, num_ranks, replace(case, strategy=strategy), NUM_STEPS)
+    return expected, *train(rank, num_ranks, replace(case, strategy=strategy), NUM_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,18 @@ def _losses(
         ("mixtral, ZeRO 2", "fused"),
     ],
 )
-def test_losses_are_deepspeeds(
+def test_losses_equal_deepspeeds(
     name: str,
     strategy: str,
     run_ranks: RunRanks,
     record_property: Callable[[str, str], None],
 ) -> None:
-    for wanted, losses, ran in run_ranks(_losses, 2, CASES[name], strategy):
-        assert wanted[-1] < wanted[0]
-        assert losses == pytest.approx(wanted, rel=0, abs=TOLERANCE)
+    for expected, losses, ran in run_ranks(_losses, 2, CASES[name], strategy):
+        assert expected[-1] < expected[0]
+        assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE)
         path = f"halley: {strategy}"
         if CASES[name].activation:
-            path += " around their own arithmetic: the experts' activation is swiglu_oai"
+            path += ", with the framework's own expert code: the experts' activation is swiglu_oai"
         assert ran == {f"model.layers.{i}.mlp": path for i in range(2)}
     record_property("ran", strategy)
 
@@ -76,19 +76,19 @@ def _exchange(rank: int, num_ranks: int, folder: Path) -> None:
                 parameter.zero_()
         written.save_checkpoint(str(folder))
         read.load_checkpoint(str(folder))
-    wanted, found = written.module.state_dict(), read.module.state_dict()
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    expected, found = written.module.state_dict(), read.module.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
 
-def test_checkpoints_are_deepspeeds(tmp_path: Path, run_ranks: RunRanks) -> None:
+def test_checkpoints_are_interchangeable(tmp_path: Path, run_ranks: RunRanks) -> None:
     run_ranks(_exchange, 2, tmp_path)
 
 
-def _leave(rank: int, num_ranks: int, case: Case) -> list[str]:
-    """Train with a setting that Halley does not know; return what is said."""
-    with launched(rank, num_ranks), warnings.catch_warnings(record=True) as said:
+def _run_unsupported(rank: int, num_ranks: int, case: Case) -> list[str]:
+    """Train with a setting that Halley cannot run; return the messages."""
+    with launched(rank, num_ranks), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             engine = build_engine(case)
@@ -97,7 +97,7 @@ def _leave(rank: int, num_ranks: int, case: Case) -> list[str]:
         except ValueError as error:
             return [str(error)]
         paths = halley_deepspeed.describe(engine.module).values()
-    return [*paths, *(str(w.message) for w in said if "must be" in str(w.message))]
+    return [*paths, *(str(w.message) for w in caught if "must be" in str(w.message))]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -108,11 +108,11 @@ def _leave(rank: int, num_ranks: int, case: Case) -> list[str]:
         (Case(stage=3), "ZeRO stage (3) must be 1 or 2"),
     ],
 )
-def test_what_is_left_to_deepspeed(
+def test_unsupported_settings_are_left_to_deepspeed(
     case: Case, problem: str, strict: bool, run_ranks: RunRanks
 ) -> None:
     case = replace(case, strategy="sequential", strict=strict)
-    first, second = run_ranks(_leave, 2, case)
+    first, second = run_ranks(_run_unsupported, 2, case)
     if strict:
         assert first == second == [problem]
     else:
@@ -128,14 +128,14 @@ def _divide(rank: int, num_ranks: int) -> str:
     return str(caught.value)
 
 
-def test_mesh_that_does_not_divide_is_one_sentence(run_ranks: RunRanks) -> None:
+def test_uneven_experts_are_an_error(run_ranks: RunRanks) -> None:
     for said in run_ranks(_divide, 2):
         assert "divi" in said
         assert "\n" not in said
 
 
-def test_enable_says_what_it_did_and_disable_undoes_it() -> None:
-    layers: Any = halley_deepspeed._layers
+def test_enable_reports_and_disable_restores() -> None:
+    layers: Any = halley_deepspeed._deepspeed.auto_ep_layer
     own = layers.AutoEPMoELayer
     for strategy in ("sequential", "chunked"):
         said = halley_deepspeed.enable(strategy)
@@ -145,7 +145,7 @@ def test_enable_says_what_it_did_and_disable_undoes_it() -> None:
     assert layers.AutoEPMoELayer is own
 
 
-def test_unknown_strategy_is_one_sentence() -> None:
+def test_unknown_strategy_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^strategy \(fastest\) must be one of sequential, "):
         halley_deepspeed.enable("fastest")
 

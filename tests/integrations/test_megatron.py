@@ -1,4 +1,4 @@
-"""Models of Megatron-Core trained with and without Halley, and their checkpoints."""
+"""Megatron-Core models train as without Halley, and checkpoints are interchangeable."""
 
 import runpy
 import sys
@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.mcore_case import (
+from tests.integrations.megatron_case import (
     Case,
     build_model,
     checkpointing,
     halley_megatron,
     make_config,
+    make_spec,
     on_cpu,
     run_step,
     specs,
@@ -46,9 +47,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "05_megatron.py"
 def _losses(
     rank: int, num_ranks: int, case: Case, strategy: str
 ) -> tuple[list[float], list[float], dict[str, str]]:
-    wanted, ran = train(rank, num_ranks, case, NUM_STEPS)
+    expected, ran = train(rank, num_ranks, case, NUM_STEPS)
     assert ran == {}
-    return wanted, *train(rank, num_ranks, replace(case, strategy=strategy), NUM_STEPS)
+    return expected, *train(rank, num_ranks, replace(case, strategy=strategy), NUM_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +63,24 @@ def _losses(
         ("main_grad", "fused"),
     ],
 )
-def test_losses_are_megatrons(
+def test_losses_equal_megatrons(
     name: str,
     strategy: str,
     run_ranks: RunRanks,
     record_property: Callable[[str, str], None],
 ) -> None:
-    for wanted, losses, ran in run_ranks(_losses, 2, CASES[name], strategy):
-        assert wanted[-1] < wanted[0]
-        assert losses == pytest.approx(wanted, rel=0, abs=TOLERANCE)
+    for expected, losses, ran in run_ranks(_losses, 2, CASES[name], strategy):
+        assert expected[-1] < expected[0]
+        assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE)
         path = f"halley: {strategy}"
         if name == "own activation":
-            path += " around their own arithmetic: the experts' activation is gelu"
+            path += ", with the framework's own expert code: the experts' activation is gelu"
         assert ran == {f"decoder.layers.{i}.mlp": path for i in range(2)}
     record_property("ran", strategy)
 
 
 def _main_grads(rank: int, num_ranks: int, case: Case) -> tuple[dict[str, torch.Tensor], set[bool]]:
-    """Return Megatron's buffers of the experts' gradients, and who has added to them."""
+    """Return the experts' gradient buffers, and the flags ``grad_added_to_main_grad``."""
     with on_cpu():
         model = build_model(case, num_ranks)
         model.zero_grad_buffer()
@@ -92,19 +93,19 @@ def _main_grads(rank: int, num_ranks: int, case: Case) -> tuple[dict[str, torch.
 
 
 def test_kernels_add_to_main_grad(run_ranks: RunRanks) -> None:
-    wanted = run_ranks(_main_grads, 2, Case(strategy="sequential"))
+    expected = run_ranks(_main_grads, 2, Case(strategy="sequential"))
     found = run_ranks(_main_grads, 2, Case(strategy="fused", fusion=True))
-    for (gradients, added), (wanted_gradients, _) in zip(found, wanted, strict=True):
+    for (gradients, added), (expected_gradients, _) in zip(found, expected, strict=True):
         assert added == {True}
-        torch.testing.assert_close(gradients, wanted_gradients, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-7)
         assert all(gradient.any() for gradient in gradients.values())
 
 
-def _exchange(rank: int, num_ranks: int, folder: Path, writer: str, alone: bool) -> None:
-    """Save a model, load it into one with the other kind of experts, and save that."""
+def _exchange(rank: int, num_ranks: int, folder: Path, writer: str, singleton: bool) -> None:
+    """Save a model, load it into one with the other kind of layers, and compare the experts."""
     reader = "" if writer else "sequential"
     with on_cpu():
-        metadata = {"singleton_local_shards": alone}
+        metadata = {"singleton_local_shards": singleton}
         models = [build_model(Case(strategy=kind), num_ranks).module for kind in (writer, reader)]
         torch.manual_seed(rank + 1)
         with torch.no_grad():
@@ -119,21 +120,23 @@ def _exchange(rank: int, num_ranks: int, folder: Path, writer: str, alone: bool)
     for mine, theirs in zip(stacks.decoder.layers, alone_experts.decoder.layers, strict=True):
         experts = theirs.mlp.experts.local_experts
         for name, layer in (("weight1", "linear_fc1"), ("weight2", "linear_fc2")):
-            wanted = torch.stack([getattr(expert, layer).weight for expert in experts])
-            assert torch.equal(mine.mlp.experts.get_parameter(name), wanted)
+            expected = torch.stack([getattr(expert, layer).weight for expert in experts])
+            assert torch.equal(mine.mlp.experts.get_parameter(name), expected)
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("singleton", [False, True])
 @pytest.mark.parametrize("writer", ["", "sequential"])
-def test_checkpoints_are_megatrons(
-    writer: str, alone: bool, tmp_path: Path, run_ranks: RunRanks
+def test_checkpoints_are_interchangeable(
+    writer: str, singleton: bool, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    run_ranks(_exchange, 2, tmp_path, writer, alone)
+    run_ranks(_exchange, 2, tmp_path, writer, singleton)
 
 
-def _leave(rank: int, num_ranks: int, settings: dict[str, Any], strict: bool) -> list[str]:
-    """Build and run a model with a setting that Halley does not know; return what is said."""
-    with on_cpu(), warnings.catch_warnings(record=True) as said:
+def _run_unsupported(
+    rank: int, num_ranks: int, settings: dict[str, Any], strict: bool
+) -> list[str]:
+    """Build and run a model with a setting that Halley cannot run; return the messages."""
+    with on_cpu(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         case = Case(strategy="unfused" if strict else "unfused:inputs", settings=settings)
         try:
@@ -143,7 +146,7 @@ def _leave(rank: int, num_ranks: int, settings: dict[str, Any], strict: bool) ->
         tokens = torch.randint(0, 64, (2, 17))
         run_step(model, tokens, case.schedule)
         paths = halley_megatron.describe(model.module).values()
-    return [*paths, *(str(w.message) for w in said if "must be" in str(w.message))]
+    return [*paths, *(str(w.message) for w in caught if "must be" in str(w.message))]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -160,13 +163,13 @@ def _leave(rank: int, num_ranks: int, settings: dict[str, Any], strict: bool) ->
         ),
     ],
 )
-def test_settings_that_are_left_to_megatron(
+def test_unsupported_settings_are_left_to_megatron(
     settings: dict[str, Any], problem: str, strict: bool, run_ranks: RunRanks
 ) -> None:
-    first, second = run_ranks(_leave, 2, settings, strict)
+    first, second = run_ranks(_run_unsupported, 2, settings, strict)
     if strict:
         for (said,) in (first, second):
-            assert said.startswith(f"{problem} when instantiating")  # Megatron's words behind it
+            assert said.startswith(f"{problem} when instantiating")  # Megatron appends to it
     else:
         assert second == [f"megatron: {problem}"] * 2
         assert first == [*second, f"{problem}; Megatron runs the layer"]
@@ -176,24 +179,31 @@ def _divide(rank: int, num_ranks: int) -> str:
     with on_cpu():
         start(num_ranks)
         config = make_config(num_ranks, num_moe_experts=8)
-        config.num_moe_experts = 7  # Megatron asks too, for whole configurations
+        config.num_moe_experts = 7  # Megatron itself checks complete configurations
         with pytest.raises(ValueError, match="num_experts") as caught:
             halley_megatron.HalleyMoELayer(config, strategy="sequential")
     return str(caught.value)
 
 
-def test_mesh_that_does_not_divide_is_one_sentence(run_ranks: RunRanks) -> None:
+def test_uneven_experts_are_an_error(run_ranks: RunRanks) -> None:
     said = run_ranks(_divide, 2)
     assert said == ["num_experts (7) must be divisible by ep_size (2)"] * 2
 
 
-def test_spec_without_experts_is_one_sentence() -> None:
+def test_deprecated_use_halley_warns_and_works() -> None:
+    with pytest.warns(FutureWarning, match=r"^use_halley is deprecated: use .*megatron.enable$"):
+        spec = halley_megatron.use_halley(make_spec(), strategy="chunked")
+    assert spec.submodules.mlp.module is halley_megatron.HalleyMoELayer
+    assert spec.submodules.mlp.params["strategy"] == "chunked"
+
+
+def test_spec_without_experts_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^spec \(ModuleSpec\) must have a layer with module MoE"):
-        halley_megatron.use_halley(specs.get_gpt_layer_local_spec())
+        halley_megatron.enable(specs.get_gpt_layer_local_spec())
 
 
 def _job(moe_layer_freq: Any, stages: int | None) -> Any:
-    """Return the spec of a job of Megatron-LM, which is no package: its arguments stand in."""
+    """Return ``job_spec()`` with a stand-in for Megatron-LM, which pip cannot install."""
     config = make_config(1, moe_layer_freq=moe_layer_freq)
     arguments = SimpleNamespace(
         moe_layer_freq=moe_layer_freq,
@@ -224,14 +234,14 @@ def _job_specs(rank: int, num_ranks: int) -> list[Any]:
     return [layer.submodules.mlp.module.__name__ for layer in layers]
 
 
-def test_job_spec_is_megatrons_with_other_layers(run_ranks: RunRanks) -> None:
+def test_job_spec_replaces_the_moe_layers_only(run_ranks: RunRanks) -> None:
     assert run_ranks(_job_specs, 2)[0] == ["HalleyMoELayer", "MLP", "HalleyMoELayer"]
-    assert halley_megatron.layer_spec is None  # no job
+    assert halley_megatron.layer_spec is None  # outside of a job
 
 
 def _run_example(rank: int, num_ranks: int) -> list[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's of its own settings
+        warnings.simplefilter("ignore")  # Megatron warns of its own settings
         return runpy.run_path(str(EXAMPLE))["train"](num_ranks)
 
 

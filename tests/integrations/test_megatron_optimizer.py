@@ -1,4 +1,4 @@
-"""Training of Megatron-Core models with Megatron's optimizers, broken off and resumed."""
+"""Training with Megatron's optimizers resumes from checkpoints of either kind of layers."""
 
 import importlib
 from pathlib import Path
@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.integrations.mcore_case import Case, build_model, checkpointing, on_cpu, run_step
+from tests.integrations.megatron_case import Case, build_model, checkpointing, on_cpu, run_step
 from tests.rank_pool import RunRanks
 
 
-NUM_STEPS = 2  # before, and after
+NUM_STEPS = 2  # before the checkpoint, and again after it
 
 
 class _CudaNames(TorchFunctionMode):
-    """Has Megatron's optimizers, which ask for GPUs by name, find them on a CPU."""
+    """Replace the device "cuda", which Megatron's optimizers ask for, by the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -28,7 +28,7 @@ class _CudaNames(TorchFunctionMode):
 
 
 def _build(strategy: str, num_ranks: int) -> tuple[Any, Any]:
-    """Return a model, of Megatron's own layers for "", and Megatron's optimizer of it."""
+    """Return a model and its Megatron optimizer; strategy "" builds Megatron's own layers."""
     model = build_model(Case(strategy=strategy), num_ranks)
     optimizers: Any = importlib.import_module("megatron.core.optimizer")
     config = optimizers.OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0)
@@ -55,18 +55,20 @@ def _train(model: Any, optimizer: Any, tokens: list[torch.Tensor]) -> list[float
 def _resume(
     rank: int, num_ranks: int, folder: Path, writer: str, reader: str
 ) -> tuple[list[float], list[float], float]:
-    """Return the losses of the later steps, of the model that saved and of the one that loaded,
-    and how far apart their experts are at the end."""
+    """Return the later losses of the model that saved and of the one that loaded.
+
+    The third value is the largest difference of their expert weights at the end.
+    """
     generator = torch.Generator().manual_seed(rank)
     tokens = [torch.randint(0, 64, (2, 17), generator=generator) for _ in range(2 * NUM_STEPS)]
     with on_cpu(), _CudaNames():
         model, optimizer = _build(writer, num_ranks)
         _train(model, optimizer, tokens[:NUM_STEPS])
         checkpointing.save(_state_of(model, optimizer, is_loading=False), str(folder))
-        wanted = _train(model, optimizer, tokens[NUM_STEPS:])
+        expected = _train(model, optimizer, tokens[NUM_STEPS:])
 
         other, other_optimizer = _build(reader, num_ranks)
-        # Weights and states of another training, which the files must replace.
+        # Other weights and optimizer states, which the checkpoint must replace.
         _train(other, other_optimizer, tokens[-1:])
         state = _state_of(other, other_optimizer, is_loading=True)
         state = checkpointing.load(state, str(folder))
@@ -74,11 +76,11 @@ def _resume(
         other_optimizer.load_state_dict(state["optimizer"])
         losses = _train(other, other_optimizer, tokens[NUM_STEPS:])
     pairs = zip(_experts(model), _experts(other), strict=True)
-    return wanted, losses, max(float((a - b).abs().max()) for a, b in pairs)
+    return expected, losses, max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def _experts(model: Any) -> list[torch.Tensor]:
-    """Return the experts' weights, stacked, of Halley's layers or of Megatron's."""
+    """Return the stacked expert weights of Halley's or Megatron's layers."""
     stacks: list[torch.Tensor] = []
     for layer in model.module.decoder.layers:
         experts = layer.mlp.experts
@@ -92,15 +94,15 @@ def _experts(model: Any) -> list[torch.Tensor]:
 
 
 def test_resumed_training_is_bit_equal(tmp_path: Path, run_ranks: RunRanks) -> None:
-    for wanted, losses, apart in run_ranks(_resume, 2, tmp_path, "sequential", "sequential"):
-        assert losses == wanted
-        assert apart == 0.0
+    for expected, losses, difference in run_ranks(_resume, 2, tmp_path, "sequential", "sequential"):
+        assert losses == expected
+        assert difference == 0.0
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("sequential", ""), ("", "sequential")])
-def test_one_goes_on_where_the_other_stopped(
+def test_training_resumes_with_the_other_kind_of_layers(
     writer: str, reader: str, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    for wanted, losses, apart in run_ranks(_resume, 2, tmp_path, writer, reader):
-        assert losses == pytest.approx(wanted, rel=0, abs=1e-5)
-        assert apart < 1e-4
+    for expected, losses, difference in run_ranks(_resume, 2, tmp_path, writer, reader):
+        assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+        assert difference < 1e-4

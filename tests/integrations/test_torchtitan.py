@@ -1,4 +1,4 @@
-"""Models of torchtitan trained with and without Halley; what is said of what does not fit."""
+"""torchtitan models train as without Halley; experts that do not fit are reported."""
 
 import json
 import runpy
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.titan_case import (
+from tests.integrations.torchtitan_case import (
     FLAG,
     Case,
     build_model,
     config,
-    halley_titan,
+    halley_torchtitan,
     make_config,
     on_cpu,
     override,
@@ -44,9 +44,9 @@ def _flag(**options: Any) -> tuple[str, ...]:
 def _losses(
     rank: int, num_ranks: int, case: Case, flag: tuple[str, ...]
 ) -> tuple[list[float], list[float], dict[str, str]]:
-    wanted, ran = train(rank, num_ranks, case, NUM_STEPS)
+    expected, ran = train(rank, num_ranks, case, NUM_STEPS)
     assert ran == {}
-    return wanted, *train(rank, num_ranks, replace(case, flag=flag), NUM_STEPS)
+    return expected, *train(rank, num_ranks, replace(case, flag=flag), NUM_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -58,19 +58,19 @@ def _losses(
         ("ep2", "fused"),
     ],
 )
-def test_losses_are_torchtitans(
+def test_losses_equal_torchtitans(
     name: str,
     strategy: str,
     run_ranks: RunRanks,
     record_property: Callable[[str, str], None],
 ) -> None:
     flag = _flag(strategy=strategy, strict=True)
-    for wanted, losses, ran in run_ranks(_losses, 2, CASES[name], flag):
-        assert wanted[-1] < wanted[0]
-        assert losses == pytest.approx(wanted, rel=0, abs=TOLERANCE)
+    for expected, losses, ran in run_ranks(_losses, 2, CASES[name], flag):
+        assert expected[-1] < expected[0]
+        assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE)
         path = f"halley: {strategy}"
         if CASES[name].changed:
-            path += " around their own arithmetic: "
+            path += ", with the framework's own expert code: "
             path += "experts module OtherExperts is no plain GroupedExperts"
         assert ran == {f"layers.{i}.moe.routed_experts": path for i in range(2)}
     record_property("ran", strategy)
@@ -78,8 +78,8 @@ def test_losses_are_torchtitans(
 
 def test_losses_in_bfloat16(run_ranks: RunRanks) -> None:
     """Rounded at other places, and then trained apart: the first loss, before any step."""
-    for wanted, losses, ran in run_ranks(_losses, 2, Case(dtype="bfloat16"), (FLAG,)):
-        assert losses[0] == pytest.approx(wanted[0], rel=2**-8)
+    for expected, losses, ran in run_ranks(_losses, 2, Case(dtype="bfloat16"), (FLAG,)):
+        assert losses[0] == pytest.approx(expected[0], rel=2**-8)
         assert losses[-1] < losses[0]
         assert all(path.startswith("halley: auto; hidden_size 32, ") for path in ran.values())
 
@@ -94,11 +94,11 @@ def _names(rank: int, num_ranks: int) -> list[list[tuple[str, Any]]]:
 
 
 def test_parameters_keep_names_and_shapes(run_ranks: RunRanks) -> None:
-    for wanted, found in run_ranks(_names, 2):
-        assert found == wanted
+    for expected, found in run_ranks(_names, 2):
+        assert found == expected
 
 
-def test_command_line_of_torchtitan_takes_the_flag() -> None:
+def test_command_line_accepts_the_override() -> None:
     words = ["--module", "qwen3", "--config", "qwen3_moe_debug"]
     parsed = config.ConfigManager().parse_args([*words, "--override.imports", *_flag(strict=True)])
     said = override.apply_overrides(parsed.override, parsed)
@@ -112,26 +112,27 @@ def _apply(model_config: Any, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_dispatchers_that_pad_are_left_to_torchtitan(strict: bool) -> None:
+def test_padding_dispatchers_are_left_to_torchtitan(strict: bool) -> None:
     model_config = make_config(comm_backend="hybridep")
     problem = (
         r"^token dispatcher \(HybridEPTokenDispatcher.Config\) must be that of "
         'moe_comm_backend="standard"'
     )
-    strategy = f"fused:{'inputs' if strict else 'recompute'}"  # a name that has not warned yet
+    # The cached runner of a strategy warns once only, so each case needs a strategy of its own.
+    strategy = f"fused:{'inputs' if strict else 'recompute'}"
     if strict:
         with pytest.raises(ValueError, match=problem):
             _apply(model_config, strategy=strategy, strict=True)
         return
-    with pytest.warns(UserWarning, match=f"{problem}; torchtitan runs them") as said:
+    with pytest.warns(UserWarning, match=f"{problem}; torchtitan runs them") as caught:
         _apply(model_config, strategy=strategy)
-    assert len(said) == 1
+    assert len(caught) == 1
     routed = model_config.layers[0].moe.routed_experts
     assert type(routed).__qualname__ == "RoutedExperts.Config"
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_experts_that_no_strategy_knows(strict: bool) -> None:
+def test_unsupported_experts_are_reported(strict: bool) -> None:
     model_config = make_config(changed=True)
     _apply(model_config, strategy="chunked", strict=strict)
     problem = r"^strategy \(chunked\) cannot run experts of this kind: experts module OtherExperts"
@@ -140,7 +141,7 @@ def test_experts_that_no_strategy_knows(strict: bool) -> None:
         model_config.build()
 
 
-def test_unknown_strategy_is_one_sentence() -> None:
+def test_unknown_strategy_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^strategy \(fastest\) must be one of sequential, "):
         _apply(make_config(), strategy="fastest")
 
@@ -152,16 +153,26 @@ def _divide(rank: int, num_ranks: int) -> str:
     return str(caught.value)
 
 
-def test_mesh_that_does_not_divide_is_one_sentence(run_ranks: RunRanks) -> None:
+def test_uneven_experts_are_an_error(run_ranks: RunRanks) -> None:
     said = run_ranks(_divide, 2)
     assert said == ["num_experts (7) must be divisible by ep_size (2)"] * 2
 
 
+def test_deprecated_override_warns_and_works() -> None:
+    words = override.parse_cli_imports(['halley.integrations.torchtitan.halley={"strict": true}'])
+    model_config = make_config()
+    with pytest.warns(FutureWarning, match=r"^halley.*halley is deprecated: use .*enable$"):
+        override.apply_overrides(override.OverrideConfig(imports=words), model_config)
+    assert isinstance(
+        model_config.layers[0].moe.routed_experts, halley_torchtitan.HalleyRoutedExperts.Config
+    )
+
+
 def test_describe_is_empty_before_a_step() -> None:
-    assert halley_titan.describe(make_config().build()) == {}
+    assert halley_torchtitan.describe(make_config().build()) == {}
 
 
-def test_compiler_says_that_a_graph_must_end_there() -> None:
+def test_fullgraph_compilation_is_an_error() -> None:
     model_config = make_config()
     _apply(model_config, strategy="sequential")
     routed = model_config.layers[0].moe.routed_experts.build()

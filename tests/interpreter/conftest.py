@@ -1,4 +1,4 @@
-"""The tests of this folder are about the interpreter: none of them runs where Triton compiles."""
+"""Skip this folder where Triton compiles: its tests are about the interpreter."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The assembly of the kernels in the interpreter."""
+"""Inline PTX in the interpreter."""
 
 # Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
 # pyright: reportArgumentType=false
@@ -73,7 +73,7 @@ def test_fences_and_waits_return_their_operand() -> None:
     assert torch.equal(y_N, x_N + 1)
 
 
-def test_clock_is_the_hosts() -> None:
+def test_clock_is_the_clock_of_the_host() -> None:
     time_1, lanes_N = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     before = time.monotonic_ns()
     _clock_kernel[(1,)](time_1, lanes_N, N=4)
@@ -82,13 +82,13 @@ def test_clock_is_the_hosts() -> None:
     assert len(set(lanes_N.tolist())) == 1
 
 
-def test_sleep_lets_others_run() -> None:
+def test_sleep_lets_other_threads_run() -> None:
     switches = []
     for num_programs in (1, 3):
         scheduler = Scheduler(0, resident=1)
         scheduler.run_ranks(1, lambda rank, n=num_programs: _sleep_kernel[(n,)]())
         switches.append(scheduler.num_switches)
-    # A program adds two: its sleep and its end.
+    # Each program switches twice: in its sleep and at its end.
     assert switches[1] - switches[0] == 4
 
 

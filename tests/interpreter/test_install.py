@@ -1,4 +1,4 @@
-"""The change of the interpreter: what is refused, and what is left alone where Triton compiles."""
+"""Installing the repairs: bad interpreters are refused, a compiling Triton stays unchanged."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_second_call_changes_nothing() -> None:
     assert before == (tl.load, InterpreterBuilder.create_masked_load, InterpreterBuilder.binary_op)
 
 
-def test_values_are_tried_out_quickly() -> None:
+def test_probe_kernel_is_right_within_50_ms() -> None:
     assert module._find_wrong_values() == []
     durations_ms = []
     for _ in range(5):
@@ -41,8 +41,8 @@ def test_values_are_tried_out_quickly() -> None:
     assert min(durations_ms) < 50
 
 
-def test_interpreter_that_stays_wrong_is_found() -> None:
-    """Undo one repair after the other, in a process that may be broken."""
+def test_each_missing_repair_is_found() -> None:
+    """Undo one repair after another, in a separate process."""
     source = """
 from triton.runtime.interpreter import InterpreterBuilder
 names = "cast_impl", "binary_op", "create_dot", "create_masked_store"
@@ -63,9 +63,11 @@ for name in names:
     ], result.stderr
 
 
-def test_unknown_interpreter_is_an_error_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_internals_are_an_error_that_names_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(triton, "__version__", "4.5.6")
-    for part in ("numerics", "assembly", "sanitizer", "launch"):
+    for part in ("numerics", "assembly", "sanitizer", "coresident"):
         monkeypatch.setattr(getattr(module, part), "install", lambda: None)
     monkeypatch.setattr(module, "_find_wrong_values", lambda: ["atomic addition"])
     message = r"interpreter of triton 4\.5\.6 gives wrong values: atomic addition"

@@ -1,4 +1,4 @@
-"""What kernels use of triton.language, in the interpreter, against torch on small integers."""
+"""Operations of triton.language in the interpreter, against torch with small integers."""
 
 # Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
 # pyright: reportArgumentType=false
@@ -96,7 +96,7 @@ def _integers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shapes(dtype: torch.dtype) -> None:
+def test_reshape_split_join_and_permute(dtype: torch.dtype) -> None:
     x_MN = _integers(8, 16, dtype=dtype)
     trans_NM, join_MN = torch.empty(16, 8, dtype=dtype), torch.empty(8, 16, dtype=dtype)
     split_2M, permuted = torch.empty(2, 8, dtype=dtype), torch.empty(2, 8, 8, dtype=dtype)
@@ -108,8 +108,8 @@ def test_shapes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_descriptors_of_host_and_device(dtype: torch.dtype) -> None:
-    x_EMN = _integers(3, 6, 16, dtype=dtype)  # the last tile is half outside
+def test_tensor_descriptors_of_host_and_device(dtype: torch.dtype) -> None:
+    x_EMN = _integers(3, 6, 16, dtype=dtype)  # half of the last tile is out of bounds
     out_EMN = torch.zeros_like(x_EMN)
     w = TensorDescriptor.from_tensor(x_EMN, [1, 4, 16])
     _descriptor_kernel[(3,)](w, x_EMN, out_EMN, E=3, M=6, N=16)
@@ -144,7 +144,7 @@ def test_masked_histogram() -> None:
     assert counts_B.tolist() == [1, 1, 0, 3]
 
 
-def test_places_within_bins() -> None:
+def test_one_hot_cumsum_gives_places_within_bins() -> None:
     x_N = torch.tensor([3, 0, 3, 1, 3, 0, 2, 3], dtype=torch.int32)
     before_NB, by_bin_B = torch.empty(8, 4, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
     _one_hot_kernel[(1,)](x_N, before_NB, by_bin_B, N=8, B=4)
@@ -152,7 +152,7 @@ def test_places_within_bins() -> None:
     assert by_bin_B.tolist() == [2, 1, 1, 4]
 
 
-def test_range_takes_arguments_of_the_launch() -> None:
+def test_range_accepts_launch_arguments() -> None:
     x_N = torch.tensor([5, 7, 11, 13], dtype=torch.int32)
     total_1 = torch.empty(1, dtype=torch.int32)
     _loop_kernel[(1,)](x_N, total_1, 3, 1)

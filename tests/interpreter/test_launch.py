@@ -1,4 +1,4 @@
-"""Launches: the order of programs, what they share, and ranks that are processes."""
+"""Launches in the interpreter: order of programs, scheduling, errors, ranks as processes."""
 
 # Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
 # pyright: reportArgumentType=false
@@ -64,7 +64,7 @@ def test_programs_run_in_order_with_the_first_axis_first() -> None:
     assert grid_3.tolist() == [2, 3, 4]
 
 
-def test_each_thread_knows_its_program() -> None:
+def test_program_ids_and_grids_are_per_thread() -> None:
     ticket, order_XYZ = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 2, 3, 2).int()
     grid_3 = torch.zeros(2, 3, dtype=torch.int32)
 
@@ -108,7 +108,7 @@ def test_same_seed_gives_the_same_values() -> None:
     assert len({tuple(order) for order, _ in drawn}) == 4
 
 
-def test_error_in_a_kernel_comes_as_it_was_raised() -> None:
+def test_error_in_a_kernel_is_raised_unchanged() -> None:
     with pytest.raises(AssertionError, match="not integers"):
         _failing_kernel[(1,)](torch.zeros(1))
 

@@ -1,7 +1,7 @@
-"""Two ranks, a producer and a consumer: the scheduler must show what a wrong kernel does wrong.
+"""The scheduler reveals protocol mistakes that a sequential interpreter hides.
 
-Each rank has programs that push a block to the other rank and raise its flag, and programs that
-wait for a block and double it. Each mutation is a mistake that the sequential interpreter hides.
+Each rank has programs that store a block on the other rank and set its flag, and programs that wait
+for a block and double it. Each mutation must give wrong values with some seeds.
 """
 
 # Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
@@ -19,7 +19,7 @@ from halley.interpreter.scheduler import Scheduler
 
 
 NUM_BLOCKS, BLOCK, NUM_EPOCHS, NUM_SEEDS = 4, 8, 2, 20
-IN_KERNEL = ["no wait", "stale epoch", "neighbour's flag", "flag before data"]
+IN_KERNEL = ["no wait", "stale epoch", "flag of another block", "flag before data"]
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _exchange_kernel(
             wanted = 0
         elif MUTATION == "stale epoch":
             wanted = epoch - 1
-        elif MUTATION == "neighbour's flag":
+        elif MUTATION == "flag of another block":
             word = flags + (block + 1) % B
         while tl.atomic_add(word, 0, sem="acquire", scope="sys") < wanted:
             pass
@@ -56,7 +56,7 @@ def _exchange_kernel(
 
 
 class _Exchange:
-    """Memory of the two ranks, which kernels know by tables of addresses."""
+    """Memory of two ranks; kernels get tables of its addresses."""
 
     def __init__(self) -> None:
         self.inboxes = torch.zeros(2, NUM_BLOCKS * BLOCK)
@@ -65,7 +65,7 @@ class _Exchange:
         self.flag_ptrs_W = torch.tensor([flags.data_ptr() for flags in self.flags])
 
     def is_right(self, scheduler: Scheduler, mutation: str) -> bool:
-        """Exchange twice and tell whether every rank got twice what the other one sent."""
+        """Exchange twice; return whether every rank got the doubled blocks of the other one."""
         self.inboxes.zero_()
         self.flags.zero_()
         sent = torch.arange(1.0, 1 + NUM_EPOCHS * 2 * NUM_BLOCKS * BLOCK).view(NUM_EPOCHS, 2, -1)
@@ -93,7 +93,7 @@ class _Exchange:
 
 @pytest.fixture(scope="module")
 def exchange() -> Iterator[_Exchange]:
-    """Yield memory that is registered as that of a heap would be."""
+    """Yield registered memory."""
     exchange = _Exchange()
     tensors = (exchange.inboxes, exchange.flags)
     for tensor in tensors:

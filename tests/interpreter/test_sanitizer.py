@@ -1,4 +1,4 @@
-"""The address sanitizer: what is caught, what its error says, and what must pass."""
+"""Address sanitizer: caught accesses, error messages, and accesses that are allowed."""
 
 # Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
 # pyright: reportArgumentType=false
@@ -56,14 +56,14 @@ def _sum_two_kernel(pair, out_1):
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with memory on both sides that belongs to no other tensor."""
+    """Return a copy that has no other tensor directly before or after it in memory."""
     flat = tensor.flatten()
     return torch.stack([flat, flat, flat])[1].view(tensor.shape)
 
 
 @pytest.fixture
 def memory() -> Iterator[torch.Tensor]:
-    """Yield 16 floats that kernels know by their address, registered."""
+    """Yield 16 registered floats, for kernels that get their address."""
     tensor = _alone(torch.zeros(16))
     register(tensor.data_ptr(), 64)
     yield tensor
@@ -81,7 +81,7 @@ def test_load_past_the_end_is_caught() -> None:
         _copy_kernel[(4,)](x_N, y_N, 100, MASKED=False, BLOCK=32)
 
 
-def test_view_ends_where_it_ends_and_not_with_its_storage() -> None:
+def test_access_behind_a_view_is_caught_inside_of_its_storage() -> None:
     x_N = torch.arange(256.0)
     y_N = _alone(torch.zeros(100))
     with pytest.raises(IndexError, match="load of 28 lanes"):

@@ -1,4 +1,4 @@
-"""The scheduler by itself: the same order from the same seed, and no thread that hangs."""
+"""The scheduler: the same order from the same seed, and no thread that hangs."""
 
 import itertools
 import threading
@@ -29,7 +29,7 @@ def _assert_threads_ended(before: set[threading.Thread]) -> None:
     assert not set(threading.enumerate()) - before
 
 
-def test_results_come_by_rank() -> None:
+def test_results_are_in_the_order_of_ranks() -> None:
     assert Scheduler(0, resident=1).run_ranks(4, lambda rank: rank * rank) == [0, 1, 4, 9]
     assert Scheduler(0, resident=1).run_ranks(0, lambda rank: rank) == []
 
@@ -51,7 +51,7 @@ def test_other_seeds_give_other_orders() -> None:
     assert {order[0] for order in orders} == {0, 1, 2}
 
 
-def test_programs_take_turns_in_order_of_their_ids() -> None:
+def test_programs_start_in_the_order_of_their_ids() -> None:
     for resident, seed in itertools.product((1, 2, 3, 8), range(5)):
         scheduler = Scheduler(seed, resident=resident)
         started: list[int] = []
@@ -71,9 +71,9 @@ def test_programs_take_turns_in_order_of_their_ids() -> None:
 
         def run(rank: int, scheduler: Scheduler = scheduler, running: list[int] = running) -> None:
             assert current_scheduler() is scheduler
-            scheduler.run_programs(run_program, range(5))
+            scheduler.run_launches([(run_program, range(5))])
             assert not running
-            scheduler.run_programs(run_program, [])
+            scheduler.run_launches([(run_program, [])])
 
         scheduler.run_ranks(1, run)
         assert started == list(range(5))
@@ -82,7 +82,9 @@ def test_programs_take_turns_in_order_of_their_ids() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("resident", [1, 2, 8])
-def test_a_launch_begins_when_all_of_the_one_before_have_begun(resident: int, seed: int) -> None:
+def test_a_launch_begins_when_all_programs_of_the_previous_one_have_begun(
+    resident: int, seed: int
+) -> None:
     scheduler = Scheduler(seed, resident=resident)
     begun: list[int] = []
     ended: list[int] = []
@@ -97,7 +99,7 @@ def test_a_launch_begins_when_all_of_the_one_before_have_begun(resident: int, se
     def second(program: int) -> None:
         assert begun == list(range(3))
         both.append(len(ended) < 3)
-        while len(ended) < 3:  # what waits for the first comes to its end
+        while len(ended) < 3:  # the first launch must be able to end
             switch_point()
 
     scheduler.run_ranks(
@@ -107,7 +109,7 @@ def test_a_launch_begins_when_all_of_the_one_before_have_begun(resident: int, se
     assert any(both)
 
 
-def test_launch_of_one_rank_does_not_hold_up_another() -> None:
+def test_launch_of_one_rank_does_not_block_another() -> None:
     scheduler = Scheduler(0, resident=2)
     flags = [False, False]
 
@@ -117,7 +119,7 @@ def test_launch_of_one_rank_does_not_hold_up_another() -> None:
             while not flags[1 - rank]:
                 switch_point()
 
-        scheduler.run_programs(run_program, range(3))
+        scheduler.run_launches([(run_program, range(3))])
 
     scheduler.run_ranks(2, run)
     assert flags == [True, True]
@@ -129,12 +131,12 @@ def test_barrier_waits_for_all() -> None:
         arrived = [0, 0, 0]
 
         def run(rank: int, scheduler: Scheduler = scheduler, arrived: list[int] = arrived) -> None:
-            for turn in range(1, 4):
+            for step in range(1, 4):
                 for _ in range(rank):
                     switch_point()
-                arrived[rank] = turn
+                arrived[rank] = step
                 scheduler.barrier().wait()
-                assert min(arrived) == turn
+                assert min(arrived) == step
                 scheduler.barrier().wait()
 
         scheduler.run_ranks(3, run)
@@ -182,7 +184,7 @@ def test_error_of_one_rank_ends_all_others(seed: int) -> None:
         elif rank == 2:
             scheduler.barrier().wait()
         else:
-            scheduler.run_programs(spin, range(3))
+            scheduler.run_launches([(spin, range(3))])
         done.append("passed the wait")
 
     with pytest.raises(KeyError, match="mine") as error:
@@ -201,8 +203,8 @@ def test_error_of_a_program_is_raised_and_first_wins() -> None:
 
     def run(rank: int) -> None:
         try:
-            scheduler.run_programs(run_program, range(4))
-        except Exception:  # a test that expects an error must not take the end of others for it
+            scheduler.run_launches([(run_program, range(4))])
+        except Exception:  # _Stop must not be an Exception
             pytest.fail("a launch that was stopped raised an Exception")
 
     with pytest.raises(ValueError, match=r"^[0-3]\nin rank [01], worker") as error:
@@ -213,13 +215,13 @@ def test_error_of_a_program_is_raised_and_first_wins() -> None:
 def _longest_absence(trace: list[int], num_tasks: int) -> int:
     """Return the longest stretch of picks without one of the threads, up to its last pick."""
     longest, last = 0, dict.fromkeys(range(num_tasks), 0)
-    for turn, task in enumerate(trace):
-        longest = max(longest, turn - last[task])
-        last[task] = turn
+    for pick, task in enumerate(trace):
+        longest = max(longest, pick - last[task])
+        last[task] = pick
     return longest
 
 
-def test_starved_threads_stay_away_for_long() -> None:
+def test_starved_threads_pause_for_long() -> None:
     even, starved = Scheduler(0, resident=1), Scheduler(0, resident=1, starve=0.01)
     _interleave(even, 1000)
     order = _interleave(starved, 1000)

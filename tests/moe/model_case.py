@@ -1,4 +1,4 @@
-"""Small models for tests: one of each kind, with weights large enough that every part matters."""
+"""Small models for tests, one for each kind of router, with large weights."""
 
 import dataclasses
 
@@ -66,7 +66,7 @@ def build_model(
     activation_checkpointing: bool = False,
     seed: int = 0,
 ) -> MoETransformer:
-    """Return a float32 model with weights of deviation 0.2 and biases that differ from zero."""
+    """Return a float32 model whose weights have std 0.2 and whose biases are not zero."""
     groups = groups or ParallelGroups()
     recorder = recorder or Recorder(CPU, enabled=False)
     model = MoETransformer(
@@ -89,13 +89,13 @@ def build_model(
 
 
 def make_tokens(rank: int, *, batch_size: int = 2, seq_len: int = 9, step: int = 0) -> torch.Tensor:
-    """Return a rank's tokens of a step, ``(B, S)``."""
+    """Return the tokens of a rank in a step, ``(B, S)``."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(_MODEL.vocab_size, (batch_size, seq_len), generator=generator)
 
 
 def destroy(groups: ParallelGroups) -> None:
-    """Destroy the groups of a mesh, which would otherwise live as long as the test's ranks."""
+    """Destroy the groups of a mesh; otherwise they exist until the ranks of the tests end."""
     mesh = groups.mesh
     assert mesh is not None
     dist.barrier()  # a rank that is still connecting must not find its peer gone

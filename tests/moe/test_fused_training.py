@@ -1,4 +1,4 @@
-"""Whole models and sharded layers with the fused strategies, against the plain ones."""
+"""Models and FSDP-sharded layers with the fused strategies equal those with sequential."""
 
 import warnings
 
@@ -38,7 +38,7 @@ def _build_layer(groups: ParallelGroups, strategy: str) -> MoELayer:
 
 
 def _step(layer: MoELayer, rank: int) -> torch.Tensor:
-    """Run forward and backward on the rank's tokens; return the output."""
+    """Run forward and backward on the tokens of the rank; return the output."""
     generator = torch.Generator().manual_seed(100 + rank)
     x_TD = torch.randn(5 + 3 * rank, HIDDEN, generator=generator)
     out = layer(x_TD)
@@ -54,7 +54,7 @@ def _gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _train(
     groups: ParallelGroups, strategy: str, *, checkpointing: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return losses and gradients of two microbatches of a whole model, added up."""
+    """Return the summed losses and gradients of two microbatches of a model."""
     model = build_model(
         MODELS["shared experts"],
         strategy=strategy,
@@ -84,13 +84,13 @@ def _compare_models(rank: int, num_ranks: int) -> None:
     destroy(groups)
 
 
-def test_models_train_alike(run_ranks: RunRanks) -> None:
-    """Sequential within tolerance; fused, unfused and with checkpointing bit for bit."""
+def test_models_have_equal_losses_and_gradients(run_ranks: RunRanks) -> None:
+    """Equal within tolerance to sequential; bitwise equal among the fused variants."""
     run_ranks(_compare_models, 2)
 
 
 def _shard(rank: int, num_ranks: int) -> None:
-    """Two pairs of ranks share experts; FSDP holds each weight once over the two copies."""
+    """Two pairs of ranks have copies of the experts; FSDP shards each weight over the copies."""
     groups = build_groups(2, device_type="cpu")
     assert groups.mesh is not None
     plain, sharded = (_build_layer(groups, name) for name in ("sequential", "fused"))
@@ -108,12 +108,12 @@ def _shard(rank: int, num_ranks: int) -> None:
     destroy(groups)
 
 
-def test_experts_sharded_by_fsdp(run_ranks: RunRanks) -> None:
+def test_experts_sharded_by_fsdp_have_equal_gradients(run_ranks: RunRanks) -> None:
     run_ranks(_shard, 4)
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "fused"])
-def test_autocast_is_the_layer_in_its_dtype(strategy: str) -> None:
+def test_autocast_equals_the_layer_in_that_dtype(strategy: str) -> None:
     layer = _build_layer(ParallelGroups(), strategy)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = _step(layer, 1)

@@ -1,7 +1,6 @@
-"""The layer as a sum of routed and shared experts, and the sizes it refuses."""
+"""The layer sums routed and shared experts, and names sizes that do not fit."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
 from halley.core.types import Activation
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.layer import FeedForward, MoELayer
+from halley.moe.dense import FeedForward
+from halley.moe.layer import MoELayer
 from halley.strategies.registry import build_strategy
 from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU
 
 
-DEVICES = [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 CONFIG = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, shared_intermediate_size=12)
 
 
@@ -36,7 +35,7 @@ def _build(config: MoEConfig, hidden_size: int = 16, **changes) -> MoELayer:
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("expert_bias", [False, True])
 @pytest.mark.parametrize("gate", [False, True])
-def test_output_is_that_of_routed_and_shared_experts(
+def test_output_is_the_sum_of_routed_and_shared_experts(
     activation: Activation, expert_bias: bool, gate: bool
 ) -> None:
     config = dataclasses.replace(
@@ -60,45 +59,6 @@ def test_output_is_that_of_routed_and_shared_experts(
     assert relative_error(out.y, want_TD.view_as(x)) <= RELATIVE_TOLERANCE[torch.float32]
     assert torch.equal(out.router_loss, routed.loss)
     assert torch.equal(out.counts_E, routed.counts_E)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("gate", [False, True])
-def test_overlapped_shared_experts_change_nothing(gate: bool, device: torch.device) -> None:
-    config = dataclasses.replace(CONFIG, shared_gate=gate)
-    results: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-    for overlap in (False, True):
-        layer = _build(config, device=device, overlap_shared_expert=overlap)
-        x_TD = torch.randn(10, 16, generator=torch.Generator().manual_seed(9)).to(device)
-        x_TD.requires_grad_()
-        y_TD = layer(x_TD).y
-        # Each row weighs another way, so that the gradients differ.
-        (y_TD * torch.arange(10.0, device=device)[:, None]).sum().backward()
-        assert x_TD.grad is not None
-        gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-        assert len(gradients) == len(list(layer.parameters()))
-        results.append(([y_TD, *gradients], x_TD.grad))
-    (plain, plain_grad), (overlapped, overlapped_grad) = results
-    assert all(torch.equal(a, b) for a, b in zip(plain, overlapped, strict=True))
-    # The parts of this one are added up in the order of backward.
-    assert relative_error(overlapped_grad, plain_grad) <= RELATIVE_TOLERANCE[torch.float32]
-
-
-def test_overlapped_shared_experts_begin_first() -> None:
-    layer = _build(CONFIG, overlap_shared_expert=True)
-    order: list[str] = []
-    assert layer.shared_expert is not None
-    layer.shared_expert.register_forward_hook(lambda *args: order.append("shared"))
-    forward = layer.strategy.forward
-
-    def note(*args: Any) -> torch.Tensor:
-        order.append("routed")
-        return forward(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer.strategy, "forward", note)
-        layer(torch.ones(3, 16))
-    assert order == ["shared", "routed"]
 
 
 def test_layer_without_shared_experts() -> None:

@@ -1,4 +1,4 @@
-"""A layer over several ranks, with each router and strategy, against the reference on one."""
+"""A layer on several ranks equals the reference, for each router and strategy."""
 
 import re
 
@@ -36,15 +36,15 @@ def _build(kind: str, groups: ParallelGroups, strategy: str) -> MoELayer:
                 parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
                 continue
             short = name.removeprefix("experts.")
-            shape = (layer.config.num_experts, *layer.experts.whole_shape(short))
+            shape = (layer.config.num_experts, *layer.experts.full_shape(short))
             values = 0.4 * torch.randn(shape, generator=generator)
-            parameter.copy_(_own_part(layer.experts, short, values))
+            parameter.copy_(_local_shard(layer.experts, short, values))
     return layer
 
 
-def _own_part(experts: GroupedExperts, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return what a rank holds of values of all experts."""
-    return experts.own_part(name, values[list(experts.expert_ids)])
+def _local_shard(experts: GroupedExperts, name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a rank, of values for all experts."""
+    return experts.local_shard(name, values[list(experts.expert_ids)])
 
 
 def _tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ def _tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _expected(kind: str, num_ranks: int, rank: int) -> dict[str, torch.Tensor]:
-    """Route each rank's tokens by themselves, as capacity and losses are a rank's; sum the loss."""
+    """Route the tokens of each rank separately, as capacity and losses are per rank; sum losses."""
     layer = _build(kind, ParallelGroups(), "sequential")
     results: dict[str, torch.Tensor] = {}
     for source in range(num_ranks):
@@ -86,7 +86,7 @@ def _check(rank: int, num_ranks: int, kind: str, strategy: str, tp_size: int = 1
     destroy(groups)
     for name, want in _expected(kind, num_ranks, rank).items():
         if name not in ("y", "x", "router"):
-            want = _own_part(layer.experts, name, want)
+            want = _local_shard(layer.experts, name, want)
         value = got[name]
         assert value is not None
         error = relative_error(value, want)
@@ -96,7 +96,7 @@ def _check(rank: int, num_ranks: int, kind: str, strategy: str, tp_size: int = 1
 @pytest.mark.parametrize("strategy", ["sequential", "chunked"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "switch", "top2", "biases"])
-def test_every_router_over_ranks(
+def test_layer_on_several_ranks_equals_the_reference(
     run_ranks: RunRanks, kind: str, num_ranks: int, strategy: str
 ) -> None:
     run_ranks(_check, num_ranks, kind, strategy)
@@ -104,7 +104,7 @@ def test_every_router_over_ranks(
 
 @pytest.mark.parametrize("strategy", ["sequential", "chunked", "functional", "fused"])
 @pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 2), (4, 2)])
-def test_ranks_that_share_experts(
+def test_layer_whose_ranks_share_experts_equals_the_reference(
     run_ranks: RunRanks, num_ranks: int, tp_size: int, strategy: str
 ) -> None:
     run_ranks(_check, num_ranks, "sigmoid", strategy, tp_size)
@@ -123,5 +123,5 @@ def _mismatched(rank: int, num_ranks: int) -> None:
         destroy(groups)
 
 
-def test_layers_that_cannot_be_shared(run_ranks: RunRanks) -> None:
+def test_experts_that_ranks_cannot_share_are_an_error(run_ranks: RunRanks) -> None:
     run_ranks(_mismatched, 2)

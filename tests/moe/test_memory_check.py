@@ -1,4 +1,4 @@
-"""Estimates of memory: exact numbers of parameters, and refusals on either side of the limit."""
+"""Memory estimates have exact parameter counts; a model beyond the limit is an error."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,15 +28,15 @@ TINY = NAMED_MODELS["tiny"]
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("name", NAMED_MODELS)
-def test_number_of_parameters_is_that_of_the_model(name: str, activation: Any) -> None:
-    """An estimate above the model's own size would refuse models that fit."""
+def test_number_of_parameters_equals_the_model(name: str, activation: Any) -> None:
+    """An estimate above the size of the model would reject models that fit."""
     config = NAMED_MODELS[name]
     config = replace(config, moe=replace(config.moe, activation=activation))
     number = sum(parameter.numel() for parameter in _model(config).parameters())
     assert num_parameters(config, ep_size=1, tp_size=1) == number
 
 
-def test_experts_are_divided_over_ranks() -> None:
+def test_estimate_divides_experts_over_ranks() -> None:
     whole = num_parameters(TINY, ep_size=1, tp_size=1)
     expert = 3 * 128 * 256  # gate, up and down
     assert whole - num_parameters(TINY, ep_size=4, tp_size=1) == 4 * 6 * expert
@@ -66,8 +66,8 @@ def test_limit_is_the_memory_of_the_device() -> None:
         check_memory(run, num_ranks=1, device=CPU, num_sharing=available // need + 1)
 
 
-def test_memory_that_is_not_taken_is_not_checked() -> None:
-    """Plans and exports make large models on "meta" or of fake tensors."""
+def test_models_without_memory_are_not_checked() -> None:
+    """Plans and exports build large models on "meta" or with fake tensors."""
     place = {"num_local": 32767, "tp_size": 1, "dtype": torch.float32}
     moe = replace(TINY.moe, num_experts=32767, intermediate_size=2**30)
     check_layer_memory(moe, 4096, device=torch.device("meta"), **place)
@@ -77,7 +77,7 @@ def test_memory_that_is_not_taken_is_not_checked() -> None:
         check_layer_memory(moe, 4096, device=CPU, **place)
 
 
-def test_device_that_is_not_there_is_named() -> None:
+def test_missing_device_is_named() -> None:
     index = torch.cuda.device_count()
     with pytest.raises(RuntimeError, match=rf"device \(cuda:{index}\) must be one of {index} CUDA"):
         total_memory(torch.device("cuda", index))

@@ -1,4 +1,4 @@
-"""Layers that run a placement with replicas, against the reference and the plain placement."""
+"""Layers with replicas of experts equal the reference and layers without replicas."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def _build(
     dtype: torch.dtype = torch.float32,
     placed: bool = True,
 ) -> MoELayer:
-    """Return a layer whose router gives experts about that load; weights are by expert."""
+    """Return a layer whose router produces about that load; each expert has its own weights."""
     layer = MoELayer(
         MODELS[kind].moe,
         HIDDEN,
@@ -76,7 +76,7 @@ def _tokens(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run(layer: MoELayer, rank: int) -> dict[str, torch.Tensor]:
-    """Return output, counts and gradients of a rank's tokens."""
+    """Return output, counts and gradients for the tokens of a rank."""
     x_TD, grad_TD = _tokens(rank, layer.router.weight.dtype)
     out = layer(x_TD)
     ((out.y * grad_TD).sum() + out.router_loss).backward()
@@ -118,7 +118,7 @@ def _check(
     loads: list[str],
     dtype: torch.dtype,
 ) -> list[dict[str, torch.Tensor]]:
-    """Compare each strategy with the reference; return the experts' gradients of each run."""
+    """Compare each strategy with the reference; return the expert gradients of each run."""
     groups = build_groups(0, device_type="cpu")
     found: list[dict[str, torch.Tensor]] = []
     for load in loads:
@@ -138,7 +138,7 @@ def _check(
 
 
 def _check_equal_replicas(by_rank: list[list[dict[str, torch.Tensor]]]) -> None:
-    """Check that an expert's gradients have the same bits on all ranks that hold it."""
+    """Check that gradients of an expert are bitwise equal on all ranks that hold it."""
     placement = _placement(len(by_rank))
     for expert in placement.replicated:
         first, *others = placement.ranks_of(expert)
@@ -163,7 +163,7 @@ def _check_equal_replicas(by_rank: list[list[dict[str, torch.Tensor]]]) -> None:
     ],
     ids=["2", "4", "2, fused", "2, unfused", "4, fused", "bfloat16", "dropped slots", "biases"],
 )
-def test_placed_layers_are_the_reference(
+def test_layer_with_replicas_equals_the_reference(
     run_ranks: RunRanks,
     num_ranks: int,
     kind: str,
@@ -175,20 +175,20 @@ def test_placed_layers_are_the_reference(
 
 
 def _norms(rank: int, num_ranks: int) -> tuple[float, float]:
-    """Return the norm of the experts' gradients with replicas and without."""
+    """Return the norm of the expert gradients with and without replicas."""
     groups = build_groups(0, device_type="cpu")
     norms = []
     for placed in (True, False):
         layer = _build("softmax", groups, "sequential", load="zipf", placed=placed)
         _run(layer, rank)
         gradients = [p.grad for p in layer.experts.parameters() if p.grad is not None]
-        once = [layer.experts.count_once(gradient) for gradient in gradients]
+        once = [layer.experts.without_replicas(gradient) for gradient in gradients]
         norms.append(float(global_norm((), once, groups=groups)))
     destroy(groups)
     return norms[0], norms[1]
 
 
-def test_the_norm_counts_replicas_once(run_ranks: RunRanks) -> None:
+def test_gradient_norm_counts_replicas_once(run_ranks: RunRanks) -> None:
     for with_replicas, without in run_ranks(_norms, 4):
         assert with_replicas == pytest.approx(without, rel=1e-6)
 
@@ -203,11 +203,11 @@ def _refuse_main_grad(rank: int, num_ranks: int) -> None:
     destroy(groups)
 
 
-def test_main_grad_is_refused(run_ranks: RunRanks) -> None:
+def test_main_grad_with_replicas_is_an_error(run_ranks: RunRanks) -> None:
     run_ranks(_refuse_main_grad, 2)
 
 
-def test_placements_of_other_layers_are_named() -> None:
+def test_placement_for_other_sizes_is_named() -> None:
     moe = MODELS["softmax"].moe
     strategy = build_strategy("sequential", None, recorder=Recorder(CPU), device=CPU)
     with pytest.raises(ValueError, match=r"placement \(2 ranks\) must be for ep_size 1"):

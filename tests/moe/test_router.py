@@ -1,4 +1,4 @@
-"""Routers against loops over tokens and examples by hand: choice, weights, capacity, losses."""
+"""Routers equal a loop over tokens: choice, weights, capacity and losses."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ from halley.moe.router import (
 
 
 def _build(num_experts: int, top_k: int, **router: Any) -> AbstractRouter:
-    """Return a router whose logits are its input: an identity for a weight."""
+    """Return a router whose logits equal its input, because its weight is an identity."""
     router.setdefault("balance_coefficient", 0.0)
     config = MoEConfig(
         num_experts=num_experts,
@@ -82,7 +82,7 @@ def test_router_computes_in_float32() -> None:
     assert out.routing.topk_weights_TK.dtype == torch.float32
 
 
-def test_switch_router_keeps_the_probability_and_drops_what_is_too_much() -> None:
+def test_switch_router_weights_are_probabilities_and_excess_is_dropped() -> None:
     # Logits of ln 3 and 0: probabilities 3/4 and 1/4. Five tokens want expert 0, one wants
     # expert 1; an expert takes ceil(1.0 * 6 / 2) = 3.
     x_TD = torch.tensor(
@@ -95,7 +95,7 @@ def test_switch_router_keeps_the_probability_and_drops_what_is_too_much() -> Non
     assert out.counts_E.tolist() == [5, 1]  # what was wished, before anything was dropped
 
 
-def test_top2_router_takes_first_choices_before_second_ones() -> None:
+def test_top2_router_keeps_first_choices_before_second_choices() -> None:
     # Probabilities 6/9, 2/9, 1/9 in this order of experts for each token.
     orders = [(0, 1, 2), (1, 0, 2), (0, 1, 2), (1, 2, 0), (0, 2, 1), (2, 0, 1)]
     x_TD = torch.empty(6, 3)
@@ -119,7 +119,7 @@ def test_top2_router_takes_first_choices_before_second_ones() -> None:
     assert out.counts_E.tolist() == [5, 4, 3]
 
 
-def test_prioritized_router_drops_the_tokens_of_least_weight() -> None:
+def test_priority_by_weight_drops_the_tokens_of_least_weight() -> None:
     # All want expert 0, with growing probability; an expert takes ceil(1.0 * 4 / 2) = 2.
     x_TD = torch.tensor([[math.log(2.0 + token), 0.0] for token in range(4)])
     out = _build(2, 1, kind="switch", capacity_factor=1.0, priority="weight")(x_TD)
@@ -245,7 +245,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("through", ["weights", "balance", "z"])
 def test_gradient_reaches_weight_and_tokens(kind: str, through: str) -> None:
-    """Compare derivatives in a direction with differences too small to change a choice."""
+    """Compare directional derivatives with finite differences that change no choice."""
     top_k = 1 if kind == "switch" else 2
     coefficients = {f"{name}_coefficient": float(through == name) for name in ("balance", "z")}
     router = _build(4, top_k, **KINDS[kind] | coefficients)

@@ -1,4 +1,4 @@
-"""Twenty steps of plain SGD: one process with four microbatches, and four ranks with ep 1, 2, 4."""
+"""Twenty SGD steps on one process with four microbatches equal those on four ranks."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ SEQUENTIAL, CHUNKED = {"strategy": "sequential"}, {"strategy": "chunked", "num_c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one rank saw of a run."""
+    """Results of a run on one rank."""
 
     losses: torch.Tensor  # of each step, over all ranks' tokens
     norms: torch.Tensor  # of the gradients of each step
@@ -77,7 +77,7 @@ def _train_on_ranks(rank: int, num_ranks: int, config_name: str, ep_size: int, c
 
 
 def _join(runs: list[Run], sharded: set[str]) -> dict[str, torch.Tensor]:
-    """Return whole weights from the ranks of one expert-parallel group."""
+    """Return unsharded weights from the ranks of one expert-parallel group."""
     names = runs[0].weights
     return {
         name: torch.cat([run.weights[name] for run in runs]) if name in sharded else names[name]
@@ -95,7 +95,7 @@ def _join(runs: list[Run], sharded: set[str]) -> dict[str, torch.Tensor]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_layout_trains_alike(run_ranks, kind: str, by_ep_size: tuple[dict, ...]) -> None:
+def test_every_ep_size_trains_alike(run_ranks, kind: str, by_ep_size: tuple[dict, ...]) -> None:
     start = build_model(MODELS[kind])
     sharded, tolerance = expert_parameter_names(start), RELATIVE_TOLERANCE[torch.float32]
     want = train(kind, ParallelGroups(), ranks=list(range(NUM_RANKS)))

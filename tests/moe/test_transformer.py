@@ -1,4 +1,4 @@
-"""The transformer against a slow one in float64, over several ranks, and checkpointed."""
+"""The transformer equals a slow one in float64, on several ranks and with checkpointing."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rotate(x_d: torch.Tensor, position: int, theta: float) -> torch.Tensor:
-    """Turn each pair (i, i + d / 2) by its angle, as complex numbers."""
+    """Rotate each pair (i, i + d / 2) by its angle, as complex numbers."""
     half = x_d.numel() // 2
     angles = [position * theta ** (-2.0 * i / x_d.numel()) for i in range(half)]
     turn = torch.polar(torch.ones(half).double(), torch.tensor(angles).double())
@@ -39,7 +39,7 @@ def _rotate(x_d: torch.Tensor, position: int, theta: float) -> torch.Tensor:
 
 
 def _slow_attention(x_SD: torch.Tensor, weights: Weights, config: ModelConfig) -> torch.Tensor:
-    """Attend for each query and head on its own."""
+    """Compute attention for each query and head separately."""
     dim, eps = config.head_dim, config.norm_eps
 
     def project(name: str) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _slow_logits(model: MoETransformer, tokens_S: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("strategy", ["sequential", "chunked"])
-def test_logits_are_those_of_a_slow_model(kind: str, strategy: str) -> None:
+def test_logits_equal_those_of_a_slow_model(kind: str, strategy: str) -> None:
     model = build_model(MODELS[kind], strategy=strategy)
     tokens_BS = make_tokens(0, batch_size=1)
     logits_BSV = model(tokens_BS).logits_BSV
@@ -171,7 +171,7 @@ def _initial_weights(rank: int, num_ranks: int, kind: str, ep_size: int) -> Weig
 
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["sigmoid", "biases", "shared experts", "dense layers"])
-def test_seed_alone_decides_the_weights(run_ranks, kind: str, ep_size: int) -> None:
+def test_initial_weights_depend_on_the_seed_alone(run_ranks, kind: str, ep_size: int) -> None:
     model = build_model(MODELS[kind], seed=3)
     sharded = expert_parameter_names(model)
     by_rank: list[Weights] = run_ranks(_initial_weights, 4, kind, ep_size)
@@ -207,7 +207,7 @@ def test_initial_weights() -> None:
 
 
 def _forward_both(rank: int, num_ranks: int, kind: str) -> None:
-    """Compare a rank on its own with the same rank holding half of the experts."""
+    """Compare a single rank with the same rank holding half of the experts."""
     groups = build_groups(num_ranks, device_type="cpu")
     tokens_BS = make_tokens(rank, batch_size=1 + rank)
     with torch.no_grad():
@@ -222,7 +222,7 @@ def _forward_both(rank: int, num_ranks: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_logits_do_not_depend_on_where_experts_live(run_ranks, kind: str) -> None:
+def test_logits_do_not_depend_on_the_ranks_of_the_experts(run_ranks, kind: str) -> None:
     run_ranks(_forward_both, 2, kind)
 
 
@@ -252,7 +252,9 @@ def _backward_both(rank: int, num_ranks: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["softmax", "top2", "shared experts"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_activation_checkpointing_gives_the_same_bits(run_ranks, kind: str, num_ranks: int) -> None:
+def test_activation_checkpointing_does_not_change_bits(
+    run_ranks, kind: str, num_ranks: int
+) -> None:
     run_ranks(_backward_both, num_ranks, kind)
 
 

@@ -1,4 +1,4 @@
-"""Slots within an expert's capacity against loops, whole and in parts."""
+"""Slots within an expert's capacity against a loop, in one batch and in microbatches."""
 
 import torch
 
@@ -14,7 +14,7 @@ def _choices(num_tokens: int, top_k: int, *, seed: int = 0) -> torch.Tensor:
 
 
 def _loop(idx_TK: torch.Tensor, tokens: list[int], limit: int) -> list[list[bool]]:
-    """Return what is kept if tokens come in that order, first choices before second ones."""
+    """Return the slots kept for tokens in that order, first choices before second choices."""
     taken = [0] * NUM_EXPERTS
     kept = [[False] * idx_TK.shape[1] for _ in tokens]
     for choice in range(idx_TK.shape[1]):
@@ -38,7 +38,7 @@ def test_take_slots_against_a_loop() -> None:
     assert take_slots(idx_TK[:0], _no_slots(), limit=1)[0].tolist() == []
 
 
-def test_parts_that_count_on_keep_what_the_whole_keeps() -> None:
+def test_microbatches_that_share_a_counter_keep_the_same_slots() -> None:
     idx_T1 = _choices(48, 1)
     want, _ = take_slots(idx_T1, _no_slots(), limit=8)
     used, kept = _no_slots(), []
@@ -46,7 +46,7 @@ def test_parts_that_count_on_keep_what_the_whole_keeps() -> None:
         part_kept, used = take_slots(part, used, limit=8)
         kept.append(part_kept)
     assert torch.equal(torch.cat(kept), want)
-    # A quarter of the capacity for each quarter of the tokens drops others, and more.
+    # A quarter of the capacity for each quarter of the tokens drops more slots.
     alone = [take_slots(part, _no_slots(), limit=2)[0] for part in idx_T1.chunk(4)]
     assert int(torch.cat(alone).sum()) < int(want.sum()) < 48
 
@@ -54,7 +54,7 @@ def test_parts_that_count_on_keep_what_the_whole_keeps() -> None:
 def test_take_slots_by_weight_against_a_loop() -> None:
     idx_TK = _choices(60, 2, seed=1)
     weights_TK = torch.randn(60, 2, generator=torch.Generator().manual_seed(2))
-    weights_TK[10] = weights_TK[20]  # equals keep their order
+    weights_TK[10] = weights_TK[20]  # a tie: the earlier token comes first
     tokens = sorted(range(60), key=lambda token: -float(weights_TK[token].max()))
     for limit in (1, 8, 60):
         kept_TK = take_slots_by_weight(idx_TK, weights_TK, num_experts=NUM_EXPERTS, limit=limit)

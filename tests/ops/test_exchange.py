@@ -1,11 +1,18 @@
-"""The all-to-all of labelled rows among 2 and 4 ranks, its gradient, and the order of its parts."""
+"""Collectives of rows move labelled rows correctly, and so do their gradients."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.ops.exchange import Exchange, gather_table, join_rows
+from halley.ops.exchange import (
+    Exchange,
+    all_gather_rows,
+    concat_in_place,
+    gather_table,
+    reduce_scatter_rows,
+)
+from tests.rank_pool import RunRanks
 
 
 CPU = torch.device("cpu")
@@ -55,13 +62,14 @@ def _send_and_return(rank: int, num_ranks: int, splits: list[list[int]], way: st
     rows_SD = _sent(rank, splits)
     received = torch.empty(sum(row[rank] for row in splits), 2) if way == "buffer" else None
     exchange = _exchange(rank, splits, received=received)
-    arrived_RD = exchange.run(rows_SD) if way == "run" else exchange.wait(exchange.start(rows_SD))
-    assert arrived_RD.tolist() == _received(rank, splits)
+    started = None if way == "run" else exchange.start(rows_SD)
+    received_RD = exchange.run(rows_SD) if started is None else exchange.wait(started)
+    assert received_RD.tolist() == _received(rank, splits)
     if received is not None:
-        assert arrived_RD.data_ptr() == received.data_ptr()
-    # Each row goes back with its receiver's mark: the gradient of sum(rows * mark of receiver).
-    marks_RD = torch.tensor([[rank + 1.0, 0.5]]).expand(arrived_RD.shape)
-    (arrived_RD * arrived_RD * marks_RD).sum().backward()
+        assert received_RD.data_ptr() == received.data_ptr()
+    # The gradient of each row has the mark of its receiver.
+    marks_RD = torch.tensor([[rank + 1.0, 0.5]]).expand(received_RD.shape)
+    (received_RD * received_RD * marks_RD).sum().backward()
     want = [
         [2.0 * value * mark for value, mark in zip(_label(rank, s, i), (s + 1.0, 0.5), strict=True)]
         for s, count in enumerate(splits[rank])
@@ -73,20 +81,20 @@ def _send_and_return(rank: int, num_ranks: int, splits: list[list[int]], way: st
 
 @pytest.mark.parametrize("way", ["start and wait", "run", "buffer"])
 @pytest.mark.parametrize("splits", SPLITS)
-def test_rows_arrive_and_gradients_return(run_ranks, splits: list[list[int]], way: str) -> None:
+def test_rows_and_gradients_reach_their_rank(run_ranks, splits: list[list[int]], way: str) -> None:
     run_ranks(_send_and_return, len(splits), splits, way)
 
 
 def _expanded_gradient(rank: int, num_ranks: int) -> None:
     rows_SD = torch.ones(4, 3, requires_grad=True)
-    _exchange(rank, [[2, 2], [2, 2]]).run(rows_SD).sum().backward()  # a gradient of stride 0
+    _exchange(rank, [[2, 2], [2, 2]]).run(rows_SD).sum().backward()  # its gradient has stride 0
     assert rows_SD.grad is not None
     assert rows_SD.grad.tolist() == [[1.0] * 3] * 4
     columns_DS = torch.arange(12.0).view(3, 4) + 100.0 * rank  # rows that are not contiguous
-    arrived_RD = _exchange(rank, [[2, 2], [2, 2]]).run(columns_DS.T)
+    received_RD = _exchange(rank, [[2, 2], [2, 2]]).run(columns_DS.T)
     first = 2.0 * rank
     want = [[first + s * 100.0 + i + 4.0 * d for d in range(3)] for s in (0, 1) for i in (0, 1)]
-    assert arrived_RD.tolist() == want
+    assert received_RD.tolist() == want
 
 
 def test_rows_need_not_be_contiguous(run_ranks) -> None:
@@ -94,22 +102,22 @@ def test_rows_need_not_be_contiguous(run_ranks) -> None:
 
 
 def _pipeline(rank: int, num_ranks: int) -> list[str]:
-    """Run two exchanges at once and return what happened in order."""
+    """Run two exchanges at once; return the names of the spans in order."""
     recorder = Recorder(CPU)
     splits = [[1, 3], [2, 0]]
     a, b = (_exchange(rank, splits, name=name, recorder=recorder) for name in "ab")
     rows_SD = _sent(rank, splits)
     started_a, started_b = a.start(rows_SD), b.start(2.0 * rows_SD)
-    arrived = {"a": a.wait(started_a), "b": b.wait(started_b)}
-    for name, rows_RD in arrived.items():
+    received = {"a": a.wait(started_a), "b": b.wait(started_b)}
+    for name, rows_RD in received.items():
 
         def mark(grad: torch.Tensor, name: str = name) -> None:
             with recorder.span(f"{name}.gradient"):
                 pass
 
         rows_RD.register_hook(mark)
-    assert arrived["b"].tolist() == [[2.0 * x for x in row] for row in _received(rank, splits)]
-    (arrived["a"] + 10.0 * arrived["b"]).sum().backward()
+    assert received["b"].tolist() == [[2.0 * x for x in row] for row in _received(rank, splits)]
+    (received["a"] + 10.0 * received["b"]).sum().backward()
     assert rows_SD.grad is not None
     assert rows_SD.grad.unique().tolist() == [21.0]
     spans = recorder.collect()
@@ -117,8 +125,8 @@ def _pipeline(rank: int, num_ranks: int) -> list[str]:
     return [span.name for span in spans]
 
 
-def test_backward_mirrors_forward(run_ranks) -> None:
-    # The gradients of both are on their way before either is waited for.
+def test_backward_of_a_pipeline_is_a_pipeline(run_ranks) -> None:
+    # Both gradients are in flight before either is waited for.
     want = ["a.wait", "b.wait"]
     want += ["b.gradient", "a.gradient", "b.backward.wait", "a.backward.wait"]
     assert run_ranks(_pipeline, 2) == [want, want]
@@ -132,35 +140,35 @@ def _wait_twice(rank: int, num_ranks: int) -> None:
         exchange.wait(started)
 
 
-def test_waiting_twice_is_a_mistake(run_ranks) -> None:
+def test_waiting_twice_is_an_error(run_ranks) -> None:
     run_ranks(_wait_twice, 2)
 
 
-def _join_two(rank: int, num_ranks: int) -> None:
-    """Receive two exchanges into one buffer; compare it and the gradients with a copy's."""
+def _receive_in_place(rank: int, num_ranks: int) -> None:
+    """Receive two exchanges into one buffer; check the buffer and the gradients."""
     splits = [[[1, 3], [2, 0]], [[2, 1], [1, 1]]]
     sizes = [sum(row[rank] for row in part) for part in splits]
-    whole_ND = torch.full((sum(sizes) + 1, 2), torch.nan)
-    rest = whole_ND[sum(sizes) :].zero_()
+    buffer_ND = torch.full((sum(sizes) + 1, 2), torch.nan)
+    rest = buffer_ND[sum(sizes) :].zero_()
     sent = [_sent(rank, part) for part in splits]
-    buffers = torch.split(whole_ND, [*sizes, 1])
+    buffers = torch.split(buffer_ND, [*sizes, 1])
     exchanges = [
         _exchange(rank, part, received=buffer)
         for part, buffer in zip(splits, buffers, strict=False)
     ]
     parts = [exchange.run(rows) for exchange, rows in zip(exchanges, sent, strict=True)]
-    joined_ND = join_rows(whole_ND, [*parts, rest])
-    assert joined_ND.data_ptr() == buffers[0].data_ptr()
+    concatenated_ND = concat_in_place(buffer_ND, [*parts, rest])
+    assert concatenated_ND.data_ptr() == buffers[0].data_ptr()
     want = [*_received(rank, splits[0]), *_received(rank, splits[1]), [0.0, 0.0]]
-    assert joined_ND.tolist() == want
-    joined_ND.pow(2).sum().backward()
+    assert concatenated_ND.tolist() == want
+    concatenated_ND.pow(2).sum().backward()
     for rows in sent:
         assert rows.grad is not None
         assert torch.equal(rows.grad, 2.0 * rows.detach())
 
 
-def test_joined_rows_are_those_of_all_parts(run_ranks) -> None:
-    run_ranks(_join_two, 2)
+def test_exchanges_into_one_buffer_are_concatenated(run_ranks) -> None:
+    run_ranks(_receive_in_place, 2)
 
 
 def _gather(rank: int, num_ranks: int) -> list[list[int]]:
@@ -173,7 +181,7 @@ def test_table_has_a_row_for_each_rank(run_ranks, num_ranks: int) -> None:
     assert run_ranks(_gather, num_ranks) == [want] * num_ranks
 
 
-def test_rank_on_its_own_keeps_its_rows() -> None:
+def test_single_rank_keeps_its_rows() -> None:
     recorder = Recorder(CPU)
     exchange = Exchange(
         send_splits=[3], recv_splits=[3], group=None, name="dispatch", recorder=recorder
@@ -183,3 +191,46 @@ def test_rank_on_its_own_keeps_its_rows() -> None:
     assert exchange.run(rows_SD) is rows_SD
     assert recorder.collect() == []
     assert gather_table(torch.tensor([4, 5]), group=None).tolist() == [[4, 5]]
+    assert all_gather_rows(rows_SD, max_rows=3, group=None) is rows_SD
+    assert reduce_scatter_rows(rows_SD, num_rows=3, group=None) is rows_SD
+
+
+NUM_ROWS = (2, 0, 3)  # of each rank, for uneven collectives
+
+
+def _rows(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(NUM_ROWS[rank], 4, generator=generator)
+
+
+def _all_gather(rank: int, num_ranks: int) -> None:
+    rows_TX = _rows(rank).requires_grad_()
+    out_AX = all_gather_rows(rows_TX, max_rows=3, group=dist.group.WORLD)
+    want = torch.zeros(3, 3, 4)
+    for source in range(num_ranks):
+        want[source, : NUM_ROWS[source]] = _rows(source)
+    assert torch.equal(out_AX, want.view(9, 4))
+    out_AX.backward(torch.full((9, 4), float(rank + 1)))
+    assert rows_TX.grad is not None
+    assert torch.equal(rows_TX.grad, torch.full_like(rows_TX, 1.0 + 2.0 + 3.0))
+
+
+def test_all_gather_pads_rows_with_zeros(run_ranks: RunRanks) -> None:
+    run_ranks(_all_gather, 3)
+
+
+def _reduce_scatter(rank: int, num_ranks: int) -> None:
+    part_AX = (torch.arange(36.0).view(9, 4) * 10**rank).requires_grad_()
+    y_TX = reduce_scatter_rows(part_AX, num_rows=NUM_ROWS[rank], group=dist.group.WORLD)
+    own = torch.arange(36.0).view(3, 3, 4)[rank, : NUM_ROWS[rank]]
+    assert torch.equal(y_TX, 111.0 * own)
+    y_TX.backward(_rows(rank))
+    assert part_AX.grad is not None
+    for source in range(num_ranks):
+        grad = part_AX.grad.view(3, 3, 4)[source]
+        assert torch.equal(grad[: NUM_ROWS[source]], _rows(source))
+        assert not grad[NUM_ROWS[source] :].any()
+
+
+def test_reduce_scatter_returns_the_sums_of_own_rows(run_ranks: RunRanks) -> None:
+    run_ranks(_reduce_scatter, 3)

@@ -1,4 +1,4 @@
-"""Gradients of replicas on four ranks, by hand: whose are summed, in which order, and who sends."""
+"""Gradients of replicas on four ranks, by hand: sums, rounding, and the number of elements sent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from tests.rank_pool import RunRanks
 
 
 CPU = torch.device("cpu")
-# Expert 0 on three ranks, expert 1 on two, and rank 3 has none that another has.
+# Expert 0 is on three ranks, expert 1 on two; rank 3 shares no expert.
 PLACEMENT = ExpertPlacement(num_experts=5, experts_WL=((0, 1), (0, 2), (0, 1), (3, 4)))
 
 
@@ -27,7 +27,7 @@ def _replicas(rank: int, recorder: Recorder | None = None) -> Replicas:
 
 
 def _experts(rank: int) -> Experts:
-    """Return experts whose weights are all different."""
+    """Return random experts."""
     generator = torch.Generator().manual_seed(rank)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _experts(rank: int) -> Experts:
 
 
 def _backward(rank: int, num_ranks: int) -> tuple[list[list[float]], int]:
-    """Give weight w of expert e on rank r the gradient ``10^r * (e + 1) * w``; return all."""
+    """Give weight w of expert e on rank r the gradient ``10^r * (e + 1) * w``; return the sums."""
     recorder = Recorder(CPU)
     experts = _experts(rank)
     shared = share_gradients(experts, _replicas(rank, recorder))
@@ -65,20 +65,20 @@ def test_gradients_are_summed_over_the_ranks_that_hold_an_expert(run_ranks: RunR
 
 
 def _round(rank: int, num_ranks: int) -> tuple[list[float], list[float]]:
-    """Sum what bfloat16 would lose if it were rounded on the way; take the first rank's."""
+    """Sum values of which bfloat16 would lose some if it rounded every addition."""
     values = [256.0, 1.0, 1.0, 0.0]
     gradient = torch.full((2, 1), values[rank], dtype=torch.bfloat16)
     replicas = _replicas(rank)
     (total,), (first,) = replicas.sum([gradient]), replicas.take_first([gradient])
     assert total.dtype == first.dtype == torch.bfloat16
-    assert gradient.unique().tolist() == [values[rank]]  # as it was
+    assert gradient.unique().tolist() == [values[rank]]  # unchanged
     return total.flatten().tolist(), first.flatten().tolist()
 
 
 def test_sums_are_rounded_once(run_ranks: RunRanks) -> None:
     """256 + 1 is 256 in bfloat16, 256 + 2 is 258."""
     assert run_ranks(_round, 4) == [
-        ([258.0, 256.0], [256.0, 256.0]),  # expert 1: 256 + 1, a tie, goes to the even 256
+        ([258.0, 256.0], [256.0, 256.0]),  # expert 1: 256 + 1 is a tie and rounds to the even 256
         ([258.0, 1.0], [256.0, 1.0]),
         ([258.0, 256.0], [256.0, 256.0]),
         ([0.0, 0.0], [0.0, 0.0]),
@@ -94,7 +94,7 @@ def test_each_expert_is_first_on_one_rank(run_ranks: RunRanks) -> None:
 
 
 def _count_sent(act: Callable[[], object]) -> int:
-    """Return the elements that this rank sends meanwhile."""
+    """Return the number of elements that this rank sends during a call."""
     sent: list[int] = []
     exchange = dist.all_to_all_single
 
@@ -112,8 +112,8 @@ def _sum_ones(rank: int, num_ranks: int) -> int:
     return _count_sent(lambda: _replicas(rank).sum([torch.ones(2, 5)]))
 
 
-def test_only_gradients_of_replicas_travel(run_ranks: RunRanks) -> None:
-    """Expert 0 goes to two ranks from each of three, expert 1 to one."""
+def test_only_gradients_of_replicas_are_sent(run_ranks: RunRanks) -> None:
+    """Three ranks send expert 0 to two ranks each; two ranks send expert 1 to one rank each."""
     assert run_ranks(_sum_ones, 4) == [15, 10, 15, 0]
 
 
@@ -128,6 +128,6 @@ def _freeze(rank: int, num_ranks: int) -> int:
     return num_sent
 
 
-def test_gradients_of_frozen_weights_are_nobodys(run_ranks: RunRanks) -> None:
-    """Those of an expert's down projection, 3, and bias, 2, travel as above."""
+def test_gradients_of_frozen_weights_are_not_sent(run_ranks: RunRanks) -> None:
+    """Only the gradients of the down projection (3) and the bias (2) are sent."""
     assert run_ranks(_freeze, 4) == [15, 10, 15, 0]

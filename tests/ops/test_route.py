@@ -1,4 +1,4 @@
-"""Places of routed rows by kernels against torch's own operators, interpreted or on a GPU."""
+"""Routing-index kernels against the same functions in torch, interpreted or on a GPU."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch
 from halley.core.types import DROPPED
 from halley.interpreter.switch import INTERPRETED
 from halley.ops.capacity import take_slots
-from halley.ops.fills import places_of_part
+from halley.ops.in_place_concat import concat_order, rows_of_microbatch
 from halley.ops.kernels import route
-from halley.ops.routed_rows import group_rows, order_of_parts, sort_slots
+from halley.ops.traceable_routing import group_rows, sort_slots
 
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -37,12 +37,12 @@ def _same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> 
 
 @pytest.mark.parametrize("load", ["even", "one expert", "empty expert", "dropped", "all dropped"])
 @pytest.mark.parametrize("size", SIZES)
-def test_slots_are_sorted(size: tuple[int, int, int], load: str) -> None:
+def test_slots_are_sorted_by_expert(size: tuple[int, int, int], load: str) -> None:
     idx_TK = _choices(*size, load)
     _same(route.sort_slots(idx_TK.to(DEVICE), size[2]), sort_slots(idx_TK, num_experts=size[2]))
 
 
-def test_slots_of_a_view_are_sorted() -> None:
+def test_a_view_of_the_routing_is_accepted() -> None:
     idx_TK = _choices(9, 4, 3, "even")[1:, 1:3]
     _same(route.sort_slots(idx_TK.to(DEVICE), 3), sort_slots(idx_TK, num_experts=3))
 
@@ -50,7 +50,9 @@ def test_slots_of_a_view_are_sorted() -> None:
 @pytest.mark.parametrize("limit", [0, 1, 40, 10_000])
 @pytest.mark.parametrize("load", ["even", "one expert", "empty expert"])
 @pytest.mark.parametrize("size", SIZES)
-def test_slots_are_taken(size: tuple[int, int, int], load: str, limit: int) -> None:
+def test_slots_are_kept_up_to_the_capacity(
+    size: tuple[int, int, int], load: str, limit: int
+) -> None:
     idx_TK = _choices(*size, load)
     used_E = torch.arange(size[2])
     found = route.take_slots(idx_TK.to(DEVICE), used_E.to(DEVICE), limit)
@@ -67,7 +69,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_rows_are_grouped(name: str) -> None:
+def test_rows_are_grouped_by_expert(name: str) -> None:
     counts_WL = torch.tensor(COUNTS[name])
     num_rows = int(counts_WL.sum())
     _same(
@@ -75,7 +77,7 @@ def test_rows_are_grouped(name: str) -> None:
     )
 
 
-def test_rows_of_many_ranks_are_grouped() -> None:
+def test_rows_of_many_ranks_are_grouped_by_expert() -> None:
     counts_WL = torch.randint(4, (72, 5), generator=torch.Generator().manual_seed(0))
     num_rows = int(counts_WL.sum())
     _same(
@@ -83,19 +85,22 @@ def test_rows_of_many_ranks_are_grouped() -> None:
     )
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3])
-def test_places_of_parts(num_parts: int) -> None:
-    generator = torch.Generator().manual_seed(num_parts)
-    counts = torch.randint(0, 4, (num_parts, 3, 2), generator=generator)
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_rows_of_microbatches(num_microbatches: int) -> None:
+    generator = torch.Generator().manual_seed(num_microbatches)
+    counts = torch.randint(0, 4, (num_microbatches, 3, 2), generator=generator)
     counts[0, 1, 0] = 1200
     sizes = counts.flatten(1).sum(1).tolist()
     given = counts.to(DEVICE)
     found = [
-        route.places_of_part(given, num_parts, part, sizes[part]).cpu() for part in range(num_parts)
+        route.rows_of_microbatch(given, num_microbatches, index, sizes[index]).cpu()
+        for index in range(num_microbatches)
     ]
-    for part, places_R in enumerate(found):
-        assert torch.equal(places_R, places_of_part(counts, num_parts, part, sizes[part]))
-    order_R = order_of_parts(counts, num_parts, sum(sizes))
+    for index, rows_R in enumerate(found):
+        assert torch.equal(
+            rows_R, rows_of_microbatch(counts, num_microbatches, index, sizes[index])
+        )
+    order_R = concat_order(counts, num_microbatches, sum(sizes))
     assert torch.equal(torch.cat(found).argsort(), order_R)
 
 

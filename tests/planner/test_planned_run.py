@@ -17,9 +17,8 @@ from halley.moe.layer import MoELayer
 from halley.planner import planned_run as planned
 from halley.planner.planned_run import check_strategies, describe_plan, plan_run
 from halley.planner.step_plan import StepPlan
-from halley.strategies.chunked import ChunkedStrategy
+from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.fused import FusedStrategy
-from halley.strategies.sequential import SequentialStrategy
 from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from halley.train.step import StepResult, train_step
 from tests.rank_pool import RunRanks
@@ -47,7 +46,7 @@ def test_mixed_layers_take_the_same_steps(run_ranks: RunRanks, tmp_path: Path) -
     model = dataclasses.replace(SMALL, num_layers=3)
     config = make_config(write_text(tmp_path), model=model)
     mixed = _with(config, "sequential,chunked,fused")
-    kinds = [SequentialStrategy, ChunkedStrategy, FusedStrategy]
+    kinds = [AllToAllStrategy, AllToAllStrategy, FusedStrategy]
     assert run_ranks(_kinds, 2, mixed) == [kinds] * 2
     want = run_ranks(_take_steps, 2, config)
     got = run_ranks(_take_steps, 2, mixed, timeout_s=120.0)

@@ -154,7 +154,7 @@ def test_shards_are_experts_of_their_own_to_chunked_layers(monkeypatch) -> None:
         shapes.append(shape)
         return []
 
-    monkeypatch.setattr(step_plan, "pipeline_tasks", sketch)
+    monkeypatch.setattr(step_plan, "all_to_all_tasks", sketch)
     config = dataclasses.replace(_config(1), expert_tp_size=2, num_chunks=2)
     StepTimes(config, num_ranks=4, hardware=H200)
     moe = config.model.moe

@@ -1,4 +1,4 @@
-"""One MoE layer over several ranks, and the same on one process by the reference."""
+"""One MoE layer on several ranks, and the same layer by the reference in one process."""
 
 import importlib
 import warnings
@@ -19,12 +19,13 @@ SIZES = {"hidden_size": 24, "intermediate_size": 16}  # rows of 16 bytes in floa
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """What a test runs.
+    """The sizes and the routing of a layer under test.
 
     Attributes:
-        num_tokens_W: tokens of each rank; 0 allowed.
+        num_tokens_W: tokens of each rank; may be 0.
         tp_size: ranks that share each expert.
-        skew: as for ``parse_load``, or "empty-expert": nobody picks the last expert.
+        skew: load as for ``parse_load``, or "empty-expert": no token chooses the last expert.
+        dropped: fraction of dropped slots.
     """
 
     num_tokens_W: tuple[int, ...]
@@ -40,7 +41,7 @@ class LayerCase:
 
 
 def make_experts(case: LayerCase) -> Experts:
-    """Return all experts of the case, as leaves that want gradients."""
+    """Return all experts of the case, as leaves that require gradients."""
     generator = torch.Generator().manual_seed(case.seed)
     hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
     up_size = inner * (2 if case.activation == "swiglu" else 1)
@@ -59,7 +60,7 @@ def make_experts(case: LayerCase) -> Experts:
 
 
 def make_tokens(case: LayerCase, rank: int) -> tuple[torch.Tensor, Routing, torch.Tensor]:
-    """Return a rank's tokens, its routing and the gradient of its output; leaves want gradients."""
+    """Return a rank's tokens and routing, which require gradients, and its output's gradient."""
     generator = torch.Generator().manual_seed(1000 * case.seed + rank + 1)
     num_tokens = case.num_tokens_W[rank]
     shape = (num_tokens, SIZES["hidden_size"])
@@ -115,7 +116,7 @@ def gradients(experts: Experts) -> dict[str, torch.Tensor]:
 
 
 def _own_part(case: LayerCase, rank: int, experts: Experts) -> Experts:
-    """Return what a rank holds of all experts, or of gradients of theirs."""
+    """Return the part of all experts, or of their gradients, that a rank holds."""
     tp_rank, num_sets = rank % case.tp_size, len(case.num_tokens_W) // case.tp_size
     mine = experts.split([case.num_experts // num_sets] * num_sets)[rank // case.tp_size]
     if case.tp_size == 1:
@@ -124,7 +125,7 @@ def _own_part(case: LayerCase, rank: int, experts: Experts) -> Experts:
 
 
 def local_experts_of(case: LayerCase, rank: int) -> Experts:
-    """Return the rank's share of the experts, as leaves of their own."""
+    """Return the experts of a rank, as separate leaves."""
     experts = _own_part(case, rank, make_experts(case))
 
     def leaf(weight: torch.Tensor | None) -> torch.Tensor | None:
@@ -143,12 +144,12 @@ def local_experts_of(case: LayerCase, rank: int) -> Experts:
 
 
 class Call(NamedTuple):
-    """A layer that has run forward.
+    """A layer after its forward pass.
 
     Attributes:
         y_TD: its output.
-        leaves: what wants gradients, by name.
-        grad_TD: the gradient of the output that the case has.
+        leaves: the tensors that require gradients, by name.
+        grad_TD: the gradient of the output.
     """
 
     y_TD: torch.Tensor
@@ -156,7 +157,7 @@ class Call(NamedTuple):
     grad_TD: torch.Tensor
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return the output and the gradients that there are, by the names of ``expected``."""
+        """Return the output and all gradients, by the names of ``expected``."""
         grads = {f"{name}.grad": leaf.grad for name, leaf in self.leaves.items()}
         values = {name: grad for name, grad in grads.items() if grad is not None}
         return {"y": self.y_TD.detach()} | values
@@ -169,11 +170,11 @@ def run_forward(
     *,
     frozen: tuple[str, ...] = (),
 ) -> Call:
-    """Run a rank's part of a case.
+    """Run the forward pass of a case on one rank.
 
     Args:
-        forward: of a strategy.
-        frozen: names of leaves that want no gradients.
+        forward: method of a strategy.
+        frozen: names of leaves that require no gradients.
     """
     x_TD, routing, grad_TD = make_tokens(case, rank)
     experts = local_experts_of(case, rank)
@@ -193,7 +194,7 @@ def run_forward(
 
 
 def import_inductor() -> None:
-    """Import what would warn when a test is at it, of torch's own doings."""
+    """Import Inductor here, because its import warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._inductor.compile_fx")

@@ -1,4 +1,4 @@
-"""What auto chooses, that all ranks choose alike and once, and that it gives what it chose."""
+"""Strategy "auto" measures once, chooses alike on all ranks, and returns the chosen result."""
 
 import dataclasses
 import time
@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
-from halley.cost.hardware import H200
-from halley.cost.predict import Predictor
+from halley.cost.hardware import H200, Predictor
 from halley.cost.simulate import Task
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.auto import AutoStrategy
@@ -45,22 +44,22 @@ SHAPE = LayerShape(
 
 @final
 class _Slow(AbstractStrategy):
-    """The reference on one rank, after a wait, counting its calls."""
+    """The reference on one rank, after a delay; counts its calls."""
 
     def __init__(
-        self, delay_s: float, *, backward_s: float = 0.0, problem: str = "", room: bool = True
+        self, delay_s: float, *, backward_s: float = 0.0, problem: str = "", fits: bool = True
     ) -> None:
         self.delay_s = delay_s
         self.backward_s = backward_s
         self.num_calls = self.num_releases = 0
         self._problem = problem
-        self._room = room
+        self._fits = fits
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return self._problem
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        if not self._room:
+        if not self._fits:
             raise MemoryError("rank 1 of 2 has no 12 bytes")
         self.num_calls += 1
         time.sleep(self.delay_s)
@@ -107,8 +106,8 @@ def test_fastest_is_chosen_once() -> None:
     assert reason.startswith("hidden_size 24, 8 experts, top_k 2, forward: fused is fastest of")
 
 
-def test_gradients_are_another_shape() -> None:
-    """They are measured with backward, which makes another candidate the fastest."""
+def test_calls_with_gradients_are_measured_apart() -> None:
+    """With backward, another candidate is the fastest."""
     candidates = {"chunked": _Slow(0.03), "fused": _Slow(0.0, backward_s=0.12)}
     auto = _auto({**candidates})
     case = LayerCase(num_tokens_W=(8,))
@@ -125,7 +124,7 @@ def test_gradients_are_another_shape() -> None:
         assert f"top_k 2, {direction}: {name} is fastest of chunked " in reason
 
 
-def test_shapes_that_a_candidate_cannot_run() -> None:
+def test_candidate_that_cannot_run_a_layer_is_skipped() -> None:
     auto = _auto({"chunked": _Slow(0.02), "fused": _Slow(0.0, problem="top_k (2) is a pair")})
     with torch.no_grad():
         _forward(auto, LayerCase(num_tokens_W=(8,)))
@@ -133,8 +132,8 @@ def test_shapes_that_a_candidate_cannot_run() -> None:
     assert auto.reasons[0].endswith("; not fused: top_k (2) is a pair")
 
 
-def test_candidate_without_room() -> None:
-    auto = _auto({"chunked": _Slow(0.02), "fused": _Slow(0.0, room=False)})
+def test_candidate_out_of_memory_is_skipped() -> None:
+    auto = _auto({"chunked": _Slow(0.02), "fused": _Slow(0.0, fits=False)})
     with torch.no_grad():
         _forward(auto, LayerCase(num_tokens_W=(8,)))
     assert auto.times_us(SHAPE, gradients=False).keys() == {"chunked"}
@@ -142,7 +141,7 @@ def test_candidate_without_room() -> None:
 
 
 @pytest.mark.parametrize("releases", [False, True])
-def test_buffers_stay_where_a_shape_needs_them(releases: bool) -> None:
+def test_buffers_are_freed_unless_a_kind_needs_them(releases: bool) -> None:
     fused = _Slow(0.0, backward_s=0.12)
     auto = _auto({"chunked": _Slow(0.03), "fused": fused}, releases=releases)
     case = LayerCase(num_tokens_W=(8,))
@@ -156,7 +155,7 @@ def test_buffers_stay_where_a_shape_needs_them(releases: bool) -> None:
     assert fused.num_releases == releases
 
 
-def test_biases_alone_are_trained() -> None:
+def test_choice_where_only_biases_require_gradients() -> None:
     auto = _auto({"chunked": _Slow(0.0)})
     case = LayerCase(num_tokens_W=(8,), bias=True)
     x_TD, routing, _ = make_tokens(case, 0)
@@ -170,7 +169,7 @@ def test_biases_alone_are_trained() -> None:
     assert all(tensor.grad is None for tensor in frozen)
 
 
-def test_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_is_chosen_without_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halley.strategies.auto.peer_access", lambda group, device: "on Mars")
     names = ("sequential", "chunked", "fused")
     candidates = {name: _Slow(0.01) for name in names}
@@ -185,7 +184,7 @@ def test_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto.times_us(SHAPE, gradients=True) == {}
 
 
-def test_tasks_are_those_of_the_choice() -> None:
+def test_tasks_are_those_of_the_chosen_strategy() -> None:
     candidates = {"chunked": _Slow(0.03), "sequential": _Slow(0.02), "fused": _Slow(0.04)}
     auto = _auto({**candidates})
     (task,) = auto.tasks(SHAPE, Predictor(H200))
@@ -198,7 +197,7 @@ def test_tasks_are_those_of_the_choice() -> None:
 
 
 def _choose_over_ranks(rank: int, num_ranks: int) -> tuple[str, list[str]]:
-    """Each candidate is slow on one rank; the first is slowest there."""
+    """Each candidate is slow on one rank; the first is the slowest."""
     delays_s = [(0.0, 0.06), (0.03, 0.0)]
     candidates = {
         name: _Slow(delay_s[rank])
@@ -211,7 +210,7 @@ def _choose_over_ranks(rank: int, num_ranks: int) -> tuple[str, list[str]]:
     return auto._choices[next(iter(auto._choices))], auto.reasons
 
 
-def test_ranks_agree(run_ranks: RunRanks) -> None:
+def test_ranks_choose_alike(run_ranks: RunRanks) -> None:
     (first, reasons), second = run_ranks(_choose_over_ranks, 2)
     assert (first, reasons) == second
     assert first == "fused"
@@ -249,12 +248,12 @@ def _check_values(rank: int, num_ranks: int) -> None:
     assert recorder.enabled
 
 
-def test_values(run_ranks: RunRanks) -> None:
+def test_values_equal_the_reference(run_ranks: RunRanks) -> None:
     run_ranks(_check_values, 2)
 
 
 @torch.no_grad()
-def test_a_cpu_is_not_kept_busy_with_interpreted_kernels() -> None:
+def test_interpreted_kernels_are_not_measured_on_a_cpu() -> None:
     auto = build_strategy("auto", None, recorder=Recorder(CPU), device=CPU)
     assert isinstance(auto, AutoStrategy)
     _forward(auto, LayerCase(num_tokens_W=(8,)))
@@ -263,8 +262,8 @@ def test_a_cpu_is_not_kept_busy_with_interpreted_kernels() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_under_activation_checkpointing(use_reentrant: bool) -> None:
-    """Measuring saves tensors that the recomputation does not: its hooks must not see them."""
+def test_measuring_is_hidden_from_activation_checkpointing(use_reentrant: bool) -> None:
+    """The hooks of checkpointing must not see the tensors that measuring saves."""
     auto = build_strategy("auto", None, recorder=Recorder(CPU), device=CPU)
     case = LayerCase(num_tokens_W=(8,))
     x_TD, routing, grad_TD = make_tokens(case, 0)
@@ -278,8 +277,8 @@ def test_under_activation_checkpointing(use_reentrant: bool) -> None:
     assert relative_error(x_TD.grad, expected(case, 0)["x.grad"]) <= 1e-6
 
 
-def test_measuring_leaves_main_grad_alone() -> None:
-    """What fused adds to weights' buffers while it is measured is no gradient of the caller's."""
+def test_measuring_does_not_add_to_main_grad() -> None:
+    """A fused layer adds weight gradients to ``main_grad``, but not while it is measured."""
     fused = build_strategy("fused", None, recorder=Recorder(CPU), device=CPU)
     auto = _auto({"chunked": _Slow(0.0), "fused": fused})
     case = LayerCase(num_tokens_W=(8,), num_experts=2)
@@ -297,7 +296,7 @@ def test_measuring_leaves_main_grad_alone() -> None:
         assert torch.equal(vars(weight)["main_grad"], torch.zeros_like(weight))
 
 
-def test_choice_comes_before_compilation() -> None:
+def test_compiling_before_the_choice_is_an_error() -> None:
     auto = _auto({"chunked": _Slow(0.0)})
     x_TD, routing, _ = make_tokens(LayerCase(num_tokens_W=(8,)), 0)
     experts = local_experts_of(LayerCase(num_tokens_W=(8,)), 0)

@@ -1,4 +1,4 @@
-"""The fused strategy against the reference, and how the layers of a process share its buffers."""
+"""The fused strategy against the reference, with buffers that several layers share."""
 
 import dataclasses
 import gc
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.types import Experts
 from halley.fused.buffer_cache import Workspaces
-from halley.fused.buffers import Workspace, roomy_tokens
+from halley.fused.buffers import Workspace, token_capacity
 from halley.interpreter import sanitizer
 from halley.strategies.fused import FusedStrategy
 from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
@@ -137,8 +137,12 @@ def _grow(rank: int, num_ranks: int) -> None:
         _check_case(strategy, LayerCase(num_tokens_W=tokens, seed=seed), rank)
     (workspace,) = workspaces.all()
     # 14 asked for 64, 90 for 128, 130 for 192.
-    assert workspace.stage.local.shape == (2, roomy_tokens(130), SIZES["hidden_size"])
-    assert roomy_tokens(130) == 192
+    assert workspace.context().send_buffer.local.shape == (
+        2,
+        token_capacity(130),
+        SIZES["hidden_size"],
+    )
+    assert token_capacity(130) == 192
     assert workspace.layout.max_tokens == 256  # for which kernels are compiled
     heap_bytes = workspace.heap.num_bytes
     assert heap_bytes == workspace.symmetric_bytes  # what was outgrown was given back
@@ -149,10 +153,10 @@ def test_tokens_beyond_max_tokens_on_one_rank(run_ranks: RunRanks) -> None:
     run_ranks(_grow, 2)
 
 
-def test_max_tokens_are_made_room_for_at_once() -> None:
+def test_first_buffers_hold_max_tokens() -> None:
     workspaces = Workspaces(None, CPU, max_tokens=100)
     _check_case(_build(workspaces), LayerCase(num_tokens_W=(8,)), 0)
-    assert [w.stage.local.shape[1] for w in workspaces.all()] == [100]
+    assert [w.context().send_buffer.local.shape[1] for w in workspaces.all()] == [100]
 
 
 def test_rows_beyond_capacity() -> None:
@@ -164,7 +168,7 @@ def test_rows_beyond_capacity() -> None:
     (workspace,) = workspaces.all()
     workspace.rows_RD = workspace.rows_RD[:16]
     _check_case(strategy, dataclasses.replace(case, seed=1), 0)
-    assert workspace.capacity >= 160
+    assert workspace.row_capacity >= 160
 
 
 def _run_layers(rank: int, num_ranks: int) -> None:
@@ -187,8 +191,8 @@ def test_layers_of_two_shapes_share_workspaces(run_ranks: RunRanks) -> None:
     run_ranks(_run_layers, 2)
 
 
-def test_size_of_a_plan_is_foretold_by_its_layer() -> None:
-    """Layers in turn have unlike loads; each gets room for its own."""
+def test_size_of_a_plan_is_predicted_from_the_same_layer() -> None:
+    """Alternating layers with different loads: each one gets memory for its own load."""
     workspaces = Workspaces(None, CPU)
     strategy = _build(workspaces)
     cases = [LayerCase(num_tokens_W=(40,), dropped=dropped) for dropped in (0.0, 0.9)]
@@ -198,12 +202,14 @@ def test_size_of_a_plan_is_foretold_by_its_layer() -> None:
             x_TD, routing, _ = make_tokens(case, 0)
             strategy.forward(x_TD, routing, experts)
     (workspace,) = workspaces.all()
-    many, few = (workspace.expect(experts.up_LGD.data_ptr()).num_rows for experts in layers)
+    many, few = (workspace.predict_size(experts.up_LGD).num_rows for experts in layers)
     assert few < many
-    assert workspace.expect(1).num_rows == few  # of a layer that never ran: the last of any
+    assert (
+        workspace.predict_size(torch.zeros(1)).num_rows == few
+    )  # a layer that never ran: the last plan of any layer
 
 
-def _have_no_room(rank: int, num_ranks: int) -> None:
+def _run_out_of_memory(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU, timeout_s=60)
     strategy = _build(workspaces)
     case = LayerCase(num_tokens_W=(8, 5))
@@ -221,15 +227,15 @@ def _have_no_room(rank: int, num_ranks: int) -> None:
     workspaces.close()
 
 
-def test_one_rank_without_room_is_an_error_on_all(run_ranks: RunRanks) -> None:
-    run_ranks(_have_no_room, 2)
+def test_out_of_memory_on_one_rank_is_an_error_on_all(run_ranks: RunRanks) -> None:
+    run_ranks(_run_out_of_memory, 2)
 
 
 def _leave_alone(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU)
     strategy = _build(workspaces)
     case = LayerCase(num_tokens_W=(8, 5))
-    _check_case(strategy, case, rank)  # which takes what it takes on a busy machine
+    _check_case(strategy, case, rank)  # without a short timeout, because the machine may be busy
     for workspace in workspaces.all():
         workspace.timeout_s = 0.5
     if rank == 1:
@@ -243,7 +249,7 @@ def _leave_alone(rank: int, num_ranks: int) -> None:
     raise ValueError("seen")
 
 
-def test_rank_that_does_not_call(run_ranks: RunRanks) -> None:
+def test_missing_rank_is_named_in_the_error(run_ranks: RunRanks) -> None:
     with pytest.raises(AssertionError, match="ValueError: seen"):
         run_ranks(_leave_alone, 2)
     run_ranks(_check, 2, True, [LayerCase(num_tokens_W=(8, 5))])  # in new processes
@@ -260,12 +266,12 @@ def test_ranks_that_run_different_layers(run_ranks: RunRanks) -> None:
     run_ranks(_differ, 2)
 
 
-def test_memory_goes_with_the_last_reference() -> None:
+def test_last_reference_frees_the_memory() -> None:
     gc.collect()
     before = dict(sanitizer._registered)
     strategy = _build(Workspaces(None, CPU))
     _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
-    assert len(sanitizer._registered) == len(before) + 4  # words, stages, two homes
+    assert len(sanitizer._registered) == len(before) + 4  # the four symmetric buffers
     del strategy
     gc.collect()
     assert sanitizer._registered == before
@@ -318,12 +324,12 @@ _PLAIN = _experts()
         ),
     ],
 )
-def test_what_the_kernels_cannot_run(experts: Experts, top_k: int, problem: str) -> None:
+def test_find_problem_names_unsupported_layers(experts: Experts, top_k: int, problem: str) -> None:
     found = _build(Workspaces(None, CPU)).find_problem(experts, top_k=top_k)
     assert re.search(problem, found) if problem else not found
 
 
-def test_no_peer_access_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peer_access_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halley.symm_mem.posix.peer_access", lambda group, device: "on Mars")
     with pytest.raises(RuntimeError, match=r"on Mars; the strategies sequential and chunked need"):
         _check_case(_build(Workspaces(None, CPU)), LayerCase(num_tokens_W=(8,)), 0)
@@ -336,6 +342,6 @@ def test_sizes_of_workspaces(sizes: dict[str, float]) -> None:
         Workspaces(None, CPU, **sizes)  # pyright: ignore[reportArgumentType]
 
 
-def test_save_that_there_is_not() -> None:
+def test_unknown_save_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"save \(nothing\) must be one of all, inputs, recompute"):
         FusedStrategy(Workspaces(None, CPU), recorder=Recorder(CPU), save="nothing")  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Gradients of the fused strategy on one rank: whatever autograd brings, keeps and asks for."""
+"""Gradients of the fused strategy on one rank: all inputs and hooks that autograd allows."""
 
 import dataclasses
 import gc
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halley.core.types import Save
-from halley.fused.buffer_cache import CPU_KNOBS, Workspaces
+from halley.fused.buffer_cache import Workspaces
 from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.fused_case import CPU, SAVES, assert_same, build
 from tests.strategies.layer_case import (
@@ -35,7 +35,7 @@ def _amid(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [_strided, _amid])
-def test_gradients_of_the_output_as_they_come(
+def test_strided_or_unaligned_gradients_of_the_output(
     make: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     layer = build(Workspaces(None, CPU))
@@ -46,7 +46,7 @@ def test_gradients_of_the_output_as_they_come(
 
 
 def test_expanded_gradient_of_the_output() -> None:
-    """That of a sum is one number, seen from everywhere."""
+    """The gradient of a sum is one number, expanded to the shape of the output."""
     layer = build(Workspaces(None, CPU))
     plain, summed = (run_forward(layer.forward, ALONE, 0) for _ in range(2))
     plain.y_TD.backward(torch.ones_like(plain.y_TD))
@@ -72,8 +72,8 @@ def test_strided_tokens_and_routing_weights(name: str, save: Save) -> None:
 
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("where", ["alone", "behind others", "before others"])
-def test_what_is_kept_may_come_back_in_other_memory(where: str, save: Save) -> None:
-    """As hooks that offload it do, or pack tensors of a layer into one buffer."""
+def test_saved_tensors_may_be_unpacked_to_other_memory(where: str, save: Save) -> None:
+    """As with hooks that offload tensors, or pack the tensors of a layer into one buffer."""
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
         before, after = {"behind others": (16, 0), "before others": (0, 48)}.get(where, (0, 0))
@@ -92,8 +92,8 @@ def test_what_is_kept_may_come_back_in_other_memory(where: str, save: Save) -> N
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_what_is_kept_may_come_back_as_parts_of_one_buffer(save: Save) -> None:
-    """As from an arena that two layers share: what one no longer needs is not all there is."""
+def test_saved_tensors_may_be_unpacked_from_one_shared_buffer(save: Save) -> None:
+    """As with an arena of two layers: a layer must not free memory of the other one."""
     arena, end = torch.empty(1 << 20, dtype=torch.uint8), 0
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -117,7 +117,7 @@ def test_what_is_kept_may_come_back_as_parts_of_one_buffer(save: Save) -> None:
     assert_same(values[1], values[0], save)
 
 
-def test_backward_when_the_layer_is_gone() -> None:
+def test_backward_after_the_layer_is_deleted() -> None:
     x_TD, routing, grad_TD = make_tokens(ALONE, 0)
     y_TD = build(Workspaces(None, CPU)).forward(x_TD, routing, local_experts_of(ALONE, 0))
     gc.collect()
@@ -137,17 +137,6 @@ def test_strided_expert_ids() -> None:
     assert error <= RELATIVE_TOLERANCE[torch.float32]
 
 
-def test_weights_gradients_beside_the_sums_of_tokens() -> None:
-    """The same bits, and what was in flight is let go when the first has been launched."""
-    beside = Workspaces(None, CPU, knobs=CPU_KNOBS.changed(["weight.beside=1"]))
-    layers = [build(workspaces) for workspaces in (Workspaces(None, CPU), beside)]
-    plain, other = (run_forward(layer.forward, ALONE, 0) for layer in layers)
-    for call in (plain, other):
-        call.y_TD.backward(call.grad_TD)
-    assert_same(other.values(), plain.values(), "weight.beside")
-    assert [workspace.in_flight for workspace in beside.all()] == [()]
-
-
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize(
     "frozen",
@@ -155,7 +144,7 @@ def test_weights_gradients_beside_the_sums_of_tokens() -> None:
     ids=["up", "down", "experts", "tokens"],
 )
 def test_frozen_parts(frozen: tuple[str, ...], save: Save) -> None:
-    """They get no gradient, and the others what they would get anyway."""
+    """Frozen tensors get no gradient, and the gradients of the others do not change."""
     layer = build(Workspaces(None, CPU), save=save)
     call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
     call.y_TD.backward(call.grad_TD)
@@ -168,7 +157,7 @@ def test_frozen_parts(frozen: tuple[str, ...], save: Save) -> None:
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("frozen", [(), ("up_LGD", "down_LDF")], ids=["all", "tokens"])
 def test_second_derivative_is_refused(frozen: tuple[str, ...], save: Save) -> None:
-    """Also where nothing else wants gradients, so that nobody else would say so."""
+    """Also if no other tensor needs gradients, so that autograd itself would raise no error."""
     layer = build(Workspaces(None, CPU), save=save)
     call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
     with pytest.raises(RuntimeError, match="gradients of fused layers have no gradients"):
@@ -176,8 +165,8 @@ def test_second_derivative_is_refused(frozen: tuple[str, ...], save: Save) -> No
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_workspaces_that_were_closed_before_backward(save: Save) -> None:
-    """Also where there are new ones, which have never seen the plan."""
+def test_backward_after_close_is_an_error(save: Save) -> None:
+    """Also if new workspaces exist, which have not made the plan."""
     layer = build(Workspaces(None, CPU), save=save)
     for num_tokens in (0, 3):
         call = run_forward(layer.forward, ALONE, 0)

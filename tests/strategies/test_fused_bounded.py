@@ -1,4 +1,4 @@
-"""The fused strategy without the host in the loop: the same bits, and errors where room ends."""
+"""The fused strategy with max_load: bits as without it, and errors beyond the capacity."""
 
 import re
 import time
@@ -53,14 +53,14 @@ def _compare(rank: int, num_ranks: int) -> list[int]:
             assert list(got) == list(want)
             for name, value in want.items():
                 assert torch.equal(got[name], value), f"{name}, {save}, {case}"
-    room = [workspace.max_rows for workspace in bounded.all()]
+    max_rows = [workspace.max_rows for workspace in bounded.all()]
     exact.close()
     bounded.close()
-    return room
+    return max_rows
 
 
-def test_bounded_calls_have_the_bits_of_exact_ones(run_ranks: RunRanks) -> None:
-    """20 tokens of 2 experts are 40 rows if balanced; 60 and what pads two experts are 96."""
+def test_calls_with_max_load_have_the_same_bits(run_ranks: RunRanks) -> None:
+    """20 tokens with 2 experts each are 40 rows if balanced; 60 rows and the padding make 96."""
     assert run_ranks(_compare, 2) == [[96]] * 2
 
 
@@ -78,10 +78,10 @@ def _overflow(rank: int, num_ranks: int) -> list[str]:
     return said
 
 
-def test_rows_without_room_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
-    """One expert has 120 rows and its neighbour some of 120; there is room for 160."""
+def test_too_many_rows_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
+    """One expert has 120 rows, the other one on its rank some more; the capacity is 160 rows."""
     for rank, said in enumerate(run_ranks(_overflow, 2)):
-        wanted = rf"rank {rank}: the experts of rank 0 got (\d+) rows, more than max_load makes"
+        wanted = rf"rank {rank}: the experts of rank 0 got (\d+) rows, more than max_load allows"
         assert all(int(re.findall(wanted, text)[0]) > 160 for text in said), said
 
 
@@ -94,12 +94,12 @@ def _bring_more_tokens(rank: int, num_ranks: int) -> str:
     return str(caught.value)
 
 
-def test_tokens_without_room_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
+def test_too_many_tokens_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
     for rank, said in enumerate(run_ranks(_bring_more_tokens, 2)):
-        assert said.startswith(f"rank {rank}: a rank brought 21 tokens, more than max_tokens")
+        assert said.startswith(f"rank {rank}: a rank has 21 tokens, more than max_tokens")
 
 
-def test_room_for_less_than_a_balanced_load() -> None:
+def test_max_load_below_the_balanced_load_is_an_error() -> None:
     wanted = "max_load (0.5) must be at least 1, or 0 for any load"
     with pytest.raises(ValueError, match=re.escape(wanted)):
         Workspaces(None, CPU, max_load=0.5)

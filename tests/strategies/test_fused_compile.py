@@ -1,6 +1,6 @@
-"""The fused strategy inside ``torch.compile``, in whole graphs, gives what it gives without."""
+"""The fused strategy under ``torch.compile`` has the same results as eager."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
 from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.fused import backward
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import Workspace
 from halley.moe.layer import MoELayer
@@ -62,8 +63,8 @@ def test_compiled_layer_equals_eager(run_ranks: RunRanks, num_ranks: int, backen
 
 
 @torch.no_grad()
-def test_traced_once_for_calls_alike() -> None:
-    """Nothing that a call leaves behind makes the next one compile again."""
+def test_equal_calls_are_traced_once() -> None:
+    """A second call of the same sizes does not compile again."""
     strategy, graphs = _build(None), []
 
     def count(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -169,7 +170,7 @@ def test_inductor_gradients(run_ranks: RunRanks) -> None:
     run_ranks(_compare_inductor, 2)
 
 
-def _order_of_passes(rank: int, num_ranks: int, stacked: bool, backward: bool) -> list[list[str]]:
+def _order_of_passes(rank: int, num_ranks: int, stacked: bool, gradients: bool) -> list[list[str]]:
     """Return in which order two layers begin and combine their passes, eager and compiled."""
     import_inductor()
     layer = _build(None, save="recompute")
@@ -184,37 +185,37 @@ def _order_of_passes(rank: int, num_ranks: int, stacked: bool, backward: bool) -
     torch.compiler.reset()
     compiled = torch.compile(run, backend="inductor", fullgraph=True)
     order: list[str] = []
-    begin, combining = Workspace.begin, Workspaces.combining  # which backward asks for
+    begin_pass, dgrad_combine = Workspace.begin_pass, backward.dgrad_combine
 
     def note_begin(self: Workspace) -> None:
         order.append("begin")
-        begin(self)
+        begin_pass(self)
 
-    def note_combine(self: Workspaces, plan: torch.Tensor) -> Workspace:
+    def note_combine(*args: Any, **options: Any) -> None:
         order.append("combine")
-        return combining(self, plan)
+        dgrad_combine(*args, **options)
 
     orders: list[list[str]] = []
-    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(backward):
-        patch.setattr(Workspace, "begin", note_begin)
-        patch.setattr(Workspaces, "combining", note_combine)
+    with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(gradients):
+        patch.setattr(Workspace, "begin_pass", note_begin)
+        patch.setattr(backward, "dgrad_combine", note_combine)
         for forward in (run, compiled):
             (first, _), (second, _) = _make_inputs(case, 0), _make_inputs(case, 0)
             outputs = forward(first, second)
-            if backward:
+            if gradients:
                 torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
             orders.append(order.copy())
             order.clear()
     return orders
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "forward and backward"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["side by side", "stacked"])
 def test_inductor_keeps_the_order_of_passes(
-    run_ranks: RunRanks, stacked: bool, backward: bool
+    run_ranks: RunRanks, stacked: bool, gradients: bool
 ) -> None:
-    """What ranks must do in the same order is in the order of calls, not of what they need."""
-    ((eager, compiled),) = run_ranks(_order_of_passes, 1, stacked, backward)
-    again = ["begin", "begin", "combine"] * 2  # dispatched again, then the gradients
-    assert eager == ["begin"] * 2 + (again if backward else [])
+    """Passes run in the order of the calls, also if the data allows another order."""
+    ((eager, compiled),) = run_ranks(_order_of_passes, 1, stacked, gradients)
+    again = ["begin", "combine"] * 2
+    assert eager == ["begin"] * 2 + (again if gradients else [])
     assert compiled == eager

@@ -108,7 +108,7 @@ def test_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> None:
     run_ranks(_check, 2, _cases(2, **fields), timeout_s=180)
 
 
-def test_more_tokens_than_there_was_room_for(run_ranks: RunRanks) -> None:
+def test_buffers_grow_for_more_tokens(run_ranks: RunRanks) -> None:
     counts = [(64, 64), (700, 3), (5, 900), (64, 64)]
     cases = [LayerCase(num_tokens_W=c, dtype=torch.bfloat16) for c in counts]
     run_ranks(_check, 2, cases, timeout_s=180)
@@ -265,7 +265,7 @@ def _never_come_back(rank: int, num_ranks: int) -> str:
 
 def test_peer_that_never_comes_to_backward_is_named(run_ranks: RunRanks) -> None:
     told, _ = run_ranks(_never_come_back, 2, timeout_s=120)
-    assert told.startswith("rank 0: rank 1 did not bring its rows for another pass of call 1")
+    assert told.startswith("rank 0: rank 1 did not publish its rows for another pass of call 1")
 
 
 @torch.no_grad()

@@ -61,11 +61,11 @@ def _check(
 def _expect_too_few(rank: int, num_ranks: int) -> None:
     workspaces = _make_workspaces(num_ranks)
     layer = build(workspaces, save="inputs")
-    for seed, expected_sends in enumerate((0, 1, 1000)):
+    for seed, expected_copies in enumerate((0, 1, 1000)):
         for workspace in workspaces.all():
-            workspace._last_of.clear()
-            num_sends = expected_sends if rank == 0 else 64
-            workspace._last = dataclasses.replace(workspace._last, num_sends=num_sends)
+            workspace._last_by_layer.clear()
+            num_copies = expected_copies if rank == 0 else 64
+            workspace._last = dataclasses.replace(workspace._last, num_copies=num_copies)
         case = LayerCase(num_tokens_W=(70, 90), num_experts=4, seed=seed)
         call = run_forward(layer.forward, case, rank)
         call.y_TD.backward(call.grad_TD)
@@ -159,9 +159,9 @@ def _run_in_flight(
         calls[index].y_TD.backward(calls[index].grad_TD)
     for case, call in zip(cases, calls, strict=True):
         _assert_values(call.values(), case, rank)
-    room = [workspace.stage.local.shape[1] for workspace in workspaces.all()]
+    capacities = [workspace.context().send_buffer.local.shape[1] for workspace in workspaces.all()]
     workspaces.close()
-    return room
+    return capacities
 
 
 @pytest.mark.parametrize("save", ["all", "recompute"])

@@ -101,7 +101,7 @@ def _offloaded(run: Callable[[], torch.Tensor]) -> torch.Tensor:
 def test_main_grad_of_weights_that_come_back_as_other_tensors(
     how: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
 ) -> None:
-    """What autograd saved and what it gives back are not the same object here."""
+    """Autograd returns other tensor objects than it has saved here."""
     layer = _build()
     x_TD, routing, grad_TD = make_tokens(CASE, 0)
     experts = local_experts_of(CASE, 0)

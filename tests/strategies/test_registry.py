@@ -1,4 +1,4 @@
-"""Strategies and cost models are found by name."""
+"""Strategies and cost models are built by name."""
 
 import pytest
 import torch
@@ -7,10 +7,9 @@ from halley.core.timeline import Recorder
 from halley.cost.hardware import CPU as CPU_FIGURES
 from halley.cost.hardware import H100, H200, Hardware
 from halley.fused.buffer_cache import Workspaces
-from halley.strategies.all_gather import GatheredStrategy
+from halley.strategies.all_gather import AllGatherStrategy
+from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.auto import AutoStrategy
-from halley.strategies.chunked import ChunkedStrategy
-from halley.strategies.functional import FunctionalStrategy
 from halley.strategies.fused import FusedStrategy
 from halley.strategies.registry import (
     STRATEGIES,
@@ -21,7 +20,7 @@ from halley.strategies.registry import (
     predictor_of,
     split_strategies,
 )
-from halley.strategies.sequential import SequentialStrategy
+from halley.strategies.traceable import TraceableStrategy
 from tests.moe.model_case import CPU
 
 
@@ -29,10 +28,10 @@ def test_each_name_builds_its_strategy() -> None:
     recorder = Recorder(CPU)
     built = [build_strategy(name, None, recorder=recorder, device=CPU) for name in STRATEGIES]
     assert [type(strategy) for strategy in built] == [
-        SequentialStrategy,
-        ChunkedStrategy,
-        GatheredStrategy,
-        FunctionalStrategy,
+        AllToAllStrategy,
+        AllToAllStrategy,
+        AllGatherStrategy,
+        TraceableStrategy,
         FusedStrategy,
         FusedStrategy,
         AutoStrategy,
@@ -40,11 +39,27 @@ def test_each_name_builds_its_strategy() -> None:
     assert [s.fused for s in built if isinstance(s, FusedStrategy)] == [False, True]
     assert [s.gemm for s in built[:-1]] == [*["torch"] * 4, "halley", "halley"]
     chunked = build_strategy("chunked", None, recorder=recorder, device=CPU, num_chunks=3)
-    assert isinstance(chunked, ChunkedStrategy)
+    assert isinstance(chunked, AllToAllStrategy)
+    assert chunked.predictor is not None
     assert (chunked.num_chunks, chunked.predictor.hardware) == (3, CPU_FIGURES)
 
 
-def test_strategies_share_the_workspaces_that_they_are_given() -> None:
+@pytest.mark.parametrize(
+    ("name", "num_chunks"),
+    [("sequential", 1), ("chunked", 0), ("chunked:1", 1), ("chunked:12", 12)],
+)
+def test_number_of_chunks_follows_from_the_name(name: str, num_chunks: int) -> None:
+    strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
+    assert isinstance(strategy, AllToAllStrategy)
+    assert strategy.num_chunks == num_chunks
+
+
+def test_old_name_of_all_gather_is_valid() -> None:
+    strategy = build_strategy("gathered", None, recorder=Recorder(CPU), device=CPU)
+    assert isinstance(strategy, AllGatherStrategy)
+
+
+def test_strategies_use_the_given_workspaces() -> None:
     workspaces = Workspaces(None, CPU)
     fused, unfused, auto = (
         build_strategy(name, None, recorder=Recorder(CPU), device=CPU, workspaces=workspaces)
@@ -56,7 +71,7 @@ def test_strategies_share_the_workspaces_that_they_are_given() -> None:
         assert strategy.workspaces is workspaces
 
 
-def test_strategies_of_layers_share_what_is_alike() -> None:
+def test_layers_of_one_name_share_a_strategy_and_all_share_workspaces() -> None:
     names = split_strategies("fused, sequential,fused:inputs,sequential", num_layers=4)
     assert names == ("fused", "sequential", "fused:inputs", "sequential")
     first, second, third, fourth = build_strategies(names, None, recorder=Recorder(CPU), device=CPU)
@@ -69,7 +84,7 @@ def test_strategies_of_layers_share_what_is_alike() -> None:
     assert split_strategies("chunked", num_layers=0) == ()
 
 
-def test_strategies_are_told_in_few_words() -> None:
+def test_equal_strategies_of_consecutive_layers_are_described_once() -> None:
     assert describe_strategies(["fused"] * 3) == "fused"
     assert describe_strategies(["fused", "fused", "auto", "fused"]) == "2 x fused, auto, fused"
     assert describe_strategies([]) == ""
@@ -83,12 +98,15 @@ def test_unknown_strategy_is_an_error() -> None:
         check_strategy("tiled")
     with pytest.raises(ValueError, match=r"strategy \(chunked:inputs\) must be .* fused:inputs"):
         check_strategy("chunked:inputs")
-    for name in (*STRATEGIES, "fused:all", "unfused:recompute"):
+    for name in ("chunked:0", "chunked:-1", "chunked:", "gathered:2", "fused:"):
+        with pytest.raises(ValueError, match=r"must be one of .* chunked:<number>, unfused:all"):
+            check_strategy(name)
+    for name in (*STRATEGIES, "fused:all", "unfused:recompute", "chunked:4"):
         check_strategy(name)
 
 
 @pytest.mark.parametrize(("name", "save"), [("fused", "all"), ("unfused:inputs", "inputs")])
-def test_what_is_kept_goes_with_the_name(name: str, save: str) -> None:
+def test_saved_activations_follow_from_the_name(name: str, save: str) -> None:
     strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
     assert isinstance(strategy, FusedStrategy)
     assert (strategy.fused, strategy.save) == (name == "fused", save)
@@ -97,7 +115,7 @@ def test_what_is_kept_goes_with_the_name(name: str, save: str) -> None:
 @pytest.mark.parametrize(
     ("device_name", "hardware"), [("NVIDIA H100 NVL", H100), ("NVIDIA Something New", H200)]
 )
-def test_gpu_without_figures_is_taken_for_an_h200(
+def test_gpu_without_figures_gets_those_of_an_h200(
     monkeypatch: pytest.MonkeyPatch, device_name: str, hardware: Hardware
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)

@@ -1,15 +1,18 @@
-"""Layers as tasks: their order, times that add up, and the chunks worth having."""
+"""Tasks of layers: their order, their durations, and the number of chunks chosen from them."""
 
 import dataclasses
 
 import pytest
 
 from halley.core.types import LayerShape
-from halley.cost.hardware import H200, Hardware
-from halley.cost.predict import Predictor
+from halley.cost.hardware import H200, Hardware, Predictor
 from halley.cost.simulate import Task, makespan_us, simulate
-from halley.strategies.chunked import choose_num_chunks
-from halley.strategies.tasks import fused_tasks, gathered_tasks, pipeline_tasks
+from halley.strategies.tasks import (
+    all_gather_tasks,
+    all_to_all_tasks,
+    choose_num_chunks,
+    fused_tasks,
+)
 
 
 SHAPE = LayerShape(
@@ -26,10 +29,10 @@ SLOW = dataclasses.replace(H200, link_bytes_per_s=60e9)
 
 
 def _tasks(num_chunks: int, hardware: Hardware = H200) -> list[Task]:
-    return pipeline_tasks(SHAPE, Predictor(hardware), num_chunks=num_chunks)
+    return all_to_all_tasks(SHAPE, Predictor(hardware), num_chunks=num_chunks)
 
 
-def test_order_of_one_chunk() -> None:
+def test_tasks_of_one_chunk() -> None:
     tasks = _tasks(1)
     assert [(task.stream, task.name, task.needs) for task in tasks] == [
         ("compute", "route", ()),
@@ -48,7 +51,7 @@ def test_order_of_one_chunk() -> None:
     assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
 
 
-def test_backward_mirrors_forward() -> None:
+def test_backward_tasks_mirror_forward_tasks() -> None:
     names = [task.name for task in _tasks(3) if "." in task.name]
     middle = names.index("restore.backward")
     forward, backward = names[:middle], names[middle + 1 : -1]
@@ -60,7 +63,7 @@ def test_backward_mirrors_forward() -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
-def test_communication_is_that_of_all_rows(num_chunks: int) -> None:
+def test_chunks_exchange_all_rows_together(num_chunks: int) -> None:
     # 3/4 of 16384 rows of 8192 bytes leave the rank, four times in forward and backward.
     tasks = _tasks(num_chunks)
     comm_us = sum(task.duration_us for task in tasks if task.stream == "comm")
@@ -69,7 +72,7 @@ def test_communication_is_that_of_all_rows(num_chunks: int) -> None:
     assert len([task for task in tasks if task.stream == "comm"]) == 4 * num_chunks
 
 
-def test_experts_by_hand() -> None:
+def test_duration_of_the_experts_by_hand() -> None:
     # Two products of 16384 rows: with 4096 x 28672, and with 14336 x 4096; twice that backward.
     flops = 2 * 16384 * 4096 * (28672 + 14336)
     gemm_us = flops / H200.gemm_flops_per_s * 1e6 + 2 * H200.launch_us
@@ -80,7 +83,7 @@ def test_experts_by_hand() -> None:
     assert durations["experts.backward.0"] == pytest.approx(2 * forward_us)
 
 
-def test_next_chunk_travels_while_one_computes() -> None:
+def test_next_chunk_is_exchanged_while_one_computes() -> None:
     spans = {span.name: span for span in simulate(_tasks(4))}
     for c in range(3):
         assert spans[f"dispatch.{c + 1}"].start_us == spans[f"dispatch.{c}"].end_us
@@ -108,7 +111,7 @@ def test_no_more_chunks_than_local_experts(num_experts: int) -> None:
     assert 1 <= choose_num_chunks(shape, Predictor(SLOW)) <= num_experts // 4
 
 
-def test_rank_on_its_own_is_not_chunked() -> None:
+def test_single_rank_is_not_chunked() -> None:
     assert choose_num_chunks(dataclasses.replace(SHAPE, ep_size=1), Predictor(H200)) == 1
 
 
@@ -116,7 +119,7 @@ def _fused(*, fused: bool, shape: LayerShape = SHAPE, hardware: Hardware = H200)
     return fused_tasks(shape, Predictor(hardware), chunk_columns=2048, fused=fused)
 
 
-def test_order_of_unfused_parts() -> None:
+def test_tasks_of_the_unfused_kernels() -> None:
     tasks = _fused(fused=False)
     assert [(task.stream, task.name, task.needs) for task in tasks] == [
         ("compute", "publish", ()),
@@ -125,13 +128,13 @@ def test_order_of_unfused_parts() -> None:
         ("compute", "up.0", ("dispatch.0",)),
         ("compute", "down.0", ("up.0",)),
         ("comm", "combine.0", ("down.0",)),
-        ("compute", "home.0", ("combine.0",)),
-        ("compute", "publish.backward", ("home.0",)),
+        ("compute", "sum.0", ("combine.0",)),
+        ("compute", "publish.backward", ("sum.0",)),
         ("comm", "dispatch.backward.0", ("publish.backward",)),
         ("compute", "down.backward.0", ("dispatch.backward.0",)),
         ("compute", "up.backward.0", ("down.backward.0",)),
         ("comm", "combine.backward.0", ("up.backward.0",)),
-        ("compute", "home.backward.0", ("combine.backward.0",)),
+        ("compute", "sum.backward.0", ("combine.backward.0",)),
         ("compute", "down.weights", ("down.backward.0",)),
         ("compute", "up.weights", ("down.backward.0",)),
     ]
@@ -139,7 +142,7 @@ def test_order_of_unfused_parts() -> None:
     assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
 
 
-def test_fused_parts_begin_with_what_is_here() -> None:
+def test_fused_tasks_begin_with_local_rows() -> None:
     tasks = _fused(fused=True)
     needs = {task.name: task.needs for task in tasks}
     assert needs["up.0"] == ("plan",)
@@ -152,14 +155,14 @@ def test_fused_parts_begin_with_what_is_here() -> None:
     ]
     assert needs["down.1"] == ("up.3",)
     assert needs["combine.1"] == ("down.1",)
-    assert needs["publish.backward"] == ("home.1",)
+    assert needs["publish.backward"] == ("sum.1",)
     assert needs["down.backward.0"] == ("publish.backward",)
     assert [needs[f"down.backward.{rank}"] for rank in (1, 2, 3)] == [
         (f"dispatch.backward.{rank}",) for rank in (1, 2, 3)
     ]
     assert [needs[f"up.backward.{chunk}"] for chunk in (0, 1)] == [("down.backward.3",)] * 2
     assert needs["combine.backward.1"] == ("up.backward.1",)
-    assert needs["home.backward.1"] == ("combine.backward.1",)
+    assert needs["sum.backward.1"] == ("combine.backward.1",)
     assert needs["down.weights"] == needs["up.weights"] == ("down.backward.3",)
     # The same work on each stream, and less time.
     unfused = _fused(fused=False)
@@ -169,7 +172,7 @@ def test_fused_parts_begin_with_what_is_here() -> None:
     assert makespan_us(tasks) < makespan_us(unfused)
 
 
-def test_a_token_crosses_once_to_each_rank() -> None:
+def test_token_crosses_the_link_once_to_each_rank() -> None:
     # Two different experts of 32, 8 on a rank: 24 * 23 of 32 * 31 pairs are elsewhere.
     crossings = 8192 * 3 * (1 - 24 * 23 / (32 * 31))
     wire_us = 4 * crossings * 8192 / H200.link_bytes_per_s * 1e6  # there and back, twice
@@ -178,8 +181,8 @@ def test_a_token_crosses_once_to_each_rank() -> None:
         assert comm_us == pytest.approx(wire_us + 4 * H200.link_latency_us)
 
 
-def test_products_by_hand() -> None:
-    """Each projection multiplies 16384 rows once forward and twice backward, nothing else does."""
+def test_durations_of_the_gemms_by_hand() -> None:
+    """Each projection has one GEMM of 16384 rows in forward and two in backward."""
     up_us = 2 * 16384 * 4096 * 28672 / H200.gemm_flops_per_s * 1e6 + H200.launch_us
     down_us = 2 * 16384 * 14336 * 4096 / H200.gemm_flops_per_s * 1e6 + H200.launch_us
     for fused in (True, False):
@@ -196,15 +199,15 @@ def test_products_by_hand() -> None:
             assert sum(durations[part] for part in parts) == pytest.approx(gemm_us + expand_us)
 
 
-def test_fused_rank_on_its_own() -> None:
+def test_fused_tasks_of_a_single_rank() -> None:
     alone = dataclasses.replace(SHAPE, ep_size=1)
     names = [task.name for task in _fused(fused=True, shape=alone)]
     assert names[:3] == ["publish", "plan", "up.0"]
 
 
-def test_gathered_sends_each_token_to_every_rank() -> None:
+def test_all_gather_sends_each_token_to_every_rank() -> None:
     predictor = Predictor(H200)
-    tasks = {task.name: task for task in gathered_tasks(SHAPE, predictor)}
+    tasks = {task.name: task for task in all_gather_tasks(SHAPE, predictor)}
     crossing = SHAPE.num_tokens * (SHAPE.ep_size - 1) * SHAPE.hidden_size * SHAPE.itemsize
     for name in ("dispatch", "combine", "combine.backward", "dispatch.backward"):
         assert tasks[name].duration_us == predictor.all_to_all_us(crossing)

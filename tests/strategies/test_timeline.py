@@ -1,4 +1,4 @@
-"""What a strategy does is what it says: parts are recorded in the order of its simulated tasks."""
+"""A strategy records its spans in the order of its simulated tasks."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import LayerShape
-from halley.cost.hardware import H200
-from halley.cost.predict import Predictor
+from halley.cost.hardware import H200, Predictor
 from halley.cost.simulate import simulate
 from halley.strategies.registry import build_strategy
 from tests.rank_pool import RunRanks
@@ -16,7 +15,7 @@ from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make
 
 CPU = torch.device("cpu")
 CASE = LayerCase(num_tokens_W=(40, 40))
-# What both the recorder and the simulator name: experts forward, and every wait.
+# The spans that recorder and simulator both have: experts in forward, and every wait.
 COMPARED = ("dispatch", "experts", "combine", "restore")
 
 
@@ -31,7 +30,7 @@ def _record(rank: int, num_ranks: int, name: str, num_chunks: int) -> list[str]:
 
 
 def _simulate(name: str, num_chunks: int) -> list[str]:
-    """Return the compute lane of the simulated layer, each task after the waits for its needs."""
+    """Return the simulated compute stream: each task, after the waits for its inputs."""
     shape = LayerShape(
         num_tokens=40,
         hidden_size=SIZES["hidden_size"],
@@ -51,17 +50,13 @@ def _simulate(name: str, num_chunks: int) -> list[str]:
             order += [f"{need}.wait" for need in task.needs if streams[need] == "comm"]
             order.append(task.name)
     plain = [".".join(part for part in item.split(".") if not part.isdecimal()) for item in order]
-    return [
-        item
-        for item in plain
-        if item.startswith(COMPARED) and not (item.endswith(".backward"))  # autograd's own parts
-    ]
+    return [item for item in plain if item.startswith(COMPARED) and not item.endswith(".backward")]
 
 
 @pytest.mark.parametrize(
     ("name", "num_chunks"), [("sequential", 0), ("chunked", 2), ("chunked", 4)]
 )
-def test_recorded_order_is_the_simulated_one(
+def test_recorded_order_equals_the_simulated_order(
     run_ranks: RunRanks, name: str, num_chunks: int
 ) -> None:
     want = _simulate(name, num_chunks)
@@ -70,8 +65,8 @@ def test_recorded_order_is_the_simulated_one(
         assert recorded == want
 
 
-def test_fused_layer_is_recorded_as_one_part() -> None:
-    """What it waits for, backward too, is inside the kernels."""
+def test_fused_layer_is_recorded_as_one_span() -> None:
+    """Its waits are inside the kernels, in backward as well."""
     recorder = Recorder(CPU)
     strategy = build_strategy("fused", None, recorder=recorder, device=CPU)
     case = LayerCase(num_tokens_W=(5,), num_experts=2)

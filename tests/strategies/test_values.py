@@ -1,4 +1,4 @@
-"""Strategies on collectives against the reference, every gradient, over 1, 2 and 4 ranks."""
+"""Strategies on collectives equal the reference, with every gradient, on 1, 2 and 4 ranks."""
 
 import dataclasses
 import gc
@@ -16,7 +16,7 @@ from tests.strategies.layer_case import LayerCase, expected, run_forward
 
 
 CPU = torch.device("cpu")
-STRATEGIES = ("sequential", "chunked", "gathered")  # the fused ones have files of their own
+STRATEGIES = ("sequential", "chunked", "all_gather")  # the fused ones have their own files
 
 
 def run_layer(
@@ -72,7 +72,7 @@ def test_values_by_skew(run_ranks, strategy, num_ranks, skew, top_k):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_tokens_W", [(0, 9), (9, 0), (0, 0), (1, 0), (5, 0, 3, 0)], ids=str)
-def test_ranks_without_tokens(run_ranks, strategy, num_tokens_W):
+def test_values_where_ranks_have_no_tokens(run_ranks, strategy, num_tokens_W):
     case = LayerCase(num_tokens_W=num_tokens_W, seed=2)
     run_ranks(check_layer, len(num_tokens_W), case, strategy)
 
@@ -80,7 +80,7 @@ def test_ranks_without_tokens(run_ranks, strategy, num_tokens_W):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_ranks_that_share_experts(run_ranks, strategy, num_ranks, tp_size, activation):
+def test_values_where_ranks_share_experts(run_ranks, strategy, num_ranks, tp_size, activation):
     case = LayerCase(
         num_tokens_W=(0, *_tokens(num_ranks - 1)),
         tp_size=tp_size,
@@ -126,7 +126,7 @@ def test_chunked_equals_sequential_bit_for_bit(run_ranks, dtype):
 
 
 def _run_in_subgroups(rank: int, num_ranks: int, case: LayerCase, strategy: str) -> None:
-    """Ranks 0 and 2, and 1 and 3, form a group each, with different tokens."""
+    """Ranks 0 and 2 form a group, and ranks 1 and 3, with different tokens."""
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     assert isinstance(group, dist.ProcessGroup)
     mine = dataclasses.replace(case, seed=case.seed + rank % 2)
@@ -139,7 +139,7 @@ def _run_in_subgroups(rank: int, num_ranks: int, case: LayerCase, strategy: str)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_subgroup(run_ranks, strategy):
+def test_values_in_subgroups(run_ranks, strategy):
     run_ranks(_run_in_subgroups, 4, LayerCase(num_tokens_W=(8, 5)), strategy)
 
 
@@ -149,7 +149,7 @@ def _run_several_shapes(rank: int, num_ranks: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_several_shapes_in_a_row(run_ranks, strategy):
+def test_values_of_several_shapes_in_a_row(run_ranks, strategy):
     run_ranks(_run_several_shapes, 2, strategy)
 
 
@@ -158,12 +158,12 @@ def _count_exchanges() -> int:
 
 
 def _count_leftovers(rank: int, num_ranks: int, case: LayerCase, strategy: str) -> int:
-    """Return how many exchanges a finished layer leaves to the garbage collector."""
+    """Return the number of exchanges that a finished layer leaves to the garbage collector."""
     gc.collect()
     gc.disable()
     try:
         run_layer(rank, case, strategy, num_chunks=2, group=dist.group.WORLD)
-        end = time.monotonic() + 2.0  # the group's own threads may hold the last ones a moment
+        end = time.monotonic() + 2.0  # threads of the group may hold the last ones for a moment
         while (count := _count_exchanges()) and time.monotonic() < end:
             time.sleep(0.01)
         return count
@@ -172,6 +172,6 @@ def _count_leftovers(rank: int, num_ranks: int, case: LayerCase, strategy: str) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_layer_frees_its_graph_at_once(run_ranks, strategy):
-    """A cycle through the graph would hold activations until a collection, or for good."""
+def test_finished_layer_leaves_no_reference_cycle(run_ranks, strategy):
+    """A reference cycle through the graph would keep activations alive until a collection."""
     assert run_ranks(_count_leftovers, 2, LayerCase(num_tokens_W=(8, 5)), strategy) == [0, 0]

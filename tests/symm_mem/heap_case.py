@@ -1,4 +1,4 @@
-"""What every heap must do, whatever its ranks are: called on each rank, collectively."""
+"""The checks that every symmetric heap must pass; every rank calls them together."""
 
 import contextlib
 import ctypes
@@ -21,8 +21,8 @@ from halley.symm_mem.threads import ThreadWorld
 T = TypeVar("T")
 
 TIMEOUT_S = 30.0
-_SEGMENT = f"{SHM}/#"  # what the kernel calls a file without a name
-TOO_MANY = 2**50  # bytes; more than any machine has
+_SEGMENT = f"{SHM}/#"  # Linux's name of an unnamed file
+TOO_MANY = 2**50  # bytes; more than any machine's memory
 
 DTYPES = (
     torch.float32,
@@ -36,7 +36,7 @@ DTYPES = (
 
 
 def copy_bytes(target: int, source: int, num_bytes: int, *, device: torch.device) -> None:
-    """Copy between addresses of this rank: what a kernel does with ``ptrs_W``."""
+    """Copy between addresses of this rank, as a kernel does with ``ptrs_W``."""
     if device.type == "cpu":
         ctypes.memmove(target, source, num_bytes)
         return
@@ -59,7 +59,7 @@ def read(like: torch.Tensor, address: int) -> torch.Tensor:
 
 
 def check_all_to_all(heap: AbstractSymmHeap, tensor: SymmTensor) -> None:
-    """Check that all copies are zero, and that what ranks write to all copies arrives.
+    """Check that all copies are zero, and that every rank can write to every copy.
 
     Args:
         tensor: zeros of the heap, ``(num_ranks, ...)``; rank r writes row r of every copy.
@@ -89,8 +89,8 @@ def check_all_to_all(heap: AbstractSymmHeap, tensor: SymmTensor) -> None:
     heap.barrier()
 
 
-def check_tensors_in_a_row(heap: AbstractSymmHeap) -> None:
-    """Check several shapes and dtypes at once, their bytes, and memory that is freed and reused."""
+def check_several_tensors(heap: AbstractSymmHeap) -> None:
+    """Check several shapes and dtypes at once, ``num_bytes``, and reuse of freed memory."""
     tensors, num_bytes = [], 0
     for i, dtype in enumerate(DTYPES):
         shape = (heap.num_ranks, 3 + 100 * i, i + 1)
@@ -105,7 +105,7 @@ def check_tensors_in_a_row(heap: AbstractSymmHeap) -> None:
         num_bytes -= tensors[i].local.nbytes
         heap.free(tensors[i])
         assert heap.num_bytes == num_bytes
-    for tensor in (tensors[1], tensors[5]):  # the neighbours of freed ones keep their values
+    for tensor in (tensors[1], tensors[5]):  # adjacent tensors keep their values
         assert torch.equal(tensor.local[0].unique(), tensor.local.new_tensor([heap.rank + 1]))
     for i in (1, 2, 4, 5):
         heap.free(tensors[i])
@@ -127,7 +127,7 @@ def check_scalar(heap: AbstractSymmHeap) -> None:
 
 
 def check_wrong_calls(heap: AbstractSymmHeap) -> None:
-    """Check what a heap refuses, and that it works after."""
+    """Check that wrong calls are refused and leave the heap usable."""
     with pytest.raises(ValueError, match=r"shape \(\(2, 0\)\) must have sizes of at least 1"):
         heap.zeros((2, 0), torch.float32)
     with pytest.raises(ValueError, match=r"shape \(\(-1,\)\) must have sizes of at least 1"):
@@ -141,8 +141,8 @@ def check_wrong_calls(heap: AbstractSymmHeap) -> None:
         heap.free(tensor)
 
 
-def check_memory_is_out(heap: AbstractSymmHeap) -> None:
-    """Check that too large a tensor is refused on all ranks, and smaller ones still work."""
+def check_failed_allocation(heap: AbstractSymmHeap) -> None:
+    """Check that all ranks refuse a tensor that is too large, and that the heap stays usable."""
     kept = heap.zeros((heap.num_ranks,), torch.int32)
     held = heap.num_bytes
     with pytest.raises(
@@ -157,7 +157,7 @@ def check_memory_is_out(heap: AbstractSymmHeap) -> None:
 
 
 def check_barrier(heap: AbstractSymmHeap) -> None:
-    """Check, many times, that a store before the barrier is seen by a load after it."""
+    """Check, many times, that a load after the barrier reads a store before it."""
     tensor = heap.zeros((64,), torch.int64)
     addresses = tensor.ptrs_W.tolist()
     peer = (heap.rank + 1) % heap.num_ranks
@@ -171,7 +171,7 @@ def check_barrier(heap: AbstractSymmHeap) -> None:
 
 
 def check_close(heap: AbstractSymmHeap) -> None:
-    """Check that closing frees everything, once, and ends the heap."""
+    """Check that closing frees all tensors and refuses further calls."""
     tensor = heap.zeros((5,), torch.float32)
     heap.zeros((7,), torch.float16)
     assert heap.num_bytes == 34
@@ -185,7 +185,7 @@ def check_close(heap: AbstractSymmHeap) -> None:
 
 
 def check_inference_mode(heap: AbstractSymmHeap) -> None:
-    """Check that a tensor made in inference mode may be written outside it."""
+    """Check that a tensor made in inference mode can be written outside it."""
     with torch.inference_mode():
         tensor = heap.zeros((3,), torch.float32)
     assert not tensor.local.is_inference()
@@ -193,19 +193,19 @@ def check_inference_mode(heap: AbstractSymmHeap) -> None:
     heap.free(tensor)
 
 
-# All but check_close, which ends the heap.
+# check_close is not in the list, because it closes the heap.
 CHECKS = (
-    check_tensors_in_a_row,
+    check_several_tensors,
     check_scalar,
     check_wrong_calls,
-    check_memory_is_out,
+    check_failed_allocation,
     check_barrier,
     check_inference_mode,
 )
 
 
 def check_heap(heap: AbstractSymmHeap) -> None:
-    """Check all that every heap must do; close it."""
+    """Run all checks and close the heap."""
     for check in CHECKS:
         check(heap)
         assert heap.num_bytes == 0, check.__name__
@@ -213,7 +213,7 @@ def check_heap(heap: AbstractSymmHeap) -> None:
 
 
 def segments() -> tuple[int, int]:
-    """Return how many segments of shared memory this process maps, and has open.
+    """Return how many shared-memory files this process maps, and how many it has open.
 
     A mapping counts as open too: Python's mmap keeps a descriptor.
     """
@@ -221,24 +221,24 @@ def segments() -> tuple[int, int]:
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if _SEGMENT in line]
     is_open = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # of a thread of gloo's
+        with contextlib.suppress(FileNotFoundError):  # closed by a gloo thread meanwhile
             is_open += _SEGMENT in str(link.readlink())
     return len(mapped), is_open
 
 
 @contextlib.contextmanager
 def subgroups(*members: list[int]) -> Iterator[list[dist.ProcessGroup]]:
-    """Make groups of these ranks, and destroy them after; yield those that this rank is in."""
+    """Create groups of these ranks, yield those of this rank, and destroy them."""
     groups = [dist.new_group(ranks) for ranks in members]
     mine = [group for group in groups if isinstance(group, dist.ProcessGroup)]
     yield mine
-    dist.barrier()  # a rank that is still connecting must not find its peer gone
+    dist.barrier()  # before destroying, all ranks must have connected
     for group in mine:
         dist.destroy_process_group(group)
 
 
 def run_threads(fn: Callable[[int], T], num_ranks: int, barrier: threading.Barrier) -> list[T]:
-    """Return ``fn(rank)`` of a thread per rank; a failure ends the waits of the others."""
+    """Return ``fn(rank)`` of one thread per rank; a failure ends the waits of the others."""
 
     def run(rank: int) -> T:
         try:
@@ -256,6 +256,6 @@ def run_threads(fn: Callable[[int], T], num_ranks: int, barrier: threading.Barri
 
 
 def thread_world(num_ranks: int) -> tuple[ThreadWorld, threading.Barrier]:
-    """Return a world without hooks and its barrier, whose waits end."""
+    """Return a world without hooks and its barrier, which has a timeout."""
     barrier = threading.Barrier(num_ranks, timeout=TIMEOUT_S)
     return ThreadWorld(num_ranks, barrier), barrier

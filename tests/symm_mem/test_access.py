@@ -1,4 +1,4 @@
-"""Who can address whose memory, from places written by hand, and on this machine."""
+"""Peer access between ranks, from hand-written memory locations and on this machine."""
 
 import ctypes
 import dataclasses
@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from halley.symm_mem import access
-from halley.symm_mem.access import Place, find_problem, link_kind, peer_access
+from halley.symm_mem.access import MemoryLocation, find_problem, link_kind, peer_access
 from halley.tools import diagnosis as doctor
 
 
-CPU = Place(host="ada", boot_id="1f", device="cpu", shm_id=24)
+CPU = MemoryLocation(host="ada", boot_id="1f", device="cpu", shm_id=24)
 UUIDS = ("a", "b", "c", "d")
 GPUS = [
-    Place(
+    MemoryLocation(
         host="ada",
         boot_id="1f",
         device=f"cuda:{index}",
@@ -27,20 +27,22 @@ GPUS = [
 ]
 
 
-def _with(place: Place, **changes: object) -> Place:
+def _with(place: MemoryLocation, **changes: object) -> MemoryLocation:
     return dataclasses.replace(place, **changes)  # pyright: ignore[reportArgumentType]
 
 
 SHARED = [_with(GPUS[0], may_share=True)] * 2
 
 
-@pytest.mark.parametrize("places", [[CPU], [CPU] * 3, GPUS[:1], GPUS, [GPUS[2], GPUS[0]], SHARED])
-def test_no_problem(places: list[Place]) -> None:
-    assert find_problem(places) == ""
+@pytest.mark.parametrize(
+    "locations", [[CPU], [CPU] * 3, GPUS[:1], GPUS, [GPUS[2], GPUS[0]], SHARED]
+)
+def test_ranks_with_access_have_no_problem(locations: list[MemoryLocation]) -> None:
+    assert find_problem(locations) == ""
 
 
 @pytest.mark.parametrize(
-    ("places", "problem"),
+    ("locations", "problem"),
     [
         ([CPU, _with(CPU, shm_id=None)], "rank 1 has no shared memory: ada has no /dev/shm"),
         ([_with(CPU, shm_id=None)], "rank 0 has no shared memory: ada has no /dev/shm"),
@@ -80,11 +82,13 @@ def test_no_problem(places: list[Place]) -> None:
         ),
     ],
 )
-def test_problem_is_told(places: list[Place], problem: str) -> None:
-    assert find_problem(places) == problem
+def test_problem_names_the_ranks_and_the_reason(
+    locations: list[MemoryLocation], problem: str
+) -> None:
+    assert find_problem(locations) == problem
 
 
-def test_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_location_of_a_gpu_has_uuid_and_reachable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         def __init__(self, index: int) -> None:
             self.uuid = UUIDS[index]
@@ -94,13 +98,13 @@ def test_place_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (2, 0))
     for device in (torch.device("cuda", 2), torch.device("cuda")):
-        place = access._place(device)
+        place = access._locate(device)
         assert (place.device, place.uuid, place.reachable) == ("cuda:2", "c", ("b", "d"))
     assert peer_access(None, torch.device("cuda", 2)) == ""
 
 
 @pytest.mark.parametrize(("weak", "kind"), [((), "NVLink"), ((3,), "PCIe"), ((0, 1, 3), "PCIe")])
-def test_links_by_what_the_driver_says(
+def test_link_is_pcie_if_any_peer_lacks_native_atomics(
     weak: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Driver:
@@ -121,22 +125,22 @@ def test_links_by_what_the_driver_says(
     assert link_kind(torch.device("cuda", 2)) == kind
 
 
-def test_no_links_without_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_gpu_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert link_kind(torch.device("cuda", 0)) == link_kind(torch.device("cpu")) == ""
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_links_of_this_machine() -> None:
+def test_link_kind_agrees_with_the_doctor() -> None:
     words = {(link.kind or "").partition(" ")[0] for link in doctor._links()}
     assert link_kind(torch.device("cuda", 0)) in words
 
 
-def test_rank_on_its_own() -> None:
+def test_single_process_has_access() -> None:
     assert peer_access(None, torch.device("cpu")) == ""
 
 
-def _ask(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
+def _check_access(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
     found = peer_access(dist.group.WORLD, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -146,5 +150,5 @@ def _ask(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
 
 
 def test_all_ranks_get_the_same_answer(run_ranks, tmp_path: Path) -> None:
-    answers = run_ranks(_ask, 2, str(tmp_path / "missing"))
+    answers = run_ranks(_check_access, 2, str(tmp_path / "missing"))
     assert answers == [("", "rank 1 has no shared memory")] * 2

@@ -1,4 +1,4 @@
-"""The heap in GPU memory: on one GPU, and between the GPUs of one machine."""
+"""The heap in GPU memory."""
 
 import os
 
@@ -22,7 +22,9 @@ from tests.symm_mem.heap_case import (
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_multicast_is_off_only_inside(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+def test_multicast_variable_is_restored(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     if before is None:
         monkeypatch.delenv(name, raising=False)
@@ -34,7 +36,7 @@ def test_multicast_is_off_only_inside(monkeypatch: pytest.MonkeyPatch, before: s
 
 
 @needs_gpu
-def test_rank_on_its_own_needs_no_group() -> None:
+def test_single_process_needs_no_group() -> None:
     assert peer_access(None, torch.device("cuda")) == ""
     heap = open_heap(None, torch.device("cuda", 0))
     assert isinstance(heap, CudaHeap)
@@ -50,7 +52,7 @@ def _check(rank: int, num_ranks: int, number: int) -> None:
 
 
 @needs_gpu
-def test_group_of_one(run_ranks) -> None:
+def test_heap_contract_of_a_group_of_one(run_ranks) -> None:
     for number in range(len(CHECKS) + 1):
         run_ranks(_check, 1, number)
 
@@ -59,7 +61,7 @@ def test_group_of_one(run_ranks) -> None:
 @pytest.mark.parametrize(
     "number", range(len(CHECKS) + 1), ids=[check.__name__ for check in (*CHECKS, check_close)]
 )
-def test_heap(run_ranks, number: int) -> None:
+def test_heap_contract(run_ranks, number: int) -> None:
     run_ranks(_check, 4, number)
 
 
@@ -96,7 +98,7 @@ def _check_subgroups(rank: int, num_ranks: int) -> None:
 
 
 @pytest.mark.skipif(NUM_GPUS < 3, reason="torch's rendezvous hangs where groups share a GPU")
-def test_groups_that_share_a_rank_have_heaps_of_their_own(run_ranks) -> None:
+def test_groups_that_share_a_rank_have_separate_heaps(run_ranks) -> None:
     run_ranks(_check_subgroups, 3)
 
 

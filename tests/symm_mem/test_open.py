@@ -10,18 +10,18 @@ from tests.symm_mem.heap_case import check_all_to_all
 
 
 def _open(rank: int, num_ranks: int) -> None:
-    told: list[int] = []
+    ranges: list[int] = []
     heap = open_heap(
         dist.group.WORLD,
         torch.device("cpu"),
-        on_map=lambda address, num_bytes: told.append(num_bytes),
-        on_unmap=lambda address, num_bytes: told.remove(num_bytes),
+        on_map=lambda address, num_bytes: ranges.append(num_bytes),
+        on_unmap=lambda address, num_bytes: ranges.remove(num_bytes),
     )
     assert isinstance(heap, SharedHeap)
     check_all_to_all(heap, heap.zeros((2, 3), torch.float32))
-    assert told == [24, 24]
+    assert ranges == [24, 24]
     heap.close()
-    assert told == []
+    assert ranges == []
 
 
 def test_cpu_has_shared_memory(run_ranks) -> None:

@@ -1,4 +1,4 @@
-"""The heap in shared memory: values between processes, sub-groups, and names that do not stay."""
+"""The heap in shared memory: the heap contract, sub-groups, hooks, and no leaked files."""
 
 import os
 import shutil
@@ -40,11 +40,11 @@ def _check(rank: int, num_ranks: int, number: int) -> None:
     range(len(CHECKS) + 1),
     ids=[check.__name__ for check in (*CHECKS, check_close)],
 )
-def test_heap(run_ranks, number: int, num_ranks: int) -> None:
+def test_heap_contract(run_ranks, number: int, num_ranks: int) -> None:
     run_ranks(_check, num_ranks, number)
 
 
-def test_rank_on_its_own_needs_no_group() -> None:
+def test_single_process_needs_no_group() -> None:
     heap = SharedHeap(None)
     assert (heap.rank, heap.num_ranks) == (0, 1)
     check_heap(heap)
@@ -53,7 +53,7 @@ def test_rank_on_its_own_needs_no_group() -> None:
 
 
 def _check_subgroups(rank: int, num_ranks: int) -> None:
-    """Let rank 1 be in two groups, in which it has different ranks and tensors."""
+    """Put rank 1 in two groups, in which it has different ranks and tensors."""
     with subgroups([0, 1], [1, 2]) as groups:
         heaps = [SharedHeap(group) for group in groups]
         assert [heap.rank for heap in heaps] == [[0], [1, 0], [1]][rank]
@@ -72,28 +72,28 @@ def _check_subgroups(rank: int, num_ranks: int) -> None:
             heap.close()
 
 
-def test_groups_that_share_a_rank_have_heaps_of_their_own(run_ranks) -> None:
+def test_groups_that_share_a_rank_have_separate_heaps(run_ranks) -> None:
     run_ranks(_check_subgroups, 3)
 
 
-def _tell_ranges(rank: int, num_ranks: int) -> None:
-    told: list[tuple[int, int]] = []
+def _check_hooks(rank: int, num_ranks: int) -> None:
+    ranges: list[tuple[int, int]] = []
     heap = SharedHeap(
         dist.group.WORLD,
-        on_map=lambda address, num_bytes: told.append((address, num_bytes)),
-        on_unmap=lambda address, num_bytes: told.remove((address, num_bytes)),
+        on_map=lambda address, num_bytes: ranges.append((address, num_bytes)),
+        on_unmap=lambda address, num_bytes: ranges.remove((address, num_bytes)),
     )
     small, large = heap.zeros((3,), torch.float32), heap.zeros((5, 7), torch.int64)
     of_large = [(address, 280) for address in large.ptrs_W.tolist()]
-    assert told == [(address, 12) for address in small.ptrs_W.tolist()] + of_large
+    assert ranges == [(address, 12) for address in small.ptrs_W.tolist()] + of_large
     heap.free(small)
-    assert told == of_large
+    assert ranges == of_large
     heap.close()
-    assert told == []
+    assert ranges == []
 
 
-def test_every_rank_is_told_the_ranges_of_all_copies(run_ranks) -> None:
-    run_ranks(_tell_ranges, 3)
+def test_hooks_of_every_rank_are_called_for_all_copies(run_ranks) -> None:
+    run_ranks(_check_hooks, 3)
 
 
 def _count_segments(rank: int, num_ranks: int) -> None:
@@ -102,7 +102,7 @@ def _count_segments(rank: int, num_ranks: int) -> None:
     assert segments() == (2 * num_ranks, 2 * num_ranks)
     view = first.local[1:]
     heap.free(first)
-    # What peers own is gone; the view holds our own.
+    # The peers' copies are unmapped; the view keeps this rank's copy.
     assert segments() == (num_ranks + 1, num_ranks + 1)
     view.fill_(7)
     assert first.local.tolist() == [0, 7, 7]
@@ -113,7 +113,7 @@ def _count_segments(rank: int, num_ranks: int) -> None:
     assert segments() == (0, 0)
 
 
-def test_mappings_go_with_the_tensors(run_ranks) -> None:
+def test_mappings_end_with_the_tensors(run_ranks) -> None:
     run_ranks(_count_segments, 2)
 
 
@@ -138,7 +138,7 @@ def _fail_on_rank_1(rank: int, num_ranks: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["_open_segment", "_map"])
-def test_memory_out_on_one_rank_is_raised_on_all(run_ranks, name: str) -> None:
+def test_failed_allocation_on_one_rank_raises_on_all(run_ranks, name: str) -> None:
     run_ranks(_fail_on_rank_1, 3, name)
 
 
@@ -150,7 +150,7 @@ def _ask_for_different_sizes(rank: int, num_ranks: int) -> None:
     heap.close()
 
 
-def test_ranks_must_ask_for_the_same_size(run_ranks) -> None:
+def test_different_sizes_are_refused(run_ranks) -> None:
     run_ranks(_ask_for_different_sizes, 2)
 
 
@@ -162,7 +162,7 @@ def _open_without_shared_memory(rank: int, num_ranks: int, missing: str) -> None
             SharedHeap(dist.group.WORLD)
 
 
-def test_rank_without_shared_memory_is_an_error_on_all(run_ranks, tmp_path: Path) -> None:
+def test_missing_shared_memory_on_one_rank_raises_on_all(run_ranks, tmp_path: Path) -> None:
     run_ranks(_open_without_shared_memory, 2, str(tmp_path / "missing"))
 
 
@@ -170,12 +170,12 @@ _LARGE = 64 * 2**20  # bytes
 
 
 def _die_in_zeros(rank: int, num_ranks: int, folder: str) -> None:
-    """Kill rank 1 when both ranks have taken their memory, and it has not mapped any."""
+    """Kill rank 1 after both ranks have allocated, and before it has mapped."""
     heap = SharedHeap(dist.group.WORLD)
     kept = heap.zeros((_LARGE,), torch.uint8)
 
     def die(path: str, num_bytes: int) -> torch.Tensor:
-        assert Path(path).stat().st_nlink == 0  # no name to be left behind
+        assert Path(path).stat().st_nlink == 0  # the file has no name
         assert segments() == (num_ranks, num_ranks + 1)
         Path(folder, "was here").touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -190,30 +190,33 @@ def _die_in_zeros(rank: int, num_ranks: int, folder: str) -> None:
         del kept, heap
 
 
-def _meet_twice(heap: SharedHeap) -> None:
+def _wait_twice(heap: SharedHeap) -> None:
     heap.barrier()
     heap.barrier()
 
 
 def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
-    """Kill rank 1 when both ranks have mapped everything; its memory stays usable on rank 0."""
+    """Kill rank 1 after both ranks have mapped; rank 0 can still use its memory."""
     heap = SharedHeap(dist.group.WORLD)
     tensor = heap.zeros((_LARGE,), torch.uint8)
     tensor.local.fill_(rank + 1)
-    peers._REPORT_WAIT_S = 0.1  # the processes of the pool are killed soon after rank 1 has died
+    peers._REPORT_WAIT_S = 0.1  # shorter than the pool's delay before it kills its processes
     if rank == 1:
         heap.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
-        _meet_twice(heap)  # the first may fail as well: rank 1 is through before rank 0
+        _wait_twice(heap)  # the first call may already fail
     of_rank_1 = read(tensor.local, tensor.ptrs_W.tolist()[1])
     assert (of_rank_1.min().item(), of_rank_1.max().item()) == (2, 2)
     Path(folder, "was here").touch()
 
 
-def test_killed_rank_leaves_no_memory(run_ranks, tmp_path: Path) -> None:
+def test_killed_rank_leaves_no_shared_memory(run_ranks, tmp_path: Path) -> None:
     before = shutil.disk_usage(SHM).used
-    for fn in (_die_in_zeros, _die_between_calls):  # in one test: another worker would be seen
+    for fn in (
+        _die_in_zeros,
+        _die_between_calls,
+    ):  # in one test, since tests measure the same disk usage
         with pytest.raises(AssertionError, match=r"--- rank 1: died with exit code -9"):
             run_ranks(fn, 2, str(tmp_path))
         (tmp_path / "was here").unlink()

@@ -1,5 +1,6 @@
-"""The heap of threads: values between ranks, failures on all ranks, ranges told once a copy."""
+"""The heap of threads: the heap contract, errors on all ranks, and hooks."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from tests.symm_mem.heap_case import CHECKS, TIMEOUT_S, check_close, run_threads
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("check", [*CHECKS, check_close], ids=lambda check: check.__name__)
-def test_heap(check, num_ranks: int) -> None:
+def test_heap_contract(check, num_ranks: int) -> None:
     world, barrier = thread_world(num_ranks)
     run_threads(lambda rank: check(world.heap(rank)), num_ranks, barrier)
 
@@ -25,20 +26,20 @@ def test_all_ranks_see_the_same_addresses() -> None:
         tensor = world.heap(rank).zeros((1, 2), torch.float32)
         return world.heap(rank).rank, tensor.local.data_ptr(), tensor.ptrs_W.tolist()
 
-    places = run_threads(run, 3, barrier)
-    assert [rank for rank, _, _ in places] == [0, 1, 2]
-    addresses = [address for _, address, _ in places]
-    assert [table for _, _, table in places] == [addresses] * 3
+    locations = run_threads(run, 3, barrier)
+    assert [rank for rank, _, _ in locations] == [0, 1, 2]
+    addresses = [address for _, address, _ in locations]
+    assert [table for _, _, table in locations] == [addresses] * 3
 
 
-def test_ranges_are_told_once_a_copy() -> None:
-    told: list[tuple[int, int]] = []
+def test_hooks_are_called_once_per_copy() -> None:
+    ranges: list[tuple[int, int]] = []
     barrier = threading.Barrier(3, timeout=TIMEOUT_S)
     world = ThreadWorld(
         3,
         barrier,
-        on_map=lambda address, num_bytes: told.append((address, num_bytes)),
-        on_unmap=lambda address, num_bytes: told.remove((address, num_bytes)),
+        on_map=lambda address, num_bytes: ranges.append((address, num_bytes)),
+        on_unmap=lambda address, num_bytes: ranges.remove((address, num_bytes)),
     )
 
     def run(rank: int) -> None:
@@ -49,19 +50,19 @@ def test_ranges_are_told_once_a_copy() -> None:
             for tensor, num_bytes in ((small, 12), (large, 280))
             for address in tensor.ptrs_W.tolist()
         )
-        assert sorted(told) == wanted
+        assert sorted(ranges) == wanted
         heap.barrier()
         heap.free(small)
         heap.barrier()
-        assert {num_bytes for _, num_bytes in told} == {280}
+        assert {num_bytes for _, num_bytes in ranges} == {280}
         heap.barrier()
         heap.close()
 
     run_threads(run, 3, barrier)
-    assert told == []
+    assert ranges == []
 
 
-def test_memory_out_on_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world, barrier = thread_world(2)
     allocate = threads._aligned_zeros
 
@@ -82,7 +83,7 @@ def test_memory_out_on_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch
     run_threads(run, 2, barrier)
 
 
-def test_ranks_must_ask_for_the_same_size() -> None:
+def test_different_sizes_are_refused() -> None:
     world, barrier = thread_world(2)
 
     def run(rank: int) -> None:
@@ -92,7 +93,7 @@ def test_ranks_must_ask_for_the_same_size() -> None:
     run_threads(run, 2, barrier)
 
 
-def test_freed_memory_of_a_rank_outlives_its_last_use_by_a_peer() -> None:
+def test_freed_memory_lives_until_its_last_reference() -> None:
     world, barrier = thread_world(2)
 
     def run(rank: int) -> SymmTensor:
@@ -106,6 +107,14 @@ def test_freed_memory_of_a_rank_outlives_its_last_use_by_a_peer() -> None:
         assert tensor.local.tolist() == [rank + 1.0] * 4  # held by its last reference
 
 
-def test_there_must_be_a_rank() -> None:
+def test_zero_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_ranks \(0\) must be at least 1"):
         ThreadWorld(0, threading.Barrier(1))
+
+
+def test_tensors_are_equal_by_identity() -> None:
+    world, _ = thread_world(1)
+    first, second = (world.heap(0).zeros((2,), torch.int32) for _ in range(2))
+    assert first != second
+    assert first != dataclasses.replace(first)
+    assert {first, second} == {second, first}

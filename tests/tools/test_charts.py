@@ -1,4 +1,4 @@
-"""Pictures, read back: bars are as long as what they stand for."""
+"""Charts read back as pixels: lengths, colours and lanes of bars."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,8 @@ import numpy.typing as npt
 import pytest
 
 from halley.core.timeline import Span
-from halley.tools.charts import draw_layer_bench, draw_timeline, draw_timelines
+from halley.tools.bar_charts import draw_layer_bench
+from halley.tools.timeline_chart import draw_timelines
 
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -39,8 +40,8 @@ def length(ends: tuple[int, int]) -> int:
 
 def test_bars_of_a_timeline_are_as_long_as_their_spans(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
-    draw_timeline(
-        [span("experts", 1000, 7000), span("dispatch", 2000, 4000, "comm")], path, title="overlap"
+    draw_timelines(
+        {"overlap": [span("experts", 1000, 7000), span("dispatch", 2000, 4000, "comm")]}, path
     )
     blue, orange = extent(path, BLUE, axis=1), extent(path, ORANGE, axis=1)
     assert length(blue) / length(orange) == pytest.approx(3.0, rel=0.02)
@@ -50,10 +51,10 @@ def test_bars_of_a_timeline_are_as_long_as_their_spans(tmp_path: Path) -> None:
         extent(path, RED, axis=1)
 
 
-def test_uncovered_communication_is_red(tmp_path: Path) -> None:
+def test_exposed_communication_is_red(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
-    draw_timeline(
-        [span("experts", 0, 4000), span("dispatch", 2000, 8000, "comm")], path, title="exposed"
+    draw_timelines(
+        {"exposed": [span("experts", 0, 4000), span("dispatch", 2000, 8000, "comm")]}, path
     )
     blue = extent(path, BLUE, axis=1)
     orange, red = extent(path, ORANGE, axis=1), extent(path, RED, axis=1)
@@ -62,10 +63,10 @@ def test_uncovered_communication_is_red(tmp_path: Path) -> None:
     assert red[0] == pytest.approx(blue[1], abs=4)
 
 
-def test_waits_stand_in_the_lane_that_they_hold_up(tmp_path: Path) -> None:
+def test_waits_are_drawn_in_the_lane_of_the_computation(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     spans = [span("layer", 0, 9000), span("dispatch.wait", 3000, 6000, "exposed")]
-    draw_timeline(spans, path, title="waits")
+    draw_timelines({"waits": spans}, path)
     blue_rows, red_rows = extent(path, BLUE, axis=0), extent(path, RED, axis=0)
     assert red_rows == pytest.approx(blue_rows, abs=3)
     blue, red = extent(path, BLUE, axis=1), extent(path, RED, axis=1)
@@ -82,15 +83,15 @@ def test_timelines_share_one_time_axis(tmp_path: Path) -> None:
     assert blue[0] == pytest.approx(red[0], abs=3)
 
 
-def test_drawing_changes_no_settings_and_takes_thousands_of_kernels(tmp_path: Path) -> None:
+def test_thousands_of_kernels_are_drawn_without_changing_settings(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     kernels = [span("void at::kernel<float>(int)", 10 * n, 10 * n + 8) for n in range(5000)]
-    draw_timeline(kernels, tmp_path / "kernels.png", title="kernels")
+    draw_timelines({"kernels": kernels}, tmp_path / "kernels.png")
     assert dict(matplotlib.rcParams) == before
     assert length(extent(tmp_path / "kernels.png", BLUE, axis=1)) > 1000
 
 
-def test_empty_timelines_are_named() -> None:
+def test_empty_timeline_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"timelines \(none\) must hold at least one"):
         draw_timelines({}, "unused.png")
     with pytest.raises(ValueError, match=r"timelines\['fused'\] \(0 spans\) must hold"):
@@ -159,7 +160,7 @@ def test_bench_draws_every_model_direction_and_load(tmp_path: Path) -> None:
     assert (width, height) == (1800, int((2 * 2.3 + 1.0) * 150))
 
 
-def test_bench_rows_that_cannot_be_drawn_are_named() -> None:
+def test_rows_that_cannot_be_drawn_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"rows \(none of forward, forward_backward\) must hold"):
         draw_layer_bench([result("fused", 1.0, direction="step")], "unused.png")
     with pytest.raises(ValueError, match=r"rows\[...\]\['floor_us'\] \(None\) must be a number"):

@@ -1,4 +1,4 @@
-"""What auto makes of a layer: the same on all ranks, with buffers as worked out by hand."""
+"""The choice of "auto" for a layer: equal on all ranks; buffer sizes by hand."""
 
 import dataclasses
 
@@ -9,8 +9,8 @@ from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.registry import build_strategy
-from halley.tools import choice as choice_module
-from halley.tools.choice import FusedBuffers, LayerChoice, choose_strategy
+from halley.tools.choice import LayerChoice, choose_strategy
+from halley.tools.fused_memory import FusedBuffers, measure_buffers
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of
 from tests.moe.model_case import CPU, destroy
 from tests.rank_pool import RunRanks
@@ -27,7 +27,7 @@ def _choose(rank: int, num_ranks: int) -> LayerChoice:
 
 
 def test_choice_on_two_ranks(run_ranks: RunRanks) -> None:
-    """On a CPU the fused kernels would be interpreted for minutes: they are left out, and told."""
+    """On a CPU fused is excluded with a reason: the interpreter would run it for minutes."""
     choice, other = run_ranks(_choose, 2)
     assert choice == other
     assert (choice.model, choice.num_tokens, choice.num_ranks) == ("tiny", 64, 2)
@@ -49,7 +49,7 @@ def _measure_buffers(rank: int, num_ranks: int) -> FusedBuffers:
         workspaces=workspaces,
     )  # fmt: skip
     outputs_of(strategy, make_tensors(CASE, groups, device=CPU), backward=False)
-    (buffers,) = [choice_module._measure_buffers(each) for each in workspaces.all()]
+    (buffers,) = [measure_buffers(each) for each in workspaces.all()]
     workspaces.close()
     destroy(groups)
     return buffers
@@ -67,17 +67,17 @@ def test_buffers_of_fused_on_two_ranks(run_ranks: RunRanks) -> None:
     got = dataclasses.asdict(buffers)
     assert 0 < got.pop("plan_mib") < 1
     assert got == {
-        "mailbox_mib": mailbox / 2**20,
-        "stage_mib": stages / 2**20,
-        "home_mib": home / 2**20,
-        "weights_home_mib": weights_home / 2**20,
+        "routing_mib": mailbox / 2**20,
+        "send_mib": stages / 2**20,
+        "combine_mib": home / 2**20,
+        "weight_grads_mib": weights_home / 2**20,
         "symm_mib": (mailbox + stages + home + weights_home) / 2**20,
         "rows_mib": rows / 2**20,
     }
 
 
-def test_runs_of_candidates_are_announced() -> None:
-    """Without it, a large layer runs for minutes and nobody sees which strategy it is at."""
+def test_progress_names_each_run_of_a_candidate() -> None:
+    """A large layer runs for minutes; the user must see which strategy runs."""
     told: list[tuple[str, int, int]] = []
     groups = ParallelGroups()
     choice = choose_strategy(

@@ -1,4 +1,4 @@
-"""A compiled step on two ranks beside its prediction, and the step as simulated."""
+"""A compiled step on two ranks: measured, predicted and simulated."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def _measured(
     return found.predicted_us, found.measured_us, ratio, streams, lengths
 
 
-def test_step_is_measured_beside_its_prediction(run_ranks) -> None:
+def test_measured_and_predicted_step_have_the_same_order_of_magnitude(run_ranks) -> None:
     results = run_ranks(_measured, 2, 1, timeout_s=120.0)
     assert results[0][1] == results[1][1]  # the slowest rank's
     for predicted_us, measured_us, ratio, streams, (end_us, start_us) in results:
@@ -49,7 +49,7 @@ def test_step_is_measured_beside_its_prediction(run_ranks) -> None:
     assert 0.02 * measured_us < predicted_us < 2.0 * measured_us
 
 
-def test_ranks_that_share_experts_are_measured_too(run_ranks) -> None:
+def test_tensor_parallel_experts_are_measured(run_ranks) -> None:
     for predicted_us, measured_us, ratio, streams, _ in run_ranks(_measured, 2, 2, timeout_s=120.0):
         assert ratio == predicted_us / measured_us > 0.0
         assert {"comm", "compute", "exposed"} <= set(streams)

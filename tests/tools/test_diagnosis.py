@@ -1,4 +1,4 @@
-"""The doctor's facts: of this machine, and of GPUs that stand in for real ones."""
+"""Facts about this machine, and about fake GPUs."""
 
 import platform
 import types
@@ -90,7 +90,7 @@ def test_kernels_need_triton_and_no_grouped_gemm(monkeypatch: pytest.MonkeyPatch
     assert state.problems == ["its kernels are written in Triton: install triton 3.6 or newer"]
 
 
-def test_figures_are_for_chunked_alone():
+def test_only_chunked_needs_known_hardware():
     sequential, chunked = (
         check_strategy(name, device=UNKNOWN, backends=BOTH, grouped_gemm_problem=None)
         for name in ("sequential", "chunked")
@@ -188,7 +188,7 @@ def test_links_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch):
     ("cuda", "wanted"),
     [(None, "install a CUDA build of torch"), ("13.0", "check CUDA_VISIBLE_DEVICES")],
 )
-def test_a_driver_that_torch_does_not_use(
+def test_driver_without_cuda_build_of_torch_gives_a_note(
     cuda: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")

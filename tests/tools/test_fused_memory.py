@@ -1,4 +1,4 @@
-"""What a layer is said to allocate is what it allocates, in every way to save."""
+"""The predicted memory of a fused layer equals the bytes that it allocates, for every ``save``."""
 
 import gc
 import weakref
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from halley.core.timeline import Recorder
 from halley.core.types import Activation, LayerShape, Save
 from halley.fused.buffer_cache import Workspaces
-from halley.fused.buffers import rows_in_steps
-from halley.fused.kernels.dispatch_gemm import dgrad_columns
+from halley.fused.buffers import round_up_rows
+from halley.fused.kernels.dispatch import num_dweight_columns
 from halley.strategies.fused import FusedStrategy
 from halley.tools.fused_memory import LayerMemory, RowCounts, layer_memory
 from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators make, until they are gone."""
+    """Count the live bytes of all tensors that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        gc.collect()  # the interpreter's tensors go in circles
+        gc.collect()  # the interpreter creates reference cycles
         storages = [known() for known in self._known.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
@@ -58,7 +58,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("save", ["all", "inputs", "recompute"])
-def test_as_said(save: Save, activation: Activation) -> None:
+def test_prediction_equals_the_allocated_bytes(save: Save, activation: Activation) -> None:
     case = LayerCase(num_tokens_W=(90,), top_k=3, activation=activation)
     workspaces = Workspaces(None, CPU)
     strategy = FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), save=save)
@@ -69,27 +69,27 @@ def test_as_said(save: Save, activation: Activation) -> None:
 
     def run() -> int:
         y_TD = strategy.forward(x_TD, routing, experts)
-        kept = tracker.live - y_TD.nbytes
+        saved = tracker.live - y_TD.nbytes
         torch.autograd.grad(y_TD, leaves, grad_TD)
-        return kept
+        return saved
 
-    run()  # makes the buffers
+    run()  # allocates the shared buffers
     gc.collect()
-    gc.freeze()  # each collection looks at what is new only
+    gc.freeze()  # later collections visit new objects only
     try:
         with tracker:
-            kept = run()
+            saved = run()
         assert tracker.live == 0
     finally:
         gc.unfreeze()
     (workspace,) = workspaces.all()
-    expected = workspace.expect(experts.up_LGD.data_ptr())
+    expected = workspace.predict_size(experts.up_LGD)
     counts = RowCounts(
-        room_rows=expected.num_rows,
-        num_rows=rows_in_steps(workspace.read_plan().num_rows, block_m=workspace.knobs.block_m),
-        num_sends=expected.num_sends,
+        capacity_rows=expected.num_rows,
+        num_rows=round_up_rows(workspace.read_plan().num_rows, multiple=workspace.config.block_m),
+        num_copies=expected.num_copies,
         plan_words=workspace.layout.plan_words,
-        num_parts=dgrad_columns(SIZES["intermediate_size"], workspace.knobs),
+        num_parts=num_dweight_columns(SIZES["intermediate_size"], workspace.config),
     )
     shape = LayerShape(
         num_tokens=90,
@@ -100,23 +100,24 @@ def test_as_said(save: Save, activation: Activation) -> None:
         activation=activation,
         **SIZES,
     )
-    assert layer_memory(shape, counts, save=save) == LayerMemory(kept=kept, peak=tracker.peak)
+    assert layer_memory(shape, counts, save=save) == LayerMemory(saved=saved, peak=tracker.peak)
 
 
-def test_by_hand() -> None:
-    """8 rows of two experts, of 5 that came; room for 9."""
-    counts = RowCounts(room_rows=9, num_rows=8, num_sends=5, plan_words=100, num_parts=3)
+def test_memory_of_a_small_layer_by_hand() -> None:
+    """8 rows of two experts, from 5 token copies; forward allocates 9 rows.
+
+    The peak is in the last weight-gradient GEMM (of ``up``). At that time the gradients of the
+    output rows are freed, and so are the token copies that "inputs" saves.
+    """
+    counts = RowCounts(capacity_rows=9, num_rows=8, num_copies=5, plan_words=100, num_parts=3)
     shape = LayerShape(
         num_tokens=6, hidden_size=10, intermediate_size=7, num_experts=4, top_k=1, ep_size=2
     )
-    tokens, weights = 6 * 20, 2 * 10 * 21 * 2
-    results = tokens + 4 * 6 + weights
-    kept = {"all": 400 + 9 * 48, "inputs": 400 + 5 * 20, "recompute": 400}
+    tokens, weight_grads = 6 * 20, 2 * 10 * 21 * 2
+    results = tokens + 4 * 6 + weight_grads
+    saved = {"all": 400 + 9 * 48, "inputs": 400 + 5 * 20, "recompute": 400}
+    rows, pre = 8 * 20, 8 * 28
     for save in ("all", "inputs", "recompute"):
-        num_rows = 9 if save == "all" else 8
-        rows, pre, parts = (num_rows * size for size in (20, 28, 12))
-        # When the last gradient is made, that of up, those of the output's rows are gone.
-        # What "inputs" kept has gone before, as rows were made of it.
-        held = kept["recompute" if save == "inputs" else save]
-        peak = held + tokens + pre + parts + results + (0 if save == "all" else rows)
-        assert layer_memory(shape, counts, save=save) == LayerMemory(kept=kept[save], peak=peak)
+        held = saved["recompute" if save == "inputs" else save]
+        peak = held + tokens + pre + results + (0 if save == "all" else rows)
+        assert layer_memory(shape, counts, save=save) == LayerMemory(saved=saved[save], peak=peak)

@@ -1,4 +1,4 @@
-"""The layer benchmark: lines in their format, floors by hand, and no time for a wrong value."""
+"""The layer benchmark: result lines, lower bounds by hand, and no time for wrong values."""
 
 import dataclasses
 import json
@@ -8,15 +8,15 @@ from typing import final
 import pytest
 import torch
 
-from halley.cli.tables import layer_table
+from halley.cli.result_rows import layer_table
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
-from halley.cost.predict import Predictor
+from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.base import AbstractStrategy
-from halley.strategies.sequential import SequentialStrategy
 from halley.tools.candidates import build_candidates, check_experts
 from halley.tools.layer_bench import _hidden, bench_layer, measure_layers
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
@@ -39,10 +39,10 @@ CASE = LayerCase(
 
 @final
 class WrongStrategy(AbstractStrategy):
-    """Right but for a hundredth of the output."""
+    """The correct output times 1.01."""
 
     def __init__(self, groups: ParallelGroups, recorder: Recorder) -> None:
-        self.right = SequentialStrategy(groups.ep, recorder=recorder)
+        self.right = AllToAllStrategy(groups.ep, recorder=recorder)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         return 1.01 * self.right.forward(x_TD, routing, experts)
@@ -69,7 +69,7 @@ def _measure(rank: int, num_ranks: int) -> list[Row]:
     return rows
 
 
-def test_lines_of_right_and_wrong_strategies(run_ranks: RunRanks) -> None:
+def test_wrong_strategy_gets_no_time(run_ranks: RunRanks) -> None:
     rows, others = run_ranks(_measure, 2)
     assert [(row["strategy"], row["direction"]) for row in rows] == [
         (strategy, direction)
@@ -103,7 +103,7 @@ def _wire(rank: int, num_ranks: int, tp_size: int = 1) -> float:
     groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     tensors = make_tensors(CASE, groups, device=CPU)
     # 8 experts on 4 ranks. Rank 0 sends tokens 0 and 1 to rank 1 (token 0 has two experts there)
-    # and token 1 to rank 3; the others keep theirs at home.
+    # and token 1 to rank 3. The other ranks keep their tokens.
     home = torch.tensor([[2 * rank, 2 * rank + 1]] * 2)
     idx_TK = torch.tensor([[2, 3], [3, 6]]) if rank == 0 else home
     routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=torch.ones(2, 2))
@@ -112,13 +112,13 @@ def _wire(rank: int, num_ranks: int, tp_size: int = 1) -> float:
     return result
 
 
-def test_a_token_crosses_once_for_each_rank_it_goes_to(run_ranks: RunRanks) -> None:
+def test_wire_time_counts_a_token_once_per_destination_rank(run_ranks: RunRanks) -> None:
     """Three rows of 16 float32 leave rank 0: 192 bytes at 3 MB/s are 64 us."""
     assert run_ranks(_wire, 4) == pytest.approx([64.0] * 4)
 
 
-def test_a_token_crosses_to_all_ranks_that_share_its_experts(run_ranks: RunRanks) -> None:
-    """Two sets of two ranks with 4 experts each, so experts 2 and 3 are at home on ranks 0 and 1.
+def test_wire_time_counts_all_ranks_of_a_tensor_parallel_group(run_ranks: RunRanks) -> None:
+    """Two sets of two ranks with 4 experts each, so ranks 0 and 1 share experts 2 and 3.
 
     Of rank 0, both tokens go to rank 1 and token 1 to ranks 2 and 3; both of each other rank go to
     its neighbour. Rank 0 receives two rows and sends four.
@@ -133,7 +133,7 @@ def _compare_with_one_rank(
     groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     tensors = make_tensors(case, groups, device=CPU)
     recorder = Recorder(CPU, enabled=False)
-    strategy = SequentialStrategy(groups.ep, recorder=recorder, tp_size=tp_size)
+    strategy = AllToAllStrategy(groups.ep, recorder=recorder, tp_size=tp_size)
     got, want = outputs_of(strategy, tensors), reference_outputs(tensors, groups)
     destroy(groups)
     assert len(got) == len(want) == len(tensors.names)
@@ -143,13 +143,13 @@ def _compare_with_one_rank(
 
 
 @pytest.mark.parametrize(("num_ranks", "tp_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_reference_over_ranks_is_the_layer(
+def test_reference_over_ranks_equals_the_layer(
     run_ranks: RunRanks, num_ranks: int, tp_size: int
 ) -> None:
     run_ranks(_compare_with_one_rank, num_ranks, CASE, tp_size)
 
 
-def test_placements_are_planned_from_the_routing(run_ranks: RunRanks) -> None:
+def test_placement_reduces_the_largest_load(run_ranks: RunRanks) -> None:
     """Of 4 x 32 tokens with 2 experts each, about half go to expert 0: replicas share them."""
     most: list[float] = []
     for spare in (None, 0, 1):
@@ -162,7 +162,7 @@ def test_placements_are_planned_from_the_routing(run_ranks: RunRanks) -> None:
     assert most[2] < 1.2
 
 
-def test_experts_that_do_not_divide_want_a_placement() -> None:
+def test_uneven_experts_need_a_placement() -> None:
     odd = dataclasses.replace(CASE.model, moe=dataclasses.replace(CASE.model.moe, num_experts=6))
     case = dataclasses.replace(CASE, model=odd)
     with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by ep_size \(4\)"):
@@ -170,7 +170,7 @@ def test_experts_that_do_not_divide_want_a_placement() -> None:
     assert check_experts(dataclasses.replace(case, spare=0), ep_size=4) == 2
 
 
-def test_what_fused_gains_over_unfused_is_a_share_of_the_wire() -> None:
+def test_hidden_is_the_saved_share_of_the_wire_time() -> None:
     def row(strategy: str, direction: str, median_us: float | None, wire_us: float) -> Row:
         keys: Row = {"strategy": strategy, "direction": direction}
         return keys | {"median_us": median_us, "wire_us": wire_us}
@@ -183,12 +183,12 @@ def test_what_fused_gains_over_unfused_is_a_share_of_the_wire() -> None:
     ]
     assert [_hidden(each, rows, GPU) for each in rows] == [None, 0.75, None, 1.0]
     for wrong in (rows[1:], [row("unfused", "forward", None, 40.0), *rows[1:]]):
-        assert _hidden(rows[1], wrong, GPU) is None  # nothing beside it
+        assert _hidden(rows[1], wrong, GPU) is None  # no unfused time
     alone = [row("unfused", "forward", 9.0, 0.0), row("fused", "forward", 9.0, 0.0)]
     assert _hidden(alone[1], alone, GPU) is None  # one rank
 
 
-def test_lines_are_whole_and_written_where_they_belong(tmp_path: Path) -> None:
+def test_lines_have_all_keys_and_are_written_to_their_file(tmp_path: Path) -> None:
     rows = measure_layers(
         [CASE, dataclasses.replace(CASE, skew="zipf:1.0", spare=0)],
         ["sequential"],
@@ -213,8 +213,8 @@ def _measure_memory(rank: int, num_ranks: int) -> list[Row]:
     groups = build_groups(0, device_type="cpu")
     moe = dataclasses.replace(TINY.moe, intermediate_size=8, num_experts=4)
     model = dataclasses.replace(TINY, moe=moe)
-    with pytest.MonkeyPatch.context() as patch:  # how often does not matter here
-        patch.setattr("halley.tools.waits._NUM_SAMPLES", 1)
+    with pytest.MonkeyPatch.context() as patch:  # fewer samples: times do not matter here
+        patch.setattr("halley.tools.timer._NUM_WAIT_SAMPLES", 1)
         patch.setattr("halley.strategies.auto._NUM_SAMPLES", 1)
         rows = measure_layers(
             [LayerCase(model=model, num_tokens=16, dtype=torch.float32)],
@@ -228,8 +228,8 @@ def _measure_memory(rank: int, num_ranks: int) -> list[Row]:
     return rows
 
 
-def test_symmetric_memory_of_each_strategy(run_ranks: RunRanks) -> None:
-    """Stages and home hold 2 x 16 rows of 128 floats each, weights 2 x 16 of 2; 560 are words."""
+def test_symmetric_memory_of_each_strategy_by_hand(run_ranks: RunRanks) -> None:
+    """Send and combine buffers: 2 x 16 rows of 128 floats each; weights 2 x 16 x 2; 560 words."""
     symm_mib = round((4 * 16 * 128 * 4 + 2 * 16 * 2 * 4 + 560 * 4) / 2**20, 3)
     for rows in run_ranks(_measure_memory, 2):
         assert [(row["strategy"], row["direction"], row["symm_mib"]) for row in rows] == [
@@ -246,7 +246,7 @@ def test_symmetric_memory_of_each_strategy(run_ranks: RunRanks) -> None:
         assert tells - {"auto"} == {"sequential"}
 
 
-def test_lines_without_later_keys_are_still_read() -> None:
+def test_committed_lines_without_newer_keys_can_be_shown() -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "results"
     for path in folder.glob("*/layer.jsonl"):
         rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()]

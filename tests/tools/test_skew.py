@@ -1,4 +1,4 @@
-"""Loads of a given skew by hand, and draws whose frequencies must follow them."""
+"""Loads by hand, and frequencies of drawn experts."""
 
 import itertools
 import math

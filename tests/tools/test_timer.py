@@ -1,4 +1,4 @@
-"""The timer's method: turns, ranks together, the slowest counts."""
+"""The timer: variants alternate, ranks start together, and the slowest rank counts."""
 
 import time
 
@@ -24,7 +24,7 @@ def test_summary_interpolates_between_samples() -> None:
     assert (one.median_us, one.p10_us, one.p90_us) == (7.0, 7.0, 7.0)
 
 
-def test_variants_take_turns_and_warm_up_is_not_counted() -> None:
+def test_variants_alternate_and_warm_up_is_not_counted() -> None:
     calls: list[str] = []
     progress: list[tuple[int, int]] = []
 
@@ -55,7 +55,7 @@ def test_a_sample_is_the_wall_clock_time() -> None:
     assert 10_000.0 <= min(timing.samples_us) < 100_000.0
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_argument_is_named() -> None:
     with pytest.raises(ValueError, match=r"num_samples \(0\) must be at least 1"):
         time_interleaved({"a": lambda: None}, device="cpu", num_samples=0)
     with pytest.raises(ValueError, match=r"num_warmup \(-1\) must be at least 0"):
@@ -78,7 +78,7 @@ def time_with_a_slow_rank(rank: int, num_ranks: int) -> dict[str, Timing]:
     )
 
 
-def test_slowest_rank_counts_and_the_next_variant_does_not_pay_for_it(run_ranks: RunRanks) -> None:
+def test_slowest_rank_counts_and_does_not_delay_the_next_variant(run_ranks: RunRanks) -> None:
     on_rank_0, on_rank_1 = run_ranks(time_with_a_slow_rank, 2)
     assert on_rank_0 == on_rank_1
     assert on_rank_0["uneven"].p10_us >= 200_000.0
@@ -86,7 +86,7 @@ def test_slowest_rank_counts_and_the_next_variant_does_not_pay_for_it(run_ranks:
 
 
 def begin_together(rank: int, num_ranks: int, other_clock: bool) -> tuple[int, int, int, int]:
-    """Return when this rank came, when all begin, and when it began."""
+    """Return the times of arrival, of the agreed start, and of the start of this rank."""
     device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         if other_clock and rank == 1:
@@ -99,13 +99,13 @@ def begin_together(rank: int, num_ranks: int, other_clock: bool) -> tuple[int, i
         return came_ns, begin_ns, began_ns, timer.agree_on_begin(device)
 
 
-def test_ranks_begin_at_one_time_after_the_last_has_come(run_ranks: RunRanks) -> None:
+def test_ranks_start_at_one_time_after_the_last_arrival(run_ranks: RunRanks) -> None:
     told = run_ranks(begin_together, 3, False)
     last_ns = max(came_ns for came_ns, *_ in told)
     (begin_ns,) = {begin_ns for _, begin_ns, *_ in told}
-    assert last_ns + timer._MARGIN_NS <= begin_ns < last_ns + 1e9
-    # Nobody began before the time that was agreed on, which is a margin after the call.
-    assert all(began_ns >= begin_ns + timer._MARGIN_NS for _, begin_ns, began_ns, _ in told)
+    assert last_ns + timer._START_DELAY_NS <= begin_ns < last_ns + 1e9
+    # No rank started before the agreed time.
+    assert all(began_ns >= begin_ns + timer._START_DELAY_NS for _, begin_ns, began_ns, _ in told)
 
 
 def test_ranks_of_other_machines_do_not_compare_clocks(run_ranks: RunRanks) -> None:
@@ -114,7 +114,7 @@ def test_ranks_of_other_machines_do_not_compare_clocks(run_ranks: RunRanks) -> N
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_samples_hold_the_work_that_was_only_issued() -> None:
+def test_gpu_samples_include_work_that_was_only_launched() -> None:
     x = torch.ones(4096, 4096, device="cuda")
     y = torch.empty_like(x)
 

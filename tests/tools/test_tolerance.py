@@ -1,4 +1,4 @@
-"""The error in the Euclidean norm by hand, and what no comparison may let pass."""
+"""Relative error by hand, and values that must never pass a comparison."""
 
 import math
 
@@ -17,7 +17,7 @@ def test_error_is_the_share_of_the_norm() -> None:
 
 
 def test_error_is_summed_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tolerance, "_SLICE", 3)
+    monkeypatch.setattr(tolerance, "_SLICE_SIZE", 3)
     reference = torch.arange(8.0).view(2, 4)  # squares sum to 140
     assert relative_error(reference + 1.0, reference) == pytest.approx(math.sqrt(8 / 140))
 
@@ -36,7 +36,7 @@ def test_zero_reference() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_passes(bad: float) -> None:
+def test_values_that_are_not_finite_never_pass(bad: float) -> None:
     good, broken = torch.tensor([1.0, 2.0]), torch.tensor([1.0, bad])
     assert relative_error(broken, good) == math.inf
     assert relative_error(good, broken) == math.inf

@@ -1,4 +1,4 @@
-"""What the profiler sees of a step, and the figures taken from it."""
+"""Spans of a profiled step, and exposed communication computed from them."""
 
 import time
 
@@ -19,14 +19,14 @@ def span(name: str, start_us: float, end_us: float, stream: str = "compute", ran
     )
 
 
-def test_time_by_part_gives_each_moment_to_one_part() -> None:
+def test_time_by_part_excludes_nested_parts() -> None:
     spans = [
         span("layer", 0, 100),
         span("router", 0, 10),
         span("dispatch.wait", 20, 50, "exposed"),
         span("experts", 50, 90),
         span("layer", 200, 230),
-        span("all_reduce", 5, 210, "comm"),  # beside the layer, and so takes nothing from it
+        span("all_reduce", 5, 210, "comm"),  # another stream: does not reduce the layer
     ]
     parts = time_by_part(spans)
     assert parts == {
@@ -39,7 +39,7 @@ def test_time_by_part_gives_each_moment_to_one_part() -> None:
     assert list(parts)[:2] == ["all_reduce", "layer"]  # longest first
 
 
-def test_exposed_is_what_no_computation_of_any_stream_covers() -> None:
+def test_exposed_is_communication_without_any_computation() -> None:
     spans = [
         span("a2a", 0, 100, "comm"),
         span("gemm", 20, 50, "compute 7"),
@@ -59,7 +59,7 @@ def test_exposed_is_the_marked_waits_where_there_are_any() -> None:
     assert exposed_comm_us(spans) == 20.0
 
 
-def test_figures_are_of_one_rank() -> None:
+def test_spans_of_several_ranks_are_an_error() -> None:
     spans = [span("a", 0, 1, rank=2), span("a", 0, 1, rank=5)]
     with pytest.raises(ValueError, match=r"spans \(of ranks \[2, 5\]\) must be of one rank"):
         exposed_comm_us(spans)

@@ -1,4 +1,4 @@
-"""Tuning on CPU ranks: real runs, checked values, and what does not fit left out."""
+"""The tuner on CPU ranks: same result on all ranks, wrong values lose, large tiles are skipped."""
 
 from pathlib import Path
 
@@ -8,44 +8,44 @@ import torch
 
 from halley.core.models import find_model
 from halley.distributed.mesh import ParallelGroups, build_groups
-from halley.fused.tuned import Tuned
-from halley.ops.kernels.gemm_config import Knobs
+from halley.fused.config import KernelConfig
+from halley.fused.tuned import TunedConfig
 from halley.ops.kernels.launch import OutOfResources
 from halley.strategies.fused import FusedStrategy
 from halley.tools import tuner as tune
+from halley.tools.bar_charts import draw_sweeps, gains
 from halley.tools.layer_case import LayerCase, LayerTensors, make_tensors
 from halley.tools.tuner import SPACE, fits, tune_layer
-from halley.tools.tuning_chart import draw_sweeps, gains
 from tests.moe.model_case import destroy
 from tests.rank_pool import RunRanks
 
 
 CPU = torch.device("cpu")
 CASE = LayerCase(model=find_model("tiny"), num_tokens=4, dtype=torch.float32)
-FEWER, MORE = "home_rows=2 combine_rows=8", "chunk_columns=128"
+FEWER, MORE = "sum_rows=2 combine_rows=8", "chunk_columns=128"
 
 
-def _tune(rank: int, num_ranks: int) -> Tuned:
+def _tune(rank: int, num_ranks: int) -> TunedConfig:
     groups = build_groups(0, device_type="cpu")
-    space = {"home_rows": (FEWER,)}
+    space = {"sum_rows": (FEWER,)}
     found = tune_layer(CASE, groups=groups, device=CPU, space=space, num_samples=1)
     destroy(groups)
     return found
 
 
-def test_ranks_find_the_same(run_ranks: RunRanks) -> None:
+def test_all_ranks_find_the_same_configuration(run_ranks: RunRanks) -> None:
     first, second = run_ranks(_tune, 2, timeout_s=240)
     assert first == second
-    assert first.sweeps.keys() == {"home_rows"}
-    assert first.sweeps["home_rows"].keys() == {"", FEWER}
+    assert first.sweeps.keys() == {"sum_rows"}
+    assert first.sweeps["sum_rows"].keys() == {"", FEWER}
     assert min(t for sweep in first.sweeps.values() for t in sweep.values()) > 0
     assert first.median_us <= first.default_us
     assert set(first.settings) <= {*FEWER.split()}
     assert (first.shape.hidden_size, first.shape.num_tokens) == (128, 4)
 
 
-def test_fastest_wins_unless_its_values_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are given, so that it is known who should win; values are computed."""
+def test_fastest_configuration_with_correct_values_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are fixed, so that the winner is known; values are computed."""
     times_us = {"": 100.0, FEWER: 50.0, MORE: 70.0, "best": 70.0}
 
     def give(candidates: dict[str, tuple[str, ...]], *_: object, **__: object) -> dict[str, float]:
@@ -53,49 +53,49 @@ def test_fastest_wins_unless_its_values_are_wrong(monkeypatch: pytest.MonkeyPatc
 
     is_right = tune._is_right
 
-    def break_fewer(knobs: Knobs, want: list[torch.Tensor], *others: object) -> bool:
-        wrong = [value + 1.0 for value in want] if knobs.home_rows == 2 else want
-        return is_right(knobs, wrong, *others)  # pyright: ignore[reportArgumentType]
+    def break_fewer(config: KernelConfig, want: list[torch.Tensor], *others: object) -> bool:
+        wrong = [value + 1.0 for value in want] if config.sum_rows == 2 else want
+        return is_right(config, wrong, *others)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(tune, "_time", give)
     monkeypatch.setattr(tune, "_is_right", break_fewer)
-    space = {"home_rows": (FEWER,), "chunk_columns": (MORE,)}
+    space = {"sum_rows": (FEWER,), "chunk_columns": (MORE,)}
     found = tune_layer(CASE, groups=ParallelGroups(), device=CPU, space=space)
     assert found.settings == ("chunk_columns=128",)
     assert (found.default_us, found.median_us) == (100.0, 70.0)
-    assert found.sweeps["home_rows"] == {"": 100.0}
+    assert found.sweeps["sum_rows"] == {"": 100.0}
 
 
-def test_what_the_compiler_cannot_fit_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_that_the_compiler_rejects_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tune.outputs_of
 
     def outputs_of(strategy: FusedStrategy, tensors: LayerTensors) -> list[torch.Tensor]:
-        if strategy.workspaces.knobs.home_rows == 2:
+        if strategy.workspaces.config.sum_rows == 2:
             raise OutOfResources(262176, 232448, "shared memory")
         return run(strategy, tensors)
 
     monkeypatch.setattr(tune, "outputs_of", outputs_of)
-    space = {"home_rows": (FEWER,)}
+    space = {"sum_rows": (FEWER,)}
     found = tune_layer(CASE, groups=ParallelGroups(), device=CPU, space=space, num_samples=1)
     assert found.settings == ()
-    assert found.sweeps["home_rows"].keys() == {""}
+    assert found.sweeps["sum_rows"].keys() == {""}
 
 
-def test_what_does_not_fit_is_not_tried() -> None:
+def test_configuration_that_exceeds_an_sm_is_not_tried() -> None:
     case = LayerCase(model=find_model("tiny"), num_tokens=8)
     tensors = make_tensors(case, ParallelGroups(), device=CPU)
     for values in SPACE.values():
-        assert any(fits(Knobs().changed(value.split()), tensors) for value in values)
+        assert any(fits(KernelConfig().changed(value.split()), tensors) for value in values)
     combine = "combine_rows=8 combine_stages=8"
     for settings in ("up.num_stages=5", "up.run=2", "down.per_sm=2", "chunk_columns=128", combine):
-        assert not fits(Knobs().changed(settings.split()), tensors), settings
+        assert not fits(KernelConfig().changed(settings.split()), tensors), settings
 
 
-def test_chart_of_what_was_tried(tmp_path: Path) -> None:
+def test_chart_shows_the_change_of_each_setting(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     shape = tune.tuned_shape(CASE)
     sweeps = {"up": {"": 200.0, "up.run=2": 190.0, "up.group=16": 210.0}, "down": {"": 190.0}}
-    tuned = Tuned(
+    tuned = TunedConfig(
         shape=shape, settings=("up.run=2",), median_us=190.0, default_us=200.0, sweeps=sweeps
     )
     (first, faster), (second, slower) = gains(tuned)
@@ -108,6 +108,6 @@ def test_chart_of_what_was_tried(tmp_path: Path) -> None:
     assert np.flatnonzero(kept.any(axis=1)).max() < np.flatnonzero(tried.any(axis=1)).min()
 
 
-def test_chart_of_nothing(tmp_path: Path) -> None:
+def test_chart_without_sweeps_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"found \(no sweeps\) must hold at least one layer"):
         draw_sweeps([], tmp_path / "sweeps.png")

@@ -187,15 +187,15 @@ WRONG: dict[str, tuple[Callable[[Path], bytes], str]] = {
     ),
     "an entry behind the file": (
         _change(_set_storage(length=1 << 40)),
-        "an entry lies behind the end of __0_0.distcp",
+        "an entry lies beyond the end of __0_0.distcp",
     ),
     "a negative place": (
         _change(_set_storage(offset=-1)),
-        "an entry of __0_0.distcp has no place",
+        "an entry of __0_0.distcp has no valid offset",
     ),
     "a place of another type": (
         _change(_set_storage(offset="0")),
-        "an entry of __0_0.distcp has no place",
+        "an entry of __0_0.distcp has no valid offset",
     ),
     "a transformation": (
         _change(_set_storage(transform_descriptors=["zstd"])),

@@ -67,11 +67,11 @@ def test_where_measured_times_are(tmp_path: Path) -> None:
 def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
     """Return the all-to-alls and the sums of gradients that a backward pass starts, in order."""
     events: list[str] = []
-    begin_sum, backward = gradients._begin_sum, ModelOptimizer.backward
+    start_sum, backward = gradients._start_sum, ModelOptimizer.backward
 
     def noted_sum(bucket: Any) -> None:
         events.append("sum")
-        begin_sum(bucket)
+        start_sum(bucket)
 
     def noted_backward(optimizer: ModelOptimizer, loss: torch.Tensor, **kwargs: Any) -> None:
         events.clear()
@@ -80,7 +80,7 @@ def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
 
     with (
         mock.patch.object(gradients, "BUCKET_BYTES", 1),
-        mock.patch.object(gradients, "_begin_sum", noted_sum),
+        mock.patch.object(gradients, "_start_sum", noted_sum),
         mock.patch.object(ModelOptimizer, "backward", noted_backward),
     ):
         _take_steps(rank, num_ranks, config)

@@ -1,4 +1,4 @@
-"""Gradients of microbatches, summed over ranks while backward runs, against plain autograd."""
+"""Gradient buckets: sums over microbatches and ranks during backward, compared with autograd."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch import nn
 from halley.core.config import OptimizerConfig
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.train import gradients
-from halley.train.gradients import Gradients
+from halley.train.gradients import GradientBuckets
 from halley.train.optim import ModelOptimizer
 
 
@@ -45,7 +45,7 @@ def _sums(
     groups = build_groups(ep_size, device_type="cpu")
     model = _Chain(dtype)
     parameters = dict(model.named_parameters())
-    own = Gradients(parameters, EXPERTS, groups=groups)
+    own = GradientBuckets(parameters, EXPERTS, groups=groups)
     under_way: list[int] = []
 
     def count_sums(_: torch.Tensor) -> None:
@@ -56,19 +56,19 @@ def _sums(
         for microbatch in range(num_microbatches):
             last = microbatch + 1 == num_microbatches
             handle = model.parts[0].register_hook(count_sums)  # before its gradient is taken
-            with own.taking(last=last):
+            with own.collecting(last=last):
                 _loss(model, rank, microbatch).backward()
             handle.remove()
         assert all(parameter.grad is None for parameter in parameters.values())
-        got = {name: sums.clone() for name, sums in own.summed().items()}
+        got = {name: sums.clone() for name, sums in own.wait_for_sums().items()}
         own.clear()
     for microbatch in range(num_microbatches):
         _loss(model, rank, microbatch).backward()
     want = {name: p.grad.float() for name, p in parameters.items() if p.grad is not None}
-    for name, summed in want.items():
+    for name, total in want.items():
         group = groups.edp if name in EXPERTS else groups.world
         if group is not None:
-            dist.all_reduce(summed, group=group)
+            dist.all_reduce(total, group=group)
     return got, want, under_way
 
 
@@ -98,10 +98,10 @@ def test_sums_begin_in_the_last_backward_pass(run_ranks: Callable) -> None:
 
 def test_a_parameter_without_a_gradient_is_named() -> None:
     model = _Chain(torch.float32)
-    own = Gradients(dict(model.named_parameters()), {}, groups=ParallelGroups())
+    own = GradientBuckets(dict(model.named_parameters()), {}, groups=ParallelGroups())
     with (
         pytest.raises(AssertionError, match=r"\['parts.0', 'parts.1'\] have no gradient"),
-        own.taking(last=True),
+        own.collecting(last=True),
     ):
         (model.parts[2].sum() * model.parts[3].sum()).backward()
 

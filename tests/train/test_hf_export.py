@@ -16,12 +16,13 @@ from halley.distributed.mesh import build_groups
 from halley.moe.experts import grouped_experts
 from halley.moe.transformer import MoETransformer
 from halley.train.checkpoint import save_checkpoint
+from halley.train.checkpoint_layout import checkpoint_views
 from halley.train.hf_export import (
     ARCHITECTURES,
     export_run,
     read_run_config,
 )
-from halley.train.optim import ModelOptimizer, kept_views
+from halley.train.optim import ModelOptimizer
 from tests.moe.model_case import build_model, destroy, make_tokens
 from tests.rank_pool import RunRanks
 from tests.train.export_case import MODELS, run_config
@@ -44,7 +45,7 @@ def _write_run(folder: Path, family: str, *, dtype: str = "float32") -> MoETrans
             if "norm" in name:
                 parameter += torch.linspace(-0.5, 0.5, parameter.numel())
     _write_config(folder, config)
-    parameters = kept_views(dict(model.named_parameters()), grouped_experts(model))
+    parameters = checkpoint_views(dict(model.named_parameters()), grouped_experts(model))
     save_checkpoint(folder / "checkpoints", {"parameters": parameters}, step=7, keep=1)
     return model
 

@@ -238,8 +238,8 @@ def test_another_order_of_the_text_is_a_warning(tmp_path: Path):
     with pytest.warns(UserWarning, match="was") as caught:
         assert train_here(dataclasses.replace(config, train=longer)) == [3]
     end = (
-        " up to step 2: the text comes in another order now, so this pass reads some of it again "
-        "and leaves some out"
+        " up to step 2: the order of the text changes, so this epoch repeats some of it and leaves "
+        "some out"
     )
     messages = [str(warning.message) for warning in caught]
     assert messages == [f"data.seq_len (8) was 16{end}", f"train.seed (5) was 0{end}"]

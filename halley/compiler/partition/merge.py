@@ -16,8 +16,7 @@ from torch import fx
 
 from halley.compiler.partition.axes import Axes, Axis, Batch, Counts, Last, Layout, Rows
 from halley.compiler.partition.region import Region
-from halley.ops.fills import fill_range, fill_rows, places_of_part
-from halley.ops.routed_rows import order_of_parts
+from halley.ops.in_place_concat import concat_order, rows_of_microbatch, write_rows, write_slice
 
 
 _ATEN = torch.ops.aten
@@ -31,10 +30,10 @@ MERGES = frozenset(
         _ATEN.sym_size.int,
         _ATEN.new_empty.default,
         _ATEN.new_empty_strided.default,
-        order_of_parts,
-        places_of_part,
-        fill_range,
-        fill_rows,
+        concat_order,
+        rows_of_microbatch,
+        write_slice,
+        write_rows,
         operator.add,
     }
 )
@@ -85,11 +84,11 @@ class Merger:
         if isinstance(axis, Batch):
             start = part * result.meta["val"].shape[axis.dim]
             args = (self._wholes[node], result, axis.dim, start)
-            self._wholes[node] = self._add(fill_range, args, like=node)
+            self._wholes[node] = self._add(write_slice, args, like=node)
         elif isinstance(axis, Rows):
             places = self._places_of(axis.layout, part, like=result)
             self._wholes[node] = self._add(
-                fill_rows, (self._wholes[node], result, places), like=node
+                write_rows, (self._wholes[node], result, places), like=node
             )
 
     def merge(self, node: fx.Node) -> fx.Node:
@@ -162,7 +161,7 @@ class Merger:
             counts = self._counts_of(layout)
             num_rows = self._add(_ATEN.sym_size.int, (whole, axis.dim), like=whole)
             self._orders[layout] = self._add(
-                order_of_parts, (counts, len(self._parts), num_rows), like=whole
+                concat_order, (counts, len(self._parts), num_rows), like=whole
             )
         return self._orders[layout]
 
@@ -172,7 +171,7 @@ class Merger:
             counts = self._counts_of(layout)
             num_rows = self._add(_ATEN.sym_size.int, (like, 0), like=like)
             self._places[layout, part] = self._add(
-                places_of_part, (counts, len(self._parts), part, num_rows), like=like
+                rows_of_microbatch, (counts, len(self._parts), part, num_rows), like=like
             )
         return self._places[layout, part]
 

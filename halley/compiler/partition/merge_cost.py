@@ -12,8 +12,7 @@ from halley.compiler.partition.axes import Axis, Batch, BatchFlow, Counts, Layou
 from halley.compiler.partition.merge import find_sizes, fits_in_place
 from halley.compiler.partition.region import Region
 from halley.compiler.partition.shadows import Shadows
-from halley.ops.fills import fill_range, fill_rows, places_of_part
-from halley.ops.routed_rows import order_of_parts
+from halley.ops.in_place_concat import concat_order, rows_of_microbatch, write_rows, write_slice
 
 
 _ATEN = torch.ops.aten
@@ -85,7 +84,7 @@ class MergeCost:
             price = self._price("new", node, lambda: self._call(empty, own, shape, result=whole))
         if isinstance(axis, Batch):
             fill = self._price(
-                "fill", node, lambda: self._call(fill_range, whole, own, result=whole, of=node)
+                "fill", node, lambda: self._call(write_slice, whole, own, result=whole, of=node)
             )
             return price + fill
         places = self._int64(axis, own)
@@ -94,10 +93,10 @@ class MergeCost:
             price += self._join_counts(axis.layout) + self._price(
                 "places",
                 node,
-                lambda: self._call(places_of_part, counts, result=places),
+                lambda: self._call(rows_of_microbatch, counts, result=places),
             )
         return price + self._price(
-            "fill", node, lambda: self._call(fill_rows, whole, own, places, result=whole)
+            "fill", node, lambda: self._call(write_rows, whole, own, places, result=whole)
         )
 
     def merge(self, node: fx.Node) -> Price:
@@ -124,7 +123,7 @@ class MergeCost:
         if self._is_new(axis.layout, None):
             counts = self._counts(axis.layout)
             price += self._join_counts(axis.layout) + self._price(
-                "order", node, lambda: self._call(order_of_parts, counts, result=order)
+                "order", node, lambda: self._call(concat_order, counts, result=order)
             )
         return price + self._price(
             "index", node, lambda: self._call(_ATEN.index.Tensor, whole, [order], result=whole)

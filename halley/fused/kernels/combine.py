@@ -1,174 +1,350 @@
-# Kernels are Triton, which only looks like Python to a type checker.
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Sum the rows of each token over the experts of this rank, and send the sums home."""
+"""Second GEMM with combine: combine finished columns while the GEMM computes the next ones.
 
+Forward, activations are multiplied by the second projection, and a token's rows are summed with its
+routing weights. Backward, gradients are multiplied by the transposed first projection and summed
+without weights; the gradients of the routing weights are sent as well. Both use the same two
+kernels side by side: ``chunked_gemm_kernel`` (``combine_gemm.py``) and ``combine_kernel``.
+
+Source: COMET (arXiv:2502.19811), sections 3.1 (columns first) and 3.2.
+"""
+
+import torch
 import triton
 import triton.language as tl
 
-from halley.fused.kernels.layout import MAX_CHUNKS, TASK_ROWS
-from halley.fused.kernels.peer import peer_ptr, signal
+from halley.fused.kernels.combine_gemm import (
+    SUM_TICKET,
+    TASK_TICKET,
+    chunked_gemm_kernel,
+    count_exit,
+)
+from halley.fused.kernels.dispatch_plan import usable_here
+from halley.fused.kernels.layout import ANY_COPIES, NUM_COPIES, PASS, KernelContext
+from halley.fused.kernels.partial_sums import (
+    count_sent,
+    send_sums,
+    send_weight_gradients,
+    sum_task,
+    sums_are_ready,
+    wait_for_sums,
+)
+from halley.fused.kernels.peer import failure_code, poll, wait
+from halley.fused.kernels.status import COMBINE
+from halley.fused.launch_pair import (
+    end_with_first,
+    let_second_begin,
+    shape_launches,
+    side_by_side,
+)
+from halley.ops.kernels.gemm_config import GemmTile
+from halley.ops.kernels.launch import Launcher, aligned
+from halley.ops.kernels.tiles import describe_rows, describe_weights
 
 
-_TASK_ROWS = tl.constexpr(TASK_ROWS)
-_MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
+_COMBINE_REGISTERS = 160  # per thread, divided by the combining CTAs of an SM
 
 
 @triton.jit
-def _load_sends(first, plan, LAYOUT: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr):
-    """Return origin, rows and weights of some sends; what is not there is -1, -1 and 0."""
-    send = first + tl.arange(0, ROWS)
-    k = tl.arange(0, LAYOUT.padded_k)
-    origin = tl.load(plan + LAYOUT.sum_origin + send)
-    line = send[:, None] * LAYOUT.top_k + k[None, :]
-    weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
-    real = (origin >= 0)[:, None] & (k < LAYOUT.top_k)[None, :]
-    row_RK = tl.load(plan + LAYOUT.sum_slot + line, mask=real, other=-1)
-    if WEIGHTED:
-        weight_RK = tl.load(weights + line, mask=real, other=0.0)
-    else:
-        weight_RK = (row_RK >= 0).to(tl.float32)
-    return origin, row_RK, weight_RK
+def _nth_task(within, num_tasks, plan, LAYOUT: tl.constexpr):
+    """Return the combine task at a position of a chunk.
 
-
-@triton.jit
-def combine_task(
-    task, chunk, z_RD, plan, home_ptrs_W, home_tokens, rank,
-    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows of some sends over one chunk of columns and store the sums at their home.
-
-    Example: send 5 is token 9 of rank 1 with slots (3, 130) and weights (0.6, 0.4); on rank 0 its
-    sum ``0.6 z[3] + 0.4 z[130]`` becomes row 9 of rank 0's part of rank 1's home buffer.
+    Own tasks are spread evenly among those for other ranks, so that the link is always busy.
     """
-    TOP_K: tl.constexpr = LAYOUT.top_k
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
-    first = task * _TASK_ROWS
-    _, row_RK, _ = _load_sends(first, plan, LAYOUT, False, _TASK_ROWS)
-    most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
-    if STAGES == 1:
-        # All rows of some sends at once, whether there are so many or not: no load waits for one
-        # before it.
-        for start in range(0, _TASK_ROWS, ROWS):
-            send = first + start + tl.arange(0, ROWS)
-            origin = tl.load(plan + LAYOUT.sum_origin + send)
-            acc = tl.zeros((ROWS, CHUNK), tl.float32)
-            for slot in tl.static_range(TOP_K):
-                acc = _add_rows(
-                    acc, send * TOP_K + slot, origin, z_RD, plan, column, inside,
-                    LAYOUT, HIDDEN_SIZE, WEIGHTED,
-                )  # fmt: skip
-            _store_sums(
-                acc,
-                origin,
-                z_RD,
-                home_ptrs_W,
-                home_tokens,
-                rank,
-                column,
-                inside,
-                LAYOUT,
-                HIDDEN_SIZE,
-                ROWS,
+    num_others = tl.load(plan + LAYOUT.own_begin + LAYOUT.num_local) // LAYOUT.task_rows
+    num_own = num_tasks - num_others
+    own = within.to(tl.int64) * num_own // num_tasks
+    is_own = (within + 1).to(tl.int64) * num_own // num_tasks > own
+    own = own.to(tl.int32)
+    return tl.where(is_own, num_others + own, within - own)
+
+
+@triton.jit
+def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
+    """Return how many groups of experts, from the first, must be done before a combine task."""
+    group = tl.arange(0, LAYOUT.num_groups)
+    first = task * LAYOUT.task_rows
+    is_own = first >= tl.load(plan + LAYOUT.own_begin + LAYOUT.num_local)
+    begins = tl.where(is_own, LAYOUT.own_begin, LAYOUT.other_begin)
+    counts = tl.where(is_own, LAYOUT.own_copies, LAYOUT.other_copies)
+    begin = tl.load(plan + begins + LAYOUT.num_local + group)
+    count = tl.load(plan + counts + LAYOUT.num_local + group)
+    has = (count > 0) & (begin < first + LAYOUT.task_rows)
+    return tl.max(tl.where(has, group + 1, 0), axis=0)
+
+
+@triton.jit
+def _counter_of(ready, columns, plan, LAYOUT: tl.constexpr):
+    """Return the counter of the group after the first ``ready`` ones, and its number of tiles."""
+    need = tl.load(plan + LAYOUT.group_tiles + ready % LAYOUT.num_groups) * columns
+    return plan + LAYOUT.chunk_done + ready, need
+
+
+@triton.jit
+def _count_ready(ready, chunk, wanted, columns, plan, LAYOUT: tl.constexpr):
+    """Return how many groups of all chunks are done, at most ``wanted``.
+
+    ``ready`` groups are known to be done, and so are the groups of earlier chunks.
+    """
+    ready = tl.maximum(ready, chunk * LAYOUT.num_groups)
+    more = ready < wanted
+    while more:
+        done, need = _counter_of(ready, columns, plan, LAYOUT)
+        more = poll(done, "gpu") >= need
+        ready += more.to(tl.int32)
+        more &= ready < wanted
+    return ready
+
+
+@triton.jit(do_not_specialize=[
+    "num_tokens", "combine_tokens", "capacity", "copy_capacity", "rank", "num_exits", "timeout_ns",
+])  # fmt: skip
+def combine_kernel(
+    y_TD, z_RD, plan, combine_buffer_WTD, combine_ptrs_W, routing, routing_ptrs_W,
+    dweight_RC, idx_TK, dweights_TK, dweight_ptrs_W,
+    num_tokens, combine_tokens, capacity, copy_capacity, rank, num_exits,
+    status, host_status, timeout_ns: tl.int64,
+    LAYOUT: tl.constexpr, NUM_SUMMANDS: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Send the partial sums of finished tiles, and add the partial sums that arrive here.
+
+    CTAs take two kinds of tasks, each by tickets of a counter of its own. Pass n of rank r::
+
+        combine task   wait for chunk_done[c, g] of this rank's GEMM, for all groups g of its tokens
+                       store partial sums in the source ranks' combine buffers
+                       last task of chunk c: sums_ready[r, c] = n on every rank
+        sum task       wait for sums_ready[s, c] >= n of all ranks s that contribute to this rank
+                       add the sums of the ranks in order, store y_TD
+
+    A CTA that would wait for tiles does a sum task instead if one is ready. It waits for partial
+    sums only when no combine task is left.
+
+    There is no deadlock: combine tasks wait for the GEMM, which waits for nothing, is launched
+    first and has all its CTAs running before this kernel starts. Sum tasks wait for combine tasks
+    of ranks that follow the same rule.
+
+    Example: 100 tokens, ``SUM_ROWS`` 8, hidden size 1024, chunks of 512 columns: 13 sum tasks for
+    chunk 0, then 13 for chunk 1. With 130 places in the combine list there are 3 combine tasks a
+    chunk (64 places each).
+
+    ``NUM_SUMMANDS`` is the number of columns of ``dweight_RC`` in backward, and 0 in forward.
+    ``COLUMNS`` is the width of a tile of the GEMM.
+    """
+    let_second_begin()
+    BACKWARD: tl.constexpr = NUM_SUMMANDS > 0
+    num_columns: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS
+    num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
+    per_chunk: tl.constexpr = CHUNK // COLUMNS
+    epoch = tl.load(plan + LAYOUT.summary + PASS)
+    usable = usable_here(plan, capacity, copy_capacity, LAYOUT)
+    chunk_tasks = tl.load(plan + LAYOUT.summary + NUM_COPIES) // LAYOUT.task_rows * usable
+    num_tasks = chunk_tasks * num_chunks
+    chunk_sum_tasks = tl.cdiv(num_tokens, SUM_ROWS)
+    num_sum_tasks = chunk_sum_tasks * num_chunks * usable
+    tickets = plan + LAYOUT.tickets
+    task = tl.atomic_add(tickets + TASK_TICKET, 1, sem="relaxed", scope="gpu")
+    sums = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
+    ready_chunk = -1  # the last chunk whose partial sums this CTA has seen complete
+    ready = 0  # groups of experts, over all chunks, that this CTA has seen done
+    while task < num_tasks:
+        chunk = task // chunk_tasks
+        columns = tl.minimum(num_columns - chunk * per_chunk, per_chunk)
+        nth = _nth_task(task - chunk * chunk_tasks, chunk_tasks, plan, LAYOUT)
+        wanted = chunk * LAYOUT.num_groups + _groups_of_task(nth, plan, LAYOUT)
+        ready = _count_ready(ready, chunk, wanted, columns, plan, LAYOUT)
+        can_sum = False
+        if ready < wanted:
+            can_sum = sums_are_ready(
+                sums, num_sum_tasks, chunk_sum_tasks, ready_chunk, plan, routing, epoch, LAYOUT
             )
-    else:
-        acc = tl.zeros((ROWS, CHUNK), tl.float32)
-        # One loop over sends and slots, so that rows of the next sends are on their way meanwhile.
-        for step in tl.range(0, most * (_TASK_ROWS // ROWS), num_stages=STAGES):
-            slot = step % most
-            send = first + step // most * ROWS + tl.arange(0, ROWS)
-            origin = tl.load(plan + LAYOUT.sum_origin + send)
-            acc = _add_rows(
-                acc, send * TOP_K + slot, origin, z_RD, plan, column, inside,
-                LAYOUT, HIDDEN_SIZE, WEIGHTED,
+        if ready >= wanted:
+            send_sums(
+                nth, chunk, z_RD, plan, combine_ptrs_W, combine_tokens, rank,
+                LAYOUT, HIDDEN_SIZE, ROWS, CHUNK, STAGES, not BACKWARD,
             )  # fmt: skip
-            if slot == most - 1:
-                _store_sums(
-                    acc,
-                    origin,
-                    z_RD,
-                    home_ptrs_W,
-                    home_tokens,
-                    rank,
-                    column,
-                    inside,
-                    LAYOUT,
-                    HIDDEN_SIZE,
-                    ROWS,
-                )
-                acc = tl.zeros((ROWS, CHUNK), tl.float32)
+            if BACKWARD:
+                if chunk == 0:
+                    send_weight_gradients(
+                        nth, dweight_RC, plan, dweight_ptrs_W, combine_tokens, rank,
+                        LAYOUT, NUM_SUMMANDS, ROWS,
+                    )  # fmt: skip
+            count_sent(chunk, chunk_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT)
+            task = tl.atomic_add(tickets + TASK_TICKET, 1, sem="relaxed", scope="gpu")
+        elif can_sum:
+            ready_chunk = sums // chunk_sum_tasks
+            sum_task(
+                sums % chunk_sum_tasks, ready_chunk, y_TD, combine_buffer_WTD, combine_tokens,
+                plan, num_tokens, idx_TK, dweights_TK, dweight_ptrs_W, rank,
+                LAYOUT, BACKWARD, HIDDEN_SIZE, SUM_ROWS, CHUNK,
+            )  # fmt: skip
+            sums = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
+        else:
+            code = failure_code(COMBINE, 0, chunk)
+            done, need = _counter_of(ready, columns, plan, LAYOUT)
+            if not wait(done, need, timeout_ns, status, host_status, code, "gpu"):
+                task = num_tasks
+    if sums >= num_sum_tasks:
+        sums = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
+    while sums < num_sum_tasks:
+        chunk = sums // chunk_sum_tasks
+        if chunk != ready_chunk:
+            ready_chunk = chunk
+            if not wait_for_sums(
+                chunk, plan, routing, epoch, rank, status, host_status, timeout_ns, LAYOUT
+            ):
+                num_sum_tasks = 0
+        if num_sum_tasks > 0:
+            sum_task(
+                sums % chunk_sum_tasks, chunk, y_TD, combine_buffer_WTD, combine_tokens,
+                plan, num_tokens, idx_TK, dweights_TK, dweight_ptrs_W, rank,
+                LAYOUT, BACKWARD, HIDDEN_SIZE, SUM_ROWS, CHUNK,
+            )  # fmt: skip
+        sums = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
+    count_exit(num_exits, plan, routing, status, host_status, LAYOUT)
+    end_with_first()
 
 
-@triton.jit
-def _add_rows(
-    acc, line, origin, z_RD, plan, column, inside,
-    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Add one row of each send, weighted, where the send has a row in that line of the plan."""
-    row = tl.load(plan + LAYOUT.sum_slot + line)
-    real = (row >= 0) & (origin >= 0)
-    at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
-    value = tl.load(z_RD + at, mask=real[:, None] & inside, other=0.0)
-    if WEIGHTED:
-        weights = (plan + LAYOUT.sum_weight).to(tl.pointer_type(tl.float32))
-        weight = tl.where(real, tl.load(weights + line), 0.0)
-        return acc + weight[:, None] * value.to(tl.float32)
-    else:
-        return acc + value.to(tl.float32)
+_launch_gemm = Launcher(chunked_gemm_kernel)
+_launch_combine = Launcher(combine_kernel)
 
 
-@triton.jit
-def _store_sums(
-    acc, origin, z_RD, home_ptrs_W, home_tokens, rank, column, inside,
-    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Store the sums of some sends at the homes of their tokens."""
-    NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
-    token = (origin % LAYOUT.max_tokens).to(tl.int64)
-    # Chosen among addresses that are here already: a load of it would be a wait.
-    home = tl.zeros((ROWS,), tl.int64)
-    for peer in tl.static_range(NUM_RANKS):
-        address = tl.load(home_ptrs_W + peer)
-        home = tl.where(origin // LAYOUT.max_tokens == peer, address, home)
-    home = tl.multiple_of(home.to(z_RD.dtype), 16)[:, None]
-    to = ((rank * home_tokens + token) * HIDDEN_SIZE)[:, None] + column[None, :]
-    mask = (origin >= 0)[:, None] & inside
-    tl.store(home + to, acc.to(z_RD.dtype.element_ty), mask=mask)
+def gemm_combine(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    y_TD: torch.Tensor,
+    z_RD: torch.Tensor,
+    h_RF: torch.Tensor,
+    down_LDF: torch.Tensor,
+    fused: bool = True,
+    copy_capacity: int = ANY_COPIES,
+) -> None:
+    """Multiply by the second projection and return each token's weighted sum to its source rank.
 
+    Args:
+        context: buffers of this rank, with the layout of the plan.
+        plan: made by ``make_plan`` for this call.
+        y_TD: written: the layer's output for this rank's tokens.
+        z_RD: written: rows of the second projection, scratch.
+        h_RF: activations from ``dispatch_gemm``.
+        down_LDF: stacked weights, ``(L, D, F)``.
+        fused: False runs the whole GEMM before the kernel that combines.
+        copy_capacity: token copies that ``dispatch_gemm`` had room for, if it saved them.
 
-@triton.jit
-def send_weight_gradients(
-    task, dweight_RC, plan, weights_home_ptrs_W, home_tokens, rank,
-    LAYOUT: tl.constexpr, NUM_PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Add up the parts of the gradients of some sends' routing weights and store them at home.
-
-    They stand there in the order of the plan's slots: those of a token on one rank, by k.
+    A plan with more rows than ``h_RF`` or ``z_RD``, or more token copies, does nothing, as in
+    ``dispatch_gemm``.
     """
-    PADDED_K: tl.constexpr = LAYOUT.padded_k
-    k = tl.arange(0, PADDED_K)
-    first = task * _TASK_ROWS
-    for start in range(0, _TASK_ROWS, ROWS):
-        origin, row_RK, _ = _load_sends(first + start, plan, LAYOUT, False, ROWS)
-        at = row_RK.to(tl.int64) * NUM_PARTS
-        acc = tl.zeros((ROWS, PADDED_K), tl.float32)
-        for part in range(0, NUM_PARTS):
-            acc += tl.load(dweight_RC + at + part, mask=row_RK >= 0, other=0.0)
-        token = (origin % LAYOUT.max_tokens).to(tl.int64)
-        home = tl.load(weights_home_ptrs_W + origin // LAYOUT.max_tokens, mask=origin >= 0, other=0)
-        home = home.to(dweight_RC.dtype)[:, None]
-        to = ((rank * home_tokens + token) * LAYOUT.top_k)[:, None] + k[None, :]
-        tl.store(home + to, acc, mask=row_RK >= 0)
+    unused = context.status
+    _launch_pair(
+        context,
+        plan,
+        tile=context.config.down,
+        rows=h_RF,
+        weights=down_LDF,
+        y_TD=y_TD,
+        z_RD=z_RD,
+        weight_gradients=(unused, unused, unused, unused),
+        num_summands=0,
+        capacities=(min(len(z_RD), len(h_RF)), copy_capacity),
+        dtypes=(z_RD.dtype,),
+        fused=fused,
+    )
 
 
-@triton.jit
-def count_sent(chunk, num_tasks, plan, words, words_ptrs_W, rank, epoch, LAYOUT: tl.constexpr):
-    """Count a task of a chunk as sent; the last one tells all ranks."""
-    tl.debug_barrier()
-    sent = plan + LAYOUT.chunk_sent + chunk
-    if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
-        for peer in range(LAYOUT.num_ranks):
-            flag = peer_ptr(words_ptrs_W, peer, words) + LAYOUT.home
-            signal(flag + rank * _MAX_CHUNKS + chunk, epoch)
+def dgrad_combine(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    dx_TD: torch.Tensor,
+    dweights_TK: torch.Tensor,
+    z_RD: torch.Tensor,
+    dpre_RG: torch.Tensor,
+    dweight_RC: torch.Tensor,
+    up_LGD: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    fused: bool = True,
+) -> None:
+    """Multiply gradients by the first projection and return their sums to the source ranks.
+
+    Args:
+        context: buffers of this rank, with the layout of the plan.
+        plan: of the call.
+        dx_TD: written: gradient of this rank's tokens.
+        dweights_TK: written: gradient of their routing weights, float32; 0 where dropped.
+        z_RD: written: gradient of each row, scratch.
+        dpre_RG, dweight_RC: from ``dispatch_dgrad``.
+        up_LGD: stacked weights, as in forward.
+        topk_idx_TK: expert ids of the call.
+        fused: False runs the whole GEMM before the kernel that combines.
+    """
+    idx_TK = aligned(topk_idx_TK)
+    _launch_pair(
+        context,
+        plan,
+        tile=context.config.up_grad,
+        rows=dpre_RG,
+        weights=up_LGD,
+        y_TD=dx_TD,
+        z_RD=z_RD,
+        weight_gradients=(dweight_RC, idx_TK, dweights_TK, context.dweight_buffer.ptrs_W),
+        num_summands=dweight_RC.shape[1],
+        capacities=(len(dpre_RG), ANY_COPIES),
+        dtypes=(z_RD.dtype, idx_TK.dtype),
+        fused=fused,
+    )
+
+
+def _launch_pair(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    tile: GemmTile,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    y_TD: torch.Tensor,
+    z_RD: torch.Tensor,
+    weight_gradients: tuple[torch.Tensor, ...],
+    num_summands: int,
+    capacities: tuple[int, int],
+    dtypes: tuple[torch.dtype, ...],
+    fused: bool,
+) -> None:
+    """Launch the GEMM that computes ``z_RD`` and the kernel that combines it to ``y_TD``."""
+    layout, config, backward = context.layout, context.config, num_summands > 0
+    routing, combine = context.routing_buffer, context.combine_buffer
+    shapes = shape_launches(
+        tile=tile,
+        num_programs=context.num_sms,
+        fused=fused,
+        moves_first=False,
+        movers=config.combiners_beside,
+        movers_after=config.combiners_after,
+        move_registers=_COMBINE_REGISTERS // config.combiners_beside,
+    )
+    hidden_size, depth = z_RD.shape[1], rows.shape[1]
+    a_desc = describe_rows(rows, block_rows=layout.block_m, block_columns=tile.block_k)
+    b_desc = describe_weights(weights, num_projections=1, tile=tile, transposed=backward)
+    z_desc = describe_rows(z_RD, block_rows=layout.block_m, block_columns=tile.block_n)
+    with side_by_side(fused):
+        _launch_gemm(
+            shapes.multiply.num_programs,
+            (z_desc, plan, a_desc, b_desc, routing.local, *capacities,
+             shapes.multiply.num_leaving, context.status, context.host_status),
+            (layout, backward, hidden_size, depth, config.chunk_columns,
+             tile.block_n, tile.block_k, tile.group, tile.run),
+            dtypes=(z_RD.dtype,), **shapes.multiply.options,
+        )  # fmt: skip
+        _launch_combine(
+            shapes.move.num_programs,
+            (y_TD, z_RD, plan, combine.local, combine.ptrs_W, routing.local, routing.ptrs_W,
+             *weight_gradients, y_TD.shape[0], combine.local.shape[1], *capacities,
+             context.rank, shapes.move.num_leaving,
+             context.status, context.host_status, context.timeout_ns),
+            (layout, num_summands, hidden_size, config.combine_rows, config.combine_stages,
+             config.sum_rows, config.chunk_columns, tile.block_n),
+            dtypes=dtypes, **shapes.move.options,
+        )  # fmt: skip

@@ -1,187 +1,336 @@
-# Kernels are Triton, which only looks like Python to a type checker.
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Make the plan of this rank from the routing tables of all ranks, on the device, in one launch.
+"""Make the dispatch plan of a rank on the device, in one launch: exchange, count, copy, place.
 
-Four kinds of work are taken by tickets, one kind after the other. ``route``: write this rank's
-routing to every rank's mailbox. ``count``: wait for all tables and turn the counts of blocks into
-first rows. ``stage``: lay out this rank's rows for its peers, while tables are on their way.
-``place``: give each slot its row, each send its place in the list.
+The launch is the first one of a forward pass. It also copies this rank's tokens into its send
+buffer, from which the other ranks fetch them (``fetch.py``).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from halley.fused.kernels.count import count_task
-from halley.fused.kernels.layout import Layout
-from halley.fused.kernels.peer import failure, wait
-from halley.fused.kernels.place import place_task
-from halley.fused.kernels.plan_words import (
+from halley.fused.kernels.layout import (
     COUNTED,
     EXITED,
-    LAID_OUT,
+    IS_USABLE,
+    NUM_COPIES,
+    NUM_TILES,
+    PLANNED,
     PUBLISHED,
-    STAGED,
+    ROWS_COPIED,
     TICKET,
-    USABLE,
-    count_pass,
-    next_epoch,
+    KernelContext,
 )
-from halley.fused.kernels.publish import raise_flags, route_task, stage_rows
-from halley.fused.kernels.status import PLAN, STAGE
+from halley.fused.kernels.peer import count_pass, failure_code, next_epoch, signal_all, wait
+from halley.fused.kernels.routing_exchange import (
+    block_bases,
+    count_task,
+    last_group,
+    local_experts,
+    publish_task,
+    record_of,
+    smallest_local,
+)
+from halley.fused.kernels.status import PLAN, ROWS
 from halley.ops.kernels.launch import Launcher, aligned
 
 
-_STAGE_ROWS = 16
-_PROGRAMS = 2  # on a multiprocessor: tasks are short and mostly wait for memory
-_PLAN = tl.constexpr(PLAN)
-_STAGE = tl.constexpr(STAGE)
+COPY_ROWS = 16  # rows that a CTA copies to the send buffer at once
+_CTAS_PER_SM = 2  # tasks are short and mostly wait for memory
 _NEVER = tl.constexpr(2**62)  # ns
 
 
 @triton.jit
-def _wait_for_rows(words, plan, epoch, status, host_words, timeout_ns, LAYOUT: tl.constexpr):
-    """Wait until all ranks have staged; the plan is of no use if one did not."""
+def usable_here(plan, capacity, copy_capacity, LAYOUT: tl.constexpr):
+    """Return 1 if a plan is usable and its rows and token copies fit into the buffers, else 0."""
+    summary = plan + LAYOUT.summary
+    rows_fit = tl.load(summary + NUM_TILES) * LAYOUT.block_m <= capacity
+    copies_fit = tl.load(summary + NUM_COPIES) <= copy_capacity
+    return tl.load(summary + IS_USABLE) * (rows_fit & copies_fit)
+
+
+@triton.jit
+def copy_rows(
+    first, x_TD, send_buffer_TD, num_tokens,
+    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy ``ROWS`` rows of this rank, from ``first`` on, to its send buffer."""
+    row = first + tl.arange(0, ROWS)
+    for start in range(0, HIDDEN_SIZE, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        at = row.to(tl.int64)[:, None] * HIDDEN_SIZE + column[None, :]
+        mask = (row < num_tokens)[:, None] & (column < HIDDEN_SIZE)[None, :]
+        tl.store(send_buffer_TD + at, tl.load(x_TD + at, mask=mask), mask=mask)
+
+
+@triton.jit
+def _load_packed(record, token, LAYOUT: tl.constexpr):
+    """Return the packed slots of some tokens, (tokens, padded K); -1 for empty slots."""
+    k = tl.arange(0, LAYOUT.padded_k)
+    real = (token < tl.load(record + LAYOUT.header))[:, None] & (k < LAYOUT.top_k)[None, :]
+    at = token[:, None] * LAYOUT.top_k + k[None, :]
+    return tl.load(record + LAYOUT.packed + at, mask=real, other=-1)
+
+
+@triton.jit
+def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
+    """Return places in a list: first place of the key + earlier blocks + earlier in this block."""
+    real = key < end_key
+    base = block_bases(plan, i, LAYOUT.num_local + column, LAYOUT) + key * LAYOUT.max_blocks + block
+    begin = plan + tl.where(i == 0, LAYOUT.own_begin, LAYOUT.other_begin) + column + key
+    return tl.load(begin, mask=real, other=0) + tl.load(base, mask=real, other=0) + before
+
+
+@triton.jit
+def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr):
+    """Return the places of one block's token copies in the fetch list and the combine list."""
+    STEP: tl.constexpr = min(32, LAYOUT.block_tokens)
+    smallest = smallest_local(expert_TK, rank, LAYOUT)
+    group = last_group(expert_TK, rank, LAYOUT)
+    within = tl.arange(0, LAYOUT.block_tokens)
+    same_smallest = tl.zeros_like(within)
+    same_group = tl.zeros_like(within)
+    for start in range(0, LAYOUT.block_tokens, STEP):
+        other = start + tl.arange(0, STEP)
+        packed = _load_packed(record, block * LAYOUT.block_tokens + other, LAYOUT)
+        expert = packed >> LAYOUT.order_bits
+        earlier = other[None, :] < within[:, None]
+        same = smallest_local(expert, rank, LAYOUT)[None, :] == smallest[:, None]
+        same_smallest += tl.sum((same & earlier).to(tl.int32), axis=1)
+        same = last_group(expert, rank, LAYOUT)[None, :] == group[:, None]
+        same_group += tl.sum((same & earlier).to(tl.int32), axis=1)
+    num_local: tl.constexpr = LAYOUT.num_local
+    fetch = _places(i, block, smallest, num_local, same_smallest, 0, plan, LAYOUT)
+    combine = _places(i, block, group, LAYOUT.num_groups, same_group, num_local, plan, LAYOUT)
+    return fetch, combine
+
+
+@triton.jit
+def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
+    """Give the slots of one block of tokens their rows, and its token copies their places.
+
+    ``i`` is the source rank, counted in ring order from this rank.
+    """
+    source = (rank + i) % LAYOUT.num_ranks
+    record = record_of(routing, source, epoch, LAYOUT)
+    token = block * LAYOUT.block_tokens + tl.arange(0, LAYOUT.block_tokens)
+    k = tl.arange(0, LAYOUT.padded_k)
+    packed = _load_packed(record, token, LAYOUT)
+    expert = packed >> LAYOUT.order_bits  # -1 stays -1
+    local = local_experts(expert, rank, LAYOUT)
+    mine = local < LAYOUT.num_local
+    weights = (record + LAYOUT.weights).to(tl.pointer_type(tl.float32))
+    at = token[:, None] * LAYOUT.top_k + k[None, :]
+    weight = tl.load(weights + at, mask=mine, other=0.0)
+
+    base = block_bases(plan, i, 0, LAYOUT) + local * LAYOUT.max_blocks + block
+    row = tl.load(plan + LAYOUT.expert_begin + local, mask=mine, other=0)
+    row += tl.load(base, mask=mine, other=0)
+    row = tl.where(mine, row + (packed & ((1 << LAYOUT.order_bits) - 1)), -1)
+
+    # Slots of this rank come first, in the order of k; the other places of the line get -1.
+    here = mine.to(tl.int32)
+    count = tl.sum(here, axis=1)
+    place = tl.cumsum(here, axis=1) - here
+    empty = count[:, None] + tl.cumsum(1 - here, axis=1) - (1 - here)
+    place = tl.where(mine, place, empty)
+    stored = (count > 0)[:, None] & (place < LAYOUT.top_k)
+    origin = source * LAYOUT.max_tokens + token
+    fetch, combine = _place_copies(i, block, expert, record, plan, rank, LAYOUT)
+    tl.store(plan + LAYOUT.fetch_origin + fetch, origin, mask=count > 0)
+    tl.store(plan + LAYOUT.combine_origin + combine, origin, mask=count > 0)
+    line = fetch[:, None] * LAYOUT.top_k + place
+    tl.store(plan + LAYOUT.fetch_rows + line, row, mask=stored)
+    line = combine[:, None] * LAYOUT.top_k + place
+    tl.store(plan + LAYOUT.combine_rows + line, row, mask=stored)
+    combine_weight = (plan + LAYOUT.combine_weight).to(tl.pointer_type(tl.float32))
+    tl.store(combine_weight + line, weight, mask=stored)
+    if i == 0:
+        _store_contributors(expert, token, record, plan, LAYOUT)
+
+
+@triton.jit
+def _store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
+    """Store which ranks will send partial sums for this rank's tokens, one bit for each rank."""
+    owner = tl.where(expert >= 0, expert // LAYOUT.num_local, -1)
+    ranks = tl.zeros_like(token)
+    all_ranks = 0
     for peer in range(LAYOUT.num_ranks):
-        code = failure(_STAGE, peer, 0)
-        flag = words + LAYOUT.staged + peer
-        if not wait(flag, epoch, timeout_ns, status, host_words, code, "sys"):
-            tl.store(plan + LAYOUT.summary + USABLE, 0)
+        needs = tl.max((owner == peer // LAYOUT.tp_size).to(tl.int32), axis=1)
+        ranks |= needs << peer
+        all_ranks |= tl.max(needs, axis=0) << peer
+    num_tokens = tl.load(record + LAYOUT.header)
+    tl.store(plan + LAYOUT.token_contributors + token, ranks, mask=token < num_tokens)
+    tl.atomic_or(plan + LAYOUT.contributors, all_ranks, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _place_tiles(local, plan, LAYOUT: tl.constexpr):
+    """Write expert, number of rows and a zero arrival count for each tile of one expert."""
+    STEP: tl.constexpr = 64
+    rows = tl.load(plan + LAYOUT.expert_rows + local)
+    first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m
+    num_tiles = tl.cdiv(rows, LAYOUT.block_m)
+    for start in range(0, num_tiles, STEP):
+        tile = start + tl.arange(0, STEP)
+        real = tile < num_tiles
+        left = tl.minimum(rows - tile * LAYOUT.block_m, LAYOUT.block_m)
+        tl.store(plan + LAYOUT.tile_expert + first + tile, tl.zeros_like(tile) + local, mask=real)
+        tl.store(plan + LAYOUT.tile_rows + first + tile, left, mask=real)
+        tl.store(plan + LAYOUT.tile_arrived + first + tile, tl.zeros_like(tile), mask=real)
+
+
+@triton.jit
+def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
+    """Place one block of tokens (the first W * blocks tasks) or the tiles of one expert."""
+    if tl.load(plan + LAYOUT.summary + IS_USABLE) != 0:
+        if task < LAYOUT.num_ranks * LAYOUT.max_blocks:
+            i = task // LAYOUT.max_blocks
+            block = task % LAYOUT.max_blocks
+            record = record_of(routing, (rank + i) % LAYOUT.num_ranks, epoch, LAYOUT)
+            if block * LAYOUT.block_tokens < tl.load(record + LAYOUT.header):
+                _place_block(i, block, routing, plan, epoch, rank, LAYOUT)
+        else:
+            _place_tiles(task - LAYOUT.num_ranks * LAYOUT.max_blocks, plan, LAYOUT)
+
+
+@triton.jit
+def _wait_for_rows(
+    routing, plan, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
+):  # fmt: skip
+    """Wait until all ranks have published their rows; otherwise mark the plan as unusable."""
+    for peer in range(LAYOUT.num_ranks):
+        code = failure_code(ROWS, peer, 0)
+        flag = routing + LAYOUT.rows_ready + peer
+        if not wait(flag, epoch, timeout_ns, status, host_status, code, "sys"):
+            tl.store(plan + LAYOUT.summary + IS_USABLE, 0)
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens",
-        "wanted_tokens",
-        "rank",
-        "num_tasks",
-        "stage_tokens",
-        "max_rows",
-        "timeout_ns",
+        "num_tokens", "excess_tokens", "rank", "num_tasks", "send_tokens", "max_rows", "timeout_ns"
     ]
-)
+)  # fmt: skip
 def plan_kernel(
-    x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, rank, num_tasks, stage_HTD, stage_tokens,
-    words, words_ptrs_W, plan, max_rows, marks, status, host_words, timeout_ns: tl.int64,
+    x_TD, idx_TK, weights_TK, num_tokens, excess_tokens, rank, num_tasks, send_buffer_HTD,
+    send_tokens, routing, routing_ptrs_W, plan, max_rows, counters, status, host_status,
+    timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Route, count, stage and place, by tickets in this order: a task waits for earlier ones only.
+    """Exchange the routing of all ranks and write this rank's plan.
 
-    The last program waits for the rows of all ranks.
+    CTAs take four kinds of tasks by tickets of one counter, in this order. Pass n of rank r::
+
+        publish   write routing to all ranks   last task: published[r] = n on every rank
+        count     wait for published[s] >= n of all ranks s
+                                               last task: counter PLANNED = n on this rank
+        copy      x_TD -> send buffer n % 2    last task: rows_ready[r] = n on every rank
+        place     wait for PLANNED >= n, write lists and tiles
+
+    The CTA that exits last waits for ``rows_ready[s] >= n`` of all ranks s. So when the launch
+    ends, the rows of all ranks can be fetched.
+
+    There is no deadlock: a task waits only for tasks with lower tickets, which run already, and
+    publish and copy tasks wait for nothing.
+
+    Example: 2 ranks, 40 tokens, 16 tokens a task, 10 columns: tickets 0-2 publish, 3-12 count,
+    13-15 copy, the others place.
     """
     first_count = num_tasks
-    first_stage = first_count + LAYOUT.num_columns
-    first_place = first_stage + num_tasks
+    first_copy = first_count + LAYOUT.num_columns
+    first_place = first_copy + num_tasks
     end = first_place + LAYOUT.num_ranks * LAYOUT.max_blocks + LAYOUT.num_local
     healthy = True
-    epoch = next_epoch(marks, status, host_words)
-    stage_TD = stage_HTD + (epoch % 2).to(tl.int64) * stage_tokens * HIDDEN_SIZE
-    task = tl.atomic_add(marks + TICKET, 1, sem="relaxed", scope="gpu")
+    epoch = next_epoch(counters, status, host_status)
+    send_buffer_TD = send_buffer_HTD + (epoch % 2).to(tl.int64) * send_tokens * HIDDEN_SIZE
+    task = tl.atomic_add(counters + TICKET, 1, sem="relaxed", scope="gpu")
     while task < end:
         if task < first_count:
-            route_task(
-                task, idx_TK, weights_TK, num_tokens, wanted_tokens, epoch, rank,
-                words, words_ptrs_W, LAYOUT,
+            publish_task(
+                task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank,
+                routing, routing_ptrs_W, LAYOUT,
             )  # fmt: skip
             tl.debug_barrier()
-            before = tl.atomic_add(marks + PUBLISHED, 1, sem="acq_rel", scope="sys")
+            before = tl.atomic_add(counters + PUBLISHED, 1, sem="acq_rel", scope="sys")
             if before == num_tasks - 1:
-                raise_flags(LAYOUT.arrived, epoch, rank, words, words_ptrs_W, LAYOUT)
-        elif task < first_stage:
+                signal_all(LAYOUT.published, epoch, rank, routing, routing_ptrs_W, LAYOUT)
+        elif task < first_copy:
             count_task(
-                task - first_count, words, words_ptrs_W, plan, epoch, rank, max_rows,
-                marks, status, host_words, timeout_ns, LAYOUT, LOCAL_PADDED,
+                task - first_count, routing, routing_ptrs_W, plan, epoch, rank, max_rows,
+                counters, status, host_status, timeout_ns, LAYOUT, LOCAL_PADDED,
             )  # fmt: skip
         elif task < first_place:
-            row = (task - first_stage) * ROWS
-            stage_rows(row, x_TD, stage_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
+            row = (task - first_copy) * ROWS
+            copy_rows(row, x_TD, send_buffer_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
             tl.debug_barrier()
-            before = tl.atomic_add(marks + STAGED, 1, sem="acq_rel", scope="sys")
+            before = tl.atomic_add(counters + ROWS_COPIED, 1, sem="acq_rel", scope="sys")
             if before == num_tasks - 1:
-                raise_flags(LAYOUT.staged, epoch, rank, words, words_ptrs_W, LAYOUT)
+                signal_all(LAYOUT.rows_ready, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif healthy:
-            # No limit of its own, lest it blame this rank before a count task blames the one that
-            # does not come: count tasks are under way, and end because their waits are bounded.
-            code = failure(_PLAN, rank, 0)
-            laid_out = marks + LAID_OUT
-            healthy = wait(laid_out, epoch, _NEVER, status, host_words, code, "gpu")
+            # No time limit of its own: it would blame this rank before a count task blames the
+            # rank that is missing. Count tasks run already, and their waits are bounded.
+            code = failure_code(PLAN, rank, 0)
+            planned = counters + PLANNED
+            healthy = wait(planned, epoch, _NEVER, status, host_status, code, "gpu")
             if healthy:
-                place_task(task - first_place, words, plan, epoch, rank, LAYOUT)
-        task = tl.atomic_add(marks + TICKET, 1, sem="relaxed", scope="gpu")
-    exited = tl.atomic_add(marks + EXITED, 1, sem="acq_rel", scope="gpu")
+                _place_task(task - first_place, routing, plan, epoch, rank, LAYOUT)
+        task = tl.atomic_add(counters + TICKET, 1, sem="relaxed", scope="gpu")
+    exited = tl.atomic_add(counters + EXITED, 1, sem="acq_rel", scope="gpu")
     if exited == tl.num_programs(0) - 1:
-        tl.store(marks + TICKET, 0)
-        tl.store(marks + PUBLISHED, 0)
-        tl.store(marks + COUNTED, 0)
-        tl.store(marks + STAGED, 0)
-        tl.store(marks + EXITED, 0)
-        count_pass(marks, epoch)
-        _wait_for_rows(words, plan, epoch, status, host_words, timeout_ns, LAYOUT)
+        tl.store(counters + TICKET, 0)
+        tl.store(counters + PUBLISHED, 0)
+        tl.store(counters + COUNTED, 0)
+        tl.store(counters + ROWS_COPIED, 0)
+        tl.store(counters + EXITED, 0)
+        count_pass(counters, epoch)
+        _wait_for_rows(routing, plan, epoch, status, host_status, timeout_ns, LAYOUT)
 
 
 _launch = Launcher(plan_kernel)
 
 
 def make_plan(
+    context: KernelContext,
     plan: torch.Tensor,
+    *,
     x_TD: torch.Tensor,
     topk_idx_TK: torch.Tensor,
     topk_weights_TK: torch.Tensor,
-    *,
-    rank: int,
-    layout: Layout,
-    stage_HTD: torch.Tensor,
-    words: torch.Tensor,
-    words_ptrs_W: torch.Tensor,
-    marks: torch.Tensor,
-    num_programs: int,
-    status: torch.Tensor,
-    host_words: torch.Tensor,
-    timeout_ns: int,
     max_rows: int = 0,
 ) -> None:
-    """Exchange rows and routing with all ranks and write the plan of this rank.
+    """Begin a call: exchange rows and routing with all ranks, and write the plan of this rank.
 
-    When it is done, the rows of all ranks stand in their stages for peers to read.
+    When the launch ends, the other ranks' rows can be fetched.
 
     Args:
+        context: buffers of this rank.
         plan: written: ``(layout.plan_words,)`` int32, any content before.
-        x_TD: tokens of this rank. If they are more than a stage has room for, none is published
-            but their number.
+        x_TD: tokens of this rank. If they exceed the send buffer, only their number is published.
         topk_idx_TK: expert ids in ``[0, E)`` or ``DROPPED``, an int dtype.
-        topk_weights_TK: weights, a float dtype.
-        rank: this rank's index in the group.
-        layout: sizes of the group.
-        stage_HTD: this rank's copy of the two symmetric stages, ``(2, tokens, D)``; passes use
-            them in turn, as peers may still read the one of the last.
-        words: this rank's mailbox, int32, zero before the first call.
-        words_ptrs_W: addresses of all ranks' mailboxes, int64.
-        marks: ``(NUM_MARKS,)`` int32, zero before the first call: how far the launch has come, and
-            how many passes there were.
-        num_programs: programs of the launch.
-        status, host_words: see ``kernels.status``.
-        timeout_ns: how long to wait for a peer.
-        max_rows: rows that there is room for, if the host does not ask; 0 if it does.
+        topk_weights_TK: routing weights, a float dtype.
+        max_rows: capacity in rows if the host does not read the size of the plan, else 0.
 
-    If a rank has more tokens than there is room for, the plan is not usable on any rank, and
-    ``host_words[2]`` is that number on all of them; it is 0 otherwise. With ``max_rows`` this is a
-    failure, and so are more rows, of which the others learn when they wait for this rank's sums.
+    If a rank has too many tokens, the plan is unusable on all ranks, and ``host_status[2]`` is
+    the largest number of tokens on all of them; it is 0 otherwise. With ``max_rows`` this is a
+    failure, and so are more rows than ``max_rows``.
     """
+    layout, routing, send = context.layout, context.routing_buffer, context.send_buffer.local
     x_TD, idx_TK, weights_TK = aligned(x_TD), aligned(topk_idx_TK), aligned(topk_weights_TK)
     num_tokens, hidden_size = x_TD.shape
-    wanted_tokens = 0
-    if num_tokens > stage_HTD.shape[1]:
-        num_tokens, wanted_tokens = 0, num_tokens
-    tokens_a_task = min(_STAGE_ROWS, layout.block_tokens)
-    num_tasks = max(1, -(-num_tokens // tokens_a_task))
+    excess_tokens = 0
+    if num_tokens > send.shape[1]:
+        num_tokens, excess_tokens = 0, num_tokens
+    task_tokens = min(COPY_ROWS, layout.block_tokens)
+    num_tasks = max(1, -(-num_tokens // task_tokens))
     _launch(
-        _PROGRAMS * num_programs,
-        (x_TD, idx_TK, weights_TK, num_tokens, wanted_tokens, rank, num_tasks, stage_HTD,
-         stage_HTD.shape[1], words, words_ptrs_W, plan, max_rows, marks, status, host_words,
-         timeout_ns),
-        (layout, triton.next_power_of_2(layout.num_local), hidden_size, _STAGE_ROWS,
+        _CTAS_PER_SM * context.num_sms,
+        (x_TD, idx_TK, weights_TK, num_tokens, excess_tokens, context.rank, num_tasks, send,
+         send.shape[1], routing.local, routing.ptrs_W, plan, max_rows, context.counters,
+         context.status, context.host_status, context.timeout_ns),
+        (layout, triton.next_power_of_2(layout.num_local), hidden_size, COPY_ROWS,
          min(1024, triton.next_power_of_2(hidden_size))),
         dtypes=(x_TD.dtype, idx_TK.dtype, weights_TK.dtype), num_warps=8, max_registers=128,
     )  # fmt: skip

@@ -1,55 +1,67 @@
-# Kernels are Triton, which only looks like Python to a type checker.
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Bring a token's row over the link once and write it to the rows of all its experts."""
+"""Fetch the rows of a plan: read each token copy once over the link, write all its rows.
+
+``dispatch.py`` launches this kernel beside the GEMM that consumes the rows.
+"""
 
 import triton
 import triton.language as tl
 
+from halley.fused.kernels.dispatch_plan import usable_here
+from halley.fused.kernels.layout import NUM_COPIES, NUM_OWN_COPIES, NUM_TILES, PASS
+from halley.fused.launch_pair import let_second_begin
 
-# Where the rows of sends come from and whether they are kept one by one.
+
+# Where rows come from, and whether token copies are saved.
 FROM_PEERS = tl.constexpr(0)
-FROM_PEERS_AND_KEEP = tl.constexpr(1)
-FROM_KEPT = tl.constexpr(2)
+FROM_PEERS_AND_SAVE = tl.constexpr(1)
+FROM_SAVED = tl.constexpr(2)
+
+# Words of the plan's tickets. The kernels of the second GEMM have words 2, 3, 4 and 6.
+FETCH_TICKET = tl.constexpr(0)
+TILE_TICKET = tl.constexpr(1)
+_EXITED = tl.constexpr(5)
 
 
 @triton.jit
-def fetch_task(
-    task, stage_ptrs_W, first_token, sends_SD, x_RD, plan,
-    LAYOUT: tl.constexpr, SENDS: tl.constexpr,
+def _fetch_task(
+    task, send_ptrs_W, first_token, copies_SD, x_RD, plan,
+    LAYOUT: tl.constexpr, SOURCE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Read the rows of some sends once over the link, write each to all its experts' rows.
+    """Read some token copies once over the link and store each to all rows of its experts.
 
-    ``first_token`` is where the stage of this pass begins.
+    ``first_token`` is the first row of the current half of the send buffers.
 
-    Example: send 5 is token 9 of rank 1 with slots (3, 130): row 9 of rank 1's stage becomes rows 3
-    and 130 of ``x_RD``, and tiles 0 and 1 (of 128 rows) count one row more. If sends are kept, it
-    becomes row 5 of ``sends_SD``, too, from where it can come a second time.
+    Example: token copy 5 is token 9 of rank 1 with rows (3, 130). Row 9 of rank 1's send buffer is
+    stored to rows 3 and 130 of ``x_RD``, and the arrival counts of tiles 0 and 1 (128 rows each)
+    grow by one. If token copies are saved, it is also stored to row 5 of ``copies_SD``.
     """
     TOP_K: tl.constexpr = LAYOUT.top_k
-    send = task * ROWS + tl.arange(0, ROWS)
-    origin = tl.load(plan + LAYOUT.fetch_origin + send)
+    copy = task * ROWS + tl.arange(0, ROWS)
+    origin = tl.load(plan + LAYOUT.fetch_origin + copy)
     real = origin >= 0
     k = tl.arange(0, LAYOUT.padded_k)
-    line = (send * TOP_K)[:, None] + k[None, :]
+    line = (copy * TOP_K)[:, None] + k[None, :]
     listed = real[:, None] & (k < TOP_K)[None, :]
-    # All slots at once, then taken apart in registers: a load of each would be a wait of each.
-    row_RK = tl.load(plan + LAYOUT.fetch_slot + line, mask=listed, other=-1)
+    # One load for all rows of the copies: a load for each k would wait K times.
+    row_RK = tl.load(plan + LAYOUT.fetch_rows + line, mask=listed, other=-1)
     most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
-    if SENDS == FROM_KEPT:
-        base = sends_SD + (send.to(tl.int64) * HIDDEN_SIZE)[:, None]
+    if SOURCE == FROM_SAVED:
+        base = copies_SD + (copy.to(tl.int64) * HIDDEN_SIZE)[:, None]
     else:
         token = first_token + (origin % LAYOUT.max_tokens).to(tl.int64)
-        stage = tl.load(stage_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
-        base = tl.multiple_of(stage.to(x_RD.dtype), 16)[:, None] + (token * HIDDEN_SIZE)[:, None]
+        sender = tl.load(send_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
+        base = tl.multiple_of(sender.to(x_RD.dtype), 16)[:, None] + (token * HIDDEN_SIZE)[:, None]
     for start in range(0, HIDDEN_SIZE, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = (column < HIDDEN_SIZE)[None, :]
         value = tl.load(base + column[None, :], mask=real[:, None] & inside)
-        if SENDS == FROM_PEERS_AND_KEEP:
-            to = (send.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
-            tl.store(sends_SD + to, value, mask=real[:, None] & inside)
+        if SOURCE == FROM_PEERS_AND_SAVE:
+            to = (copy.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
+            tl.store(copies_SD + to, value, mask=real[:, None] & inside)
         for slot in tl.static_range(TOP_K):
             if slot < most:
                 row = tl.max(tl.where(k[None, :] == slot, row_RK, -1), axis=1)
@@ -61,24 +73,24 @@ def fetch_task(
 
 
 @triton.jit
-def rows_to_clear(num_rows, CLEAR: tl.constexpr):
-    """Return how many rows follow an expert's, or the last tile's, up to a multiple of CLEAR."""
-    return tl.cdiv(num_rows, CLEAR) * CLEAR - num_rows
+def num_zero_rows(num_rows, ZERO_MULTIPLE: tl.constexpr):
+    """Return how many rows are missing to a multiple of ``ZERO_MULTIPLE``."""
+    return tl.cdiv(num_rows, ZERO_MULTIPLE) * ZERO_MULTIPLE - num_rows
 
 
 @triton.jit
-def clear_task(
+def _zero_task(
     local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
-    CLEAR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Zero what follows an expert's rows up to a multiple of CLEAR, and count it as arrived.
+    """Zero the rows after an expert's rows up to a multiple, and count them as arrived.
 
-    The gradient of weights is summed over whole steps of rows. Zeros that are there before their
-    tile is made are zeros in all that is made of it, forward and backward.
+    The weight-gradient GEMM sums over whole steps of rows. Rows that are zero before their tile is
+    computed stay zero in all that is computed from them, forward and backward.
     """
     num_rows = tl.load(plan + LAYOUT.expert_rows + local)
     begin = tl.load(plan + LAYOUT.expert_begin + local) + num_rows
-    end = begin + rows_to_clear(num_rows, CLEAR)
+    end = begin + num_zero_rows(num_rows, ZERO_MULTIPLE)
     for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)
         for start in range(0, HIDDEN_SIZE, COLUMNS):
@@ -90,3 +102,75 @@ def clear_task(
         tl.debug_barrier()
         arrived = plan + LAYOUT.tile_arrived + begin // LAYOUT.block_m
         tl.atomic_add(arrived, end - begin, sem="release", scope="gpu")
+
+
+@triton.jit
+def _alternate(task, num_own, num_tasks):
+    """Return the task at a position when own rows and rows of other ranks alternate.
+
+    The link is busy from the start, and so are experts whose first rows are this rank's own.
+    Example: own tasks 0 and 1, others 2, 3 and 4: the order is 0, 2, 1, 3, 4.
+    """
+    num_pairs = tl.minimum(num_own, num_tasks - num_own)
+    paired = tl.where(task % 2 == 0, task // 2, num_own + task // 2)
+    rest = tl.where(num_own > num_pairs, task - num_pairs, task)
+    return tl.where(task < 2 * num_pairs, paired, rest)
+
+
+@triton.jit
+def count_exit(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
+    """Count a CTA that ends; the last CTA of both launches zeroes the plan's counters."""
+    STEP: tl.constexpr = 1024
+    tickets = plan + LAYOUT.tickets
+    before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
+    if before == num_exits - 1:
+        tl.store(tickets + FETCH_TICKET, 0)
+        tl.store(tickets + TILE_TICKET, 0)
+        tl.store(tickets + _EXITED, 0)
+        for start in range(0, num_tiles, STEP):
+            tile = start + tl.arange(0, STEP)
+            tl.store(plan + LAYOUT.tile_arrived + tile, 0, mask=tile < num_tiles)
+
+
+@triton.jit(do_not_specialize=["send_tokens", "capacity", "copy_capacity", "num_exits"])
+def fetch_kernel(
+    send_ptrs_W, send_tokens, copies_SD, x_RD, plan, capacity, copy_capacity, num_exits,
+    LAYOUT: tl.constexpr, MODE: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store all rows of the plan to ``x_RD``, zero padding rows, and count arrivals by tile.
+
+    CTAs take zero tasks and fetch tasks by tickets of one counter. They wait for nothing: the
+    launch before this one (``plan_kernel`` or ``publish_rows_kernel``) ends only when the rows of
+    all ranks are in their send buffers. So the GEMM beside it always gets its rows.
+
+        send buffers of all ranks --fetch--> x_RD, then tile_arrived[tile] += rows --> GEMM kernel
+
+    Example: 3 rows of expert 0, ``MODE.zero_multiple`` 4: a zero task clears row 3, and tile 0 has
+    all its rows when ``tile_arrived[0]`` is 4.
+    """
+    let_second_begin()
+    ZERO_MULTIPLE: tl.constexpr = MODE.zero_multiple
+    usable = usable_here(plan, capacity, copy_capacity, LAYOUT)
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
+    num_fetch = tl.load(plan + LAYOUT.summary + NUM_COPIES) // ROWS * usable
+    num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_COPIES) // ROWS * usable
+    # Padding rows first: the tiles of experts with few rows wait for them.
+    num_zero = (LAYOUT.num_local if ZERO_MULTIPLE > 0 else 0) * usable
+    num_tasks = num_fetch + num_zero
+    first_token = (tl.load(plan + LAYOUT.summary + PASS) % 2).to(tl.int64) * send_tokens
+    ticket = plan + LAYOUT.tickets + FETCH_TICKET
+    more = num_tasks > 0
+    while more:
+        task = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+        if task < num_zero:
+            if ZERO_MULTIPLE > 0:
+                _zero_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, ZERO_MULTIPLE, ROWS, COLUMNS)
+        elif task < num_tasks:
+            _fetch_task(
+                _alternate(task - num_zero, num_own, num_fetch),
+                send_ptrs_W, first_token, copies_SD, x_RD, plan,
+                LAYOUT, MODE.row_source, HIDDEN_SIZE, ROWS, COLUMNS,
+            )  # fmt: skip
+        more = task + 1 < num_tasks
+    count_exit(plan, num_tiles, num_exits, LAYOUT)

@@ -1,151 +1,294 @@
-"""Where things stand in the mailbox that ranks write to each other and in the plan made of it.
+"""Sizes and memory layout of the routing buffer and of the dispatch plan.
 
-Both are int32 words in one tensor each. Kernels take the layout whole, as a constant, and read
-offsets from it: ``plan + LAYOUT.tile_expert``.
+Both are one int32 tensor per rank. ``make_layout`` computes the offset of each section in words.
+Kernels take the whole ``Layout`` as a constexpr and add offsets to a base pointer, for example
+``plan + LAYOUT.tile_expert``.
 
-The mailbox is symmetric memory. Its first words are flags. Then come two halves, used by calls in
-turn, each with one record a source rank:
+Routing buffer (symmetric memory, other ranks write to it). W ranks, T tokens, K choices a token::
 
-    arrived_W     epoch of the last record that stands, a word a source rank
-    home_WC       epoch of the last sums that came home, a word a (source rank, column chunk)
-    overflow_W    rows that a source's experts got, if more than it has room for; then all is over
-    calls         [half][source]: the call whose plan this pass uses once more, 0 for a new call
-    records       [half][source]: header | counts (columns, blocks) | packed (T, K) | weights (T, K)
+    published      [W]          epoch of the last pass that rank s published
+    sums_ready     [W, chunks]  epoch of the last partial sums of rank s for a column chunk
+    overflow_rows  [W]          rows of rank s, if they exceed ``max_rows``; then the layer fails
+    call_in_use    [2, W]       call whose plan rank s uses in this pass, 0 for a new call
+    rows_ready     [W]          epoch of the last call whose rows rank s published
+    records        [2, W, record_words]  routing of rank s
 
-The header is (number of tokens, more tokens than there is room for). A "send" is one (token,
-destination rank): a token crosses once, however many of its experts live there. The columns of the
-counts are, for each block of tokens: rows of each local expert (L), sends by their smallest local
-expert (L), sends by the group of their largest local expert (G).
+A record holds ``header`` (number of tokens; number of tokens that did not fit), ``counts``
+(columns, blocks of tokens), ``packed`` (T, K: expert and order within the block) and ``weights``
+(T, K). The columns of the counts are, for each block of tokens: rows of each local expert (L),
+token copies by their smallest local expert (L), token copies by the group of their largest local
+expert (G). A token copy is one (token, destination rank): a token crosses the link once, however
+many of its experts are on that rank.
 
-Flags stand where they stand whatever the other sizes are: a pass with an old plan, from before its
-ranks brought more tokens, touches nothing else.
+Passes with an even epoch use one half of the records, passes with an odd epoch the other. Two
+halves are enough: a rank writes a half again only after every rank has published the pass between,
+which a rank does after it has read the half. Flags come first and depend on the number of ranks
+only. So a backward pass with a plan from before the buffers grew finds the flags at the same place.
 
-Who writes: the source, its record on every rank, then the flag. Who waits: whoever reads. Two
-halves are enough, since a rank writes a half again only after every rank wrote the other one, which
-a rank does when it is done reading the first.
+Plan (memory of one rank): which rows this rank receives, the place of each row, the tiles, and the
+counters that tiles and sums wait for. Rows of one expert are contiguous and padded to whole tiles,
+sorted by source rank in ring order from this rank, then by token. Each token copy is in two lists:
 
-The plan says for one rank which rows it receives, where each goes, which tiles those make and what
-a tile waits for. Rows of one expert are contiguous, sorted by source rank in ring order from this
-rank, and padded to whole tiles. The sends that this rank receives are listed twice:
+    fetch     own token copies first, then those of other ranks; by smallest local expert, so that
+              experts become complete in the order of their tiles
+    combine   token copies of other ranks first, then own ones; by the group of their largest local
+              expert, since a token is summed when the tiles of this group are done
 
-    fetch   in the order in which they are fetched: this rank's own, then, from the next whole task
-            on, those of others; both by smallest expert, so that experts become complete in the
-            order in which they are multiplied
-    sum     those of others, then, from the next whole task on, this rank's own; both by the group
-            of their largest expert: they can be combined when its tiles stand, and those before
-
-Places of a list that stay empty hold -1. Inside, sends stand by source in ring order, then token.
+The second part of a list starts at a multiple of ``task_rows``; unused places hold -1.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+
+from halley.fused.config import KernelConfig
+from halley.symm_mem.heap import SymmTensor
 
 
 HEADER_WORDS = 16
 MAX_CHUNKS = 64  # column chunks of one combine
-MAX_GROUPS = 8  # of a rank's experts: the steps in which a chunk's sums become ready
-ANY_SENDS = 2**31 - 1  # room for as many as there are
-TASK_ROWS = 64
+MAX_GROUPS = 8  # groups of local experts; a group's sums start when the tiles of the group are done
+ANY_COPIES = 2**31 - 1  # capacity for any number of token copies
+TASK_ROWS = 64  # token copies of one combine task
 NUM_TICKETS = 8
-ORDER_BITS = 16  # packed slot: expert << 16 | how many slots of its block come before it
+ORDER_BITS = 16  # packed slot: expert << 16 | number of earlier slots of this expert in its block
+
+# Words of the plan's summary.
+IS_USABLE = tl.constexpr(0)  # 1 if all ranks published in time; if 0, kernels skip the whole plan
+NUM_TILES = tl.constexpr(1)
+NUM_COPIES = tl.constexpr(2)  # length of the fetch list
+NUM_OWN_COPIES = tl.constexpr(3)  # length of its first part
+CALL = tl.constexpr(4)  # epoch of the call that made the plan
+PASS = tl.constexpr(5)  # epoch of the pass that uses the plan
+
+# Words of the counters of a rank. All but PLANNED and EPOCH are zero between launches.
+NUM_COUNTERS = 16
+TICKET = tl.constexpr(0)
+PUBLISHED = tl.constexpr(1)  # tasks that have published routing, or CTAs that have copied rows
+COUNTED = tl.constexpr(2)
+PLANNED = tl.constexpr(3)  # epoch of the last plan whose expert offsets are known
+EXITED = tl.constexpr(4)
+EPOCH = tl.constexpr(5)  # epoch of the last pass; the device counts, so that CUDA graphs can replay
+ROWS_COPIED = tl.constexpr(6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes, and offsets in words, all known without looking at the routing.
+    """Sizes of a layer, and word offsets of all sections; all known without the routing.
 
     Attributes:
-        num_ranks: ranks of the group, W.
-        num_experts: experts of all ranks, E.
-        tp_size: neighbours in rank that hold a shard of each of the same experts. A token goes to
-            all of them, and what comes home from them is added up as from any ranks.
-        top_k: experts of a token, K.
-        max_tokens: tokens of a rank that have numbers, T; buffers of rows may have room for fewer.
+        num_ranks: W, ranks of the group.
+        num_experts: E, experts of all ranks.
+        tp_size: size of the tensor-parallel group; its ranks hold shards of the same experts. A
+            token goes to all of them, and their partial sums are added like those of any ranks.
+        top_k: K, experts of a token.
+        max_tokens: T, the most tokens of a rank. Row buffers may hold fewer.
         block_m: rows of a tile.
-        block_slots: slots that one program ranks and counts, padded; a power of two.
+        block_slots: slots (token, choice) of one block; the unit of counting, a power of two.
+        num_local: L, experts of this rank.
+        num_groups: G, groups of local experts, a power of two.
+        num_columns: columns of the counts.
+        padded_k: K rounded up to a power of two.
+        block_tokens: tokens of one block.
+        max_blocks: blocks of a rank's tokens.
+        max_copies: places of the list of token copies.
+        max_tiles: tiles of a plan.
+        task_rows, max_chunks, num_tickets, order_bits: the constants of this module.
+
+    The other attributes are offsets, named after the sections. ``tile_arrived`` counts the rows of
+    a tile that are in memory, ``chunk_done`` the finished tiles by column chunk and group,
+    ``chunk_sent`` the combine tasks whose sums were sent. Bit r of ``token_contributors`` says
+    that rank r sends a partial sum for a token; ``contributors`` is the union over all tokens.
     """
 
     num_ranks: int
     num_experts: int
+    tp_size: int
     top_k: int
     max_tokens: int
     block_m: int
-    tp_size: int = 1
-    block_slots: int = 256
+    block_slots: int
 
-    if TYPE_CHECKING:  # the sizes and offsets that __post_init__ adds
+    num_local: int
+    num_groups: int
+    num_columns: int
+    padded_k: int
+    block_tokens: int
+    max_blocks: int
+    max_copies: int
+    max_tiles: int
+    task_rows: int = TASK_ROWS
+    max_chunks: int = MAX_CHUNKS
+    num_tickets: int = NUM_TICKETS
+    order_bits: int = ORDER_BITS
 
-        def __getattr__(self, name: str) -> int: ...
+    # Routing buffer.
+    published: int
+    sums_ready: int
+    overflow_rows: int
+    call_in_use: int
+    rows_ready: int
+    records: int
+    routing_words: int
 
-    def __post_init__(self) -> None:
-        ranks, local = self.num_ranks, self.num_experts * self.tp_size // self.num_ranks
-        groups = min(MAX_GROUPS, 1 << (local - 1).bit_length())
-        columns = 2 * local + groups
-        padded_k = 1 << (self.top_k - 1).bit_length()
-        block_tokens = max(1, self.block_slots // padded_k)
-        blocks = -(-self.max_tokens // block_tokens)
-        slots = self.max_tokens * self.top_k
-        max_sends = ranks * self.max_tokens + 2 * TASK_ROWS
-        max_rows = ranks * self.max_tokens * min(self.top_k, local)
-        max_tiles = max_rows // self.block_m + local
-        sizes = {
-            "num_local": local,
-            "num_groups": groups,
-            "num_columns": columns,
-            "padded_k": padded_k,
-            "block_tokens": block_tokens,
-            "max_blocks": blocks,
-            "max_sends": max_sends,
-            "max_tiles": max_tiles,
-        }
-        flags = _offsets(
-            arrived=ranks,
-            home=ranks * MAX_CHUNKS,
-            overflow=ranks,
-            calls=2 * ranks,
-            staged=ranks,
-        )
-        record = _offsets(header=HEADER_WORDS, counts=columns * blocks, packed=slots, weights=slots)
-        plan = _offsets(
-            summary=16,
-            tickets=NUM_TICKETS,
-            expert_rows=local,
-            expert_begin=local,
-            own_sends=local + groups,
-            own_begin=local + groups,
-            other_sends=local + groups,
-            other_begin=local + groups,
-            base=ranks * columns * blocks,
-            tile_expert=max_tiles,
-            tile_rows=max_tiles,
-            tile_arrived=max_tiles,
-            group_tiles=groups,
-            chunk_done=MAX_CHUNKS * groups,
-            chunk_sent=MAX_CHUNKS,
-            home_sources=1,
-            home_ranks=self.max_tokens,
-            fetch_origin=max_sends,
-            fetch_slot=max_sends * self.top_k,
-            sum_origin=max_sends,
-            sum_slot=max_sends * self.top_k,
-            sum_weight=max_sends * self.top_k,
-        )
-        sizes |= flags | record | plan
-        sizes["records"] = flags["end"]
-        sizes["record_words"] = record["end"]
-        sizes["mailbox_words"] = flags["end"] + 2 * ranks * record["end"]
-        # Longer by the tokens, so that plans of one routing tell by their length what made them.
-        sizes["plan_words"] = plan["end"] + self.max_tokens
-        # By which Triton finds what it compiled: by the fields alone, as it would, it would find
-        # what an earlier version compiled for other offsets.
-        for name, value in (*sizes.items(), ("cache_key", f"{self} {sizes}")):
-            object.__setattr__(self, name, value)
+    # One record, from its beginning.
+    header: int
+    counts: int
+    packed: int
+    weights: int
+    record_words: int
+
+    # Plan.
+    summary: int
+    tickets: int
+    expert_rows: int
+    expert_begin: int
+    own_copies: int
+    own_begin: int
+    other_copies: int
+    other_begin: int
+    block_base: int
+    tile_expert: int
+    tile_rows: int
+    tile_arrived: int
+    group_tiles: int
+    chunk_done: int
+    chunk_sent: int
+    contributors: int
+    token_contributors: int
+    fetch_origin: int
+    fetch_rows: int
+    combine_origin: int
+    combine_rows: int
+    combine_weight: int
+    plan_words: int
+
+    def __hash__(self) -> int:
+        """Hash the given sizes only: each launch looks its kernel up by the layout."""
+        return hash((self.num_ranks, self.num_experts, self.top_k, self.max_tokens, self.block_m))
+
+
+def make_layout(
+    *,
+    num_ranks: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    block_m: int,
+    tp_size: int = 1,
+    block_slots: int = 256,
+) -> Layout:
+    """Compute the sizes and offsets of a layer; see ``Layout`` for the arguments."""
+    num_local = num_experts * tp_size // num_ranks
+    num_groups = min(MAX_GROUPS, 1 << (num_local - 1).bit_length())
+    num_columns = 2 * num_local + num_groups
+    block_tokens = max(1, block_slots // (1 << (top_k - 1).bit_length()))
+    max_blocks = -(-max_tokens // block_tokens)
+    max_copies = num_ranks * max_tokens + 2 * TASK_ROWS
+    max_tiles = num_ranks * max_tokens * min(top_k, num_local) // block_m + num_local
+    flags = _offsets(
+        published=num_ranks,
+        sums_ready=num_ranks * MAX_CHUNKS,
+        overflow_rows=num_ranks,
+        call_in_use=2 * num_ranks,
+        rows_ready=num_ranks,
+    )
+    record = _offsets(
+        header=HEADER_WORDS,
+        counts=num_columns * max_blocks,
+        packed=max_tokens * top_k,
+        weights=max_tokens * top_k,
+    )
+    plan = _offsets(
+        summary=16,
+        tickets=NUM_TICKETS,
+        expert_rows=num_local,
+        expert_begin=num_local,
+        own_copies=num_local + num_groups,
+        own_begin=num_local + num_groups,
+        other_copies=num_local + num_groups,
+        other_begin=num_local + num_groups,
+        block_base=num_ranks * num_columns * max_blocks,
+        tile_expert=max_tiles,
+        tile_rows=max_tiles,
+        tile_arrived=max_tiles,
+        group_tiles=num_groups,
+        chunk_done=MAX_CHUNKS * num_groups,
+        chunk_sent=MAX_CHUNKS,
+        contributors=1,
+        token_contributors=max_tokens,
+        fetch_origin=max_copies,
+        fetch_rows=max_copies * top_k,
+        combine_origin=max_copies,
+        combine_rows=max_copies * top_k,
+        combine_weight=max_copies * top_k,
+    )
+    records, record_words, plan_words = (part.pop("end") for part in (flags, record, plan))
+    return Layout(
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+        tp_size=tp_size,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        block_m=block_m,
+        block_slots=block_slots,
+        num_local=num_local,
+        num_groups=num_groups,
+        num_columns=num_columns,
+        padded_k=1 << (top_k - 1).bit_length(),
+        block_tokens=block_tokens,
+        max_blocks=max_blocks,
+        max_copies=max_copies,
+        max_tiles=max_tiles,
+        records=records,
+        routing_words=records + 2 * num_ranks * record_words,
+        record_words=record_words,
+        plan_words=plan_words,
+        **flags,
+        **record,
+        **plan,
+    )
 
 
 def _offsets(**words: int) -> dict[str, int]:
-    """Lay sections of that many words one after another, each on a multiple of 64 bytes."""
+    """Place sections one after another, each on a multiple of 64 bytes."""
     offsets, start = {}, 0
     for name, size in words.items():
         offsets[name] = start
         start += -(-size // 16) * 16
     return offsets | {"end": start}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelContext:
+    """Buffers and settings of a rank that all launches of a layer share.
+
+    Attributes:
+        layout: sizes and offsets.
+        config: kernel configuration.
+        rank: this rank's index in the group.
+        num_sms: SMs that the persistent launches fill.
+        routing_buffer: int32 ``(routing_words,)``, zero before the first pass.
+        send_buffer: ``(2, tokens, D)``: rows that the other ranks fetch. The halves alternate,
+            since other ranks may still fetch rows of the last pass.
+        combine_buffer: ``(W, tokens, D)``: partial sums for the tokens of this rank, by sender.
+        dweight_buffer: float32 ``(W, tokens, K)``: gradients of routing weights, by sender.
+        counters: int32 ``(NUM_COUNTERS,)``, zero before the first pass.
+        status: int64 ``(STATUS_WORDS,)`` on the device, zero before the first pass.
+        host_status: int64 ``(HOST_STATUS_WORDS,)``, pinned; see ``status.py``.
+        timeout_ns: time limit of each wait for another rank.
+    """
+
+    layout: Layout
+    config: KernelConfig
+    rank: int
+    num_sms: int
+    routing_buffer: SymmTensor
+    send_buffer: SymmTensor
+    combine_buffer: SymmTensor
+    dweight_buffer: SymmTensor
+    counters: torch.Tensor
+    status: torch.Tensor
+    host_status: torch.Tensor
+    timeout_ns: int

@@ -1,28 +1,36 @@
-"""Device functions on memory that other ranks and other programs write.
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
+"""Device functions for memory that other ranks and other CTAs write: flags, waits, failures.
 
-Words that programs wait for are int32 counters or epochs that only grow. A wait is bounded: a peer
-that does not come within the time limit is written down in ``status`` and for the host, see
-``halley.fused.kernels.status``; then all waits of the rank fail, and the kernel ends.
+Flags and counters are int32 words that only grow while someone waits for them. A rank signals
+another rank with a store-release at system scope; the other rank polls with acquire loads. Each
+wait has a time limit. A wait that times out stores a failure code in ``status`` and
+``host_status``; then all waits of the rank fail at once, and its kernels end.
 """
 
 import triton
 import triton.language as tl
 
+from halley.fused.kernels.layout import EPOCH
+from halley.fused.kernels.status import EPOCHS
 
-CLOCK_LANES = tl.constexpr(512)  # at least the threads of a program: see clock_ns
-SPINS_PER_LOOK = tl.constexpr(256)  # polls between two looks at the clock
+
+CLOCK_LANES = tl.constexpr(512)  # at least the threads of a CTA: see clock_ns
+SPINS_PER_LOOK = tl.constexpr(256)  # polls between two reads of the clock
+_LAST_EPOCH = tl.constexpr(2**31 - 2)
 
 
 @triton.jit
 def peer_ptr(ptrs_W, peer, like):
-    """Return the base address of ``peer``'s copy, typed as the pointer ``like``."""
+    """Return the address of rank ``peer``'s copy of a buffer, with the pointer type of ``like``."""
     # The hint must follow the cast: an address made from an integer has lost its alignment.
     return tl.multiple_of(tl.load(ptrs_W + peer).to(like.dtype), 16)
 
 
 @triton.jit
 def fence_async():
-    """Order what this program acquired before the tensor-memory reads that follow."""
+    """Order earlier acquires of this CTA before the TMA loads that follow."""
     tl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [tl.full((), 0, tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -31,7 +39,7 @@ def fence_async():
 
 @triton.jit
 def wait_bulk_stores():
-    """Wait until the tensor-memory stores of this thread stand in memory for all to see."""
+    """Wait until the TMA stores of this thread are complete and visible."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;", "=r,r",
         [tl.full((), 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -40,9 +48,9 @@ def wait_bulk_stores():
 
 @triton.jit
 def clock_ns():
-    """Return the device's clock, the same for all threads of the program, in ns."""
+    """Return the device clock in ns, the same value in all threads of the CTA."""
     # Every thread reads its own clock. The maximum over a tensor that spans all warps goes through
-    # shared memory, which makes it one value: a condition that loops depend on must not differ.
+    # shared memory, which makes it one value: the condition of a loop must not differ by thread.
     lanes = tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l,r", [tl.zeros((CLOCK_LANES,), tl.int32)],
         dtype=tl.int64, is_pure=False, pack=1,
@@ -52,26 +60,26 @@ def clock_ns():
 
 @triton.jit
 def poll(word, scope: tl.constexpr):
-    """Return the word; later loads see all that was stored before it was written."""
+    """Load a word with acquire semantics: later loads see all stores before its release."""
     return tl.atomic_add(word, 0, sem="acquire", scope=scope)
 
 
 @triton.jit
-def failure(op: tl.constexpr, peer, index):
-    """Return the code of a failed wait: which kernel's, for which rank, for which tile or chunk."""
-    return tl.full((), op << 48, tl.int64) + tl.full((), 1 << 32, tl.int64) * peer + index
+def failure_code(kind: tl.constexpr, peer, index):
+    """Return the int64 code of a failure; see ``status.py``."""
+    return tl.full((), kind << 48, tl.int64) + tl.full((), 1 << 32, tl.int64) * peer + index
 
 
 @triton.jit
-def report(status, host_status, code):
-    """Write down the first failure, where the kernels and where the host look for it."""
+def report_failure(status, host_status, code):
+    """Store the first failure for the other kernels and for the host; later ones are dropped."""
     if tl.atomic_cas(status, tl.full((), 0, tl.int64), code, sem="relaxed", scope="gpu") == 0:
         tl.store(host_status, code)
 
 
 @triton.jit
 def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexpr):
-    """Spin until ``word >= target``; return False if that took too long or another wait failed."""
+    """Poll until ``word >= target``; return False after the time limit or another failure."""
     value = poll(word, scope)
     spins = 0
     start = tl.full((), 0, tl.int64)
@@ -83,7 +91,7 @@ def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexp
             if spins == SPINS_PER_LOOK:
                 start = now
             if now - start > timeout_ns:
-                report(status, host_status, code)
+                report_failure(status, host_status, code)
             healthy = tl.atomic_add(status, 0, sem="relaxed", scope="gpu") == 0
         value = poll(word, scope)
     return value >= target
@@ -91,9 +99,10 @@ def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexp
 
 @triton.jit
 def signal(word, value):
-    """Set a word of another rank, after all earlier stores of this program.
+    """Store a flag in another rank's memory, after all earlier stores of this CTA.
 
-    By a store: not every link carries atomic operations, and the word has one writer.
+    A store-release, and no atomic: not every link between GPUs carries atomics, and each flag has
+    one writer.
     """
     tl.debug_barrier()
     tl.inline_asm_elementwise(
@@ -106,3 +115,25 @@ def signal(word, value):
         }""",
         "=r,l,0", [word.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
+    """Set this rank's word of a section of flags on every rank."""
+    for peer in range(LAYOUT.num_ranks):
+        signal(peer_ptr(routing_ptrs_W, peer, routing) + flags + rank, epoch)
+
+
+@triton.jit
+def next_epoch(counters, status, host_status):
+    """Return the epoch of the pass that this launch begins; ``count_pass`` must follow."""
+    epoch = tl.load(counters + EPOCH) + 1
+    if epoch == _LAST_EPOCH:
+        report_failure(status, host_status, failure_code(EPOCHS, 0, epoch))
+    return epoch
+
+
+@triton.jit
+def count_pass(counters, epoch):
+    """Store the epoch for later launches; called once, after all CTAs have read the old one."""
+    tl.store(counters + EPOCH, epoch)

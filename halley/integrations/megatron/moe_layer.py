@@ -1,20 +1,31 @@
-"""Megatron-Core's MoE layer with everything from dispatch to combine run by a strategy."""
+"""Replace Megatron-Core's MoE layer by one whose dispatch, experts and combine Halley runs."""
 
-from dataclasses import replace
-from functools import cache
+import copy
+import importlib
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, final
 
 import torch
 
 from halley.core.routing import local_experts
 from halley.core.types import DROPPED, Routing
-from halley.integrations.contract import ExpertParallelism, mark
-from halley.integrations.megatron.grouped_experts import StackedExperts
-from halley.integrations.megatron.mcore import megatron
+from halley.integrations.contract import set_description, shared_runner
+from halley.integrations.megatron.stacked_experts import FRAMEWORK, StackedExperts
 
 
-# What a layer must be set to, by field of Megatron's configuration.
-_WANTED: dict[str, Any] = {
+_mcore = FRAMEWORK.import_names(
+    {
+        "MoELayer": "megatron.core.transformer.moe.moe_layer",
+        "MoETokenDispatcher": "megatron.core.transformer.moe.token_dispatcher",
+        "ModuleSpec": "megatron.core.transformer.spec_utils",
+        "get_default_pg_collection": "megatron.core.transformer.moe.moe_utils",
+    }
+)
+for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
+    FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
+
+# The only values with which Halley can run a layer, by field of Megatron's configuration.
+_REQUIRED: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
     "add_bias_linear": False,
     "moe_apply_probs_on_input": False,
@@ -28,18 +39,12 @@ _WANTED: dict[str, Any] = {
 _DISPATCHERS = ("allgather", "alltoall")
 
 
-@cache
-def _parallelism(strategy: str, strict: bool) -> ExpertParallelism:
-    """Return what all layers share, buffers of the fused kernels among it."""
-    return ExpertParallelism(strategy, strict=strict)
-
-
 def find_problem(config: Any) -> str:
-    """Return why a layer must be left to Megatron, or ""."""
-    for name, wanted in _WANTED.items():
-        found = getattr(config, name, wanted)
-        if found != wanted and not (wanted is None and not found):
-            return f"{name} ({found}) must be {wanted}"
+    """Return why Megatron must run a layer itself, or ""."""
+    for name, required in _REQUIRED.items():
+        found = getattr(config, name, required)
+        if found != required and not (required is None and not found):
+            return f"{name} ({found}) must be {required}"
     kind = config.moe_token_dispatcher_type
     if kind not in _DISPATCHERS:
         return f"moe_token_dispatcher_type ({kind}) must be one of {', '.join(_DISPATCHERS)}"
@@ -47,21 +52,21 @@ def find_problem(config: Any) -> str:
 
 
 @final
-class HalleyMoELayer(megatron.MoELayer):
-    """Megatron's layer; its router and shared experts are Megatron's, its experts stacked.
+class HalleyMoELayer(_mcore.MoELayer):
+    """Megatron's MoE layer with its router and shared experts, and with stacked routed experts.
 
-    The phases that Megatron's schedules call one by one stay: ``dispatch`` and ``combine`` pass
-    on what they get, ``routed_experts_compute`` does their work too.
+    Megatron's schedules call a layer's phases one by one. ``routed_experts_compute`` does the work
+    of three phases here; ``dispatch`` and ``combine`` return their inputs.
 
     Args:
         config, submodules, layer_number, pg_collection: as for Megatron's layer.
-        strategy: "auto", "sequential", "chunked", "unfused" or "fused"; the last two also with what
-            they keep for backward, as in "fused:inputs".
-        strict: True raises where the default warns once and leaves the layer to Megatron.
+        strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
+            saved activations as well, as in "fused:inputs".
+        strict: raise where the default warns once and leaves the layer to Megatron.
 
     Raises:
-        ValueError: there is no such strategy; the experts do not divide over the ranks; or, if
-            strict, see ``find_problem``.
+        ValueError: ``strategy`` is unknown; the experts do not divide over the ranks; or
+            ``strict``, and ``find_problem`` finds one.
     """
 
     def __init__(
@@ -74,24 +79,23 @@ class HalleyMoELayer(megatron.MoELayer):
         strategy: str = "auto",
         strict: bool = False,
     ) -> None:
-        parallelism = _parallelism(strategy, strict)
-        groups = pg_collection or megatron.get_default_pg_collection()
+        runner = shared_runner(strategy, strict)
+        groups = pg_collection or _mcore.get_default_pg_collection()
         local_experts(config.num_moe_experts, ep_size=groups.ep.size())
         problem = find_problem(config)
         if problem:
-            parallelism.refuse(problem, instead="Megatron runs the layer")
+            runner.warn_or_raise(problem, fallback="Megatron runs the layer")
         else:
-            experts = megatron.ModuleSpec(module=StackedExperts)
-            submodules = replace(submodules, experts=experts)
+            submodules = replace(submodules, experts=_mcore.ModuleSpec(module=StackedExperts))
         super().__init__(config, submodules, layer_number, groups)
-        self._left, self._described = bool(problem), False
-        self._parallelism = parallelism
+        self._runner = runner
+        self._is_megatrons = bool(problem)
         if problem:
-            mark(self, f"megatron: {problem}")
+            set_description(self, f"megatron: {problem}")
             return
-        self.token_dispatcher = PassingDispatcher(config, groups)
-        if custom := self.experts.local_experts().reason:
-            parallelism.check(custom)
+        self.token_dispatcher = PassThroughDispatcher(config, groups)
+        if reason := self.experts.local_experts().reason:
+            runner.check_supported(reason)
 
     def routed_experts_compute(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -101,68 +105,133 @@ class HalleyMoELayer(megatron.MoELayer):
         A collective of the expert-parallel group.
 
         Args:
-            hidden_states: ``(T, D)``, as from ``dispatch``.
-            probs: routing weights, ``(T, K)``, as from ``dispatch``.
+            hidden_states: ``(T, D)``, as ``dispatch`` returns them.
+            probs: routing weights, ``(T, K)``, as ``dispatch`` returns them.
         """
-        if self._left:
+        if self._is_megatrons:
             return super().routed_experts_compute(hidden_states, probs)
-        experts, group = self.experts.local_experts(), self.ep_group
-        routing = Routing(topk_idx_TK=self.token_dispatcher.take_ids(), topk_weights_TK=probs)
-        x_TD = self.token_dispatcher.own(hidden_states)
-        y_TD = self._parallelism.run(x_TD, routing, experts, group=group)
-        if not self._described:
-            self._described = True
-            path = self._parallelism.describe(experts, top_k=probs.shape[1], group=group)
-            mark(self, f"halley: {path}")
-        return y_TD, None
+        expert_ids_TK = self.token_dispatcher.pop_expert_ids()
+        routing = Routing(topk_idx_TK=expert_ids_TK, topk_weights_TK=probs)
+        x_TD = self.token_dispatcher.copy_if_freed(hidden_states)
+        experts = self.experts.local_experts()
+        return self._runner.run(x_TD, routing, experts, group=self.ep_group, module=self), None
 
 
 @final
-class PassingDispatcher(megatron.MoETokenDispatcher):
-    """Hands tokens, their experts and weights on to ``routed_experts_compute``."""
+class PassThroughDispatcher(_mcore.MoETokenDispatcher):
+    """Passes tokens, expert ids and routing weights to ``routed_experts_compute`` unchanged."""
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config, pg_collection)
-        # The batch-overlap schedule frees a phase's inputs once it is through.
-        self._frees_inputs = config.overlap_moe_expert_parallel_comm
-        self._idx_TK: torch.Tensor | None = None
+        # The batch-overlap schedule frees the inputs of a phase as soon as the phase has returned.
+        self._inputs_are_freed = config.overlap_moe_expert_parallel_comm
+        self._expert_ids_TK: torch.Tensor | None = None
         self._shape = torch.Size()
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens, ``(T, D)``, and the weights of their experts, ``(T, K)``.
+        """Return the tokens, ``(T, D)``, and the weights of their experts, ``(T, K)``.
 
         Args:
-            tokens: ``(S, B, D)``.
-            routing_map: which experts a token goes to, ``(T, E)`` bool; at most K of them.
-            probs: their weights, ``(T, E)``, 0 elsewhere.
+            tokens: ``(S, B, D)``, sequence first; T = S * B.
+            routing_map: whether a token goes to an expert, ``(T, E)`` bool; at most K of a row.
+            probs: routing weights, ``(T, E)``, 0 for experts that are not in the map.
         """
         self._shape = tokens.shape
-        # By the map and not by the weights, of which a chosen one may be 0.
-        chosen_TK, idx_TK = routing_map.int().topk(self.config.moe_router_topk, dim=1)
-        weights_TK = probs.gather(1, idx_TK)
-        self._idx_TK = idx_TK.masked_fill(chosen_TK == 0, DROPPED)
-        return self.own(tokens.reshape(-1, tokens.shape[-1])), weights_TK
+        # Top-k of the map, not of the weights: the weight of a chosen expert may be 0.
+        chosen_TK, ids_TK = routing_map.int().topk(self.config.moe_router_topk, dim=1)
+        weights_TK = probs.gather(1, ids_TK)
+        self._expert_ids_TK = ids_TK.masked_fill(chosen_TK == 0, DROPPED)
+        return self.copy_if_freed(tokens.reshape(-1, tokens.shape[-1])), weights_TK
 
-    def take_ids(self) -> torch.Tensor:
-        """Return the expert ids that the last ``dispatch_preprocess`` found, ``(T, K)``."""
-        ids, self._idx_TK = self._idx_TK, None
-        assert ids is not None
-        return ids
+    def pop_expert_ids(self) -> torch.Tensor:
+        """Return the expert ids of the last ``dispatch_preprocess``, ``(T, K)``."""
+        ids_TK, self._expert_ids_TK = self._expert_ids_TK, None
+        assert ids_TK is not None
+        return ids_TK
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy where the schedule will free it while it is needed."""
-        return tensor.clone() if self._frees_inputs else tensor
+    def copy_if_freed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or a copy if the schedule frees it while it is still needed."""
+        return tensor.clone() if self._inputs_are_freed else tensor
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.own(hidden_states), self.own(probs)
+        return self.copy_if_freed(hidden_states), self.copy_if_freed(probs)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.own(hidden_states)
+        return self.copy_if_freed(hidden_states)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums in the shape of the tokens, ``(S, B, D)``."""
         return hidden_states.view(self._shape)
+
+
+def enable(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
+    """Return a copy of a spec in which Halley's layer replaces each MoE layer of Megatron.
+
+    Args:
+        spec: a ``ModuleSpec``, or a ``TransformerBlockSubmodules`` as Megatron's
+            ``get_gpt_decoder_block_spec`` returns it.
+        strategy, strict: as for ``HalleyMoELayer``.
+
+    Raises:
+        ValueError: the spec has no MoE layer.
+    """
+    copied = copy.deepcopy(spec)
+    found = [part for part in _module_specs(copied) if part.module is _mcore.MoELayer]
+    if not found:
+        raise ValueError(f"spec ({type(spec).__name__}) must have a layer with module MoELayer")
+    for part in found:
+        part.module = HalleyMoELayer
+        part.params = {**(part.params or {}), "strategy": strategy, "strict": strict}
+    return copied
+
+
+def _module_specs(part: Any) -> list[Any]:
+    """Return all module specs inside a spec, each once."""
+    if isinstance(part, _mcore.ModuleSpec):
+        return [part, *_module_specs(part.submodules)]
+    if isinstance(part, list | tuple):
+        found = [spec for item in part for spec in _module_specs(item)]
+        return list({id(spec): spec for spec in found}.values())  # layers may share one
+    if is_dataclass(part) and not isinstance(part, type):
+        return _module_specs([getattr(part, field.name) for field in fields(part)])
+    return []
+
+
+def job_spec() -> Any:
+    """Return the spec of the running Megatron-LM job with Halley's layers; None outside of a job.
+
+    Megatron-LM builds a spec from the job's arguments unless ``--spec`` names one. This function
+    builds the same spec from the same arguments, then enables Halley in it.
+
+    Raises:
+        ValueError: the job has virtual pipeline stages and both dense and MoE layers, so that the
+            stages need different specs.
+    """
+    try:
+        training: Any = importlib.import_module("megatron.training")
+        arguments = training.get_args()
+    except (ModuleNotFoundError, AssertionError):  # no Megatron-LM, or it has not been started
+        return None
+    frequency = arguments.moe_layer_freq
+    mixed = frequency != 1 and frequency != [1] * arguments.num_layers
+    if mixed and getattr(arguments, "virtual_pipeline_model_parallel_size", None):
+        raise ValueError(
+            f"moe_layer_freq ({frequency}) must be 1 with virtual pipeline stages: each has "
+            "another spec, which a script of your own can give to enable"
+        )
+    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    config = importlib.import_module("megatron.training.arguments")
+    job = config.core_transformer_config_from_args(arguments)
+    options = {
+        "use_transformer_engine": arguments.transformer_impl == "transformer_engine",
+        "normalization": arguments.normalization,
+        "qk_l2_norm": arguments.qk_l2_norm,
+    }
+    if mixed:
+        return enable(specs.get_gpt_decoder_block_spec(job, **options))
+    # The spec of a single layer fits every stage.
+    return enable(specs.get_gpt_decoder_layer_specs(job, **options)[0])

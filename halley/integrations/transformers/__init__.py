@@ -1,17 +1,50 @@
-"""Experts of Hugging Face's transformers run by Halley; see docs/huggingface.md."""
+"""Run the routed experts of Hugging Face Transformers models; see docs/transformers.md.
 
-from halley.integrations.contract import describe
-from halley.integrations.transformers.register import NAME, register, unregister
-from halley.integrations.transformers.shard import full_state_dict, shard_experts
-from halley.integrations.transformers.shared_experts import overlap_shared_experts
+Call ``enable()`` before a model is loaded, or ``enable(model)`` after it is. Start with
+``registration.py``.
+"""
+
+from torch import nn
+
+from halley.integrations.contract import ExpertRunner, describe, warn_deprecated
+from halley.integrations.transformers.registration import NAME, disable, enable
+from halley.integrations.transformers.shard_model import Group, full_state_dict, shard_model
 
 
 __all__ = [
     "NAME",
     "describe",
+    "disable",
+    "enable",
     "full_state_dict",
     "overlap_shared_experts",
     "register",
     "shard_experts",
     "unregister",
 ]
+
+
+def register(strategy: str = "auto", *, strict: bool = False, default: bool = False) -> str:
+    """Deprecated name of ``enable``; its ``default`` was False."""
+    warn_deprecated("register", "halley.integrations.transformers.enable")
+    return enable(strategy=strategy, strict=strict, default=default)
+
+
+def unregister() -> None:
+    """Deprecated name of ``disable``."""
+    warn_deprecated("unregister", "halley.integrations.transformers.disable")
+    disable()
+
+
+def shard_experts(
+    model: nn.Module, ep_group: Group, *, strategy: str = "auto", strict: bool = False
+) -> list[str]:
+    """Deprecated form of ``enable(model)``; returns the names of the divided parameters."""
+    warn_deprecated("shard_experts", "halley.integrations.transformers.enable(model, group=...)")
+    return shard_model(model, ep_group, runner=ExpertRunner(strategy, strict=strict))
+
+
+def overlap_shared_experts(model: nn.Module) -> list[str]:
+    """Deprecated, does nothing: shared experts on a side stream never had a measured speed-up."""
+    warn_deprecated("overlap_shared_experts", "no call in its place: it has no effect any more")
+    return []

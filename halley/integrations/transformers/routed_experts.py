@@ -1,4 +1,4 @@
-"""One experts module of transformers under expert parallelism."""
+"""Run one experts module of Transformers: read its weights, dispatch, compute, combine."""
 
 from functools import partial
 from typing import Any, final
@@ -9,42 +9,128 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from halley.core.types import DROPPED, Routing
-from halley.integrations.contract import ExpertParallelism, mark
-from halley.integrations.transformers.weight_layout import find_custom, local_experts, own_forward
-from halley.strategies.functional import find_problem_alone, run_alone
+from halley.core.types import DROPPED, DTYPES, Experts, Routing
+from halley.integrations.contract import (
+    ExpertRunner,
+    ExpertsFunction,
+    LocalExperts,
+    set_description,
+)
+from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
+
+
+# Transformers' decorator ``use_experts_implementation`` sets these attributes on each module.
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+# One activation has several names: classes of Transformers, classes and functions of torch.
+_SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether Transformers' experts interface runs this module."""
+    return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def find_problem(module: nn.Module) -> str:
+    """Return why Halley cannot replace the forward of a module, or ""."""
+    name = type(module).__name__
+    if not is_experts(module):
+        return f"experts module {name} must be one that transformers' experts interface runs"
+    for attribute in (_up_name(module), "down_proj", "num_experts"):
+        if not hasattr(module, attribute):
+            return f"experts module {name} must have {attribute}"
+    return ""
+
+
+def find_unsupported(module: nn.Module) -> str:
+    """Return why no strategy can compute the experts of a module, or ""."""
+    experts: Any = module
+    dtype = experts.down_proj.dtype
+    if dtype not in DTYPES.values():
+        return f"dtype ({dtype}) of the experts is none of {', '.join(DTYPES)}"
+    if getattr(experts, "has_post_expert_norm", False):
+        return "the experts' outputs are normalised"
+    if experts.has_gate:
+        if type(experts)._apply_gate.__name__ != "_default_apply_gate":
+            return "the experts have a gate function of their own"
+        if not experts.is_concatenated:
+            return "the experts' gate and up columns are interleaved"
+    activation = getattr(experts, "act_fn", None)
+    found = getattr(activation, "__name__", type(activation).__name__)
+    if found not in (_SILU if experts.has_gate else _GELU):
+        return f"the experts' activation is {found}"
+    return ""
+
+
+def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
+    """Return the experts of a module, with their weights as views where a strategy can use them.
+
+    Args:
+        module: one without a ``find_problem``; its weights are plain tensors of this rank.
+        function: computes the experts by Transformers' code.
+    """
+    experts: Any = module
+    reason = find_unsupported(module)
+    num_local = experts.down_proj.shape[0]
+    if reason:
+        return LocalExperts(num_local=num_local, function=function, reason=reason)
+    up, down = getattr(experts, _up_name(module)), experts.down_proj
+    if experts.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    stacked = Experts(
+        up_LGD=up,
+        down_LDF=down,
+        up_bias_LG=getattr(experts, f"{_up_name(module)}_bias") if experts.has_bias else None,
+        down_bias_LD=experts.down_proj_bias if experts.has_bias else None,
+        activation="swiglu" if experts.has_gate else "gelu",
+    )
+    return LocalExperts(num_local=num_local, function=function, stacked=stacked)
+
+
+def _up_name(module: nn.Module) -> str:
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def _experts_function(forward: Any) -> ExpertsFunction:
+    """Return a function that applies Transformers' experts to rows with one local expert each."""
+
+    def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
+        return forward(rows_RD, ids_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
+
+    return run
 
 
 @final
 class DispatchedExperts:
-    """Takes a module's place when tokens go to their experts; the parameters stay the module's.
+    """The forward of an experts module whose experts are spread over a group of ranks.
+
+    The module keeps its parameters.
 
     Args:
-        experts: the module, whose forward is its own yet; its weights may still be on "meta".
-        ep: the ranks over which its experts are spread.
-        tp_mesh: ranks that hold the same tokens, each of which then takes a part; None for none.
-        parallelism: what runs the experts.
+        experts: the module, with its original forward; its weights may still be on "meta".
+        ep: the ranks over which its experts are spread; None for a single rank.
+        tp_mesh: ranks that hold the same tokens, of which each processes a share; None if there is
+            no tensor parallelism.
+        runner: runs the experts.
 
     Raises:
-        ValueError: ``parallelism`` is strict, and its strategy cannot run this kind of experts.
+        ValueError: ``runner`` is strict, and its strategy cannot run this kind of experts.
     """
 
     def __init__(
         self,
         experts: nn.Module,
-        ep: dist.ProcessGroup | DeviceMesh,
+        ep: dist.ProcessGroup | DeviceMesh | None,
         *,
         tp_mesh: DeviceMesh | None,
-        parallelism: ExpertParallelism,
+        runner: ExpertRunner,
     ) -> None:
         self.experts = experts
         self.group = ep.get_group() if isinstance(ep, DeviceMesh) else ep
         self.tp_mesh = tp_mesh if tp_mesh is not None and tp_mesh.size() > 1 else None
-        self.parallelism = parallelism
-        self._function = own_forward(experts.forward)
-        self._described = False
-        if problem := find_custom(experts):
-            parallelism.check(problem)
+        self.runner = runner
+        self._function = _experts_function(experts.forward)
+        if reason := find_unsupported(experts):
+            runner.check_supported(reason)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -61,30 +147,16 @@ class DispatchedExperts:
         num_tokens = x_TD.shape[0]
         if self.tp_mesh is not None:
             x_TD, idx_TK, weights_TK = (
-                _take_part(tensor, self.tp_mesh) for tensor in (x_TD, idx_TK, weights_TK)
+                _take_share(tensor, self.tp_mesh) for tensor in (x_TD, idx_TK, weights_TK)
             )
-        experts = local_experts(self.experts, self._function)
+        experts = read_experts(self.experts, self._function)
         routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
-        y_TD = self.parallelism.run(x_TD, routing, experts, group=self.group)
-        if not self._described:
-            path = self.parallelism.describe(experts, top_k=idx_TK.shape[1], group=self.group)
-            mark(self.experts, f"halley: {path}")
-            self._described = True
+        y_TD = self.runner.run(x_TD, routing, experts, group=self.group, module=self.experts)
         if self.tp_mesh is not None:
-            y_TD = _join_parts(y_TD, self.tp_mesh, num_tokens=num_tokens)
-        # A model may add shared experts to it in place. On a view that would drop the hooks by
-        # which FSDP2 gathers the experts' weights for backward.
+            y_TD = _all_gather_rows(y_TD, self.tp_mesh, num_tokens=num_tokens)
+        # A model may add shared experts to the result in place. On a view, that would drop the
+        # hooks with which FSDP2 all-gathers the experts' weights for backward.
         return y_TD.clone() if y_TD._is_view() else y_TD
-
-
-def leave(experts: nn.Module, problem: str, *, parallelism: ExpertParallelism) -> None:
-    """Say that transformers runs a module, and why.
-
-    Raises:
-        ValueError: ``parallelism`` is strict.
-    """
-    parallelism.refuse(problem, instead="transformers runs it")
-    mark(experts, f"transformers: {problem}")
 
 
 def run_local_experts(
@@ -93,44 +165,50 @@ def run_local_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     *,
-    parallelism: ExpertParallelism,
-    otherwise: Any,
+    runner: ExpertRunner,
+    fallback: Any,
 ) -> torch.Tensor:
     """Return the weighted sums over the experts that a module holds, without communication.
 
     Args:
         experts: a module that the experts interface runs.
         hidden_states, top_k_weights: as for ``DispatchedExperts``.
-        top_k_index: ids among the module's experts; larger ones are of other ranks and add nothing.
-        parallelism: what runs the experts.
-        otherwise: an experts function of transformers, for a module that no strategy can run.
+        top_k_index: ids among the module's experts; larger ids, of other ranks, are skipped.
+        runner: runs the experts.
+        fallback: an experts function of Transformers, for modules that no strategy can run.
     """
-    found = local_experts(experts, own_forward(partial(otherwise, experts)))
+    found = read_experts(experts, _experts_function(partial(fallback, experts)))
     if found.stacked is None:
-        parallelism.refuse(found.reason, instead="transformers runs them")
-        return otherwise(experts, hidden_states, top_k_index, top_k_weights)
+        runner.warn_or_raise(found.reason, fallback="transformers runs them")
+        return fallback(experts, hidden_states, top_k_index, top_k_weights)
     idx_TK = top_k_index.masked_fill(top_k_index >= found.num_local, DROPPED)
     routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=top_k_weights)
-    if torch.compiler.is_compiling() and not find_problem_alone(found.stacked):
+    if torch.compiler.is_compiling() and not find_one_rank_problem(found.stacked):
         # Without communication no strategy is needed, and the model stays one graph.
-        return run_alone(hidden_states, routing, found.stacked)
-    return parallelism.run(hidden_states, routing, found, group=None)
+        return run_on_one_rank(hidden_states, routing, found.stacked)
+    return runner.run(hidden_states, routing, found, group=None)
+
+
+def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRunner) -> None:
+    """Warn, or raise if strict, that Transformers runs a module, and record the reason."""
+    runner.warn_or_raise(problem, fallback="transformers runs it")
+    set_description(experts, f"transformers: {problem}")
 
 
 def _to_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _take_part(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's rows of a tensor that all ranks of the mesh hold; its gradient joins."""
-    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(mesh, [Shard(0)]).to_local()
+def _take_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return this rank's share of the rows of a replicated tensor; backward all-gathers."""
+    replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(mesh, [Shard(0)]).to_local()
 
 
-def _join_parts(part_TD: torch.Tensor, mesh: DeviceMesh, *, num_tokens: int) -> torch.Tensor:
-    """Return all ranks' rows on each of them; parts may differ in size, and be empty."""
-    shape = torch.Size((num_tokens, part_TD.shape[1]))
-    parts = DTensor.from_local(
-        part_TD.contiguous(), mesh, [Shard(0)], shape=shape, stride=(part_TD.shape[1], 1)
+def _all_gather_rows(share_TD: torch.Tensor, mesh: DeviceMesh, *, num_tokens: int) -> torch.Tensor:
+    """Return the rows of all ranks; shares may differ in size and may be empty."""
+    shape = torch.Size((num_tokens, share_TD.shape[1]))
+    shares = DTensor.from_local(
+        share_TD.contiguous(), mesh, [Shard(0)], shape=shape, stride=(share_TD.shape[1], 1)
     )
-    return parts.full_tensor()
+    return shares.full_tensor()

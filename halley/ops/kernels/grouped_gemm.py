@@ -1,7 +1,7 @@
-# Kernels are Triton, which only looks like Python to a type checker.
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""A grouped GEMM alone: what the fused kernels would take if the rows were there already."""
+"""A grouped GEMM alone: the lower bound of the fused kernels' time without communication."""
 
 import torch
 import triton
@@ -16,11 +16,15 @@ from halley.ops.kernels.tiles import describe_rows, describe_weights, multiply_t
 def grouped_gemm_kernel(
     a_desc, b_desc, c_desc, tile_expert, num_tiles,
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Persistent: program p makes tiles p, p + programs, and so on."""
+    """Multiply all tiles; CTA p of n computes tiles p, p + n, p + 2 n, ..., and never waits.
+
+    Example: 3 row tiles, 2 columns, 4 CTAs: CTA 0 computes tiles 0 and 4, CTA 3 only tile 3.
+    """
     total = num_tiles * NUM_COLUMNS
-    for ticket in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
+    # Flattened, so that the first loads of a tile start during the last steps of the previous one.
+    for ticket in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
         tile, column = tile_of(ticket, num_tiles, NUM_COLUMNS, GROUP)
         expert = tl.load(tile_expert + tile)
         acc = multiply_tile(
@@ -42,16 +46,17 @@ def grouped_gemm(
     block_m: int,
     tile: GemmTile,
     num_programs: int,
-    flatten: bool = True,
 ) -> None:
     """Multiply the rows of each tile by the weights of its expert.
 
     Args:
-        out_RN: written.
-        a_RK: rows, padded so that each tile of ``block_m`` rows belongs to one expert.
+        out_RN: written: the output rows.
+        a_RK: input rows, padded so that each tile of ``block_m`` rows belongs to one expert.
         weight_LNK: stacked weights.
-        tile_expert: the expert of each tile, int32.
-        flatten: let a tile's first loads begin during the last product of the tile before.
+        tile_expert: expert of each tile, int32.
+        block_m: rows of a tile.
+        tile: shape of a tile.
+        num_programs: CTAs of the launch.
     """
     num_rows, depth = a_RK.shape
     num_columns = triton.cdiv(weight_LNK.shape[1], tile.block_n)
@@ -59,12 +64,12 @@ def grouped_gemm(
         num_programs,
         (
             describe_rows(a_RK, block_rows=block_m, block_columns=tile.block_k),
-            describe_weights(weight_LNK, parts=1, tile=tile),
+            describe_weights(weight_LNK, num_projections=1, tile=tile),
             describe_rows(out_RN, block_rows=block_m, block_columns=tile.block_n),
             tile_expert,
             num_rows // block_m,
         ),
-        (num_columns, depth, block_m, tile.block_n, tile.block_k, tile.group, flatten),
+        (num_columns, depth, block_m, tile.block_n, tile.block_k, tile.group),
         dtypes=(a_RK.dtype,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,30 +1,45 @@
-"""Launch a kernel with little work on the host."""
+"""Launch compiled Triton kernels through the CUDA driver, with little work on the host.
 
+A fused pass has about five launches, and some of their CTAs wait for other ranks. The launch
+overhead of one host therefore delays all ranks. Triton's own launcher encodes the TMA descriptors
+again for every call, and checks arguments that cannot be wrong here.
+"""
+
+import ctypes
 import os
-from collections.abc import Generator
+import struct
+import threading
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypedDict, Unpack, final
 
 import torch
 import triton
 
 from halley.interpreter.switch import INTERPRETED
-from halley.ops.kernels.driver import DirectLaunch, current_stream, prefer_shared_memory
-from halley.ops.kernels.replay import note_launch
 
 
-# Raised as a kernel is first launched that wants more than a multiprocessor has.
+# Raised by the first launch of a kernel that needs more than one SM has.
 OutOfResources = triton.OutOfResources
+
+MAP_BYTES = 128  # size and alignment of a CUtensorMap
+_MOST_MAPS = 1024
+_PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+_ADDRESS = struct.Struct("=Q")
+_FORMATS = {"i32": "i", "i64": "q"}  # Halley's kernels have no other scalars
 
 
 class LaunchOptions(TypedDict, total=False):
-    """How a kernel is compiled and launched.
+    """Options of one launch.
 
-    ``max_registers`` are those of a thread, None is as many as the compiler likes. ``shares`` is
-    whether programs of other launches run on the same multiprocessors. ``overlaps`` is whether the
-    launch begins as soon as the one before it lets it, before that has ended.
+    ``max_registers`` limits the registers of a thread; None sets no limit. ``shares`` is True if
+    CTAs of other launches run on the same SMs. ``overlaps`` is True for a programmatic dependent
+    launch, which may begin before the previous launch has ended.
     """
 
     num_warps: int
@@ -34,21 +49,201 @@ class LaunchOptions(TypedDict, total=False):
     overlaps: bool
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_int32), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Stand-in for a tensor in a descriptor: Triton reads nothing but its address."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@final
+class DirectLaunch:
+    """Launch of one compiled kernel with a fixed number of CTAs.
+
+    Args:
+        binary: kernel that Triton has compiled and loaded.
+        num_programs: CTAs of each launch.
+
+    Attributes:
+        overlaps: whether a launch may begin before the previous one has ended.
+
+    Raises:
+        RuntimeError: the kernel needs scratch memory or clusters, which only Triton's launcher
+            supports.
+    """
+
+    def __init__(self, binary: Any, num_programs: int) -> None:
+        metadata = binary.metadata
+        scratch = metadata.global_scratch_size, metadata.profile_scratch_size
+        if any(scratch) or metadata.num_ctas != 1 or metadata.launch_cooperative_grid:
+            raise RuntimeError(f"kernel {binary.name} needs scratch memory or clusters")
+        self.name: str = binary.name
+        self._binary = binary  # keeps the function loaded
+        types = [each for each in binary.src.signature.values() if each != "constexpr"]
+        layouts = iter(metadata.tensordesc_meta or ())
+        self._descs = [next(layouts) if is_desc(each) else None for each in types]
+        self._maps: dict[tuple[int, ...], bytes] = {}
+        self.packer, self.offsets = lay_out(types)
+        self.function = ctypes.c_void_p(binary.function)
+        self.overlaps = bool(metadata.launch_pdl)
+        self._attribute = _Attribute(id=_PDL_ATTRIBUTE, value=1)
+        self._config: dict[str, Any] = {
+            "grid": (num_programs, 1, 1),
+            "block": (32 * metadata.num_warps, 1, 1),
+            "shared_bytes": metadata.shared,
+            "attributes": ctypes.pointer(self._attribute),
+            "num_attributes": int(self.overlaps),
+        }
+        self._prepared = PreparedLaunch(self)
+        self._lock = threading.Lock()  # threads share the parameters of ``_prepared``
+
+    def __call__(self, stream: int, args: tuple[object, ...]) -> None:
+        """Launch on a stream.
+
+        Args:
+            stream: handle of the CUDA stream.
+            args: tensors, ints, and descriptors of contiguous tensors, in the kernel's order.
+
+        Raises:
+            RuntimeError: the driver returns an error.
+        """
+        values = [value for index, arg in enumerate(args) for value in self.flatten(index, arg)]
+        with self._lock:
+            self._prepared.fill(values)
+            self._prepared(stream)
+
+    def flatten(self, index: int, arg: object) -> tuple[Any, ...]:
+        """Return the parameters that the driver takes for argument ``index``.
+
+        That is the int, the tensor's address, or the descriptor's TMA map, shape and strides.
+        """
+        if type(arg) is int:
+            return (arg,)
+        if isinstance(arg, torch.Tensor):
+            return (arg.data_ptr(),)
+        desc: Any = arg
+        return (self.map_at(index, desc, desc.base.data_ptr()), *desc.shape, *desc.strides)
+
+    def map_at(self, index: int, desc: Any, address: int) -> bytes:
+        """Return the TMA map of a descriptor as if its tensor began at ``address``."""
+        key = (index, address, *desc.shape)
+        found = self._maps.get(key)
+        if found is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            moved = object.__new__(type(desc))
+            moved.__dict__.update(desc.__dict__, base=_Address(address))
+            made = make_tensordesc_arg(moved, self._descs[index])[0]
+            if len(self._maps) == _MOST_MAPS:
+                self._maps.clear()
+            end = id(made) + type(made).__basicsize__  # the map is the last field of the object
+            found = self._maps[key] = ctypes.string_at(end - MAP_BYTES, MAP_BYTES)
+        return found
+
+    def config(self) -> _Config:
+        """Return a new launch configuration; each one serves one stream at a time."""
+        return _Config(**self._config)
+
+
+@final
+class PreparedLaunch:
+    """A launch whose parameters lie in a buffer of its own and keep their values."""
+
+    def __init__(self, launch: DirectLaunch) -> None:
+        self._launch = launch  # keeps the function loaded
+        self._buffer = ctypes.create_string_buffer(launch.packer.size + MAP_BYTES)
+        self._start = -ctypes.addressof(self._buffer) % MAP_BYTES
+        begin = ctypes.addressof(self._buffer) + self._start
+        offsets = launch.offsets
+        self._params = (ctypes.c_void_p * len(offsets))(*(begin + at for at in offsets))
+        self._config = launch.config()
+        by_config = ctypes.byref(self._config)
+        self._call = partial(
+            _driver().cuLaunchKernelEx, by_config, launch.function, self._params, None
+        )
+
+    def fill(self, values: Sequence[Any]) -> None:
+        """Set all parameters to values that ``DirectLaunch.flatten`` returned."""
+        self._launch.packer.pack_into(self._buffer, self._start, *values, 0, 0)
+
+    def set_address(self, place: int, address: int) -> None:
+        """Set parameter number ``place`` to an address."""
+        _ADDRESS.pack_into(self._buffer, self._start + self._launch.offsets[place], address)
+
+    def set_map(self, place: int, made: bytes) -> None:
+        """Set parameter number ``place`` to a TMA map."""
+        begin = self._start + self._launch.offsets[place]
+        self._buffer[begin : begin + MAP_BYTES] = made
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream.
+
+        Raises:
+            RuntimeError: the driver returns an error.
+        """
+        self._config.stream = stream
+        code = self._call()
+        if code:
+            raise RuntimeError(f"launch of {self._launch.name} failed with CUDA error {code}")
+
+
+_recording = threading.local()  # steps: the list that launches of this thread are added to
+
+
+def set_recording(steps: list[Any] | None) -> None:
+    """Add all launches and calls of this thread to a list from now on; None ends it."""
+    _recording.steps = steps
+
+
+def note_step(step: Any) -> None:
+    """Add a step to the list that ``set_recording`` has set, if there is one."""
+    steps = getattr(_recording, "steps", None)
+    if steps is not None:
+        steps.append(step)
+
+
+def note_call(call: Callable[[], None]) -> None:
+    """Call a host function between launches, now and in every replay of a recorded pass."""
+    note_step(call)
+    call()
+
+
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 
 
 @contextmanager
 def compile_only(num_ranks: int) -> Generator[None, None, None]:
-    """Compile kernels in place of launching them, as many at a time as this rank has processors.
+    """Compile kernels in parallel instead of launching them; for the current thread only.
 
-    It holds for this thread alone. All are compiled when it ends, or when the one around it ends;
-    tensors are what they were.
+    All kernels are compiled when the outermost context ends. Tensors keep their values.
 
     Args:
-        num_ranks: that share the machine's processors and compile at the same time.
+        num_ranks: processes that share the CPU cores and compile at the same time.
 
     Raises:
-        Exception: one cannot be compiled; that of the compiler.
+        Exception: the compiler's error for a kernel that does not compile.
     """
     if only_compiles():
         yield
@@ -63,20 +258,20 @@ def compile_only(num_ranks: int) -> Generator[None, None, None]:
 
 
 def only_compiles() -> bool:
-    """Return whether ``compile_only`` holds."""
+    """Return whether ``compile_only`` is active in this thread."""
     return _only_compiles.get()
 
 
 @final
 class Launcher:
-    """Launches one kernel, past Triton once its constants have been seen.
+    """Launcher of one kernel, which bypasses Triton after the first launch of a variant.
 
-    The binder looks at every argument of every call to see which binary fits, for longer than a
-    small kernel runs. Here constants and dtypes decide alone: the kernels say that they are not to
-    be specialised on their ints, and pointers are multiples of 16 bytes (``aligned``).
+    Triton's binder inspects every argument of every call to select a binary; that takes longer
+    than a small kernel runs. Here the constants and dtypes alone select it. The kernels therefore
+    declare their ints as not specialised, and all pointers are multiples of 16 bytes (``aligned``).
 
     Args:
-        kernel: a ``triton.jit`` function; its constants come last.
+        kernel: a ``triton.jit`` function whose constants come last.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -92,10 +287,13 @@ class Launcher:
         dtypes: tuple[torch.dtype, ...] = (),
         **options: Unpack[LaunchOptions],
     ) -> None:
-        """Launch that many programs; the kernel takes ``args``, then ``constants``.
+        """Launch ``num_programs`` CTAs; the kernel takes ``args``, then ``constants``.
 
         Args:
-            dtypes: of those tensors among ``args`` that may have one or another.
+            num_programs: CTAs of the launch.
+            args: tensors, descriptors and ints.
+            constants: values of the kernel's ``tl.constexpr`` parameters.
+            dtypes: dtypes of those tensors among ``args`` that may have different ones.
             options: see ``LaunchOptions``.
         """
         grid = (num_programs, 1, 1)
@@ -108,7 +306,7 @@ class Launcher:
         if launch is not None:
             if not only_compiles():
                 launch(current_stream(device), args)
-                note_launch(launch, args)
+                note_step((launch, args))
             return
         limit = options.get("max_registers")
         compiled: dict[str, object] = {
@@ -122,18 +320,72 @@ class Launcher:
             return
         binary = self.kernel[grid](*args, *constants, **compiled)
         launch = self._compiled[key] = DirectLaunch(binary, num_programs)
-        note_launch(launch, args)
+        note_step((launch, args))
         if options.get("shares"):
-            prefer_shared_memory(binary.function)
+            _prefer_shared_memory(binary.function)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether kernels take a tensor as it is: contiguous, from a multiple of 16 bytes."""
+    """Return whether kernels accept a tensor: contiguous, at a multiple of 16 bytes."""
     return tensor.data_ptr() % 16 == 0 and tensor.is_contiguous()
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy if it is not contiguous or starts amid 16 bytes."""
+    """Return the tensor, or a copy if kernels do not accept it as it is."""
     if is_aligned(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def current_stream(device: int) -> int:
+    """Return the handle of the current stream; torch's stream object takes 2 us to make."""
+    return torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def is_desc(type_name: str) -> bool:
+    """Return whether a parameter of that Triton type is a tensor descriptor."""
+    return type_name.startswith("tensordesc")
+
+
+def lay_out(types: list[str]) -> tuple[struct.Struct, list[int]]:
+    """Return the packed format of a kernel's parameters, and the offset of each.
+
+    A descriptor becomes a TMA map, a shape and strides. Two addresses of scratch memory end the
+    list, as in every kernel that Triton compiles.
+    """
+    form, offsets, end = "=", [], 0
+
+    def add(code: str, alignment: int) -> None:
+        nonlocal form, end
+        padding = -end % alignment
+        form += f"{padding}x{code}"
+        offsets.append(end + padding)
+        end += padding + struct.calcsize(f"={code}")
+
+    for name in types:
+        if is_desc(name):
+            num_dims = name.count(",") + 1
+            add(f"{MAP_BYTES}s", MAP_BYTES)
+            for code in "i" * num_dims + "q" * num_dims:
+                add(code, struct.calcsize(code))
+        else:
+            add("Q" if name.startswith("*") else _FORMATS[name], 8)
+    for _ in range(2):
+        add("Q", 8)
+    return struct.Struct(form), offsets
+
+
+def _prefer_shared_memory(function: int) -> None:
+    """Let an SM use as much of its L1 memory as shared memory as it can for a kernel.
+
+    An SM has one split of that memory at a time. CTAs that want another split wait until the SM is
+    empty, so kernels that run side by side must want the same one.
+    """
+    code = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, 100)
+    if code:
+        raise RuntimeError(f"cuFuncSetAttribute failed with code {code}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

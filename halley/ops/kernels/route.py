@@ -1,10 +1,10 @@
-# Kernels are Triton, which only looks like Python to a type checker.
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Where routed rows stand, one launch for each question; no counter is shared, so no order is left.
+"""Routing-index kernels: sort slots, apply capacity, group rows; one launch each.
 
-A program looks through all that it depends on: some thousand slots, or a count for each rank and
-expert.
+The results are deterministic, because no CTAs share a counter. Instead, each CTA reads all inputs
+that its results depend on: some thousand slots, or one count for each rank and expert.
 """
 
 import torch
@@ -14,7 +14,8 @@ import triton.language as tl
 from halley.ops.kernels.launch import Launcher, aligned
 
 
-_SLOTS = 4096  # that a program looks at in one step
+# Elements that a CTA reads in one step.
+_SLOTS = 4096
 _SEGMENTS = 256
 _ROWS = 1024
 _WARPS = 8
@@ -22,10 +23,13 @@ _WARPS = 8
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts"])
 def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Give one expert's slots their places, in order; the program behind the last, dropped slots.
+    """Store the slots of one expert after those of the experts before it, in order.
 
-    Example: with idx [2, 0, 2, -1, 1, 2] and 3 experts, program 2 counts 2 slots of experts before
-    it, so its slots 0, 2, 5 come to places 2, 3, 4; program 3 puts slot 3 behind them.
+    One CTA for each expert, and one for the dropped slots, which come last. CTAs write disjoint
+    places and wait for nothing.
+
+    Example: idx is [2, 0, 2, -1, 1, 2] with 3 experts. CTA 2 counts 2 slots of experts 0 and 1, and
+    stores its slots 0, 2 and 5 at places 2, 3 and 4. CTA 3 stores slot 3 at place 5.
     """
     expert = tl.program_id(0)
     num_before = 0
@@ -47,7 +51,7 @@ def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.con
 
 @triton.jit
 def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Return experts of a range of slots: E for dropped ones, E + 1 where there is no slot."""
+    """Return the experts of a range of slots: E for dropped slots, E + 1 after the last slot."""
     slot = start + tl.arange(0, BLOCK)
     real = slot < num_slots
     key = tl.load(idx + slot, mask=real, other=0).to(tl.int32)
@@ -57,10 +61,10 @@ def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "top_k", "limit"])
 def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BLOCK: tl.constexpr):
-    """Say of one expert's slots which are among its first, all first choices before second ones.
+    """Mark the first slots of one expert, up to its capacity; first choices come before second.
 
-    Example: with idx [[0], [1], [0], [0]], used 1 of expert 0 and a limit of 3, program 0 keeps
-    slots 0 and 2, drops slot 3, and writes 4.
+    Example: idx is [[0], [1], [0], [0]], expert 0 has used 1 of 3 places. CTA 0 keeps slots 0 and
+    2, drops slot 3, and stores 4 as the number of used places.
     """
     expert = tl.program_id(0)
     num_taken = tl.load(used + expert).to(tl.int32)
@@ -77,9 +81,10 @@ def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BL
 
 @triton.jit
 def _starts(counts, rank, local, num_ranks, num_local, SEGMENTS: tl.constexpr):
-    """Return where a segment's rows begin: in order of expert, of arrival, and among its rank's.
+    """Return the first row of a segment (rank, expert) in three orders.
 
-    ``counts`` has those of one rank after another, of each the rows for each expert.
+    The orders are: by expert, by arrival (by rank), and among the rows of its rank. ``counts`` is
+    (ranks, experts).
     """
     in_order = tl.zeros((), tl.int64)
     arrived = tl.zeros((), tl.int64)
@@ -107,10 +112,10 @@ def _group_rows_kernel(
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write where the rows of one source for one expert come from and where they go.
+    """Store the permutation between arrival order and expert order for one (rank, expert).
 
-    Example: counts [[1, 2], [1, 0]]: program 2, of source 1 and expert 0, has one row, the fourth
-    to arrive and the second in order of expert: order[1] = 3 and inverse[3] = 1.
+    Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1, expert 0) has one row, which arrives as the
+    fourth and is the second in expert order: order[1] = 3 and inverse[3] = 1.
     """
     rank, local = tl.program_id(0) // num_local, tl.program_id(0) % num_local
     in_order, arrived, _ = _starts(counts, rank, local, num_ranks, num_local, SEGMENTS)
@@ -124,31 +129,31 @@ def _group_rows_kernel(
         tl.store(inverse + arrived + row, in_order + row, mask=row < count)
 
 
-@triton.jit(do_not_specialize=["part", "num_parts", "num_segments"])
-def _places_kernel(
-    counts, places, part, num_parts, num_segments, SEGMENTS: tl.constexpr, ROWS: tl.constexpr
+@triton.jit(do_not_specialize=["index", "num_microbatches", "num_segments"])
+def _rows_of_microbatch_kernel(
+    counts, rows, index, num_microbatches, num_segments, SEGMENTS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Write where one segment of a part's rows stands in the whole.
+    """Store the rows of the full batch that one segment of a microbatch occupies.
 
-    Example: counts [1, 1] of the first part and [2, 0] of the second: in the whole the first
-    segment has three rows, so program 1 puts the first part's second row at place 3.
+    Example: microbatch 0 has counts [1, 1], microbatch 1 has [2, 0]. Segment 0 has three rows in
+    the full batch, so CTA 1 of microbatch 0 stores row 3 for its second row.
     """
     segment = tl.program_id(0)
-    in_order, _, of_part = _starts(counts, part, segment, num_parts, num_segments, SEGMENTS)
-    count = tl.load(counts + part * num_segments + segment)
+    in_order, _, own = _starts(counts, index, segment, num_microbatches, num_segments, SEGMENTS)
+    count = tl.load(counts + index * num_segments + segment)
     for start in range(0, count.to(tl.int32), ROWS):
         row = start + tl.arange(0, ROWS)
-        tl.store(places + of_part + row, in_order + row, mask=row < count)
+        tl.store(rows + own + row, in_order + row, mask=row < count)
 
 
 _launch_sort_slots = Launcher(_sort_slots_kernel)
 _launch_take_slots = Launcher(_take_slots_kernel)
 _launch_group_rows = Launcher(_group_rows_kernel)
-_launch_places = Launcher(_places_kernel)
+_launch_rows_of_microbatch = Launcher(_rows_of_microbatch_kernel)
 
 
 def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots sorted by expert and each expert's number; as ``ops.routed_rows`` says."""
+    """Return the slots sorted by expert, and the counts; see ``ops/traceable_routing.py``."""
     num_slots = topk_idx_TK.numel()
     slots_N = topk_idx_TK.new_empty(num_slots, dtype=torch.int64)
     counts_E = topk_idx_TK.new_empty(num_experts, dtype=torch.int64)
@@ -165,7 +170,7 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def take_slots(
     topk_idx_TK: torch.Tensor, used_E: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots an expert of bounded capacity takes; as ``ops.capacity`` says."""
+    """Return which slots fit into the experts' capacities; see ``ops/capacity.py``."""
     num_tokens, top_k = topk_idx_TK.shape
     kept_TK = topk_idx_TK.new_empty(num_tokens, top_k, dtype=torch.bool)
     used_after_E = torch.empty_like(used_E)
@@ -190,7 +195,7 @@ def take_slots(
 def group_rows(
     counts_WL: torch.Tensor, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return how rows that arrived come in order of expert; as ``ops.routed_rows`` says."""
+    """Return the permutation of received rows to expert order; see ``ops/traceable_routing.py``."""
     num_ranks, num_local = counts_WL.shape
     order_R, inverse_R = counts_WL.new_empty(num_rows), counts_WL.new_empty(num_rows)
     ends_L = counts_WL.new_empty(num_local, dtype=torch.int32)
@@ -204,14 +209,16 @@ def group_rows(
     return order_R, inverse_R, ends_L, counts_LW
 
 
-def places_of_part(counts: torch.Tensor, num_parts: int, part: int, num_rows: int) -> torch.Tensor:
-    """Return the places in the whole of the rows of one part; as ``ops.fills`` says."""
-    places_R = counts.new_empty(num_rows)
-    num_segments = counts.numel() // num_parts
-    _launch_places(
+def rows_of_microbatch(
+    counts: torch.Tensor, num_microbatches: int, index: int, num_rows: int
+) -> torch.Tensor:
+    """Return the full-batch rows of one microbatch; see ``ops/in_place_concat.py``."""
+    rows_R = counts.new_empty(num_rows)
+    num_segments = counts.numel() // num_microbatches
+    _launch_rows_of_microbatch(
         num_segments,
-        (aligned(counts), places_R, part, num_parts, num_segments),
+        (aligned(counts), rows_R, index, num_microbatches, num_segments),
         (_SEGMENTS, _ROWS),
         num_warps=_WARPS,
     )
-    return places_R
+    return rows_R

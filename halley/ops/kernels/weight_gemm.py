@@ -1,8 +1,8 @@
-# Kernels are Triton, which only looks like Python to a type checker.
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false
-"""Gradients of stacked weights: for each expert, the product of its rows' two sides."""
+"""Weight-gradient GEMM of stacked experts, with a variable number of rows for each expert."""
 
 from dataclasses import replace
 
@@ -12,11 +12,10 @@ import triton.language as tl
 
 from halley.ops.kernels.gemm_config import GemmTile
 from halley.ops.kernels.launch import Launcher
-from halley.ops.kernels.launch_pair import end_with_first
 from halley.ops.kernels.tiles import describe, describe_rows, halves, tile_of
 
 
-_BEHIND = tl.constexpr(1 << 30)
+_PAST_ALL_ROWS = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -24,19 +23,23 @@ def weight_gemm_kernel(
     grad_desc, rows_desc, out_desc, expert_begin, expert_rows,
     NUM_EXPERTS: tl.constexpr, NUM_M: tl.constexpr, NUM_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr, OVERLAPS: tl.constexpr,
+    RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Program p makes runs p, p + programs, and so on, of all experts' gradients.
+    """Compute all experts' gradients; CTA p of n computes runs p, p + n, p + 2 n and so on.
 
-    A run is some tiles side by side, made in one loop: an expert may have so few rows that loads
-    would be waited for as long as products take, if each tile had to begin anew. Every element is
-    one sum in one order by one program: no atomics, equal from run to run.
+    A run is ``RUN`` neighbouring tiles in one loop. If an expert has few rows, a tile has few
+    steps, and the start of its pipeline would take as long as the steps. In a run, the loads of the
+    next tile start during the current one. CTAs wait for nothing. One CTA sums each element in a
+    fixed order, without atomics, so results are equal from launch to launch.
+
+    Example: 2 experts, gradients of 256 x 512, tiles of 128 x 256, ``RUN`` 2: each expert has two
+    runs of two tiles, and CTA 3 computes rows 128-255 of expert 1.
     """
     num_runs: tl.constexpr = (NUM_N + RUN - 1) // RUN
-    runs_an_expert: tl.constexpr = NUM_M * num_runs
-    for ticket in range(tl.program_id(0), NUM_EXPERTS * runs_an_expert, tl.num_programs(0)):
-        expert = ticket // runs_an_expert
-        m, run = tile_of(ticket % runs_an_expert, NUM_M, num_runs, GROUP)
+    expert_runs: tl.constexpr = NUM_M * num_runs
+    for ticket in range(tl.program_id(0), NUM_EXPERTS * expert_runs, tl.num_programs(0)):
+        expert = ticket // expert_runs
+        m, run = tile_of(ticket % expert_runs, NUM_M, num_runs, GROUP)
         begin = tl.load(expert_begin + expert)
         steps = tl.cdiv(tl.load(expert_rows + expert), BLOCK_K)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -50,8 +53,8 @@ def weight_gemm_kernel(
                 BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
             )  # fmt: skip
         else:
-            # An expert without rows takes a step behind all rows, where zeros are read.
-            begin = tl.where(steps > 0, begin, _BEHIND)
+            # An expert without rows does one step past all rows, where TMA loads zeros.
+            begin = tl.where(steps > 0, begin, _PAST_ALL_ROWS)
             steps = tl.maximum(steps, 1)
             first = run * RUN
             for step in range(0, tl.minimum(NUM_N - first, RUN) * steps):
@@ -64,8 +67,6 @@ def weight_gemm_kernel(
                         BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
                     )  # fmt: skip
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if OVERLAPS:
-        end_with_first()
 
 
 @triton.jit
@@ -113,30 +114,28 @@ def weight_gemm(
     block_m: int = 128,
     num_programs: int,
     accumulate: bool = False,
-    overlaps: bool = False,
 ) -> None:
-    """Write, or add, ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]``, summed in float32.
+    """Write ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]`` or add it, summed in float32.
 
     Args:
         out_LMN: written: gradients of stacked weights, float32 or the dtype of the rows.
-        grad_RM: gradient of what the weights made of each row.
-        rows_RN: the rows that they made it of.
-        expert_begin: each expert's first row, a multiple of ``tile.block_k``, int32 ``(L,)``.
-        expert_rows: how many it has, int32 ``(L,)``. Up to the next multiple of ``block_k`` both
-            sides must be zero behind them.
-        tile: ``block_n`` columns of the rows, ``block_k`` rows a step, ``run`` tiles in a loop; 0
-            lets a tile and its loop be chosen for experts that all have as many rows.
-        block_m: columns of the gradients of one tile.
-        accumulate: add to what is there, as gradients that are kept over microbatches want it.
-        overlaps: begin while the launch before this one runs, if that lets it: only behind
-            ``dgrad_combine``, which neither writes what is read here nor reads what is written.
+        grad_RM: gradients of the projection's outputs.
+        rows_RN: inputs of the projection.
+        expert_begin: first row of each expert, a multiple of ``tile.block_k``, int32 ``(L,)``.
+        expert_rows: number of rows of each expert, int32 ``(L,)``. After them, both operands must
+            be zero up to the next multiple of ``block_k``.
+        tile: a tile has ``block_n`` columns of ``rows_RN``, a step has ``block_k`` rows. ``run`` 0
+            chooses the run from the average number of rows of an expert.
+        block_m: columns of ``grad_RM`` in a tile.
+        num_programs: CTAs of the launch for each CTA that an SM holds.
+        accumulate: add to ``out_LMN``, for gradient accumulation over microbatches.
     """
     num_experts, num_m, num_n = out_LMN.shape
     is_wide = out_LMN.dtype == torch.float32
-    is_plain = not (is_wide or accumulate or overlaps)
-    tile = _suited(tile, rows_an_expert=len(rows_RN) // num_experts, is_plain=is_plain)
-    # A whole tile of float32 leaves no room for the steps in flight, or for another's programs.
-    in_halves = (is_wide or overlaps or tile.run > 1) and tile.block_n > 1
+    is_plain = not (is_wide or accumulate)
+    tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
+    # A whole tile in float32 would take the shared memory of the steps in flight.
+    in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
     out_block = [1, block_m, tile.block_n // (2 if in_halves else 1)]
     _launch(
         num_programs * tile.per_sm,
@@ -158,32 +157,28 @@ def weight_gemm(
             tile.run,
             in_halves,
             accumulate,
-            overlaps,
         ),
         dtypes=(rows_RN.dtype, out_LMN.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        shares=overlaps,
-        overlaps=overlaps,
     )
 
 
-def _suited(tile: GemmTile, *, rows_an_expert: int, is_plain: bool) -> GemmTile:
-    """Return the tile with its loop, and its size, chosen by the rows if ``run`` is 0.
+def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:
+    """Return the tile with ``run`` and size chosen by the number of rows, if ``run`` is 0.
 
-    The fewer rows, the shorter is each tile, and the more of them are made in one loop. Two
-    programs on a multiprocessor, of half the columns each, take turns to store and to multiply.
-    What is added to, or stands beside other programs, leaves no room for that, nor for a loop over
-    tiles, which holds the blocks to be stored beside all that are loaded.
+    The fewer rows, the shorter is each tile, and the more tiles belong to a run. Runs use two CTAs
+    on each SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to
+    its output, or writes float32, has no shared memory left for that, nor for a run.
 
-    Measured on an H200, experts of four models, over one tile of 256 columns at a time: 256 rows
-    take 14 to 20 % less, 512 rows 4 to 11 %, 1024 rows up to 8 %; of 2048 rows and more a tile at a
-    time is as fast.
+    Measured on an H200 with the experts of four models, against one tile of 256 columns at a time:
+    256 rows take 14 to 20 % less time, 512 rows 4 to 11 %, 1024 rows up to 8 %. With 2048 rows and
+    more, one tile at a time is as fast.
     """
     if tile.run:
         return tile
-    # The limits leave room for what pads the rows.
-    run = next((n for n, limit in ((8, 400), (4, 800), (2, 1600)) if rows_an_expert <= limit), 1)
+    # The limits are above powers of two, since rows include padding.
+    run = next((n for n, limit in ((8, 400), (4, 800), (2, 1600)) if rows_per_expert <= limit), 1)
     if run == 1 or not is_plain:
         return replace(tile, run=1)
     half = {"block_n": tile.block_n // 2, "num_warps": tile.num_warps // 2}

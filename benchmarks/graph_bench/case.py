@@ -1,0 +1,194 @@
+"""A case of the graph benchmark: a model with weights and a batch on this rank, and one step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, final, get_args
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.graph_bench.gpt2_moe import ROUTERS, TOP_K, Gate, GPT2MoE, GPT2Shape, TrainingLoss
+from halley.distributed.mesh import ParallelGroups
+from halley.moe.router import capacity
+from halley.strategies.traceable import TraceableStrategy
+from halley.tools.tolerance import relative_error
+
+
+Inner = Literal["inductor", "eager"]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of tokens and targets, (B, S)
+Values = dict[str, torch.Tensor]
+
+SEQUENTIAL, NONE, CHUNKED, OVERLAP = "sequential", "none", "chunked", "inductor-overlap"
+WITH_PASSES = ("both", "wgrad", "partition")
+VARIANTS: tuple[str, ...] = (NONE, SEQUENTIAL, *WITH_PASSES, CHUNKED, OVERLAP)
+_CHUNKS = (2, 3, 4, 8)
+MAX_PARTS = 8  # of halley/compiler/options.py, whose import loads torch's compiler
+
+
+def graph_case_name(slow_link: str) -> str:
+    """Return the key "case" of the result lines, which names their file, for a slowed-down link."""
+    return "graph" if slow_link == "none" else f"graph-{slow_link}"
+
+
+def check_inner(name: str) -> Inner:
+    """Return the inner compiler of that name.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    for inner in get_args(Inner):
+        if inner == name:
+            return inner
+    raise ValueError(f"inner ({name}) must be one of {', '.join(get_args(Inner))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphCase:
+    """A model and the options of the passes.
+
+    Attributes:
+        shape: sizes of the model.
+        gate: kind of its routers.
+        batch_size: sequences per rank.
+        dtype: of weights and activations.
+        inner: the compiler that runs after the passes.
+        num_parts: microbatches per segment in the partition pass; 0 lets it choose.
+        memory_margin: share by which the passes may raise peak memory.
+        seed: of the tokens.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    shape: GPT2Shape
+    gate: Gate = "switch"
+    batch_size: int
+    dtype: torch.dtype
+    inner: Inner = "inductor"
+    num_parts: int = 0
+    memory_margin: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch ({self.batch_size}) must be at least 1, or 0 for the model's")
+        if self.num_parts != 0 and not 2 <= self.num_parts <= MAX_PARTS:
+            raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {MAX_PARTS}")
+        if self.num_parts and self.batch_size % self.num_parts:
+            raise ValueError(f"num_parts ({self.num_parts}) must divide batch ({self.batch_size})")
+        if not 0.0 <= self.memory_margin < inf:
+            raise ValueError(f"memory_margin ({self.memory_margin}) must be finite and at least 0")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per rank."""
+        return self.batch_size * self.shape.seq_len
+
+    @property
+    def num_slots(self) -> int:
+        """Routed rows per rank before experts drop rows beyond their capacity."""
+        return self.num_tokens * TOP_K[self.gate]
+
+    def settings(self, variant: str) -> list[str]:
+        """Return the settings at which a variant runs; chunks divide the experts of a rank."""
+        if variant != CHUNKED:
+            return [""]
+        return [f"n={n}" for n in _CHUNKS if n <= self.shape.experts_per_rank] or ["n=1"]
+
+    def options(self, passes: str) -> dict[str, object]:
+        """Return the options of the backend "halley" for these passes, without profiles."""
+        return {
+            "passes": passes,
+            "inner": self.inner,
+            "num_parts": self.num_parts,
+            "memory_margin": self.memory_margin,
+            "unknown_size": self.num_slots,  # rows per rank if the load is balanced
+        }
+
+
+@final
+class GraphSubject:
+    """Two models that share their parameters, and a batch of this rank.
+
+    Attributes:
+        whole: the model for the compiler; it never changes, so that it is not compiled again.
+        plain: the model for eager mode, whose strategy can be replaced.
+    """
+
+    def __init__(self, case: GraphCase, groups: ParallelGroups, device: torch.device) -> None:
+        def build(place: torch.device | str) -> GPT2MoE:
+            strategy = TraceableStrategy(groups.ep)
+            return GPT2MoE(
+                case.shape, case.gate, groups, strategy=strategy, dtype=case.dtype, device=place
+            )
+
+        self._case, self._groups = case, groups
+        model, twin = build(device), build("meta")
+        twin.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+        self.whole, self.plain = TrainingLoss(model), TrainingLoss(twin)
+        generator = torch.Generator().manual_seed(1_000_003 * case.seed + groups.rank)
+        shape = (case.batch_size, case.shape.seq_len + 1)
+        text = torch.randint(case.shape.vocab_size, shape, generator=generator).to(device)
+        self.tokens_BS = text[:, :-1].contiguous()
+        self.targets_BS = text[:, 1:].contiguous()
+
+    @torch.no_grad()
+    def fullest_rows(self) -> int:
+        """Return the rows of the most loaded rank, as the mean over layers; a collective.
+
+        The other ranks wait for that rank. Capacity limits reduce the number of rows, and a skewed
+        load increases it.
+        """
+        counts_ME = self.plain.model(self.tokens_BS).counts_ME
+        factor = ROUTERS[self._case.gate].capacity_factor
+        if factor:
+            num_experts = counts_ME.shape[1]
+            counts_ME = counts_ME.clamp_max(
+                capacity(factor, self._case.num_slots, num_experts=num_experts)
+            )
+        rows_MR = counts_ME.unflatten(1, (self._groups.ep_size, -1)).sum(2)
+        if self._groups.ep is not None:
+            dist.all_reduce(rows_MR, group=self._groups.ep)
+        return max(1, round(rows_MR.amax(1).double().mean().item()))
+
+    def step(self, loss: Loss) -> None:
+        """Run forward and backward; a collective. Leaves no gradient."""
+        loss(self.tokens_BS, self.targets_BS).backward()
+        self.whole.zero_grad()
+
+    def values(self, loss: Loss) -> Values:
+        """Return the loss and all gradients of a step by name; a collective."""
+        found = {"loss": loss(self.tokens_BS, self.targets_BS)}
+        found["loss"].backward()
+        for name, parameter in self.whole.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad
+        self.whole.zero_grad()
+        return {name: value.detach() for name, value in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The difference between two sets of values on this rank.
+
+    Attributes:
+        max_rel_err: the largest relative error, as in ``halley.tools.tolerance``.
+        names: of the values that are not equal bit for bit.
+    """
+
+    max_rel_err: float
+    names: tuple[str, ...]
+
+
+def compare(values: Values, wanted: Values) -> Difference:
+    """Compare values with the expected ones.
+
+    Raises:
+        RuntimeError: the names of the gradients differ.
+    """
+    if values.keys() != wanted.keys():
+        raise RuntimeError(f"gradients differ in number: {sorted(values.keys() ^ wanted.keys())}")
+    differing = [name for name, value in values.items() if not torch.equal(value, wanted[name])]
+    errors = [relative_error(values[name], wanted[name]) for name in differing]
+    return Difference(max_rel_err=max(errors, default=0.0), names=tuple(differing))

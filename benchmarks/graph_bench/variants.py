@@ -1,0 +1,232 @@
+"""Prepare the variants of a training step that the graph benchmark compares."""
+
+import gc
+import json
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast, final
+
+import torch
+
+from benchmarks.graph_bench.case import (
+    CHUNKED,
+    NONE,
+    OVERLAP,
+    SEQUENTIAL,
+    Difference,
+    GraphCase,
+    GraphSubject,
+    Loss,
+    Values,
+    compare,
+)
+from halley.compiler import Backend, OrderReport
+from halley.core.timeline import Recorder
+from halley.distributed.mesh import ParallelGroups
+from halley.strategies.registry import build_strategy
+
+
+_MEET_S = 180.0  # limit for the difference between ranks at the end of the first step
+_MAX_ERROR = 400  # characters
+_ROOT = Path(__file__).parents[2]
+_CODE_FOLDERS = (_ROOT / "halley", _ROOT / "benchmarks")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A variant whose first step has run.
+
+    Attributes:
+        run: runs one step.
+        compile_s: time of the first step.
+        difference: of loss and gradients from the first variant; for the first variant itself, the
+            difference between two of its steps.
+        reports: of the graphs that the passes have changed.
+    """
+
+    run: Callable[[], None]
+    compile_s: float
+    difference: Difference
+    reports: tuple[OrderReport, ...] = ()
+
+
+@final
+class Workshop:
+    """Prepare the variants of one case one after another; their steps alternate later.
+
+    Args:
+        case: the model and its options.
+        groups: one expert-parallel group of all ranks.
+        device: of this rank.
+        profiles: file of measured times, which all variants extend.
+    """
+
+    def __init__(
+        self, case: GraphCase, groups: ParallelGroups, device: torch.device, *, profiles: Path
+    ) -> None:
+        self.case, self.groups, self.device = case, groups, device
+        self.subject = GraphSubject(case, groups, device)
+        self._num_rows = self.subject.fullest_rows()
+        self._profiles = profiles
+        self._recorder = Recorder(device, enabled=False)
+        self._wanted: Values | None = None
+
+    def prepare(self, variant: str, setting: str) -> Variant | str:
+        """Return a prepared variant, or the error that all ranks have in common; a collective.
+
+        The values of each variant are compared with those of the first.
+
+        Args:
+            variant: one of ``VARIANTS``.
+            setting: one of ``GraphCase.settings``.
+
+        Raises:
+            RuntimeError: the variant failed on some ranks only, or with different errors.
+        """
+        name = f"{variant} {setting}".strip()
+        ready = _alike_on_all(lambda: self._prepare(variant, setting), name, groups=self.groups)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return ready
+
+    def forget_values(self) -> None:
+        """Free the gradients of the first variant, which would count as memory of a step."""
+        self._wanted = None
+
+    def _prepare(self, variant: str, setting: str) -> Variant:
+        if variant in (SEQUENTIAL, CHUNKED):
+            return self._prepare_plain(variant, setting)
+        if variant == OVERLAP:
+            return self._first_step(self._overlapped())
+        backend = Backend()
+        options = self.case.options(variant) | {"unknown_size": self._num_rows}
+        if variant == NONE:
+            return self._first_step(self._compiled(backend, options))
+        options |= {"profiles": self._profiles, "measure": True, "timeout_s": 600.0}
+        ready = self._first_step(self._compiled(backend, options))
+        return replace(ready, reports=tuple(backend.reports))
+
+    def _prepare_plain(self, name: str, setting: str) -> Variant:
+        strategy = build_strategy(
+            name,
+            self.groups.ep,
+            recorder=self._recorder,
+            device=self.device,
+            num_chunks=int(setting.removeprefix("n=") or 0),
+        )
+        plain = self.subject.plain
+
+        def loss(tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+            plain.model.use(strategy)
+            return plain(tokens_BS, targets_BS)
+
+        return self._first_step(loss)
+
+    def _compiled(self, backend: Backend, options: dict[str, object]) -> Loss:
+        compiled = torch.compile(
+            self.subject.whole, backend=backend, fullgraph=True, options=cast(Any, options)
+        )
+        return cast(Loss, compiled)
+
+    def _overlapped(self) -> Loss:
+        """Return the model compiled by Inductor with its own overlap scheduler.
+
+        Halley's operators are decomposed as after the passes. All other settings are defaults,
+        except for the graph cache: the scheduler synchronises its estimates across ranks, so a rank
+        with a cache hit would let the others hang.
+        """
+        from halley.compiler.inductor import ExpandPass  # imports Triton
+
+        options: dict[str, Any] = {
+            "aten_distributed_optimizations.enable_overlap_scheduling": True,
+            "fx_graph_cache": False,
+            "post_grad_custom_post_pass": ExpandPass(),
+        }
+        compiled = torch.compile(
+            self.subject.whole, backend="inductor", fullgraph=True, options=options
+        )
+        return cast(Loss, compiled)
+
+    def _first_step(self, loss: Loss) -> Variant:
+        subject = self.subject
+        begin_s = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings of torch about its tracing
+            warnings.filterwarnings("default", message="halley")
+            values = subject.values(loss)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        compile_s = time.perf_counter() - begin_s
+        if self._wanted is None:
+            self._wanted, values = values, subject.values(loss)
+        return Variant(
+            run=lambda: subject.step(loss),
+            compile_s=compile_s,
+            difference=compare(values, self._wanted),
+        )
+
+
+def _alike_on_all(make: Callable[[], _T], name: str, *, groups: ParallelGroups) -> _T | str:
+    """Return the result of ``make``, or the text of its error if all ranks fail with the same type.
+
+    Ranks exchange the outcome through the store of their group. A collective would not match,
+    because a failed rank has skipped some collectives.
+    """
+    made: _T | None = None
+    error: Exception | None = None
+    try:
+        made = make()
+    except Exception as caught:
+        error = caught
+    text = "" if error is None else _describe(error)
+    kinds = _tell("" if error is None else type(error).__name__, groups)
+    if kinds is None:
+        told = text or "this one did"
+        raise RuntimeError(
+            f"{name}: not all ranks came to the end of its first step in {_MEET_S:g} s: {told}"
+        ) from error
+    if len(set(kinds)) > 1:
+        failed = [rank for rank, kind in enumerate(kinds) if kind]
+        raise RuntimeError(f"{name} failed on ranks {failed} alone or not alike: {text}") from error
+    return cast(_T, made) if error is None else text
+
+
+def _describe(error: Exception) -> str:
+    """Return the message of an error, and the innermost line of Halley's code in its traceback."""
+    cause: BaseException = error
+    # Dynamo stores the error of a backend in an attribute, not as its cause.
+    while inner := getattr(cause, "inner_exception", None) or cause.__cause__:
+        cause = inner
+    own = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if any(Path(frame.filename).is_relative_to(folder) for folder in _CODE_FOLDERS)
+        if frame.name != _alike_on_all.__name__
+    ]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_ERROR]
+    if not own:
+        return text
+    place = Path(own[-1].filename).relative_to(_ROOT).as_posix()
+    return f"{text} ({place}:{own[-1].lineno})"
+
+
+def _tell(kind: str, groups: ParallelGroups) -> list[str] | None:
+    """Return the error type of each rank, "" for none; None if a rank does not answer."""
+    if groups.world is None:
+        return [kind]
+    store = groups.world.get_group_store()
+    number = store.add(f"halley/variants/{groups.rank}", 1)
+    keys = [f"halley/variant/{number}/{rank}" for rank in range(groups.num_ranks)]
+    store.set(keys[groups.rank], json.dumps(kind))
+    try:
+        store.wait(keys, timedelta(seconds=_MEET_S))
+    except RuntimeError:
+        return None
+    return [json.loads(store.get(key)) for key in keys]

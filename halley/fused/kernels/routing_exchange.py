@@ -1,0 +1,307 @@
+# Triton kernels: pyright reads them as plain Python and reports errors that are none.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
+"""Exchange the routing of all ranks and count it: the first two tasks of ``make_plan``.
+
+``publish_task`` writes a block of this rank's routing into the record of this rank on every rank.
+``count_task`` waits for the records of all ranks and turns the counts of their blocks into offsets:
+the first row of each expert, and the first place of each block in the lists of token copies.
+"""
+
+import triton
+import triton.language as tl
+
+from halley.fused.kernels.layout import (
+    CALL,
+    COUNTED,
+    IS_USABLE,
+    NUM_COPIES,
+    NUM_OWN_COPIES,
+    NUM_TILES,
+    PASS,
+    PLANNED,
+)
+from halley.fused.kernels.peer import failure_code, peer_ptr, report_failure, signal, wait
+from halley.fused.kernels.status import MAX_ROWS, MAX_TOKENS, ORDER, PLAN
+
+
+_STEP = tl.constexpr(1024)
+
+
+@triton.jit
+def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
+    """Return the address of the record of rank ``source`` for this epoch."""
+    half = (epoch % 2) * LAYOUT.num_ranks + source
+    return routing + LAYOUT.records + half.to(tl.int64) * LAYOUT.record_words
+
+
+@triton.jit
+def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
+    """Return the address of the call whose plan rank ``source`` uses in this epoch."""
+    return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
+
+
+@triton.jit
+def block_bases(plan, i, column, LAYOUT: tl.constexpr):
+    """Return the address of a column's offsets by block, for the i-th source rank in ring order."""
+    return plan + LAYOUT.block_base + (i * LAYOUT.num_columns + column) * LAYOUT.max_blocks
+
+
+@triton.jit
+def first_expert(rank, LAYOUT: tl.constexpr):
+    """Return the first expert of ``rank``, the same for all ranks of a tensor-parallel group."""
+    return rank // LAYOUT.tp_size * LAYOUT.num_local
+
+
+@triton.jit
+def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
+    """Return expert indices within ``rank``; L for experts of other ranks and empty slots."""
+    local = expert_TK - first_expert(rank, LAYOUT)
+    here = (expert_TK >= 0) & (local >= 0) & (local < LAYOUT.num_local)
+    return tl.where(here, local, LAYOUT.num_local)
+
+
+@triton.jit
+def smallest_local(expert_TK, rank, LAYOUT: tl.constexpr):
+    """Return each token's smallest expert on ``rank``; L if it has none."""
+    return tl.min(local_experts(expert_TK, rank, LAYOUT), axis=1)
+
+
+@triton.jit
+def group_of(local, LAYOUT: tl.constexpr):
+    """Return the group of a local expert; a group is a range of experts."""
+    return local * LAYOUT.num_groups // LAYOUT.num_local
+
+
+@triton.jit
+def last_group(expert_TK, rank, LAYOUT: tl.constexpr):
+    """Return the group of each token's largest expert on ``rank``; G if it has none."""
+    local = local_experts(expert_TK, rank, LAYOUT)
+    largest = tl.max(tl.where(local < LAYOUT.num_local, local, -1), axis=1)
+    return tl.where(largest >= 0, group_of(largest, LAYOUT), LAYOUT.num_groups)
+
+
+@triton.jit
+def _load_experts(idx_TK, slot, num_tokens, LAYOUT: tl.constexpr):
+    """Return the experts of slots, numbered with padded K; -1 for slots that do not exist."""
+    token, k = slot // LAYOUT.padded_k, slot % LAYOUT.padded_k
+    real = (k < LAYOUT.top_k) & (token < num_tokens)
+    return tl.load(idx_TK + token * LAYOUT.top_k + k, mask=real, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _publish_block(
+    block, idx_TK, weights_TK, num_tokens, epoch, rank, routing, routing_ptrs_W,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Write the packed slots, the weights and the counts of one block into all ranks' records.
+
+    Example: two tokens with experts (2, 0) and (2, 1) are packed as (2 << 16, 0 << 16) and
+    (2 << 16 | 1, 1 << 16), since the second slot of expert 2 has one before it in the block.
+    """
+    SLOTS: tl.constexpr = LAYOUT.block_tokens * LAYOUT.padded_k
+    STEP: tl.constexpr = min(32, SLOTS)
+    slot = block * SLOTS + tl.arange(0, SLOTS)
+    expert = _load_experts(idx_TK, slot, num_tokens, LAYOUT)
+    before = tl.zeros((SLOTS,), tl.int32)
+    for start in range(0, SLOTS, STEP):
+        other = block * SLOTS + start + tl.arange(0, STEP)
+        other_expert = _load_experts(idx_TK, other, num_tokens, LAYOUT)
+        earlier = (expert[:, None] == other_expert[None, :]) & (other[None, :] < slot[:, None])
+        before += tl.sum(earlier.to(tl.int32), axis=1)
+    packed = tl.where(expert >= 0, (expert << LAYOUT.order_bits) | before, -1)
+    token, k = slot // LAYOUT.padded_k, slot % LAYOUT.padded_k
+    real = (k < LAYOUT.top_k) & (token < num_tokens)
+    at = token * LAYOUT.top_k + k
+    weight = tl.load(weights_TK + at, mask=real, other=0.0).to(tl.float32)
+
+    expert_TK = expert.reshape(LAYOUT.block_tokens, LAYOUT.padded_k)
+    for peer in range(LAYOUT.num_ranks):
+        record = record_of(peer_ptr(routing_ptrs_W, peer, routing), rank, epoch, LAYOUT)
+        tl.store(record + LAYOUT.packed + at, packed, mask=real)
+        weights = (record + LAYOUT.weights).to(tl.pointer_type(tl.float32))
+        tl.store(weights + at, weight, mask=real)
+        smallest = smallest_local(expert_TK, peer, LAYOUT)
+        for start in range(0, LAYOUT.num_local, STEP):
+            local = start + tl.arange(0, STEP)
+            inside = local < LAYOUT.num_local
+            column = record + LAYOUT.counts + local * LAYOUT.max_blocks + block
+            rows = expert[:, None] == (first_expert(peer, LAYOUT) + local)[None, :]
+            tl.store(column, tl.sum(rows.to(tl.int32), axis=0), mask=inside)
+            copies = smallest[:, None] == local[None, :]
+            column += LAYOUT.num_local * LAYOUT.max_blocks
+            tl.store(column, tl.sum(copies.to(tl.int32), axis=0), mask=inside)
+        group = tl.arange(0, LAYOUT.num_groups)
+        copies = last_group(expert_TK, peer, LAYOUT)[:, None] == group[None, :]
+        column = record + LAYOUT.counts + (2 * LAYOUT.num_local + group) * LAYOUT.max_blocks + block
+        tl.store(column, tl.sum(copies.to(tl.int32), axis=0))
+
+
+@triton.jit
+def publish_task(
+    task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank, routing, routing_ptrs_W,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Publish the routing of one block of tokens; task 0 publishes the header as well."""
+    if task == 0:
+        for peer in range(LAYOUT.num_ranks):
+            record = record_of(peer_ptr(routing_ptrs_W, peer, routing), rank, epoch, LAYOUT)
+            tl.store(record + LAYOUT.header, num_tokens)
+            tl.store(record + LAYOUT.header + 1, excess_tokens)
+            theirs = peer_ptr(routing_ptrs_W, peer, routing)
+            tl.store(call_in_use(theirs, rank, epoch, LAYOUT), 0)
+    if task * LAYOUT.block_tokens < num_tokens:
+        _publish_block(
+            task, idx_TK, weights_TK, num_tokens, epoch, rank, routing, routing_ptrs_W, LAYOUT
+        )
+
+
+@triton.jit
+def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constexpr):
+    """Sum one column of the counts; store how much of it precedes each block (``block_base``).
+
+    Own token copies are a list of their own: after them, the sum starts at zero again.
+    """
+    is_copies = column >= LAYOUT.num_local
+    key = column - LAYOUT.num_local  # by smallest expert, then by group of the largest
+    total = 0
+    for i in range(LAYOUT.num_ranks):
+        record = record_of(routing, (rank + i) % LAYOUT.num_ranks, epoch, LAYOUT)
+        num_blocks = tl.cdiv(tl.load(record + LAYOUT.header) * usable, LAYOUT.block_tokens)
+        counts = record + LAYOUT.counts + column * LAYOUT.max_blocks
+        base = block_bases(plan, i, column, LAYOUT)
+        for start in range(0, num_blocks, _STEP):
+            block = start + tl.arange(0, _STEP)
+            count = tl.load(counts + block, mask=block < num_blocks, other=0)
+            before = tl.cumsum(count, axis=0) - count
+            tl.store(base + block, total + before, mask=block < num_blocks)
+            total += tl.sum(count, axis=0)
+        if i == 0:
+            if is_copies:
+                tl.store(plan + LAYOUT.own_copies + key, total)
+                total = 0
+    if is_copies:
+        tl.store(plan + LAYOUT.other_copies + key, total)
+    else:
+        tl.store(plan + LAYOUT.expert_rows + column, total)
+
+
+@triton.jit
+def _place_list(counts, begins, keys, real, first, origins, plan, LAYOUT: tl.constexpr):
+    """Store the first place of each key in a list of token copies; return the padded end."""
+    count = tl.load(plan + counts + keys, mask=real, other=0)
+    tl.store(plan + begins + keys, first + tl.cumsum(count, axis=0) - count, mask=real)
+    end = first + tl.sum(count, axis=0)
+    padded_end = tl.cdiv(end, LAYOUT.task_rows) * LAYOUT.task_rows
+    empty = end + tl.arange(0, LAYOUT.task_rows)
+    tl.store(plan + origins + empty, -1, mask=empty < padded_end)
+    return padded_end
+
+
+@triton.jit
+def _lay_out(
+    plan, host_status, epoch, usable, most_tokens, max_rows,
+    LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Give each expert its first row and its places in the lists; write summary and zero counters.
+
+    Returns the number of rows, padded to tiles. More than ``max_rows`` make the plan unusable.
+    """
+    local = tl.arange(0, LOCAL_PADDED)
+    real = local < LAYOUT.num_local
+    rows = tl.load(plan + LAYOUT.expert_rows + local, mask=real, other=0)
+    tiles = tl.cdiv(rows, LAYOUT.block_m)
+    first = tl.cumsum(tiles, axis=0) - tiles
+    num_tiles = tl.sum(tiles, axis=0)
+    tl.store(plan + LAYOUT.expert_begin + local, first * LAYOUT.block_m, mask=real)
+    for group in range(LAYOUT.num_groups):
+        inside = real & (group_of(local, LAYOUT) == group)
+        tl.store(plan + LAYOUT.group_tiles + group, tl.sum(tl.where(inside, tiles, 0), axis=0))
+    fetch: tl.constexpr = LAYOUT.fetch_origin
+    own = _place_list(LAYOUT.own_copies, LAYOUT.own_begin, local, real, 0, fetch, plan, LAYOUT)
+    end = _place_list(
+        LAYOUT.other_copies, LAYOUT.other_begin, local, real, own, fetch, plan, LAYOUT
+    )
+    group = tl.arange(0, LAYOUT.num_groups)
+    real = group >= 0
+    group += LAYOUT.num_local
+    combine: tl.constexpr = LAYOUT.combine_origin
+    other = _place_list(
+        LAYOUT.other_copies, LAYOUT.other_begin, group, real, 0, combine, plan, LAYOUT
+    )
+    _place_list(LAYOUT.own_copies, LAYOUT.own_begin, group, real, other, combine, plan, LAYOUT)
+    num_rows = num_tiles * LAYOUT.block_m
+    if (max_rows > 0) & (num_rows > max_rows):
+        usable *= 0
+    summary = plan + LAYOUT.summary
+    tl.store(summary + IS_USABLE, usable)
+    tl.store(summary + NUM_TILES, num_tiles)
+    tl.store(summary + NUM_COPIES, end)
+    tl.store(summary + NUM_OWN_COPIES, own)
+    tl.store(summary + CALL, epoch)
+    tl.store(summary + PASS, epoch)
+    tl.store(host_status + 1, num_rows.to(tl.int64))
+    tl.store(host_status + 2, most_tokens.to(tl.int64))
+    tl.store(host_status + 3, end.to(tl.int64))
+    tl.store(plan + LAYOUT.contributors, 0)
+    tl.store(plan + LAYOUT.tickets + tl.arange(0, LAYOUT.num_tickets), 0)
+    num_counts: tl.constexpr = LAYOUT.max_chunks * LAYOUT.num_groups
+    tl.store(plan + LAYOUT.chunk_done + tl.arange(0, num_counts), 0)
+    tl.store(plan + LAYOUT.chunk_sent + tl.arange(0, LAYOUT.max_chunks), 0)
+    return num_rows
+
+
+@triton.jit
+def _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
+    """Tell all ranks that this rank will send no partial sums, so that no rank waits for them."""
+    for peer in range(LAYOUT.num_ranks):
+        theirs = peer_ptr(routing_ptrs_W, peer, routing)
+        tl.store(theirs + LAYOUT.overflow_rows + rank, num_rows)
+        for chunk in range(LAYOUT.max_chunks):
+            signal(theirs + LAYOUT.sums_ready + rank * LAYOUT.max_chunks + chunk, epoch)
+
+
+@triton.jit
+def count_task(
+    column, routing, routing_ptrs_W, plan, epoch, rank, max_rows,
+    counters, status, host_status, timeout_ns, LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Wait for the records of all ranks and count one column; the last task lays out the plan.
+
+    Example: experts 0 and 1 of this rank have rows (130, 5) and tiles have 128 rows. Expert 0
+    begins at row 0 and has two tiles, expert 1 begins at row 256. The plan has 3 tiles, 384 rows.
+    """
+    num_columns: tl.constexpr = LAYOUT.num_columns
+    complete = 1
+    most_tokens = 0
+    for peer in range(LAYOUT.num_ranks):
+        code = failure_code(PLAN, peer, 0)
+        flag = routing + LAYOUT.published + peer
+        if wait(flag, epoch, timeout_ns, status, host_status, code, "sys"):
+            record = record_of(routing, peer, epoch, LAYOUT)
+            most_tokens = tl.maximum(most_tokens, tl.load(record + LAYOUT.header + 1))
+            call = tl.load(call_in_use(routing, peer, epoch, LAYOUT))
+            if call != 0:
+                report_failure(status, host_status, failure_code(ORDER, peer, call))
+                complete = 0
+        else:
+            complete = 0
+    usable = complete * (most_tokens == 0)
+    _count_column(column, routing, plan, epoch, rank, usable, LAYOUT)
+    tl.debug_barrier()
+    # Two sums in one word: tasks that finished, and those among them that saw all records.
+    before = tl.atomic_add(counters + COUNTED, 1 + complete * 65536, sem="acq_rel", scope="gpu")
+    if before % 65536 == num_columns - 1:
+        all_complete = (before // 65536 + complete == num_columns).to(tl.int32)
+        num_rows = _lay_out(
+            plan, host_status, epoch, usable * all_complete, most_tokens, max_rows,
+            LAYOUT, LOCAL_PADDED,
+        )  # fmt: skip
+        if max_rows > 0:
+            if most_tokens > 0:
+                report_failure(status, host_status, failure_code(MAX_TOKENS, 0, most_tokens))
+            if num_rows > max_rows:
+                report_failure(status, host_status, failure_code(MAX_ROWS, rank, num_rows))
+                _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT)
+        tl.debug_barrier()
+        tl.atomic_xchg(counters + PLANNED, epoch, sem="release", scope="gpu")

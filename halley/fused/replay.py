@@ -1,0 +1,288 @@
+"""Record the launches of a pass once, and replay them on other tensors of the same sizes.
+
+The launches of a pass differ from call to call only in the addresses of its tensors, as long as
+the sizes stay equal. The Python code that prepares them takes longer than small kernels run, so it
+runs once. On a CPU nothing is recorded.
+"""
+
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeAlias, final
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from halley.interpreter.switch import INTERPRETED
+from halley.ops.kernels.launch import (
+    DirectLaunch,
+    PreparedLaunch,
+    current_stream,
+    is_aligned,
+    note_step,
+    only_compiles,
+    set_recording,
+)
+
+
+Results: TypeAlias = Sequence[torch.Tensor | None]
+_Range: TypeAlias = tuple[int, int]  # first address, number of bytes
+_MOST_RECORDINGS = 512
+
+
+@final
+class LaunchCache:
+    """Recorded launches of the passes of one workspace.
+
+    A key holds everything that the launches depend on except addresses: options, sizes, dtypes.
+    """
+
+    def __init__(self) -> None:
+        self._recordings: dict[tuple[object, ...], Recording] = {}
+
+    def clear(self) -> None:
+        """Forget all recordings, because tensors of the workspace have moved."""
+        self._recordings.clear()
+
+    def find(self, key: tuple[object, ...], inputs: Sequence[torch.Tensor]) -> "Recording | None":
+        """Return the recording for a key if it can be replayed on these inputs."""
+        if INTERPRETED or only_compiles() or not all(map(is_aligned, inputs)):
+            return None
+        return self._recordings.get(key)
+
+    @contextmanager
+    def record(
+        self,
+        key: tuple[object, ...],
+        inputs: Sequence[torch.Tensor],
+        persistent: Iterable[torch.Tensor],
+    ) -> Generator[list[torch.Tensor | None], None, None]:
+        """Record the launches of the block under a key; the block fills the list of outputs.
+
+        Nothing is recorded where a replay could not find the tensors again: in the interpreter, for
+        inputs that a launcher must copy, and for inputs that share memory.
+
+        Args:
+            key: see the class.
+            inputs: tensors that the pass receives.
+            persistent: tensors of the workspace, whose addresses stay. The pass allocates all other
+                tensors of its launches itself.
+
+        Raises:
+            RuntimeError: a launch reads memory beyond the inputs and persistent tensors.
+        """
+        outputs: list[torch.Tensor | None] = []
+        is_recorded = not (INTERPRETED or only_compiles())
+        if not (is_recorded and all(map(is_aligned, inputs)) and not share_memory(inputs)):
+            yield outputs
+            return
+        # Copied: an input that the pass releases must keep its address until all is recorded.
+        inputs, steps = list(inputs), []
+        set_recording(steps)
+        try:
+            yield outputs
+        finally:
+            set_recording(None)
+        if len(self._recordings) == _MOST_RECORDINGS:
+            self._recordings.clear()
+        self._recordings[key] = Recording(steps, inputs, persistent, outputs)
+
+
+def release(inputs: list[Any], index: int) -> None:
+    """Drop the reference to an input after its last use; replays drop it at the same place."""
+    note_step(_Release(index))
+    inputs[index] = None
+
+
+def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether some of the tensors overlap, as in ``y.backward(x)``."""
+    ranges = sorted(_range_of(tensor) for tensor in tensors if tensor.numel())
+    return any(begin + size > after for (begin, size), (after, _) in pairwise(ranges))
+
+
+@dataclass(frozen=True)
+class _Release:
+    """Step that drops the reference to an input."""
+
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Allocation:
+    """A tensor that the pass allocates."""
+
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(kw_only=True, slots=True)
+class _LaunchStep:
+    """One launch, and which of its parameters depend on the address of which tensor.
+
+    Attributes:
+        launch: the kernel; ``prepared`` holds the parameters of this recording.
+        allocations: tensors that this launch is the first to use.
+        frees: slots of tensors that are not used after this launch and are no outputs.
+        addresses: for each pointer: parameter number, slot of the tensor, offset in bytes.
+        maps: for each TMA map: the same, then index and descriptor of the argument.
+        slots: slots of these tensors; ``current``, their addresses of the previous replay.
+    """
+
+    launch: DirectLaunch
+    prepared: PreparedLaunch
+    allocations: list[_Allocation] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    addresses: list[tuple[int, int, int]] = field(default_factory=list)
+    maps: list[tuple[int, int, int, int, TensorDescriptor]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    current: list[int] = field(default_factory=list)
+
+    def move(self, addresses: Sequence[int]) -> None:
+        """Set the parameters that depend on addresses; ``addresses`` has one for each slot."""
+        for place, slot, offset in self.addresses:
+            self.prepared.set_address(place, addresses[slot] + offset)
+        for place, slot, offset, index, desc in self.maps:
+            self.prepared.set_map(place, self.launch.map_at(index, desc, addresses[slot] + offset))
+
+
+@final
+class Recording:
+    """The launches of one pass for tensors of fixed sizes.
+
+    Every tensor has a slot: first the inputs, then the outputs, then temporary tensors. While it is
+    recorded, a launch argument belongs to the tensor whose memory contains it.
+
+    Args:
+        steps: launches with their arguments, host calls and releases, in order.
+        inputs, persistent, outputs: tensors of the recorded pass.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Any],
+        inputs: Sequence[torch.Tensor],
+        persistent: Iterable[torch.Tensor],
+        outputs: Results,
+    ) -> None:
+        self._lock = threading.Lock()  # replays change the parameters in place
+        self._num_inputs = len(inputs)
+        self._slots = [_range_of(tensor) for tensor in inputs]
+        self._persistent = [_range_of(tensor) for tensor in persistent]
+        self._unused: list[_Allocation] = []  # outputs that no launch has used yet
+        self._output_slots: list[int | None] = []
+        for tensor in outputs:
+            self._output_slots.append(None if tensor is None else len(self._slots))
+            if tensor is not None:
+                self._unused.append(self._add(tensor))
+        self._steps = [
+            self._add_launch(*step) if isinstance(step, tuple) else step for step in steps
+        ]
+        self._find_frees()
+        self._no_addresses = [0] * (len(self._slots) - self._num_inputs)
+
+    def replay(self, inputs: list[Any]) -> list[torch.Tensor | None]:
+        """Launch the pass on other inputs of the same sizes; return its outputs.
+
+        Args:
+            inputs: in the recorded order; a release sets its element to None.
+        """
+        stream = current_stream(inputs[0].device.index)
+        made: dict[int | None, torch.Tensor | None] = {None: None}
+        with self._lock:
+            addresses = [tensor.data_ptr() for tensor in inputs] + self._no_addresses
+            for step in self._steps:
+                if isinstance(step, _Release):
+                    inputs[step.index] = None
+                    continue
+                if not isinstance(step, _LaunchStep):
+                    step()
+                    continue
+                for each in step.allocations:
+                    tensor = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+                    made[each.slot], addresses[each.slot] = tensor, tensor.data_ptr()
+                used = [addresses[slot] for slot in step.slots]
+                if used != step.current:  # mostly the allocator returns the same addresses
+                    step.move(addresses)
+                    step.current = used
+                step.prepared(stream)
+                for slot in step.frees:
+                    del made[slot]
+        for each in self._unused:
+            made[each.slot] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        return [made[slot] for slot in self._output_slots]
+
+    def _add(self, tensor: torch.Tensor) -> _Allocation:
+        self._slots.append(_range_of(tensor))
+        shape, slot = tuple(tensor.shape), len(self._slots) - 1
+        return _Allocation(slot=slot, shape=shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _add_launch(self, launch: DirectLaunch, args: tuple[object, ...]) -> _LaunchStep:
+        step = _LaunchStep(launch=launch, prepared=PreparedLaunch(launch))
+        values: list[Any] = []
+        for index, arg in enumerate(args):
+            place = len(values)
+            values.extend(launch.flatten(index, arg))
+            if isinstance(arg, int):
+                continue
+            tensor: Any = arg.base if isinstance(arg, TensorDescriptor) else arg
+            if tensor.numel() == 0 or _find(tensor, self._persistent) is not None:
+                continue
+            slot = _find(tensor, self._slots)
+            if slot is None:
+                if _touches(tensor, [*self._slots, *self._persistent]):
+                    raise RuntimeError(
+                        f"argument {index} of {launch.name} ({tensor.shape}) reaches beyond a "
+                        "tensor of the recorded pass: a replay cannot find its address"
+                    )
+                step.allocations.append(self._add(tensor))
+                slot = step.allocations[-1].slot
+            step.allocations.extend(each for each in self._unused if each.slot == slot)
+            self._unused = [each for each in self._unused if each.slot != slot]
+            offset = tensor.data_ptr() - self._slots[slot][0]
+            if isinstance(arg, TensorDescriptor):
+                desc = object.__new__(TensorDescriptor)
+                desc.__dict__.update(arg.__dict__, base=None)  # does not keep the memory alive
+                step.maps.append((place, slot, offset, index, desc))
+            else:
+                step.addresses.append((place, slot, offset))
+            step.slots.append(slot)
+        step.prepared.fill(values)
+        return step
+
+    def _find_frees(self) -> None:
+        """Note the launch after which each temporary tensor is free.
+
+        An overlapping launch runs beside the previous one, whose tensors it therefore keeps.
+        """
+        lasts: dict[int, _LaunchStep] = {}
+        running: list[int] = []
+        for step in self._steps:
+            if isinstance(step, _LaunchStep):
+                running = step.slots + (running if step.launch.overlaps else [])
+                lasts.update(dict.fromkeys(running, step))
+        for slot, step in lasts.items():
+            if slot >= self._num_inputs and slot not in self._output_slots:
+                step.frees.append(slot)
+
+
+def _range_of(tensor: torch.Tensor) -> _Range:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _touches(tensor: torch.Tensor, ranges: Sequence[_Range]) -> bool:
+    """Return whether a tensor shares memory with a range."""
+    begin, num_bytes = _range_of(tensor)
+    return any(first < begin + num_bytes and begin < first + size for first, size in ranges)
+
+
+def _find(tensor: torch.Tensor, ranges: Sequence[_Range]) -> int | None:
+    """Return the index of the range that contains a tensor."""
+    begin, num_bytes = _range_of(tensor)
+    for index, (first, size) in enumerate(ranges):
+        if first <= begin and begin + num_bytes <= first + size:
+            return index
+    return None

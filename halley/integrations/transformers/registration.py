@@ -1,0 +1,193 @@
+"""Enable and disable Halley in Transformers, by the best extension point of its version."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from halley.integrations.contract import ExpertRunner, Framework, find_module
+from halley.integrations.transformers.routed_experts import (
+    DispatchedExperts,
+    find_problem,
+    leave_to_transformers,
+    run_local_experts,
+)
+from halley.integrations.transformers.shard_model import Group, shard_model
+
+
+NAME = "halley"  # of Halley's entry in the registries of Transformers
+FRAMEWORK = Framework(package="transformers", install="'halley-moe[hf]'", newest=(5, 23))
+
+_STYLE = "ep_dispatch_experts"
+_DEFAULT = "auto"  # the ep_implementation of a model whose configuration names none
+_EXPERTS = "transformers.integrations.moe"
+# The module of the parallel styles since 5.22, then the one before 5.22.
+_STYLES = ("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtensionPoint:
+    """The best place at which the installed Transformers accepts other expert parallelism.
+
+    Attributes:
+        version: of Transformers.
+        kind: "ep_implementation" (5.23 and newer): a registry of implementations by name;
+            "parallel_style" (5.19 to 5.22): one class that all models use; "experts_function" (5.0
+            to 5.18): no all-to-all, only a registry of functions for the experts of one rank.
+        experts: the module with ``ExpertsInterface``.
+        parallel: the module with the classes of ``kind``; None for "experts_function".
+    """
+
+    version: str
+    kind: Literal["ep_implementation", "parallel_style", "experts_function"]
+    experts: Any
+    parallel: Any
+
+
+def find_extension_point() -> ExtensionPoint:
+    """Return the extension point of the installed Transformers.
+
+    The classes that exist decide, not the version number.
+
+    Raises:
+        ValueError: Transformers is not installed, too old, or so new that these classes changed.
+    """
+    version = FRAMEWORK.find_version()
+    experts = find_module(_EXPERTS, "ExpertsInterface")
+    if experts is None:
+        raise ValueError(
+            f"transformers ({version}) must be 5.0 or newer: this one has no interface for experts"
+        )
+    FRAMEWORK.warn_if_newer(version)
+    point = partial(ExtensionPoint, version=version, experts=experts)
+    implementations = find_module(_STYLES[0], "EPImplementationInterface")
+    if implementations is not None:
+        init = implementations.EPImplementation.__init__
+        FRAMEWORK.check_parameters(init, "self", "experts", "ep_mesh", "tp_mesh")
+        return point(kind="ep_implementation", parallel=implementations)
+    for place in _STYLES:
+        styles = find_module(place, "EpDispatchExpertsParallel")
+        if styles is not None:
+            install = styles.EpDispatchExpertsParallel.install_forward
+            FRAMEWORK.check_parameters(install, "self", "module", "ep_mesh", "tp_mesh")
+            return point(kind="parallel_style", parallel=styles)
+    return point(kind="experts_function", parallel=None)
+
+
+def enable(
+    model: nn.Module | None = None,
+    *,
+    group: Group = None,
+    strategy: str = "auto",
+    strict: bool = False,
+    default: bool = True,
+) -> str:
+    """Run the routed experts of Transformers models by a strategy of Halley.
+
+    Without ``model``: models that are loaded afterwards with ``ep_size`` above 1 (Transformers 5.19
+    and newer), and models with ``experts_implementation="halley"`` on a single rank. A second call
+    replaces the options of the first for models loaded after it.
+
+    With ``model``: this model, which every rank has loaded in full (Transformers 5.0 and newer).
+    Each rank keeps its share of the experts, ``(E / W, ...)``, under the same parameter names. Call
+    it before an optimizer or a wrapper sees the parameters. The other parameters stay copies:
+    ``DistributedDataParallel`` averages their gradients and skips those of the experts, which are
+    already gradients of the mean loss over all ranks.
+
+    Args:
+        model: a loaded model.
+        group: with ``model``, the process group or mesh of all ranks of the job; None for these.
+        strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
+            saved activations as well, as in "fused:inputs".
+        strict: raise where the default warns once and leaves a module to Transformers.
+        default: False restricts Halley to models with ``ep_implementation="halley"`` (5.23 and
+            newer); True includes models that name no implementation.
+
+    Returns:
+        A sentence that says what was enabled.
+
+    Raises:
+        ValueError: ``strategy`` is unknown; Transformers is not installed, too old or too new;
+            ``model`` has no experts, or they do not divide over ``group``; or ``strict``, and
+            Halley cannot run a module.
+    """
+    runner = ExpertRunner(strategy, strict=strict)
+    point = find_extension_point()
+    said = f"transformers {point.version}: experts run by Halley (strategy {strategy}) in "
+    if model is not None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model ({model!r}) must be a loaded model of transformers")
+        shard_model(model, group, runner=runner)
+        return f"{said}this {type(model).__name__}"
+    fallback = point.experts.ExpertsInterface()["grouped_mm"]
+    function = partial(run_local_experts, runner=runner, fallback=fallback)
+    point.experts.ExpertsInterface.register(NAME, function)
+    if point.kind == "ep_implementation":
+        build = partial(_build_implementation, runner=runner, point=point)
+        for name in (NAME, _DEFAULT) if default else (NAME,):
+            point.parallel.EPImplementationInterface.register(name, build)
+        if not default:
+            return f'{said}models loaded with ep_implementation="{NAME}"'
+    elif point.kind == "parallel_style":
+        style = _style_class(point.parallel.EpDispatchExpertsParallel, runner)()
+        point.parallel.ALL_PARALLEL_STYLES.register(_STYLE, style)
+    else:
+        return f"{said}models passed to enable(model)"
+    return f"{said}models loaded with ep_size above 1"
+
+
+def disable() -> None:
+    """Restore the registries of Transformers; models that were made before keep Halley.
+
+    Raises:
+        ValueError: Transformers is not installed, too old or too new.
+    """
+    point = find_extension_point()
+    point.experts.ExpertsInterface._global_mapping.pop(NAME, None)
+    if point.kind == "ep_implementation":
+        interface = point.parallel.EPImplementationInterface
+        interface._global_mapping.pop(NAME, None)
+        interface.register(_DEFAULT, point.parallel.AutoEP)
+    if point.kind == "parallel_style":
+        built_in = point.parallel.EpDispatchExpertsParallel()
+        point.parallel.ALL_PARALLEL_STYLES.register(_STYLE, built_in)
+
+
+def _build_implementation(
+    experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, runner: ExpertRunner, point: ExtensionPoint
+) -> Any:
+    """Return the object that ``EPImplementationInterface`` asks for, for one experts module."""
+    problem = find_problem(experts)
+    if not problem and point.parallel._uses_megamoe(experts):
+        problem = f"experts module {type(experts).__name__} must not be deepgemm_megamoe's"
+    if problem:
+        leave_to_transformers(experts, problem, runner=runner)
+        return point.parallel.AutoEP(experts, ep_mesh, tp_mesh)
+    return DispatchedExperts(experts, ep_mesh, tp_mesh=tp_mesh, runner=runner)
+
+
+def _style_class(built_in: type, runner: ExpertRunner) -> type:
+    """Return a subclass of the style "ep_dispatch_experts" that installs Halley's forward."""
+
+    class HalleyExpertsParallel(built_in):
+        def install_forward(self, module: Any, ep_mesh: Any, *, tp_mesh: Any = None) -> Any:
+            if problem := find_problem(module):
+                leave_to_transformers(module, problem, runner=runner)
+                return super().install_forward(module, ep_mesh, tp_mesh=tp_mesh)
+            dispatched = DispatchedExperts(module, ep_mesh, tp_mesh=tp_mesh, runner=runner)
+            spans_all_ranks = ep_mesh.size() == dist.get_world_size()
+
+            def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+                if spans_all_ranks and hasattr(module, "set_force_sum_reduction_for_comms"):
+                    # FSDP2 with one rank divides gradients itself. Transformers 5.19 to 5.22 force
+                    # a sum, which would divide them a second time.
+                    module.set_force_sum_reduction_for_comms(False)
+                with self.context_around_forward(module, ep_mesh):
+                    return dispatched(hidden_states, top_k_index, top_k_weights)
+
+            module.forward = forward
+            return module
+
+    return HalleyExpertsParallel

@@ -1,0 +1,158 @@
+"""The dense parts of a transformer: norm, attention, feed-forward network, loss.
+
+Parameter names are those of Hugging Face's models.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halley.core.config import ModelConfig
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def compiled_on_gpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Compile a function of tensors for calls on a GPU, where it would be many small kernels.
+
+    On a CPU it runs eagerly. Inside a compiled model it becomes part of the model's graph.
+    """
+
+    @cache
+    def compiled() -> Callable[_P, _T]:
+        return torch.compile(function)
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)
+        return compiled()(*args, **kwargs) if on_gpu else function(*args, **kwargs)
+
+    return call
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32.
+
+    Source: Zhang and Sennrich (arXiv:1910.07467).
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel on a GPU
+
+
+class FeedForward(nn.Module):
+    """A dense feed-forward network: SwiGLU if gated, else GELU."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gated: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+
+        def linear(inner: int, outer: int) -> nn.Linear:
+            return nn.Linear(inner, outer, bias=False, dtype=dtype, device=device)
+
+        self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(F.gelu(self.up_proj(x)))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+
+        def linear(inner: int, outer: int, bias: bool) -> nn.Linear:
+            return nn.Linear(inner, outer, bias=bias, dtype=dtype, device=device)
+
+        self.q_proj = linear(config.hidden_size, size, config.attention_bias)
+        self.k_proj = linear(config.hidden_size, kv_size, config.attention_bias)
+        self.v_proj = linear(config.hidden_size, kv_size, config.attention_bias)
+        self.o_proj = linear(size, config.hidden_size, False)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm != "none":
+            sizes = (size, kv_size) if config.qk_norm == "full" else (config.head_dim,) * 2
+            self.q_norm, self.k_norm = (
+                RMSNorm(n, eps=config.norm_eps, dtype=dtype, device=device) for n in sizes
+            )
+
+    def forward(self, x_BSD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        """Return the attention output, ``(B, S, D)``; ``rotary`` is from ``rotary_table``."""
+        q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
+        full = self.config.qk_norm == "full"
+        if self.q_norm is not None and self.k_norm is not None and full:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._heads(q), self._heads(k), self._heads(self.v_proj(x_BSD))
+        if self.q_norm is not None and self.k_norm is not None and not full:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        shared = self.config.num_kv_heads != self.config.num_heads
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        return x_BSH.unflatten(2, (-1, self.config.head_dim)).transpose(1, 2)
+
+
+def rotary_table(config: ModelConfig, seq_len: int, *, device: torch.device | str) -> torch.Tensor:
+    """Return cosines and sines of each position, ``(2, S, head_dim)`` float32.
+
+    Source: RoFormer (arXiv:2104.09864). Element i rotates with element i + head_dim / 2, as in
+    Hugging Face's models.
+    """
+    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    frequency = config.rope_theta ** (-half / config.head_dim)
+    angle = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequency
+    angle = torch.cat([angle, angle], dim=-1)
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+@compiled_on_gpu
+def rotate(x_BHSd: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Rotate queries or keys ``(B, heads, S, head_dim)`` by their positions."""
+    cos, sin = rotary.to(x_BHSd.dtype)
+    first, second = x_BHSd.chunk(2, dim=-1)
+    return x_BHSd * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def next_token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy in nats, computed in float32, as a scalar.
+
+    Args:
+        logits_BSV: any floating dtype. On a GPU the compiled function makes no float32 copy, which
+            would be the largest tensor of a training step.
+        targets_BS: int64, below V.
+    """
+    return _cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+
+
+@compiled_on_gpu
+def _cross_entropy(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits_TV.float(), targets_T)

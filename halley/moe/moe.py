@@ -1,0 +1,194 @@
+"""``halley.MoE``: an MoE layer that sets itself up, for use without the rest of Halley."""
+
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halley.core.config import MoEConfig, RouterConfig
+from halley.core.field_types import check_type
+from halley.core.timeline import Recorder
+from halley.core.torch_device import parse_device
+from halley.core.types import Activation
+from halley.distributed.mesh import ParallelGroups, sync_gradients
+from halley.distributed.peers import all_gather_objects, rank_and_size
+from halley.distributed.world import check_launcher, is_launched, pick_device
+from halley.moe.experts import expert_parameter_names
+from halley.moe.initialize import init_parameters
+from halley.moe.layer import MoELayer, MoEOutput
+from halley.strategies.base import AbstractStrategy
+from halley.strategies.registry import build_strategy
+
+
+@final
+class MoE(nn.Module):
+    """A mixture of experts whose experts are spread over the ranks of a process group.
+
+    Constructing it is a collective of the group, and so is every call, forward and backward. Ranks
+    may have different numbers of tokens. Expert gradients include the tokens of all ranks; the
+    other parameters are copies, whose gradients the user sums::
+
+        layer = halley.MoE(hidden_size=1024, num_experts=64, top_k=8, intermediate_size=512)
+        y = layer(x)  # (tokens, 1024) or (batch, seq, 1024)
+        (loss(y) + layer.aux_loss).backward()
+        layer.sync_gradients()
+
+    A model with other parameters calls ``halley.sync_gradients`` for all of them instead, with
+    ``layer.groups``. For data-parallel copies of the experts use ``MoELayer`` with
+    ``build_groups``.
+
+    Args:
+        hidden_size: D; a row must be a multiple of 16 bytes.
+        num_experts: experts of all ranks, divisible by the number of ranks.
+        top_k: experts of each token.
+        intermediate_size: intermediate size of one expert; a row must be a multiple of 16 bytes.
+        group: the ranks over which the experts are spread. None for all ranks: those of the
+            default process group, which is initialized from torchrun's environment if necessary
+            (NCCL on CUDA, gloo on CPU). Without torchrun there is one rank and no process group.
+        strategy: how the experts run, by a name of ``build_strategy``, or a strategy made for
+            ``group``. "auto" measures several in the first call.
+        activation: "swiglu" or "gelu".
+        shared_intermediate_size: intermediate size of a shared expert; 0 for none.
+        router: kind, losses and capacity of the router.
+        dtype: dtype of the parameters; None for torch's default.
+        device: device of the parameters. None for the GPU of this rank, or the CPU if there is no
+            GPU or the group's backend is gloo.
+        seed: seed of the initial weights, which do not depend on the number of ranks. None takes
+            one from torch's default generator on the first rank.
+
+    Attributes:
+        aux_loss: balance and z loss of the last call times their coefficients, a float32 scalar to
+            add to the loss. It keeps the graph of that call alive.
+        expert_counts: slots that the router gave each expert in the last call on this rank, int64
+            ``(E,)``.
+        groups: the ranks, for ``sync_gradients``.
+
+    Raises:
+        ValueError: a size does not fit, or an argument has the wrong type.
+        RuntimeError: another rank did not construct the layer.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        *,
+        top_k: int,
+        intermediate_size: int,
+        group: dist.ProcessGroup | None = None,
+        strategy: str | AbstractStrategy = "auto",
+        activation: Activation = "swiglu",
+        shared_intermediate_size: int = 0,
+        router: RouterConfig | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_type(group, dist.ProcessGroup | None, name="group")
+        if not isinstance(strategy, str):
+            check_type(strategy, AbstractStrategy, name="strategy")
+        check_type(seed, int | None, name="seed")
+        config = MoEConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            intermediate_size=intermediate_size,
+            activation=activation,
+            shared_intermediate_size=shared_intermediate_size,
+            router=RouterConfig() if router is None else router,
+        )
+        if group is None:
+            group = _join_default_group(device)
+        device = _pick_device(group) if device is None else parse_device(device)
+        self.groups = _groups_of(group)
+        if isinstance(strategy, str):
+            recorder = Recorder(device, enabled=False)
+            strategy = build_strategy(strategy, self.groups.ep, recorder=recorder, device=device)
+        self.layer = MoELayer(
+            config,
+            hidden_size,
+            strategy=strategy,
+            groups=self.groups,
+            dtype=torch.get_default_dtype() if dtype is None else dtype,
+            device=device,
+        )
+        if seed is None:
+            drawn = int(torch.randint(2**31, ()))
+            seed = all_gather_objects(drawn, group=self.groups.ep, operation="seed of an MoE")[0]
+        init_parameters(self.layer, seed=seed)
+        self.aux_loss = torch.zeros((), device=device)
+        self.expert_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+
+    def forward(self, x: torch.Tensor, *, return_aux: bool = False) -> torch.Tensor | MoEOutput:
+        """Apply the layer; a collective of the group.
+
+        Args:
+            x: ``(..., hidden_size)``, in the dtype of the parameters or under autocast.
+            return_aux: return the loss and the counts beside the output. Required inside
+                activation checkpointing, which calls the layer twice.
+
+        Returns:
+            The output, with the shape of ``x``; or a ``MoEOutput`` of output, ``aux_loss`` and
+            ``expert_counts``.
+
+        Raises:
+            ValueError: the shape, dtype or device of ``x`` does not fit the parameters.
+        """
+        output = self.layer(x)
+        self.aux_loss, self.expert_counts = output.router_loss, output.counts_E
+        return output if return_aux else output.y
+
+    def sync_gradients(self) -> None:
+        """Turn gradients of each rank's mean loss into those of the mean over all ranks, in place.
+
+        A collective of the group: gradients of shared parameters are summed over the ranks, and all
+        are divided by the number of ranks. Parameters without a gradient are skipped.
+        """
+        shared, expert = (
+            [parameter.grad for parameter in parameters if parameter.grad is not None]
+            for parameters in (self.shared_parameters(), self.expert_parameters())
+        )
+        sync_gradients(shared, expert, groups=self.groups)
+
+    def expert_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this rank's experts."""
+        names = expert_parameter_names(self)
+        return [parameter for name, parameter in self.named_parameters() if name in names]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of which every rank has a copy: router and shared expert."""
+        names = expert_parameter_names(self)
+        return [parameter for name, parameter in self.named_parameters() if name not in names]
+
+
+def _join_default_group(device: torch.device | str | None) -> dist.ProcessGroup | None:
+    """Return the default process group, initialized if a launcher started this rank, or None."""
+    if not dist.is_initialized():
+        check_launcher()
+        if not is_launched():
+            return None
+        picked = pick_device("auto") if device is None else parse_device(device)
+        if picked.type == "cuda":
+            torch.cuda.set_device(picked)
+        dist.init_process_group(
+            "nccl" if picked.type == "cuda" else "gloo",
+            device_id=picked if picked.type == "cuda" else None,
+        )
+    return dist.group.WORLD
+
+
+def _pick_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the current GPU if the ranks can exchange tensors on GPUs, else the CPU."""
+    on_gpu = torch.cuda.is_available() and (group is None or "nccl" in dist.get_backend(group))
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _groups_of(group: dist.ProcessGroup | None) -> ParallelGroups:
+    """Return groups in which the experts are spread over all ranks."""
+    rank, num_ranks = rank_and_size(group)
+    if num_ranks == 1:
+        return ParallelGroups()
+    return ParallelGroups(
+        rank=rank, num_ranks=num_ranks, ep_rank=rank, ep_size=num_ranks, world=group, ep=group
+    )

@@ -1,0 +1,109 @@
+"""GEMMs that leave SMs to a concurrent collective, or write into a given tensor.
+
+A GEMM of cuBLAS or CUTLASS occupies every SM from start to end. A collective that is launched a
+moment later waits until the GEMM is done. If the collective runs already, the GEMM's CTAs that find
+no SM wait for all others. With an SM carve-out, the GEMM runs on the remaining SMs only.
+"""
+
+import contextlib
+from collections.abc import Generator
+
+import torch
+import torch.nn.functional as F
+
+from halley.ops.library import define
+
+
+_library = torch.library.Library("halley", "FRAGMENT")
+
+
+def has_sm_carveout() -> bool:
+    """Return whether this torch has the SM carve-out, an experimental feature."""
+    return hasattr(torch._C, "_set_sm_carveout_experimental")
+
+
+@contextlib.contextmanager
+def sm_carveout(num_sms: int) -> Generator[None, None, None]:
+    """Make dense and grouped GEMMs that are launched inside leave ``num_sms`` SMs free.
+
+    Args:
+        num_sms: number of SMs; 0 changes nothing.
+    """
+    if num_sms == 0:
+        yield
+        return
+    previous = torch._C._get_sm_carveout_experimental()
+    library = torch.backends.cuda.preferred_blas_library()
+    # Torch passes the carve-out to cuBLASLt only, not to the older cuBLAS interface.
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch._C._set_sm_carveout_experimental(num_sms)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(library)
+        torch._C._set_sm_carveout_experimental(previous)
+
+
+def _gemm_with_carveout(
+    bias: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor | None,
+    num_sms: int,
+) -> torch.Tensor:
+    """Return ``left @ right`` by a kernel that leaves SMs free.
+
+    Args:
+        bias: added to each row of a dense GEMM; None for none.
+        left, right: matrices; for a grouped GEMM as in ``torch.nn.functional.grouped_mm``.
+        ends: end of each group, int32, for a grouped GEMM, which takes no bias; None for a dense
+            GEMM.
+        num_sms: number of SMs that stay free; ignored on a CPU.
+    """
+    with sm_carveout(num_sms if left.is_cuda else 0):
+        if ends is not None:
+            return F.grouped_mm(left, right, offs=ends)
+        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+
+def _fake_gemm_with_carveout(
+    bias: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor | None,
+    num_sms: int,
+) -> torch.Tensor:
+    groups = () if ends is None or right.dim() == 3 else (ends.shape[0],)
+    return left.new_empty(*groups, left.shape[0], right.shape[-1])
+
+
+def _gemm_into(
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    num_sms: int,
+) -> None:
+    """Write ``left @ right`` into ``out``; the other arguments as for ``_gemm_with_carveout``."""
+    with sm_carveout(num_sms if out.is_cuda else 0):
+        if bias is None:
+            torch.mm(left, right, out=out)
+        else:
+            torch.addmm(bias, left, right, out=out)
+
+
+define(
+    "gemm_with_carveout(Tensor? bias, Tensor left, Tensor right, Tensor? ends, int num_sms)"
+    " -> Tensor",
+    _gemm_with_carveout,
+    _fake_gemm_with_carveout,
+)
+# The schema declares the write to ``out``: compilers remove operators without results otherwise.
+_library.define(
+    "gemm_into(Tensor(a!) out, Tensor? bias, Tensor left, Tensor right, int num_sms) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("gemm_into", _gemm_into, "CompositeExplicitAutograd")
+torch.library.register_fake("halley::gemm_into", lambda *_: None, lib=_library)
+gemm_with_carveout = torch.ops.halley.gemm_with_carveout.default
+gemm_into = torch.ops.halley.gemm_into.default

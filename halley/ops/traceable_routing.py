@@ -1,0 +1,319 @@
+"""Routing as torch.library operators: sort slots, gather and combine rows, group them by expert.
+
+For code that ``torch.compile`` traces into one graph. Each step is one node, so a compiler pass can
+recognise it. The pass that splits a batch into microbatches needs this: rows sorted by expert are
+no contiguous slice of a microbatch, and their order follows from the counts beside them.
+
+Numbers of rows may be symbolic sizes. Eager code uses ``permute`` instead.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from halley.core.routing import expert_starts, sort_keys
+from halley.ops.library import define, takes_kernels
+
+
+class GroupedRows(NamedTuple):
+    """The order by expert of rows that were received by source rank. L experts, W ranks, R rows.
+
+    Attributes:
+        order_R: ``received[order_R]`` is sorted by expert, int64.
+        inverse_R: the inverse permutation, int64.
+        ends_L: end of each expert's rows in that order, int32.
+        counts_LW: rows of each expert by source rank, int64.
+    """
+
+    order_R: torch.Tensor
+    inverse_R: torch.Tensor
+    ends_L: torch.Tensor
+    counts_LW: torch.Tensor
+
+
+def sort_slots(topk_idx_TK: torch.Tensor, *, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort the slots by expert, then token, and count the slots of each expert.
+
+    Args:
+        topk_idx_TK: expert ids, or ``DROPPED``: dropped slots come last and are not counted.
+        num_experts: E.
+
+    Returns:
+        Slots ``t * K + k``, int64 ``(T * K,)``, and counts, int64 ``(E,)``.
+
+    Example: idx [[0, 2], [2, -1]] and 4 experts give slots 0, 1, 2, 3 and counts [1, 0, 2, 0].
+    """
+    return _call_sort_slots(topk_idx_TK, num_experts)
+
+
+def read_counts(
+    sent_WL: torch.Tensor, received_WL: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the rows sent to each rank and received from each rank to the host, ``(W,)`` each.
+
+    Both use one copy, so the host waits for the device once.
+
+    Args:
+        sent_WL: rows for each local expert of each rank, int64.
+        received_WL: rows of each rank for each local expert here, int64.
+    """
+    return _call_read_counts(sent_WL, received_WL)
+
+
+def gather_rows(
+    x_TD: torch.Tensor, slots_N: torch.Tensor, *, num_rows: int, top_k: int
+) -> torch.Tensor:
+    """Return the token of each of the first ``num_rows`` slots; differentiable in ``x_TD``.
+
+    Args:
+        x_TD: tokens.
+        slots_N: as from ``sort_slots``.
+        num_rows: number of slots that are not dropped.
+        top_k: K.
+
+    Returns:
+        ``(num_rows, D)``.
+    """
+    return _call_gather_rows(x_TD, slots_N, num_rows, top_k)
+
+
+def combine_rows(
+    rows_ND: torch.Tensor, slots_N: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum of each token's rows, in order of slot, ``(T, D)``; differentiable.
+
+    Args:
+        rows_ND: row i belongs to slot ``slots_N[i]``; slots without a row add nothing.
+        slots_N: as from ``sort_slots``.
+        weights_TK: one weight a slot, rounded to the dtype of the rows.
+    """
+    return _call_combine_rows(rows_ND, slots_N, weights_TK)
+
+
+def group_rows(counts_WL: torch.Tensor, *, num_rows: int) -> GroupedRows:
+    """Return how to sort by expert rows that were received by source rank, then expert.
+
+    Args:
+        counts_WL: rows of each source rank for each local expert, int64.
+        num_rows: their sum.
+
+    Example: counts [[1, 2], [1, 0]]: the rows are received as s0e0 s0e1 s0e1 s1e0. The order by
+    expert is 0, 3, 1, 2, and the experts end at 2 and 4.
+    """
+    return GroupedRows(*_call_group_rows(counts_WL, num_rows))
+
+
+def permute_rows(
+    rows_RD: torch.Tensor, order_R: torch.Tensor, *, inverse_R: torch.Tensor
+) -> torch.Tensor:
+    """Return ``rows_RD[order_R]``, ``(R, D)``; the gradient uses the inverse permutation."""
+    return _call_permute_rows(rows_RD, order_R, inverse_R)
+
+
+def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if takes_kernels(topk_idx):
+        from halley.ops.kernels import route
+
+        return route.sort_slots(topk_idx, num_experts)
+    keys, slots = sort_keys(topk_idx, num_experts)
+    return slots, expert_starts(keys, num_experts).diff()
+
+
+def _fake_sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return topk_idx.new_empty(topk_idx.numel()), topk_idx.new_empty(num_experts)
+
+
+def _read_counts(sent: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.stack([sent.sum(1), received.sum(1)]).cpu()
+    return both[0].clone(), both[1].clone()
+
+
+def _fake_read_counts(
+    sent: torch.Tensor, received: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    own, others = (counts.new_empty(counts.shape[0], device="cpu") for counts in (sent, received))
+    return own, others
+
+
+def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
+    return x.index_select(0, _first(slots, num_rows) // top_k)
+
+
+def _fake_gather_rows(
+    x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int
+) -> torch.Tensor:
+    return x.new_empty(num_rows, x.shape[1])
+
+
+def _gather_setup(ctx, inputs, output):
+    _, slots, _, ctx.top_k = inputs
+    ctx.save_for_backward(slots)
+
+
+def _gather_backward(ctx, grad):
+    (slots,) = ctx.saved_tensors
+    return torch.ops.halley.gather_rows_backward(grad, slots, ctx.top_k), None, None, None
+
+
+def _gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -> torch.Tensor:
+    return _by_slot(grad, slots).view(-1, top_k, grad.shape[1]).sum(1)
+
+
+def _fake_gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -> torch.Tensor:
+    return grad.new_empty(slots.shape[0] // top_k, grad.shape[1])
+
+
+def _combine_rows(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    by_slot = _by_slot(rows, slots).view(*weights.shape, rows.shape[1])
+    return (by_slot * weights.to(rows.dtype).unsqueeze(2)).sum(1)
+
+
+def _fake_combine_rows(
+    rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty(weights.shape[0], rows.shape[1])
+
+
+def _combine_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx, grad):
+    grad_rows, grad_weights = torch.ops.halley.combine_rows_backward(grad, *ctx.saved_tensors)
+    return grad_rows, None, grad_weights
+
+
+def _combine_rows_backward(
+    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sent = _first(slots, rows.shape[0])
+    grad_of_row = grad.index_select(0, sent // weights.shape[1])
+    weight_of_row = weights.to(grad.dtype).flatten().index_select(0, sent)
+    grad_weights = _by_slot((grad_of_row * rows).sum(1, keepdim=True), slots)
+    return grad_of_row * weight_of_row.unsqueeze(1), grad_weights.view_as(weights).to(weights.dtype)
+
+
+def _fake_combine_rows_backward(
+    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows in order of slot, with zeros for dropped slots."""
+    out = rows.new_zeros(slots.shape[0], rows.shape[1])
+    return out.index_copy_(0, _first(slots, rows.shape[0]), rows)
+
+
+def _first(values: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the first ``number`` values; by index where that is a symbolic size.
+
+    Torch gives a slice a new symbolic size, and cannot prove that it equals ``number``.
+    """
+    if isinstance(number, int):
+        return values[:number]
+    return values.index_select(0, torch.arange(number, device=values.device))
+
+
+def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+    if takes_kernels(counts):
+        from halley.ops.kernels import route
+
+        return route.group_rows(counts, num_rows)
+    # contiguous() would return the input itself for one rank; an operator must not alias it.
+    by_expert = counts.t().clone(memory_format=torch.contiguous_format)
+    ends_WL = counts.flatten().cumsum(0).view_as(counts)
+    ends_LW = by_expert.flatten().cumsum(0).view_as(by_expert)
+    shift_WL = ends_LW.t() - ends_WL  # from the received order to the order by expert
+    rows = torch.arange(num_rows, device=counts.device)
+    order = rows - _of_segment(shift_WL.t(), ends_LW, rows)
+    inverse = rows + _of_segment(shift_WL, ends_WL, rows)
+    return order, inverse, ends_LW[:, -1].int(), by_expert
+
+
+def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return, for each row, the value of the segment that contains it."""
+    segments = torch.searchsorted(ends.flatten(), rows, right=True)
+    return values.flatten().index_select(0, segments)
+
+
+def _fake_group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+    num_ranks, num_local = counts.shape
+    ends = counts.new_empty(num_local, dtype=torch.int32)
+    by_expert = counts.new_empty(num_local, num_ranks)
+    return counts.new_empty(num_rows), counts.new_empty(num_rows), ends, by_expert
+
+
+def _permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, order)
+
+
+def _fake_permute_rows(
+    rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty(order.shape[0], rows.shape[1])
+
+
+def _permute_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _permute_backward(ctx, grad):
+    order, inverse = ctx.saved_tensors
+    return torch.ops.halley.permute_rows(grad, inverse, order), None, None
+
+
+_call_sort_slots = define(
+    "sort_slots(Tensor topk_idx, int num_experts) -> (Tensor slots, Tensor counts)",
+    _sort_slots,
+    _fake_sort_slots,
+)
+_call_read_counts = define(
+    "read_counts(Tensor sent, Tensor received) -> (Tensor sent_splits, Tensor received_splits)",
+    _read_counts,
+    _fake_read_counts,
+    made_of_torch=True,
+)
+_call_gather_rows = define(
+    "gather_rows(Tensor x, Tensor slots, SymInt num_rows, int top_k) -> Tensor",
+    _gather_rows,
+    _fake_gather_rows,
+    setup_context=_gather_setup,
+    backward=_gather_backward,
+    made_of_torch=True,
+)
+define(
+    "gather_rows_backward(Tensor grad, Tensor slots, int top_k) -> Tensor",
+    _gather_rows_backward,
+    _fake_gather_rows_backward,
+    made_of_torch=True,
+)
+_call_combine_rows = define(
+    "combine_rows(Tensor rows, Tensor slots, Tensor weights) -> Tensor",
+    _combine_rows,
+    _fake_combine_rows,
+    setup_context=_combine_setup,
+    backward=_combine_backward,
+    made_of_torch=True,
+)
+define(
+    "combine_rows_backward(Tensor grad, Tensor rows, Tensor slots, Tensor weights)"
+    " -> (Tensor grad_rows, Tensor grad_weights)",
+    _combine_rows_backward,
+    _fake_combine_rows_backward,
+    made_of_torch=True,
+)
+_call_group_rows = define(
+    "group_rows(Tensor counts, SymInt num_rows)"
+    " -> (Tensor order, Tensor inverse, Tensor ends, Tensor counts_by_expert)",
+    _group_rows,
+    _fake_group_rows,
+)
+_call_permute_rows = define(
+    "permute_rows(Tensor rows, Tensor order, Tensor inverse) -> Tensor",
+    _permute_rows,
+    _fake_permute_rows,
+    setup_context=_permute_setup,
+    backward=_permute_backward,
+    made_of_torch=True,
+)

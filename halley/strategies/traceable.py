@@ -1,0 +1,161 @@
+"""The all-to-all strategy in operators that ``torch.compile`` traces into one graph: "functional".
+
+``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here
+a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes
+that the graph reads from them. Both share the routing arithmetic, but not the code: tracing forbids
+numpy and host buffers, and an operator with a gradient costs eager code host time.
+
+``run_on_one_rank`` is the same for a single rank. It exchanges nothing, so it has no
+data-dependent size.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+
+from halley.core.routing import check_routing
+from halley.core.sharding import check_tp_size, route_to_shards
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.hardware import Predictor
+from halley.cost.simulate import Task
+from halley.distributed.peers import Collective, rank_and_size
+from halley.ops.expert_gemm import apply_experts_traceable, check_alignment
+from halley.ops.traceable_routing import (
+    combine_rows,
+    gather_rows,
+    group_rows,
+    permute_rows,
+    read_counts,
+    sort_slots,
+)
+from halley.strategies.base import AbstractStrategy, check_inputs, under_autocast
+from halley.strategies.lockstep import Lockstep
+from halley.strategies.tasks import all_to_all_tasks
+
+
+@final
+class TraceableStrategy(AbstractStrategy):
+    """Dispatch, experts and combine by functional collectives with data-dependent splits.
+
+    To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
+    ``halley.compile`` does.
+
+    Args:
+        group: the ranks over which the experts are spread; None for a single rank.
+        tp_size: adjacent ranks that share each expert, see ``core.sharding``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, tp_size: int = 1) -> None:
+        self.ep_size = rank_and_size(group)[1]
+        check_tp_size(tp_size, num_ranks=self.ep_size)
+        self.group, self.tp_size = group, tp_size
+        self._lockstep = Lockstep("functional", group=group, tp_size=tp_size)
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        num_local = experts.num_local_experts
+        num_experts = num_local * self.ep_size
+        routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
+        check_inputs(x_TD, experts)
+        check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
+        if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
+            raise ValueError("expert_bias (true) must be false for the functional strategy")
+        self._lockstep.begin(x_TD, experts)
+        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+
+        slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
+        sent_WL = counts_E.view(self.ep_size, num_local)
+        received_WL = self._exchange_counts(sent_WL)
+        send_splits, recv_splits = _read_splits(sent_WL, received_WL)
+
+        rows_ND = gather_rows(x_TD, slots_N, num_rows=sum(send_splits), top_k=idx_TK.shape[1])
+        received_RD = self._exchange("dispatch", rows_ND, send_splits, recv_splits)
+        grouped = group_rows(received_WL, num_rows=sum(recv_splits))
+        x_RD = permute_rows(received_RD, grouped.order_R, inverse_R=grouped.inverse_R)
+        y_RD = apply_experts_traceable(x_RD, experts, ends_L=grouped.ends_L)
+        y_RD = permute_rows(y_RD, grouped.inverse_R, inverse_R=grouped.order_R)
+        returned_ND = self._exchange("combine", y_RD, recv_splits, send_splits)
+        return self._lockstep.end(combine_rows(returned_ND, slots_N, weights_TK))
+
+    def find_problem(self, experts: Experts, *, top_k: int) -> str:
+        return "experts have biases" if experts.up_bias_LG is not None else ""
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        return all_to_all_tasks(shape, predictor, num_chunks=1)
+
+    def _exchange_counts(self, counts_WL: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return counts_WL
+        with _name_errors("route", self.group):
+            return fc.wait_tensor(fc.all_to_all_single(counts_WL, None, None, self.group))
+
+    def _exchange(
+        self, name: str, rows_ND: torch.Tensor, send_splits: list[int], recv_splits: list[int]
+    ) -> torch.Tensor:
+        if self.group is None:
+            return rows_ND
+        with _name_errors(name, self.group):
+            received_RD = fc.all_to_all_single_autograd(
+                rows_ND, recv_splits, send_splits, self.group
+            )
+            return fc.wait_tensor(received_RD)
+
+
+def _name_errors(operation: str, group: dist.ProcessGroup) -> AbstractContextManager[object]:
+    """Return a context that adds operation and ranks to errors; an empty one while tracing."""
+    return nullcontext() if torch.compiler.is_compiling() else Collective(operation, group=group)
+
+
+def _read_splits(sent_WL: torch.Tensor, received_WL: torch.Tensor) -> tuple[list[int], list[int]]:
+    sent_W, received_W = read_counts(sent_WL, received_WL)
+    splits = sent_W.tolist(), received_W.tolist()
+    for split in (*splits[0], *splits[1]):
+        torch._check(split >= 0)
+    return splits
+
+
+def find_one_rank_problem(experts: Experts) -> str:
+    """Return why ``run_on_one_rank`` cannot run these experts, or ""."""
+    if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
+        return "experts have biases"
+    _, hidden_size, intermediate_size = experts.down_LDF.shape
+    try:
+        for name, size in (("hidden", hidden_size), ("intermediate", intermediate_size)):
+            check_alignment(size, name=f"{name}_size", dtype=experts.down_LDF.dtype)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+    """Return the weighted sums over the experts of a single rank, ``(T, D)``, in one graph.
+
+    The host reads nothing, and no size depends on data: dropped slots keep a row, after all others,
+    which no expert multiplies. Differentiable as ``AbstractStrategy.forward``.
+
+    Args:
+        x_TD: tokens, of any floating dtype.
+        routing: expert ids and weights of each token.
+        experts: all experts, for which ``find_one_rank_problem`` returns "".
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    experts = under_autocast(experts)
+    num_experts, dtype = experts.num_local_experts, x_TD.dtype
+    x_TD = x_TD.to(experts.up_LGD.dtype)
+    check_inputs(x_TD, experts)
+    check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
+    idx_TK = routing.topk_idx_TK
+    slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
+    ends_E = counts_E.cumsum(0)
+    num_slots = idx_TK.numel()
+    dropped_N1 = (torch.arange(num_slots, device=idx_TK.device) >= ends_E[-1])[:, None]
+    rows_ND = gather_rows(x_TD, slots_N, num_rows=num_slots, top_k=idx_TK.shape[1])
+    # The GEMMs leave rows of no expert uninitialised: in y forward, in the gradient of x backward.
+    rows_ND = rows_ND.masked_fill(dropped_N1, 0.0)
+    y_ND = apply_experts_traceable(rows_ND, experts, ends_L=ends_E.int())
+    y_ND = y_ND.masked_fill(dropped_N1, 0.0)
+    return combine_rows(y_ND, slots_N, routing.topk_weights_TK).to(dtype)

@@ -1,0 +1,290 @@
+"""The model benchmark: its step equals that of training, wrong values, and numbers by hand."""
+
+import dataclasses
+import io
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+
+from benchmarks.model_bench import measure as model_bench
+from benchmarks.model_bench.__main__ import model_table
+from benchmarks.model_bench.case import ModelCase, Subject, build_subject, check_memory, cut_model
+from benchmarks.model_bench.measure import bench_model, measure_models
+from halley.core.config import OptimizerConfig, RunConfig
+from halley.core.models import find_model
+from halley.core.timeline import Recorder
+from halley.core.types import Experts, LayerShape, Routing
+from halley.cost.hardware import Predictor
+from halley.cost.simulate import Task
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.fused.buffer_cache import Workspaces
+from halley.moe.experts import expert_parameter_names
+from halley.moe.transformer import MoETransformer
+from halley.strategies.all_to_all import AllToAllStrategy
+from halley.strategies.base import AbstractStrategy
+from halley.strategies.registry import build_strategy
+from halley.tools.lower_bound import wire_us
+from halley.tools.results import Row
+from halley.tools.timer import summarise
+from halley.train.optim import ModelOptimizer
+from halley.train.step import train_step
+from tests.moe.model_case import CPU, MODELS, destroy
+from tests.rank_pool import RunRanks
+from tests.train.run_case import ADAMW, SMALL, built, make_config, write_text
+
+
+CASE = ModelCase(model=MODELS["softmax"], num_tokens=24, seq_len=12, dtype=torch.float32)
+LINK = 1e3  # so slow that the wire is the lower bound
+FIGURES = {"tokens_per_s", "mfu", "exposed_comm_us", "peak_mib", "median_us", "p10_us", "p90_us"}
+WORKLOAD = {"case", "model", "num_layers", "num_tokens", "seq_len", "batch_size", "ep_size"}
+WORKLOAD |= {"tp_size", "skew", "seed", "dtype", "strategy", "setting", "passes", "direction"}
+FLOORS = {"floor_us", "gemm_us", "wire_us", "load_std"}
+MACHINE = {"gpu", "num_gpus", "torch", "triton", "nccl", "commit", "date"}
+
+
+class Scaled(AbstractStrategy):
+    """The correct output times a factor, or an error."""
+
+    def __init__(self, groups: ParallelGroups, factor: float, *, problem: str = "") -> None:
+        self.right = AllToAllStrategy(groups.ep, recorder=Recorder(CPU, enabled=False))
+        self.factor, self.problem = factor, problem
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        if self.problem:
+            raise RuntimeError(self.problem)
+        return self.factor * self.right.forward(x_TD, routing, experts)
+
+    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
+        return self.right.tasks(shape, predictor)
+
+
+def _bench(
+    candidates: dict[str, AbstractStrategy],
+    groups: ParallelGroups,
+    *,
+    recorder: Recorder | None = None,
+    num_samples: int = 1,
+) -> list[Row]:
+    return bench_model(
+        CASE,
+        candidates,
+        make_optimizer=lambda m: ModelOptimizer(m, OptimizerConfig(), groups=groups),
+        groups=groups,
+        recorder=recorder or Recorder(CPU, enabled=False),
+        device=CPU,
+        workspaces=Workspaces(groups.ep, CPU),
+        link_bytes_per_s=LINK,
+        num_samples=num_samples,
+    )
+
+
+def _bench_orders(rank: int, num_ranks: int) -> tuple[list[Row], list[Row], float]:
+    """Return the lines for two orders of candidates, and the wire time of all layers."""
+    groups = build_groups(0, device_type="cpu")
+    recorder = Recorder(CPU, enabled=False)
+    chunked = build_strategy("chunked", groups.ep, recorder=recorder, device=CPU, num_chunks=2)
+    candidates: dict[str, AbstractStrategy] = {
+        "sequential": AllToAllStrategy(groups.ep, recorder=recorder),
+        "nan": Scaled(groups, math.nan),
+        "wrong": Scaled(groups, 1.01),
+        "chunked n=3": Scaled(groups, 0.5),
+        "chunked n=2": chunked,
+    }
+    rows = _bench(candidates, groups, recorder=recorder, num_samples=2)
+    first, *rest = candidates.items()
+    turned = _bench(dict([first, *reversed(rest)]), groups)
+    subject = build_subject(CASE, chunked, groups=groups, recorder=recorder, device=CPU)
+    layers = subject.layers()
+    counts_ME = subject.model(subject.tokens_BS).counts_ME
+    for counts_E, layer in zip(counts_ME, layers, strict=True):
+        assert counts_E.equal(layer.counts_WE[rank])
+    crossings_us = sum(4 * wire_us(layer, groups, link_bytes_per_s=LINK) for layer in layers)
+    destroy(groups)
+    return rows, turned, crossings_us
+
+
+def test_wrong_strategies_get_no_time(run_ranks: RunRanks) -> None:
+    (rows, turned, crossings_us), (others, *_) = run_ranks(_bench_orders, 2)
+    assert [row["strategy"] for row in rows] == ["sequential", "nan", "wrong", "chunked"]
+    for row, other in zip(rows, others, strict=True):
+        assert set(row) == WORKLOAD | FIGURES | FLOORS | {"samples", "max_rel_err", "bit_equal"}
+        assert row["median_us"] == other["median_us"]
+        assert row["floor_us"] == row["wire_us"] == pytest.approx(crossings_us, abs=0.1)
+        assert 0 < float(str(row["gemm_us"])) < float(str(row["wire_us"]))
+        assert (row["num_layers"], row["batch_size"], row["direction"]) == (2, 2, "step")
+    for row in rows[1:3]:
+        assert all(row[key] is None for key in FIGURES)
+        assert row["samples"] == 0
+    assert rows[1]["max_rel_err"] == math.inf
+    assert 1e-3 < float(str(rows[2]["max_rel_err"])) < 0.02
+    for row in (rows[0], rows[3]):  # after a wrong one too
+        assert float(str(row["max_rel_err"])) <= 1e-6
+        p10, median, p90 = (float(str(row[key])) for key in ("p10_us", "median_us", "p90_us"))
+        assert 0 < p10 <= median <= p90
+        assert row["tokens_per_s"] == pytest.approx(24 * 2 / (median * 1e-6), rel=1e-3)
+        assert float(str(row["exposed_comm_us"])) > 0
+        assert (row["mfu"], row["peak_mib"], row["samples"]) == (None, None, 2)
+    assert rows[3]["setting"] == "n=2"  # n=3 is wrong
+
+    by_name = {row["strategy"]: row for row in turned}
+    for row in rows:
+        for key in ("max_rel_err", "setting", "load_std", "wire_us"):
+            assert by_name[row["strategy"]][key] == row[key]
+
+
+def test_lines_have_all_keys_and_are_shown_in_a_table() -> None:
+    groups = ParallelGroups()
+    rows = measure_models(
+        [CASE, dataclasses.replace(CASE, num_tokens=8, seq_len=8)],
+        ["sequential"],
+        make_optimizer=lambda m: ModelOptimizer(m, OptimizerConfig(), groups=groups),
+        groups=groups,
+        device=CPU,
+        num_samples=1,
+        commit="abc",
+    )
+    assert [(row["num_tokens"], row["seq_len"], row["batch_size"]) for row in rows] == [
+        (24, 12, 2),
+        (8, 8, 1),
+    ]
+    assert all(set(row) >= WORKLOAD | FIGURES | FLOORS | MACHINE for row in rows)
+    wrong = rows[0] | dict.fromkeys(FIGURES) | {"strategy": "odd", "max_rel_err": math.inf}
+    fast = rows[0] | {"median_us": 2e3, "p90_us": 3e3, "mfu": 0.125, "peak_mib": 1e3}
+    slow = rows[0] | {"median_us": 4e3, "p90_us": 5e3, "strategy": "slow"}
+    console = Console(file=io.StringIO(), width=140)
+    console.print(model_table([fast, slow, wrong]))
+    assert isinstance(console.file, io.StringIO)
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in console.file.getvalue().splitlines()
+        if line.startswith("│")
+    ]
+    assert [row[3:7] for row in cells] == [
+        ["sequential", "2.00", "3.00", "1.00x"],
+        ["slow", "4.00", "5.00", "0.50x"],
+        ["odd", "wrong", "", ""],
+    ]
+    assert (cells[0][10], cells[0][11], cells[2][12]) == ("12.5%", "1,000", "inf")
+
+
+def _compare_with_training(rank: int, num_ranks: int, config: RunConfig) -> None:
+    with built(config, rank=rank, num_ranks=num_ranks) as run:
+        tokens_BS, targets_BS = run.loader.batch(0, 0)
+        output = run.model(tokens_BS)
+        loss = F.cross_entropy(output.logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
+        (loss + output.router_loss).backward()
+        names = expert_parameter_names(run.model)
+        squares = torch.zeros(())
+        for name, parameter in run.model.named_parameters():
+            if name in names and parameter.grad is not None:
+                squares += (parameter.grad.float() / num_ranks).square().sum()
+        dist.all_reduce(squares)
+        run.model.zero_grad()
+
+        subject = Subject(
+            model=run.model,
+            tokens_BS=tokens_BS,
+            targets_BS=targets_BS,
+            groups=run.groups,
+            recorder=run.recorder,
+        )
+        got = subject.values().tolist()
+        run.recorder.collect()
+        result = train_step(run, 0)
+        trained = [span.name for span in run.recorder.collect()]
+        want = [result.loss + result.router_loss, result.grad_norm, float(squares.sqrt())]
+        assert got == pytest.approx(want, rel=1e-6)
+
+        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        for _ in range(2):
+            subject.step(run.optimizer)
+            assert [span.name for span in run.recorder.collect()] == trained
+        torch.testing.assert_close(dict(run.model.named_parameters()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_step_equals_a_training_step_with_rate_zero(
+    run_ranks: RunRanks, tmp_path: Path, dtype: str
+) -> None:
+    config = make_config(write_text(tmp_path), model=SMALL, optimizer=ADAMW, dtype=dtype)
+    run_ranks(_compare_with_training, 2, config)
+
+
+def test_tokens_per_second_and_mfu_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of tiny: attention 128 x 128 twice, 128 x 64 twice, and scores and sums over half of
+    256 positions; the router and two experts. Six operations each, on four ranks in 1 ms.
+    """
+    case = ModelCase(model=cut_model("tiny", num_layers=2), num_tokens=512, seq_len=256)
+    rates = {"cuda": 1e12, "cpu": None}
+    monkeypatch.setattr(model_bench, "peak_flops_per_s", lambda device: rates[device.type])
+    groups, timing = ParallelGroups(num_ranks=4), summarise([500.0, 1000.0, 4000.0])
+    attention = 2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 128
+    experts = 128 * 8 + 2 * 3 * 128 * 256
+    flops = 6 * (2 * (attention + experts) + 128 * 256)
+    row = model_bench._times(case, timing, groups=groups, device=torch.device("cuda"))
+    assert row["tokens_per_s"] == 4 * 512 / 1e-3
+    assert row["mfu"] == round(4 * 512 * flops / 1e-3 / 4e12, 4)
+    assert (row["median_us"], row["samples"]) == (1000.0, 3)
+    assert model_bench._times(case, timing, groups=groups, device=CPU)["mfu"] is None
+    single = dataclasses.replace(case, dtype=torch.float32)
+    for_single = model_bench._times(single, timing, groups=groups, device=torch.device("cuda"))
+    assert for_single["mfu"] is None
+
+
+def test_out_of_memory_names_model_and_strategy() -> None:
+    groups = ParallelGroups()
+    sequential = AllToAllStrategy(None, recorder=Recorder(CPU, enabled=False))
+    full = Scaled(groups, 1.0, problem="CUDA out of memory. Tried to allocate 2 GiB")
+    wanted = r"model small, layers 2, tokens 24, strategy full n=1: CUDA out of memory\. Tried"
+    with pytest.raises(MemoryError, match=wanted):
+        _bench({"sequential": sequential, "full n=1": full}, groups)
+    broken = Scaled(groups, 1.0, problem="a bug")
+    with pytest.raises(RuntimeError, match=r"^a bug$"):
+        _bench({"sequential": sequential, "broken": broken}, groups)
+
+
+def test_model_larger_than_memory_is_an_error() -> None:
+    """Qwen3 on 4 ranks: a layer has 18.9 M weights of attention and 32 of the experts."""
+    case = ModelCase(model=cut_model("qwen3-30b-a3b", num_layers=8), num_tokens=8192, seq_len=4096)
+    layer = 2 * 2048 * (4096 + 512) + 2048 * 128 + 32 * 3 * 2048 * 768
+    num_bytes = 18 * (8 * layer + 2 * 151936 * 2048)
+    check_memory(case, num_ranks=4, memory_bytes=num_bytes)
+    wanted = r"layers \(8\) of model qwen3-30b-a3b must fit .* take 33\.2 GiB on each of 4 ranks"
+    with pytest.raises(ValueError, match=wanted):
+        check_memory(case, num_ranks=4, memory_bytes=num_bytes - 1)
+
+
+def test_memory_counts_all_weights_except_vectors() -> None:
+    groups, recorder = ParallelGroups(ep_size=2), Recorder(CPU, enabled=False)
+    shared = dataclasses.replace(find_model("tiny").moe, shared_intermediate_size=64)
+    model = dataclasses.replace(
+        find_model("tiny"), moe=shared, num_dense_layers=1, dense_intermediate_size=96
+    )
+    case = ModelCase(model=model, num_tokens=8, seq_len=8, dtype=torch.float32)
+    built_model = MoETransformer(
+        model,
+        strategy=AllToAllStrategy(None, recorder=recorder),
+        groups=groups,
+        recorder=recorder,
+    )
+    num_weights = sum(p.numel() for p in built_model.parameters() if p.ndim > 1)
+    check_memory(case, num_ranks=2, memory_bytes=16 * num_weights)
+    with pytest.raises(ValueError, match=r"layers \(4\) of model tiny must fit"):
+        check_memory(case, num_ranks=2, memory_bytes=16 * num_weights - 1)
+
+
+def test_wrong_case_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"seq_len \(5\) must divide tokens \(24\)"):
+        dataclasses.replace(CASE, seq_len=5)
+    with pytest.raises(ValueError, match=r"dtype \(torch\.float16\) must be float32 or bfloat16"):
+        dataclasses.replace(CASE, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"layers \(3\) must be above 3, the dense layers that"):
+        cut_model("deepseek-v3", num_layers=3)
+    assert cut_model("deepseek-v3", num_layers=4) == dataclasses.replace(
+        find_model("deepseek-v3"), num_layers=4
+    )

@@ -1,0 +1,299 @@
+"""The dispatch plan against one that plain Python makes slot by slot."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from halley.core.types import Routing
+from halley.fused.kernels.layout import (
+    IS_USABLE,
+    MAX_CHUNKS,
+    NUM_COPIES,
+    NUM_OWN_COPIES,
+    NUM_TICKETS,
+    NUM_TILES,
+    TASK_ROWS,
+    Layout,
+)
+from tests.fused.kernel_case import KernelCase, make_tokens
+from tests.fused.kernel_rank import KernelRank
+from tests.fused.kernel_world import run_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCopy:
+    """One token that this rank receives.
+
+    Attributes:
+        source, token: source rank and token index there.
+        place: position of the source rank in the ring that begins with this rank.
+        rows, weights: one for each expert on this rank, in the order of the token's choices.
+        smallest: its smallest expert on this rank.
+        group: group of its largest expert on this rank.
+    """
+
+    source: int
+    token: int
+    place: int
+    rows: list[int]
+    weights: list[float]
+    smallest: int
+    group: int
+
+
+@dataclass
+class ExpectedPlan:
+    """Contents of a rank's plan.
+
+    Attributes:
+        expert_begin: first row of each local expert.
+        tiles: expert and number of rows of each tile.
+        fetch, combine: the two lists of token copies, padded to whole tasks with None.
+    """
+
+    expert_begin: list[int] = field(default_factory=list)
+    tiles: list[tuple[int, int]] = field(default_factory=list)
+    fetch: list[TokenCopy | None] = field(default_factory=list)
+    combine: list[TokenCopy | None] = field(default_factory=list)
+    num_own_copies: int = 0
+
+
+def _whole_tasks(copies: list[TokenCopy]) -> list[TokenCopy | None]:
+    return [*copies, *[None] * (-len(copies) % TASK_ROWS)]
+
+
+def _expected_plan(layout: Layout, rank: int, routings: list[Routing]) -> ExpectedPlan:
+    plan, num_local = ExpectedPlan(), layout.num_local
+    ring = [(rank + i) % layout.num_ranks for i in range(layout.num_ranks)]
+    tables = [routing.topk_idx_TK.tolist() for routing in routings]
+    row_of: dict[tuple[int, int, int], int] = {}
+    for local in range(num_local):
+        expert, begin = rank * num_local + local, len(plan.tiles) * layout.block_m
+        rows = [(s, t) for s in ring for t, experts in enumerate(tables[s]) if expert in experts]
+        row_of |= {(s, t, expert): begin + row for row, (s, t) in enumerate(rows)}
+        plan.expert_begin.append(begin)
+        for start in range(0, len(rows), layout.block_m):
+            tile = rows[start : start + layout.block_m]
+            plan.tiles.append((local, len(tile)))
+    copies = []
+    for place, source in enumerate(ring):
+        for token, experts in enumerate(tables[source]):
+            mine = [k for k, e in enumerate(experts) if e >= 0 and e // num_local == rank]
+            if mine:
+                weights = routings[source].topk_weights_TK[token]
+                copy = TokenCopy(
+                    source=source,
+                    token=token,
+                    place=place,
+                    rows=[row_of[source, token, experts[k]] for k in mine],
+                    weights=[weights[k].item() for k in mine],
+                    smallest=min(experts[k] for k in mine),
+                    group=_group_of(max(experts[k] for k in mine) % num_local, layout),
+                )
+                copies.append(copy)
+    own, others = [s for s in copies if s.place == 0], [s for s in copies if s.place > 0]
+    for part in (own, others):
+        plan.fetch += _whole_tasks(sorted(part, key=lambda s: (s.smallest, s.place, s.token)))
+    for part in (others, own):
+        plan.combine += _whole_tasks(sorted(part, key=lambda s: (s.group, s.place, s.token)))
+    plan.num_own_copies = len(_whole_tasks(own))
+    return plan
+
+
+def _group_of(local: int, layout: Layout) -> int:
+    return local * layout.num_groups // layout.num_local
+
+
+def check_plan(rank: KernelRank, routings: list[Routing], num_rows: int) -> None:
+    """Compare the plan of a rank with the expected one."""
+    layout = rank.layout
+    expected = _expected_plan(layout, rank.rank, routings)
+    summary = rank.section("summary", 16)
+    num_tiles = len(expected.tiles)
+    assert summary[IS_USABLE.value] == 1
+    assert summary[NUM_TILES.value] == num_tiles
+    assert summary[NUM_COPIES.value] == len(expected.fetch)
+    assert summary[NUM_OWN_COPIES.value] == expected.num_own_copies
+    assert num_rows == num_tiles * layout.block_m
+    assert rank.host_status[2] == 0
+    assert rank.section("expert_begin", layout.num_local).tolist() == expected.expert_begin
+    tile_expert = rank.section("tile_expert", num_tiles).tolist()
+    tile_rows = rank.section("tile_rows", num_tiles).tolist()
+    assert list(zip(tile_expert, tile_rows, strict=True)) == expected.tiles
+    rows_of_expert = Counter(dict.fromkeys(range(layout.num_local), 0))
+    for local, num_tile_rows in expected.tiles:
+        rows_of_expert[local] += num_tile_rows
+    assert rank.section("expert_rows", layout.num_local).tolist() == list(rows_of_expert.values())
+    _check_copies(rank, "fetch", expected.fetch)
+    _check_copies(rank, "combine", expected.combine)
+    _check_weights(rank, expected.combine)
+    assert not rank.section("tile_arrived", num_tiles).any()
+    assert not rank.section("tickets", NUM_TICKETS).any()
+    tiles_of_group = Counter(_group_of(local, layout) for local, _ in expected.tiles)
+    want = [tiles_of_group[group] for group in range(layout.num_groups)]
+    assert rank.section("group_tiles", layout.num_groups).tolist() == want
+    assert not rank.section("chunk_done", MAX_CHUNKS * layout.num_groups).any()
+    assert not rank.section("chunk_sent", MAX_CHUNKS).any()
+    masks = [
+        sum(1 << peer for peer in {e // layout.num_local for e in experts if e >= 0})
+        for experts in routings[rank.rank].topk_idx_TK.tolist()
+    ]
+    assert rank.section("token_contributors", len(masks)).tolist() == masks
+    all_ranks = 0
+    for mask in masks:
+        all_ranks |= mask
+    assert rank.section("contributors", 1).item() == all_ranks
+
+
+def _check_copies(rank: KernelRank, kind: str, copies: list[TokenCopy | None]) -> None:
+    layout = rank.layout
+    origins = rank.section(f"{kind}_origin", len(copies)).tolist()
+    slots = rank.section(f"{kind}_rows", len(copies), layout.top_k).tolist()
+    for copy, origin, line in zip(copies, origins, slots, strict=True):
+        if copy is None:
+            assert origin == -1
+        else:
+            assert divmod(origin, layout.max_tokens) == (copy.source, copy.token)
+            assert line == copy.rows + [-1] * (layout.top_k - len(copy.rows))
+
+
+def _check_weights(rank: KernelRank, copies: list[TokenCopy | None]) -> None:
+    top_k = rank.layout.top_k
+    weights = rank.section("combine_weight", len(copies), top_k).view(torch.float32).tolist()
+    for copy, line in zip(copies, weights, strict=True):
+        if copy is not None:
+            assert line == copy.weights + [0.0] * (top_k - len(copy.weights))
+
+
+def _plan_and_check(rank: KernelRank) -> int:
+    case = rank.case
+    for call in range(len(case.num_tokens_CW)):
+        tokens = [make_tokens(case, peer, call=call) for peer in range(case.num_ranks)]
+        x_TD, routing = tokens[rank.rank]
+        num_rows = rank.make_plan(x_TD, routing)
+        rank.check()
+        check_plan(rank, [routing for _, routing in tokens], num_rows)
+        assert torch.equal(rank.sent_rows[: len(x_TD)], x_TD)
+        assert rank.sent_rows[len(x_TD) :].isnan().all()
+        # All counters but PLANNED and EPOCH are zero.
+        assert rank.counters.sum() == 2 * rank.epoch
+    return rank.epoch
+
+
+CASES = {
+    "balanced": KernelCase(),
+    "top 1": KernelCase(top_k=1, num_tokens_CW=((17, 9, 31),), num_experts=6),
+    "top 3": KernelCase(top_k=3, num_tokens_CW=((17, 9),), num_experts=6),
+    "top 4": KernelCase(top_k=4, num_tokens_CW=((21, 5),), num_experts=8, load="std:0.04"),
+    "top 6": KernelCase(top_k=6, num_tokens_CW=((11, 14),), num_experts=8, dropped=0.2),
+    "top 8": KernelCase(top_k=8, num_tokens_CW=((13, 6),), num_experts=16, block_slots=32),
+    "top 10": KernelCase(top_k=10, num_tokens_CW=((9, 12),), num_experts=12, block_slots=32),
+    "all experts": KernelCase(top_k=4, num_tokens_CW=((9, 12),)),
+    "dropped": KernelCase(dropped=0.5, num_tokens_CW=((40, 25),)),
+    "all dropped": KernelCase(dropped=1.0),
+    "one rank": KernelCase(num_tokens_CW=((33,),)),
+    "one expert a rank": KernelCase(num_tokens_CW=((19, 40, 3, 20),), num_experts=4),
+    "one expert": KernelCase(num_tokens_CW=((19,),), num_experts=1, top_k=1),
+    "empty expert": KernelCase(load="empty-expert", num_tokens_CW=((19, 20),)),
+    "one takes all": KernelCase(load="one-hot", top_k=1, num_tokens_CW=((19, 40),)),
+    "no tokens": KernelCase(num_tokens_CW=((0, 30), (30, 0), (0, 0))),
+    "more than a task": KernelCase(num_tokens_CW=((70, 65),), block_slots=64),
+    "full tasks": KernelCase(num_tokens_CW=((64, 64, 64),), num_experts=3, top_k=3, block_slots=64),
+    "larger max_tokens": KernelCase(num_tokens_CW=((3, 20),), max_tokens=100, block_slots=32),
+    "many experts": KernelCase(num_tokens_CW=((25, 30),), num_experts=80, top_k=4, block_slots=32),
+    "many calls": KernelCase(num_tokens_CW=((20, 13), (1, 2), (0, 7), (20, 20), (8, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_equals_one_made_slot_by_slot(name: str) -> None:
+    case = CASES[name]
+    epochs = run_world(case, _plan_and_check, seed=len(name))
+    assert epochs == [len(case.num_tokens_CW)] * case.num_ranks
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plan_is_equal_in_every_schedule(seed: int) -> None:
+    case = KernelCase(num_tokens_CW=((20, 13, 0), (4, 9, 30)), num_experts=6, seed=seed)
+    run_world(replace(case, dropped=0.1), _plan_and_check, seed=seed, starve=0.02 * (seed % 2))
+
+
+def test_plan_by_hand() -> None:
+    """Rank 0 has 16 tokens for experts 0 and 3; of rank 1's three, two go to rank 0."""
+    tables = (torch.tensor([[0, 3]] * 16), torch.tensor([[1, 2], [3, 2], [1, 0]]))
+    weights = (torch.full((16, 2), 0.5), torch.tensor([[0.25, 0.75], [1.0, 2.0], [0.125, 4.0]]))
+    case = KernelCase(num_tokens_CW=((16, 3),))
+
+    def run(rank: KernelRank) -> int:
+        x_TD = torch.zeros(case.num_tokens_CW[0][rank.rank], case.hidden_size)
+        table, weight = tables[rank.rank], weights[rank.rank]
+        num_rows = rank.make_plan(x_TD, Routing(topk_idx_TK=table, topk_weights_TK=weight))
+        if rank.rank == 1:
+            assert rank.section("token_contributors", 3).tolist() == [3, 2, 1]
+            return num_rows
+        assert rank.section("expert_begin", 2).tolist() == [0, 32]
+        assert rank.section("tile_expert", 3).tolist() == [0, 0, 1]
+        assert rank.section("tile_rows", 3).tolist() == [16, 1, 2]
+        fetch, total = rank.section("fetch_origin", 128), rank.section("combine_origin", 128)
+        assert fetch[:16].tolist() == list(range(16))
+        assert fetch[16:64].tolist() == [-1] * 48
+        # Token 2 of rank 1 is fetched before its token 0, whose only expert is 1.
+        assert fetch[64:].tolist() == [16 + 2, 16 + 0] + [-1] * 62
+        # The largest expert of both is 1.
+        assert total.tolist() == [16 + 0, 16 + 2] + [-1] * 62 + fetch[:64].tolist()
+        assert rank.section("group_tiles", 2).tolist() == [2, 1]
+        assert rank.section("fetch_rows", 66, 2)[64:].tolist() == [[33, 16], [32, -1]]
+        slots = rank.section("combine_rows", 80, 2)
+        assert slots[:2].tolist() == [[32, -1], [33, 16]]
+        assert slots[64:].tolist() == [[token, -1] for token in range(16)]
+        copy_weights = rank.section("combine_weight", 2, 2).view(torch.float32)
+        assert copy_weights.tolist() == [[0.25, 0.0], [0.125, 4.0]]
+        assert rank.section("token_contributors", 16).tolist() == [3] * 16
+        return num_rows
+
+    assert run_world(case, run) == [48, 48]
+
+
+@pytest.mark.parametrize(
+    ("idx_dtype", "weights_dtype"), [(torch.int32, torch.bfloat16), (torch.int16, torch.float16)]
+)
+def test_narrow_routing_dtypes_are_accepted(
+    idx_dtype: torch.dtype, weights_dtype: torch.dtype
+) -> None:
+    case = KernelCase(dropped=0.2)
+
+    def run(rank: KernelRank) -> None:
+        routings = [
+            Routing(
+                topk_idx_TK=routing.topk_idx_TK.to(idx_dtype),
+                topk_weights_TK=routing.topk_weights_TK.to(weights_dtype),
+            )
+            for _, routing in (make_tokens(case, peer) for peer in range(case.num_ranks))
+        ]
+        num_rows = rank.make_plan(make_tokens(case, rank.rank)[0], routings[rank.rank])
+        check_plan(rank, routings, num_rows)
+
+    run_world(case, run)
+
+
+def test_too_many_tokens_of_one_rank_make_the_plan_unusable_on_all_ranks() -> None:
+    """The kernels write nothing, all ranks learn the largest number, and the next call works."""
+    case = KernelCase(num_tokens_CW=((9, 21, 30), (20, 6, 5)), num_experts=6, max_tokens=20)
+
+    def run(rank: KernelRank) -> int:
+        x_TD, routing = make_tokens(case, rank.rank, call=0)
+        rows = rank.make_rows(rank.make_plan(x_TD, routing))
+        assert rank.section("summary", 16)[IS_USABLE.value] == 0
+        rank.dispatch_gemm(rows)
+        assert rank.gemm_combine(rows, len(x_TD)).isnan().all()
+        assert all(part.isnan().all() for part in vars(rows).values())
+        rank.check()
+        wanted = int(rank.host_status[2])
+        routings = [make_tokens(case, peer, call=1)[1] for peer in range(case.num_ranks)]
+        num_rows = rank.make_plan(make_tokens(case, rank.rank, call=1)[0], routings[rank.rank])
+        check_plan(rank, routings, num_rows)
+        return wanted
+
+    assert run_world(case, run) == [30, 30, 30]

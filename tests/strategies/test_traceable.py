@@ -1,0 +1,95 @@
+"""The traceable strategy equals the reference; tests/compiler compiles it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halley.strategies.traceable import TraceableStrategy, find_one_rank_problem, run_on_one_rank
+from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from tests.strategies.layer_case import LayerCase, expected, gradients, make_experts, make_tokens
+from tests.strategies.test_values import check_layer
+
+
+CASES = {
+    "top-1": LayerCase(num_tokens_W=(7, 12), top_k=1),
+    "top-4": LayerCase(num_tokens_W=(7, 12), num_experts=16, top_k=4),
+    "bf16": LayerCase(num_tokens_W=(7, 12), top_k=2, dtype=torch.bfloat16),
+    "gelu": LayerCase(num_tokens_W=(11, 6), activation="gelu"),
+    "one expert takes all": LayerCase(num_tokens_W=(7, 12), top_k=1, skew="one-hot", seed=1),
+    "an expert without rows": LayerCase(num_tokens_W=(7, 12), skew="empty-expert", seed=1),
+    "dropped slots": LayerCase(num_tokens_W=(11, 6), dropped=0.4, seed=3),
+    "all dropped": LayerCase(num_tokens_W=(11, 6), dropped=1.0, seed=3),
+    "a rank without tokens": LayerCase(num_tokens_W=(0, 9), seed=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_values(run_ranks, case: LayerCase) -> None:
+    run_ranks(check_layer, 2, case, "functional")
+
+
+def test_values_on_one_rank(run_ranks) -> None:
+    run_ranks(check_layer, 1, LayerCase(num_tokens_W=(9,)), "functional")
+
+
+def test_biases_are_refused() -> None:
+    case = LayerCase(num_tokens_W=(4,), bias=True)
+    experts = make_experts(case)
+    strategy = TraceableStrategy(None)
+    assert strategy.find_problem(experts, top_k=2) == "experts have biases"
+    x_TD, routing, _ = make_tokens(case, 0)
+    with pytest.raises(ValueError, match=r"expert_bias \(true\) must be false for the functional"):
+        strategy.forward(x_TD, routing, experts)
+
+
+@pytest.fixture
+def undefined_is_nan() -> Iterator[None]:
+    """Make torch fill uninitialized memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _run_one_rank(case: LayerCase, *, compiled: bool) -> dict[str, torch.Tensor]:
+    (x_TD, routing, grad_TD), experts = make_tokens(case, 0), make_experts(case)
+    run = (
+        torch.compile(run_on_one_rank, fullgraph=True, backend="aot_eager")
+        if compiled
+        else run_on_one_rank
+    )
+    y_TD = run(x_TD, routing, experts)
+    y_TD.backward(grad_TD)
+    values = {"y": y_TD, "x": x_TD.grad, "weights": routing.topk_weights_TK.grad}
+    values |= gradients(experts)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@pytest.mark.usefixtures("undefined_is_nan")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_one_rank_equals_the_reference(case: LayerCase) -> None:
+    case = replace(case, num_tokens_W=case.num_tokens_W[:1])
+    got = _run_one_rank(case, compiled=False)
+    for name, want in expected(case, 0).items():
+        error = relative_error(got[name.removesuffix(".grad")], want)
+        assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}"
+
+
+def test_one_rank_compiles_to_one_graph_with_equal_bits() -> None:
+    case = replace(CASES["dropped slots"], num_tokens_W=(11,))
+    eager, compiled = (_run_one_rank(case, compiled=compiled) for compiled in (False, True))
+    assert len(eager) == 5
+    assert all(torch.equal(compiled[name], eager[name]) for name in eager)
+    torch.compiler.reset()
+
+
+def test_problems_of_one_rank_are_named() -> None:
+    case = LayerCase(num_tokens_W=(4,))
+    experts = make_experts(case)
+    assert find_one_rank_problem(experts) == ""
+    assert find_one_rank_problem(make_experts(replace(case, bias=True))) == "experts have biases"
+    odd = replace(experts, down_LDF=experts.down_LDF[:, :, :6])
+    assert find_one_rank_problem(odd).startswith(
+        "intermediate_size (6) must be a multiple of 4 for"
+    )
