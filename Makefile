@@ -1,4 +1,4 @@
-# make demo | test | lint | chaos | bench | compat | clean
+# make demo | test | test-unit | lint | chaos | bench | compat | clean
 #
 # PYTHON=python3.12   the interpreter that .venv is made with, 3.11 or newer
 # TORCH=2.11.0        another torch than the one of constraints.txt
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # pyright would ask the package index for a newer pyright at each start.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test lint chaos bench compat clean
+.PHONY: demo test test-unit lint chaos bench compat clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed
@@ -23,11 +23,16 @@ demo: $(VENV)/.installed
 test: lint
 	$(BIN)/pytest -q -n 2 --dist worksteal --durations=10
 
+# Tests without ranks, kernels or training: what to run while you work.
+test-unit: $(VENV)/.installed
+	$(BIN)/pytest -q -n 2 --dist worksteal -m unit tests/core tests/cost tests/planner tests/compiler tests/cli
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/codespell
+	$(BIN)/pytest -q tests/test_layering.py
 
 # A training run that is killed, stopped and damaged for two minutes, and must end as if it had not.
 chaos: $(VENV)/.installed

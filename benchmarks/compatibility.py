@@ -29,7 +29,7 @@ START, END = "<!-- table: made by benchmarks/compatibility.py -->", "<!-- end of
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """What is tested, with what.
+    """A plug-in, its framework and the versions that are tested.
 
     Attributes:
         plugin: names of its results and of its document.

@@ -165,11 +165,11 @@ def largest_error(
         for value, right in zip(values, wanted, strict=True)
     ]
     if grad_TD is not None and grad_TD.numel():
-        # The gradient of a routing weight is a scalar product of two long vectors. That of a lone
+        # The gradient of a routing weight is a dot product of two long vectors. That of a lone
         # token may be near zero by chance, so what it is held against is at least its usual size.
         y_TD, norm = wanted[0].double(), float(wanted[2].double().norm())
-        products_T = y_TD.norm(dim=1) * grad_TD.double().norm(dim=1)
-        usual = float(products_T.norm()) * y_TD.shape[1] ** -0.5
+        norms_T = y_TD.norm(dim=1) * grad_TD.double().norm(dim=1)
+        usual = float(norms_T.norm()) * y_TD.shape[1] ** -0.5
         errors[2] *= norm / max(norm, usual)
     return max(errors)
 

@@ -1,9 +1,10 @@
-"""Write the tables of benchmarks/results into README.md, between its markers.
+"""Write the tables of benchmarks/results into README.md and docs/results.md.
 
-python benchmarks/tables.py            # rewrite README.md
+python benchmarks/tables.py            # rewrite both
 """
 
 import json
+import math
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -13,64 +14,111 @@ ROOT = Path(__file__).parents[1]
 START, END = "<!-- results: made by benchmarks/tables.py -->", "<!-- end of results -->"
 STRATEGIES = ("sequential", "chunked", "unfused", "fused")
 HEADER = (
-    f"| model | tokens a rank | pass | floor | {' | '.join(STRATEGIES)} | fused / floor |",
+    f"| model | tokens a rank | pass | lower bound | {' | '.join(STRATEGIES)} | fused / bound |",
     "|---|---|---|---|---|---|---|---|---|",
 )
-PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
+DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
+README_TOKENS = 8192
+Row = dict
 
 
-def layer_table(path: Path) -> list[str]:
-    """Return the lines of a Markdown table of one result file of the layer benchmark."""
-    rows = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
-    first = rows[0]
-    lines = [
-        f"Milliseconds of one MoE layer on {first['num_gpus']} x {first['gpu']} "
-        f"({first['dtype']}, ep_size {first['ep_size']}, {first['skew']} routing, "
-        f"torch {first['torch']}, {first['date']}):",
-        "",
-        *HEADER,
+def read_rows() -> list[list[Row]]:
+    """Return the rows of each machine's result file of the layer benchmark."""
+    paths = sorted(ROOT.glob("benchmarks/results/*/layer.jsonl"))
+    return [
+        [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+        for path in paths
     ]
 
-    def workload(row: dict) -> tuple[str, int, str]:
-        return row["model"], row["num_tokens"], row["direction"]
 
-    for (model, num_tokens, direction), group in groupby(rows, key=workload):
+def layer_table(rows: list[Row]) -> list[str]:
+    """Return the Markdown lines of all rows: every model, token count, direction and strategy."""
+    lines = [f"{_title(rows[0])}:", "", *HEADER]
+    for (model, num_tokens, direction), group in groupby(rows, key=_workload):
         times = {row["strategy"]: row for row in group}
-        floor_us = times["sequential"]["floor_us"]
-        cells = [f"{floor_us / 1e3:.2f}", *(cell(times.get(name)) for name in STRATEGIES)]
+        bound_us = times["sequential"]["floor_us"]
+        cells = [f"{bound_us / 1e3:.2f}", *(_cell(times.get(name)) for name in STRATEGIES)]
         fused = times.get("fused", {}).get("median_us")
-        cells.append(f"{fused / floor_us:.2f}" if fused else "-")
-        lines.append(f"| {model} | {num_tokens} | {PASSES[direction]} | {' | '.join(cells)} |")
+        cells.append(f"{fused / bound_us:.2f}" if fused else "-")
+        lines.append(f"| {model} | {num_tokens} | {DIRECTIONS[direction]} | {' | '.join(cells)} |")
     return lines
 
 
-def cell(row: dict | None) -> str:
-    """Return a measurement as text."""
+def headline_table(rows: list[Row]) -> list[str]:
+    """Return the Markdown lines of the README: forward + backward, and how much faster it is."""
+    lines = [
+        f"{_title(rows[0])}, forward + backward, {README_TOKENS} tokens a rank:",
+        "",
+        "| model | lower bound | `sequential` | `fused` | times as fast |",
+        "|---|---|---|---|---|",
+    ]
+    gains: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+    for (model, num_tokens, direction), group in groupby(rows, key=_workload):
+        times = {row["strategy"]: row for row in group}
+        plain, fused = times["sequential"], times["fused"]
+        gain = plain["median_us"] / fused["median_us"]
+        gains[direction].append(gain)
+        if direction == "forward_backward" and num_tokens == README_TOKENS:
+            cells = [f"{plain['floor_us'] / 1e3:.2f}", _cell(plain), _cell(fused), f"{gain:.2f}"]
+            lines.append(f"| {model} | {' | '.join(cells)} |")
+    forward, both = (math.prod(each) ** (1 / len(each)) for each in gains.values())
+    return [
+        *lines,
+        "",
+        f"Over all {len(gains['forward'])} workloads `fused` is {forward:.2f} times as fast as "
+        f"`sequential` forward,",
+        f"and {both:.2f} times forward + backward (geometric means). The lower bound is the two",
+        "grouped GEMMs alone, or the wire alone where that takes longer.",
+    ]
+
+
+def render(document: str, tables: list[str], *, name: str) -> str:
+    """Return a document with the lines between its markers replaced.
+
+    Raises:
+        ValueError: the document lacks the markers.
+    """
+    if START not in document or END not in document:
+        raise ValueError(f"{name} must have the markers {START} and {END}")
+    before, _, rest = document.partition(START)
+    after = rest.partition(END)[2]
+    return "\n".join([before + START, "", *tables, "", END]) + after
+
+
+def documents() -> dict[Path, str]:
+    """Return the text that each document with tables should have."""
+    machines = read_rows()
+    tables = {
+        ROOT / "README.md": headline_table(machines[0]),
+        ROOT / "docs" / "results.md": [line for rows in machines for line in layer_table(rows)],
+    }
+    return {
+        path: render(path.read_text(encoding="utf-8"), lines, name=path.name)
+        for path, lines in tables.items()
+    }
+
+
+def _title(row: Row) -> str:
+    return (
+        f"Milliseconds of one MoE layer on {row['num_gpus']} x {row['gpu']} ({row['dtype']}, "
+        f"ep_size {row['ep_size']}, {row['skew']} routing, torch {row['torch']}, {row['date']})"
+    )
+
+
+def _workload(row: Row) -> tuple[str, int, str]:
+    return row["model"], row["num_tokens"], row["direction"]
+
+
+def _cell(row: Row | None) -> str:
     if row is None or row["median_us"] is None:
         return "-"
     return f"{row['median_us'] / 1e3:.2f}" + (f" ({row['setting']})" if row["setting"] else "")
 
 
-def render(readme: str, tables: list[str]) -> str:
-    """Return the README with its tables replaced.
-
-    Raises:
-        ValueError: the README lacks the markers.
-    """
-    if START not in readme or END not in readme:
-        raise ValueError(f"README.md must have the markers {START} and {END}")
-    before, _, rest = readme.partition(START)
-    after = rest.partition(END)[2]
-    return "\n".join([before + START, "", *tables, "", END]) + after
-
-
 def main() -> None:
-    tables: list[str] = []
-    for path in sorted(ROOT.glob("benchmarks/results/*/layer.jsonl")):
-        tables += ["", *layer_table(path)] if tables else layer_table(path)
-    readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    sys.stdout.write(f"wrote {readme}\n")
+    for path, text in documents().items():
+        path.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {path}\n")
 
 
 if __name__ == "__main__":

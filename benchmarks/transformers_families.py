@@ -33,7 +33,7 @@ _EXPERTS = {"Mixtral": "num_local_experts", "Qwen2Moe": "num_experts", "Qwen3Moe
 
 
 class Tester:
-    """What the shared tests ask of a family: its sizes, a configuration and inputs."""
+    """The sizes, configuration and inputs of a model family, for the shared tests."""
 
     batch_size, seq_length, is_training = 3, 7, True
     num_hidden_layers, num_attention_heads, hidden_size = 2, 2, 32

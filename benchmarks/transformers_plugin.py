@@ -1,4 +1,4 @@
-"""What ``transformers_suite.py`` gives pytest: Halley's experts, and a record of all outcomes.
+"""A pytest plug-in that runs tests with Halley's experts and records all outcomes.
 
 With ``--halley STRATEGY`` Halley's function takes the place of transformers' default, so that
 experts run by Halley wherever a model asks for none, or for the default by its name. Experts of a
@@ -19,7 +19,7 @@ _DEFAULT = "grouped_mm"  # what transformers runs experts by unless another name
 
 
 class Record:
-    """What each test did.
+    """The outcome of each test.
 
     Attributes:
         outcomes: how often each came; those of subtests have names of their own.

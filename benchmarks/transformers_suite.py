@@ -68,7 +68,7 @@ def __getattr__(name):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What the tests did with one kind of experts, by each test's id.
+    """The outcome of each test with one kind of experts, by the test's id.
 
     Attributes:
         outcomes: how often each outcome came; more than one where a test has subtests.

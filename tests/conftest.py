@@ -25,6 +25,38 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from tests.rank_pool import RankPool, RunRanks, T
 
 
+# The tier of a folder's tests, unless they start ranks.
+TIERS = {
+    "core": "unit",
+    "cost": "unit",
+    "planner": "unit",
+    "compiler": "unit",
+    "cli": "unit",
+    "fused": "kernels",
+    "interpreter": "kernels",
+    "ops": "kernels",
+    "integrations": "integrations",
+}
+# Modules that compile models with Inductor, run commands, or train: too slow for the unit tier.
+SLOW_MODULES = {
+    "test_bench_layer", "test_doctor", "test_gpu_attention", "test_gradient_ready",
+    "test_group_cost", "test_inductor", "test_model", "test_partition", "test_partition_model",
+    "test_plan", "test_planned_run", "test_run", "test_step_plan", "test_trace",
+    "test_train_and_export",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test the marker of its tier: unit, ranks, kernels or integrations."""
+    root = Path(__file__).parent
+    for item in items:
+        tier = TIERS.get(item.path.relative_to(root).parts[0], "ranks")
+        starts_ranks = "run_ranks" in getattr(item, "fixturenames", ())
+        if tier == "unit" and (starts_ranks or item.path.stem in SLOW_MODULES):
+            tier = "ranks"
+        item.add_marker(tier)
+
+
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
     """Yield the pools of this test process by number of ranks; kill their processes at the end."""

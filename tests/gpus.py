@@ -1,7 +1,7 @@
 """GPUs for the ranks of a test: one each, or one for all of them where the machine has too few.
 
-Ranks that share a GPU take turns on it, a few milliseconds each, so what one of them waits for
-comes when the other has its turn: values are as they should be, times are not.
+Ranks that share a GPU run on it alternately, a few milliseconds each. A rank that waits goes on
+once the other rank has run: values are right, times mean nothing.
 """
 
 import os

@@ -1,10 +1,12 @@
 """Examples and figures run, and tables in documents are those of result files and of formulas."""
 
 import importlib.util
+import re
 import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +100,7 @@ def test_sizes_of_the_fused_buffers_are_as_documented(name: str) -> None:
 @pytest.mark.parametrize("num_ranks", [4, 8])
 @pytest.mark.parametrize("name", BENCH_MODELS)
 def test_plans_are_as_documented(name: str, num_ranks: int) -> None:
-    """What docs/balance.md says of the most loaded rank, and of an expert's bytes."""
+    """The loads and expert sizes in docs/balance.md are those of the planner."""
     model = find_model(name)
     experts, top_k, hidden = model.moe.num_experts, model.moe.top_k, model.hidden_size
     counts = zipf_load(experts, exponent=1.2, top_k=top_k).tolist()
@@ -117,10 +119,32 @@ def _whole(num_words: int) -> int:
     return -(-num_words // 16) * 16
 
 
-def test_readme_has_the_tables_of_the_results() -> None:
-    tables = _load(ROOT / "benchmarks" / "tables.py")
-    lines: list[str] = []
-    for path in sorted(ROOT.glob("benchmarks/results/*/layer.jsonl")):
-        lines += ["", *tables.layer_table(path)] if lines else tables.layer_table(path)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.render(readme, lines) == readme
+def test_tables_are_those_of_the_results() -> None:
+    for path, text in _load(ROOT / "benchmarks" / "tables.py").documents().items():
+        assert path.read_text(encoding="utf-8") == text, f"run python benchmarks/tables.py: {path}"
+
+
+def _snippets(name: str) -> list[str]:
+    """Return the Python code blocks of a document."""
+    document = (ROOT / name).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", document, flags=re.DOTALL)
+
+
+def test_readme_has_the_tested_snippet_of_the_transformers_page() -> None:
+    snippet = _snippets("README.md")[0].replace("  # the only new line", "")
+    assert snippet == _snippets("docs/transformers.md")[0]
+    assert len(snippet.splitlines()) <= 12
+
+
+def test_layer_of_the_readme_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(_snippets("README.md")[1], names)
+    layer, y = names["layer"], names["y"]
+    assert y.shape == (512, 2048)
+    assert int(layer.expert_counts.sum()) == 512 * 4
+    y.sum().backward()
+    assert layer.aux_loss.isfinite()
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -137,7 +137,7 @@ def bench_model(
         subject = build_subject(
             case, candidates[first], groups=groups, recorder=recorder, device=device
         )
-        floor = _floor(
+        bounds = _lower_bounds(
             subject,
             device=device,
             link_bytes_per_s=link_bytes_per_s,
@@ -154,7 +154,7 @@ def bench_model(
         )
     rows: list[Row] = []
     for name in _best_settings(candidates, timings):
-        row = _row(case, groups, name=name) | floor | {"max_rel_err": errors[name]}
+        row = _row(case, groups, name=name) | bounds | {"max_rel_err": errors[name]}
         if name in timings:
             row |= _times(case, timings[name], groups=groups, device=device)
             workspaces.close()  # memory of other candidates must not count
@@ -163,7 +163,7 @@ def bench_model(
     return rows
 
 
-def _floor(
+def _lower_bounds(
     subject: Subject,
     *,
     device: torch.device,

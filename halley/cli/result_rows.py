@@ -94,7 +94,7 @@ def layer_table(rows: list[Row]) -> Table:
     for name in ("median", "p90", "floor", "/ floor", "exposed", "hidden", "MiB", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        median, floor = row["median_us"], row["floor_us"]
+        median, bound = row["median_us"], row["floor_us"]
         table.add_row(
             str(row["model"]),
             str(row["num_tokens"]),
@@ -103,8 +103,8 @@ def layer_table(rows: list[Row]) -> Table:
             f"{row['strategy']} {row['setting'] or ''}".strip(),
             format_number(median) if median else "[red]wrong",
             format_number(row["p90_us"]),
-            format_number(floor),
-            f"{to_float(median) / to_float(floor):.2f}" if median else "",
+            format_number(bound),
+            f"{to_float(median) / to_float(bound):.2f}" if median else "",
             format_number(row["exposed_comm_us"]),
             "" if row.get("hidden") is None else f"{to_float(row['hidden']):.0%}",
             format_number(row["peak_mib"]),

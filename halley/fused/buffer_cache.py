@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from halley.core.sharding import check_tp_size
-from halley.distributed.peers import compare_ranks
-from halley.distributed.ranks import gather, place_in
+from halley.distributed.peers import all_gather_objects, compare_ranks, rank_and_size
 from halley.fused.buffers import BufferShape, Workspace
 from halley.fused.config import KernelConfig, default_config
 from halley.fused.kernels.layout import Layout
@@ -72,7 +71,7 @@ class Workspaces:
         self.group, self.device, self.timeout_s = group, device, timeout_s
         self.max_tokens, self.max_load = max_tokens, max_load
         self.config = config or default_config(device)
-        self.num_ranks, self.tp_size = place_in(group)[1], tp_size
+        self.num_ranks, self.tp_size = rank_and_size(group)[1], tp_size
         check_tp_size(tp_size, num_ranks=self.num_ranks)
         self._tuned: ConfigTable | None = None
         if config is None:
@@ -149,7 +148,9 @@ class Workspaces:
         if self._heap is None:
             self._heap = self._open_heap()
         own = (num_tokens, self._find_config(shape, num_tokens))
-        told = gather(own, group=self.group, what="the making of buffers for a fused layer")
+        told = all_gather_objects(
+            own, group=self.group, operation="the making of buffers for a fused layer"
+        )
         most = max(num_tokens for num_tokens, _ in told)
         self._by_shape[shape] = Workspace(
             shape,

@@ -1,8 +1,8 @@
 """bfloat16 arithmetic in the interpreter as on GPUs: in float32, rounded to nearest even.
 
 Triton's interpreter stores bfloat16 as uint16 and lets numpy compute with the integers. So sums,
-products and comparisons are wrong, and casts to bfloat16 truncate. Conversions to float8 are not
-repaired: they round wrongly in 2 of 100 values.
+multiplications and comparisons are wrong, and casts to bfloat16 truncate. Conversions to float8
+are not repaired: they round wrongly in 2 of 100 values.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from halley.core.sharding import shard_size
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES, Experts
 from halley.distributed.mesh import ParallelGroups
-from halley.distributed.ranks import gather
+from halley.distributed.peers import all_gather_objects
 from halley.distributed.world import World
 from halley.strategies.registry import (
     PLANNED,
@@ -51,7 +51,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
     from halley.planner.step_plan import find_problems, plan_strategies
 
     hardware = predictor_of(world.device).hardware
-    problem = gather(_find_problem(config, world, groups), group=groups.world)
+    problem = all_gather_objects(_find_problem(config, world, groups), group=groups.world)
     plan: StepPlan | Exception | None = None
     if world.is_first:
         why = next(filter(None, problem), "")
@@ -71,7 +71,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
             plan = error
         except Exception as error:
             plan = RuntimeError(f"rank 0 made no plan: {error!r}")
-    plan = gather(plan, group=groups.world)[0]
+    plan = all_gather_objects(plan, group=groups.world)[0]
     if isinstance(plan, Exception):
         raise plan
     return plan

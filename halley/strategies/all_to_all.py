@@ -294,7 +294,7 @@ def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
 
 @final
 class _RoutingTable:
-    """Where each expert's slots start on each rank; gathered at once, read by the host later.
+    """The first slot of each expert on each rank: gathered at once, read by the host later.
 
     Args:
         keys_N: this rank's sorted keys, as from ``sort_keys``.

@@ -25,7 +25,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLocation:
-    """Where a rank's memory is.
+    """The location of a rank's memory.
 
     Attributes:
         host: name of the machine.

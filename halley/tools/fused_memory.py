@@ -133,20 +133,20 @@ def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMe
     forward_rows = counts.capacity_rows * shape.hidden_size * size
     forward_pre = counts.capacity_rows * shape.up_size * size
     forward_activations = counts.capacity_rows * inner_size * size
-    sends = counts.num_copies * shape.hidden_size * size
+    copies = counts.num_copies * shape.hidden_size * size
     tokens = shape.num_tokens * shape.hidden_size * size
     plan = 4 * counts.plan_words
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     down = num_local * shape.hidden_size * inner_size * size
     up = num_local * shape.hidden_size * shape.up_size * size
 
-    saved = plan + {"all": forward_rows + forward_pre, "inputs": sends, "recompute": 0}[save]
+    saved = plan + {"all": forward_rows + forward_pre, "inputs": copies, "recompute": 0}[save]
     forward = saved + forward_activations + tokens
     recomputed_rows, recomputed_pre = (0, 0) if save == "all" else (rows, pre)
     parts = 4 * num_rows * counts.num_parts
     weights = 4 * num_rows  # routing weights by row
     begun = saved + tokens + recomputed_rows
-    held = begun - (sends if save == "inputs" else 0)  # until backward ends
+    held = begun - (copies if save == "inputs" else 0)  # until backward ends
     results = tokens + 4 * shape.num_tokens * shape.top_k
     # The gradients of pre, the weighted activations and the gradients of the rows.
     dispatched = held + recomputed_pre + pre + activations + rows + parts

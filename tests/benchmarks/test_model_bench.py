@@ -43,7 +43,7 @@ LINK = 1e3  # so slow that the wire is the lower bound
 FIGURES = {"tokens_per_s", "mfu", "exposed_comm_us", "peak_mib", "median_us", "p10_us", "p90_us"}
 WORKLOAD = {"case", "model", "num_layers", "num_tokens", "seq_len", "batch_size", "ep_size"}
 WORKLOAD |= {"tp_size", "skew", "seed", "dtype", "strategy", "setting", "passes", "direction"}
-FLOORS = {"floor_us", "gemm_us", "wire_us", "load_std"}
+BOUNDS = {"floor_us", "gemm_us", "wire_us", "load_std"}
 MACHINE = {"gpu", "num_gpus", "torch", "triton", "nccl", "commit", "date"}
 
 
@@ -112,7 +112,7 @@ def test_wrong_strategies_get_no_time(run_ranks: RunRanks) -> None:
     (rows, turned, crossings_us), (others, *_) = run_ranks(_bench_orders, 2)
     assert [row["strategy"] for row in rows] == ["sequential", "nan", "wrong", "chunked"]
     for row, other in zip(rows, others, strict=True):
-        assert set(row) == WORKLOAD | FIGURES | FLOORS | {"samples", "max_rel_err", "bit_equal"}
+        assert set(row) == WORKLOAD | FIGURES | BOUNDS | {"samples", "max_rel_err", "bit_equal"}
         assert row["median_us"] == other["median_us"]
         assert row["floor_us"] == row["wire_us"] == pytest.approx(crossings_us, abs=0.1)
         assert 0 < float(str(row["gemm_us"])) < float(str(row["wire_us"]))
@@ -152,7 +152,7 @@ def test_lines_have_all_keys_and_are_shown_in_a_table() -> None:
         (24, 12, 2),
         (8, 8, 1),
     ]
-    assert all(set(row) >= WORKLOAD | FIGURES | FLOORS | MACHINE for row in rows)
+    assert all(set(row) >= WORKLOAD | FIGURES | BOUNDS | MACHINE for row in rows)
     wrong = rows[0] | dict.fromkeys(FIGURES) | {"strategy": "odd", "max_rel_err": math.inf}
     fast = rows[0] | {"median_us": 2e3, "p90_us": 3e3, "mfu": 0.125, "peak_mib": 1e3}
     slow = rows[0] | {"median_us": 4e3, "p90_us": 5e3, "strategy": "slow"}

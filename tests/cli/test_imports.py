@@ -1,4 +1,4 @@
-"""What the commands import before they know what for."""
+"""The command line starts without importing Triton."""
 
 import subprocess
 import sys

@@ -124,7 +124,7 @@ def test_parts_over_ranges_of_experts_add_up(sizes: list[int]) -> None:
 
 
 def test_sum_is_in_float32() -> None:
-    # The first product, 514, lies between two numbers of bfloat16, 512 and 516.
+    # The first entry, 514, lies between two numbers of bfloat16, 512 and 516.
     experts = Experts(
         up_LGD=torch.ones(2, 1, 1, dtype=torch.bfloat16),
         down_LDF=torch.tensor([[[2.0]], [[-1.0]]], dtype=torch.bfloat16),

@@ -148,7 +148,7 @@ def _cases(draw: st.DrawFn) -> tuple[list[Table], int, int, int]:
 
 @given(_cases())
 @settings(max_examples=150, deadline=None)
-def test_rows_reach_their_experts_and_come_home(case: tuple[list[Table], int, int, int]) -> None:
+def test_rows_reach_their_experts_and_return(case: tuple[list[Table], int, int, int]) -> None:
     tables, num_local, top_k, num_chunks = case
     num_ranks = len(tables)
     num_experts = num_ranks * num_local

@@ -65,21 +65,21 @@ def test_sections_follow_each_other_on_whole_64_bytes(sections: tuple[str, ...])
 def test_sections_hold_what_is_written_there() -> None:
     layout = _layout()
 
-    def room(name: str) -> int:
+    def capacity(name: str) -> int:
         return getattr(layout, PLAN[PLAN.index(name) + 1]) - getattr(layout, name)
 
-    assert room("other_begin") >= 3 + 4
-    assert room("block_base") >= 4 * 10 * 9
-    assert room("group_tiles") >= 4
+    assert capacity("other_begin") >= 3 + 4
+    assert capacity("block_base") >= 4 * 10 * 9
+    assert capacity("group_tiles") >= 4
     for name in ("tile_expert", "tile_rows", "tile_arrived"):
-        assert room(name) >= layout.max_tiles
-    assert room("chunk_done") >= 4 * MAX_CHUNKS
-    assert room("chunk_sent") >= MAX_CHUNKS
-    assert room("token_contributors") >= 70
+        assert capacity(name) >= layout.max_tiles
+    assert capacity("chunk_done") >= 4 * MAX_CHUNKS
+    assert capacity("chunk_sent") >= MAX_CHUNKS
+    assert capacity("token_contributors") >= 70
     for kind in ("fetch", "combine"):
-        assert room(f"{kind}_origin") >= layout.max_copies
-        assert room(f"{kind}_rows") >= layout.max_copies * 3
-    assert room("combine_weight") >= layout.max_copies * 3
+        assert capacity(f"{kind}_origin") >= layout.max_copies
+        assert capacity(f"{kind}_rows") >= layout.max_copies * 3
+    assert capacity("combine_weight") >= layout.max_copies * 3
 
 
 def test_triton_compiles_again_when_offsets_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_saved_token_copies_give_the_same_rows_without_other_ranks(fused: bool) 
         num_rows = rank.make_plan(*make_tokens(CASE, rank.rank))
         copies_SD, rows = rank.make_copies(), rank.make_rows(num_rows)
         rank.dispatch_gemm(rows, fused=fused, copies_SD=copies_SD)
-        plain, kept_SD = rank.make_rows(num_rows), copies_SD.clone()
+        plain, saved_SD = rank.make_rows(num_rows), copies_SD.clone()
         rank.dispatch_gemm(plain, fused=fused)
         max_tokens = rank.layout.max_tokens
         for send_D, origin in zip(
@@ -149,7 +149,7 @@ def test_saved_token_copies_give_the_same_rows_without_other_ranks(fused: bool) 
             for name in ("x_RD", "pre_RG", "h_RF"):
                 _assert_same(getattr(rows, name), getattr(plain, name))
                 _assert_same(getattr(again, name), getattr(rows, name))
-            _assert_same(copies_SD, kept_SD)
+            _assert_same(copies_SD, saved_SD)
 
     run_world(CASE, run, seed=4 + fused)
 

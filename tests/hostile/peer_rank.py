@@ -30,7 +30,7 @@ PRELOAD = ["torch.testing", "halley.strategies.fused", "tests.rank_pool", __name
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong in ``BAD_RANK`` in step ``BAD_STEP``.
+    """A fault of rank ``BAD_RANK`` in step ``BAD_STEP``.
 
     Attributes:
         kind: "kill", "stop", "skip forward", "skip backward" or "none".

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
-from halley.distributed.peers import compare_ranks
-from halley.distributed.ranks import place_in
+from halley.distributed.peers import compare_ranks, rank_and_size
 from halley.distributed.watchdog import EXIT_LOST_PEER
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.registry import build_strategy
@@ -156,7 +155,7 @@ def _use_a_group_of_others(rank: int, num_ranks: int) -> str:
     with pytest.raises(ValueError, match="no member") as caught:
         AllToAllStrategy(group, recorder=Recorder(CPU))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no member"):
-        place_in(group)  # pyright: ignore[reportArgumentType]
+        rank_and_size(group)  # pyright: ignore[reportArgumentType]
     return str(caught.value)
 
 

@@ -145,7 +145,7 @@ def _random_bfloat16(seed: int, size: int = N) -> torch.Tensor:
 def _random_float32(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 1 << 32, (N,), generator=generator)
-    # Ties, and their neighbours, where rounding is decided; the last carries into infinity.
+    # Ties, and the values next to them, where rounding is decided; the last carries into infinity.
     bits[:6] = torch.tensor(
         [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00008000, 0x7F7F8000]
     )

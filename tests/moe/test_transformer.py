@@ -33,9 +33,9 @@ def _rotate(x_d: torch.Tensor, position: int, theta: float) -> torch.Tensor:
     """Rotate each pair (i, i + d / 2) by its angle, as complex numbers."""
     half = x_d.numel() // 2
     angles = [position * theta ** (-2.0 * i / x_d.numel()) for i in range(half)]
-    turn = torch.polar(torch.ones(half).double(), torch.tensor(angles).double())
-    turned = torch.complex(x_d[:half], x_d[half:]) * turn
-    return torch.cat([turned.real, turned.imag])
+    rotation = torch.polar(torch.ones(half).double(), torch.tensor(angles).double())
+    rotated = torch.complex(x_d[:half], x_d[half:]) * rotation
+    return torch.cat([rotated.real, rotated.imag])
 
 
 def _slow_attention(x_SD: torch.Tensor, weights: Weights, config: ModelConfig) -> torch.Tensor:
@@ -261,7 +261,7 @@ def test_activation_checkpointing_does_not_change_bits(
 def test_flops_per_token_by_hand() -> None:
     # A layer's attention: 16 x 32 for queries and output, 16 x 16 for keys and values; causal
     # scores and sums over 10 / 2 positions of 32 columns each. MoE: the router's 16 x 8, and two
-    # experts of three 16 x 8. Then 16 x 32 for the logits. A product and a sum each, thrice.
+    # experts of three 16 x 8. Then 16 x 32 for the logits. A multiplication and a sum each, thrice.
     attention = 2 * 16 * 32 + 2 * 16 * 16 + 2 * 5 * 32
     moe = 16 * 8 + 2 * 3 * 16 * 8
     assert flops_per_token(MODELS["softmax"], seq_len=10) == 6 * (2 * (attention + moe) + 16 * 32)

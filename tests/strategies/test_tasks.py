@@ -73,7 +73,7 @@ def test_chunks_exchange_all_rows_together(num_chunks: int) -> None:
 
 
 def test_duration_of_the_experts_by_hand() -> None:
-    # Two products of 16384 rows: with 4096 x 28672, and with 14336 x 4096; twice that backward.
+    # Two GEMMs of 16384 rows: with 4096 x 28672, and with 14336 x 4096; twice that backward.
     flops = 2 * 16384 * 4096 * (28672 + 14336)
     gemm_us = flops / H200.gemm_flops_per_s * 1e6 + 2 * H200.launch_us
     moved = 16384 * 2 * (2 * 28672 + 3 * 14336 + 4 * 4096)
@@ -205,7 +205,7 @@ def test_fused_tasks_of_a_single_rank() -> None:
     assert names[:3] == ["publish", "plan", "up.0"]
 
 
-def test_all_gather_sends_each_token_to_every_rank() -> None:
+def test_all_gather_copies_each_token_to_every_rank() -> None:
     predictor = Predictor(H200)
     tasks = {task.name: task for task in all_gather_tasks(SHAPE, predictor)}
     crossing = SHAPE.num_tokens * (SHAPE.ep_size - 1) * SHAPE.hidden_size * SHAPE.itemsize

@@ -61,17 +61,17 @@ def test_buffers_of_fused_on_two_ranks(run_ranks: RunRanks) -> None:
     assert buffers == other
     # In words: header, 10 columns of 2 blocks padded to 32, packed, weights.
     record = 16 + 32 + 128 + 128
-    mailbox = 4 * (16 + 2 * 64 + 16 + 16 + 16 + 2 * 2 * record)
-    stages, home, weights_home = 2 * 64 * 128 * 4, 2 * 64 * 128 * 4, 2 * 64 * 2 * 4
+    routing = 4 * (16 + 2 * 64 + 16 + 16 + 16 + 2 * 2 * record)
+    send, combine, weight_grads = 2 * 64 * 128 * 4, 2 * 64 * 128 * 4, 2 * 64 * 2 * 4
     rows = (128 * 5 // 4 + 4 * 16) * 128 * 4
     got = dataclasses.asdict(buffers)
     assert 0 < got.pop("plan_mib") < 1
     assert got == {
-        "routing_mib": mailbox / 2**20,
-        "send_mib": stages / 2**20,
-        "combine_mib": home / 2**20,
-        "weight_grads_mib": weights_home / 2**20,
-        "symm_mib": (mailbox + stages + home + weights_home) / 2**20,
+        "routing_mib": routing / 2**20,
+        "send_mib": send / 2**20,
+        "combine_mib": combine / 2**20,
+        "weight_grads_mib": weight_grads / 2**20,
+        "symm_mib": (routing + send + combine + weight_grads) / 2**20,
         "rows_mib": rows / 2**20,
     }
 

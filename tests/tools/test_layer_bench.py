@@ -78,10 +78,10 @@ def test_wrong_strategy_gets_no_time(run_ranks: RunRanks) -> None:
     ]
     for row, other in zip(rows, others, strict=True):
         assert row["median_us"] == other["median_us"]
-        error, floor, gemm, wire = (
+        error, bound, gemm, wire = (
             float(str(row[key])) for key in ("max_rel_err", "floor_us", "gemm_us", "wire_us")
         )
-        assert floor == max(gemm, wire)
+        assert bound == max(gemm, wire)
         if row["strategy"] == "wrong":
             assert row["median_us"] is None
             assert error == pytest.approx(0.01, rel=0.01)
@@ -121,7 +121,7 @@ def test_wire_time_counts_all_ranks_of_a_tensor_parallel_group(run_ranks: RunRan
     """Two sets of two ranks with 4 experts each, so ranks 0 and 1 share experts 2 and 3.
 
     Of rank 0, both tokens go to rank 1 and token 1 to ranks 2 and 3; both of each other rank go to
-    its neighbour. Rank 0 receives two rows and sends four.
+    its tensor-parallel peer. Rank 0 receives two rows and sends four.
     """
     assert run_ranks(_wire, 4, 2) == pytest.approx([4 * 64 / 3e6 * 1e6] * 4)
 

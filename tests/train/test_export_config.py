@@ -1,4 +1,4 @@
-"""What an exported model's configuration says, and which models no family describes."""
+"""An exported model's configuration has its fields, and models of no family are refused."""
 
 import dataclasses
 

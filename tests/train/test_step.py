@@ -126,7 +126,7 @@ def test_activation_checkpointing_changes_no_bit(run_ranks: RunRanks, text: Path
 
 @pytest.fixture
 def deterministic_ends() -> Iterator[None]:
-    """What a run sets for its process does not outlive the test."""
+    """Restore the process-wide settings of torch after each test."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
