@@ -39,7 +39,7 @@ def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
     modules = backward["modules"]
     layers = [modules[exchange] for exchange in backward["windows"]]
     assert layers == ["layers.1.mlp"] * 2 + ["layers.0.mlp"] * 2
-    behind = {modules[product] for products in backward["windows"].values() for product in products}
+    behind = {modules[name] for names in backward["windows"].values() for name in names}
     assert {"layers.1.self_attn.q_proj", "lm_head"} <= behind
     assert " of layers.0.mlp " in table
 
