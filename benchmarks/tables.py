@@ -72,6 +72,25 @@ def headline_table(rows: list[Row]) -> list[str]:
     ]
 
 
+def graph_table(path: Path) -> list[str]:
+    """Return the Markdown lines of a result file of the graph benchmark."""
+    rows = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+    first = rows[0]
+    lines = [
+        f"Milliseconds of forward and backward on {first['num_gpus']} x {first['gpu']} with one "
+        f"NCCL channel ({first['link_gb_per_s']:.0f} GB/s out of each GPU), {first['num_tokens']} "
+        f"tokens a rank, torch {first['torch']}, {first['date']}:",
+        "",
+        "| model | strategy | passes | step | exposed communication |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = [_milliseconds(row[key]) for key in ("median_us", "exposed_comm_us")]
+        cells = [row["model"], row["strategy"], row["passes"], *times]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def render(document: str, tables: list[str], *, name: str) -> str:
     """Return a document with the lines between its markers replaced.
 
@@ -90,7 +109,11 @@ def documents() -> dict[Path, str]:
     machines = read_rows()
     tables = {
         ROOT / "README.md": headline_table(machines[0]),
-        ROOT / "docs" / "results.md": [line for rows in machines for line in layer_table(rows)],
+        ROOT / "docs" / "results.md": [
+            *(line for rows in machines for line in layer_table(rows)),
+            "",
+            *graph_table(ROOT / "benchmarks/results/h200x2/graph-channels-fitted.jsonl"),
+        ],
     }
     return {
         path: render(path.read_text(encoding="utf-8"), lines, name=path.name)
@@ -107,6 +130,10 @@ def _title(row: Row) -> str:
 
 def _workload(row: Row) -> tuple[str, int, str]:
     return row["model"], row["num_tokens"], row["direction"]
+
+
+def _milliseconds(duration_us: float | None) -> str:
+    return "-" if duration_us is None else f"{duration_us / 1e3:.1f}"
 
 
 def _cell(row: Row | None) -> str:

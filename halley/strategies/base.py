@@ -1,7 +1,7 @@
 """The interface of strategies: ways to run routed experts that are spread over ranks.
 
 A strategy has two descriptions of its work: ``forward`` runs it, and ``tasks`` lists it for the
-simulator. Each strategy has a file of its own in this folder.
+simulator.
 """
 
 import abc

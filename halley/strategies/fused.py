@@ -2,7 +2,7 @@
 
 Kernels fetch the rows of other ranks through symmetric memory while the GEMM multiplies the tiles
 that have arrived. Partial sums return to the tokens' ranks by column chunks while the GEMM computes
-the next chunk. A call uses no process group.
+the next chunk. Only the first call of a shape and the growth of buffers use the process group.
 
 Source: COMET (arXiv:2502.19811).
 """

@@ -30,7 +30,7 @@ def _measure(rank: int, num_ranks: int) -> list[Row]:
     )
     groups = build_groups(0, device_type="cpu")
     return measure_graph_cases(
-        [case], VARIANTS, groups=groups, device=torch.device("cpu"), num_samples=3, commit="abc"
+        [case], VARIANTS, groups=groups, device=torch.device("cpu"), num_samples=1, commit="abc"
     )
 
 
@@ -44,7 +44,7 @@ def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks) -> None:
     assert bool(overlap["error"]) != bool(overlap["median_us"])
     baseline = min(("none", "sequential"), key=lambda name: rows[name]["median_us"])
     for name, row in rows.items():
-        assert (row["error"], row["samples"], row["peak_mib"]) == (None, 3, None)
+        assert (row["error"], row["samples"], row["peak_mib"]) == (None, 1, None)
         assert row["bit_equal"] == (name not in ("sequential", "chunked"))
         assert row["max_rel_err"] < 1e-6
         assert row["baseline"] == baseline

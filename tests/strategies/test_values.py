@@ -54,20 +54,19 @@ def _tokens(num_ranks: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("top_k", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (8, torch.bfloat16)]
+)
 def test_values_by_top_k(run_ranks, strategy, num_ranks, top_k, dtype):
     case = LayerCase(num_tokens_W=_tokens(num_ranks), num_experts=16, top_k=top_k, dtype=dtype)
     run_ranks(check_layer, num_ranks, case, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("skew", ["std:0.08", "zipf:1.5", "one-hot", "empty-expert"])
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_values_by_skew(run_ranks, strategy, num_ranks, skew, top_k):
-    case = LayerCase(num_tokens_W=_tokens(num_ranks), top_k=top_k, skew=skew, seed=1)
-    run_ranks(check_layer, num_ranks, case, strategy)
+@pytest.mark.parametrize(("skew", "top_k"), [("zipf:1.5", 2), ("one-hot", 1), ("empty-expert", 2)])
+def test_values_by_skew(run_ranks, strategy, skew, top_k):
+    case = LayerCase(num_tokens_W=_tokens(4), top_k=top_k, skew=skew, seed=1)
+    run_ranks(check_layer, 4, case, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -78,8 +77,9 @@ def test_values_where_ranks_have_no_tokens(run_ranks, strategy, num_tokens_W):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    ("num_ranks", "tp_size", "activation"), [(2, 2, "swiglu"), (4, 2, "gelu"), (4, 4, "swiglu")]
+)
 def test_values_where_ranks_share_experts(run_ranks, strategy, num_ranks, tp_size, activation):
     case = LayerCase(
         num_tokens_W=(0, *_tokens(num_ranks - 1)),
@@ -94,9 +94,10 @@ def test_values_where_ranks_share_experts(run_ranks, strategy, num_ranks, tp_siz
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dropped", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("activation", "bias", "dropped"),
+    [("swiglu", True, 0.4), ("gelu", True, 0.0), ("gelu", False, 0.4), ("swiglu", False, 1.0)],
+)
 def test_values_by_expert(run_ranks, strategy, activation, bias, dropped):
     case = LayerCase(
         num_tokens_W=(11, 6), activation=activation, bias=bias, dropped=dropped, seed=3

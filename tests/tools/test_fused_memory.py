@@ -56,8 +56,9 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("save", ["all", "inputs", "recompute"])
+@pytest.mark.parametrize(
+    ("save", "activation"), [("all", "swiglu"), ("inputs", "gelu"), ("recompute", "swiglu")]
+)
 def test_prediction_equals_the_allocated_bytes(save: Save, activation: Activation) -> None:
     case = LayerCase(num_tokens_W=(90,), top_k=3, activation=activation)
     workspaces = Workspaces(None, CPU)

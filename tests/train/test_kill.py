@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -137,25 +136,4 @@ def test_rank_zero_killed_under_the_launcher(start: Start, run_ranks: RunRanks, 
     _, errors = again.communicate(timeout=START_LIMIT_S)
     assert again.returncode == 0, errors
     assert f", resumed after step {step}\n" in errors
-    _assert_same_run(config, whole)
-
-
-def test_a_rank_killed_without_a_launcher(start: Start, run_ranks: RunRanks, tmp_path: Path):
-    config, whole = _make_configs(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    place = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(command_line(config), RANK=rank, **place) for rank in range(3)]
-    _wait_for_step(Path(config.output), 5)
-    killed_s = time.monotonic()
-    ranks[2].kill()
-    run_ranks(train_on_ranks, 3, whole)  # while the others find out
-    for rank in (0, 1):
-        limit_s = killed_s + END_LIMIT_S - time.monotonic()
-        _, errors = ranks[rank].communicate(timeout=limit_s)
-        assert ranks[rank].returncode != 0
-        assert f"rank {rank} lost rank 2 (no heartbeat for 15 s) in step " in errors
-    step = _newest_step(Path(config.output))
-    assert 3 <= step < NUM_STEPS
-    assert run_ranks(train_on_ranks, 3, config) == [list(range(step + 1, NUM_STEPS + 1))] * 3
     _assert_same_run(config, whole)

@@ -25,7 +25,7 @@ from tests.train.run_case import (
 )
 
 
-NUM_STEPS = 20
+NUM_STEPS = 12
 Tensors = dict[str, torch.Tensor]
 
 
@@ -63,12 +63,10 @@ def _difference(got: Tensors, want: Tensors) -> float:
 @pytest.mark.parametrize(
     ("num_microbatches", "model", "optimizer", "rtol"),
     [
-        (1, SMALL, SGD, 1e-6),
         (2, SIGMOID, SGD, 1e-6),
-        (1, SIGMOID, ADAMW, 1e-4),
-        (2, SMALL, ADAMW, 1e-4),
+        (1, SMALL, ADAMW, 1e-4),
     ],
-    ids=["sgd", "sgd accumulated, sigmoid", "adamw, sigmoid", "adamw accumulated"],
+    ids=["sgd accumulated, sigmoid", "adamw"],
 )
 def test_the_curve_does_not_depend_on_the_ranks(
     run_ranks: RunRanks,
@@ -83,7 +81,7 @@ def test_the_curve_does_not_depend_on_the_ranks(
     losses, norms, parameters = _take_steps(0, 1, dataclasses.replace(config, train=alone))
     assert losses[-1] < losses[0] - 0.5
     shared = dataclasses.replace(config.train, num_microbatches=num_microbatches)
-    for ep_size, tp_size in ((1, 1), (2, 1), (4, 1), (4, 2)):
+    for ep_size, tp_size in ((1, 1), (2, 1), (4, 2)):
         spread = dataclasses.replace(config, train=shared, ep_size=ep_size, expert_tp_size=tp_size)
         for got in run_ranks(_take_steps, 4, spread):
             assert got[0] == pytest.approx(losses, rel=rtol)
@@ -113,12 +111,11 @@ def test_the_curve_does_not_depend_on_the_strategy(run_ranks: RunRanks, text: Pa
         assert chunked == pytest.approx(sequential, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_activation_checkpointing_changes_no_bit(run_ranks: RunRanks, text: Path, num_ranks: int):
+def test_activation_checkpointing_changes_no_bit(run_ranks: RunRanks, text: Path):
     curves = []
     for on in (False, True):
         config = make_config(text, model=SIGMOID, activation_checkpointing=on, num_microbatches=2)
-        curves.append(run_ranks(_take_steps, num_ranks, config))
+        curves.append(run_ranks(_take_steps, 2, config, 4))
     for got, want in zip(curves[1], curves[0], strict=True):
         assert got[:2] == want[:2]
         torch.testing.assert_close(got[2], want[2], rtol=0, atol=0)
