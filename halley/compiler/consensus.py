@@ -32,7 +32,7 @@ class Store(Protocol):
 
 
 @final
-class Council:
+class Consensus:
     """The ranks of one group, over one graph.
 
     Args:
@@ -153,7 +153,7 @@ class Council:
         return f"halley/graph/{self._number}/{what}"
 
 
-def open_council(group_name: str, *, timeout_s: float) -> Council:
+def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
     """Return the council of a process group.
 
     Args:
@@ -161,7 +161,7 @@ def open_council(group_name: str, *, timeout_s: float) -> Council:
         timeout_s: how long rank 0 waits for the others.
     """
     group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
-    return Council(
+    return Consensus(
         group.get_group_store(),
         group_name=group_name,
         rank=group.rank(),

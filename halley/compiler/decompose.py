@@ -9,7 +9,7 @@ from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halley.compiler.graph_analysis import is_product
+from halley.compiler.graph_analysis import is_gemm
 from halley.compiler.graph_collectives import operator_name
 from halley.ops.library import MADE_OF_TORCH
 
@@ -27,7 +27,7 @@ def expand(graph: fx.Graph) -> None:
     """
     for node in list(graph.nodes):
         run = MADE_OF_TORCH.get(operator_name(node) or "")
-        if run is not None and _is_on_gpu(node) and (_is_traced(node) or not is_product(node)):
+        if run is not None and _is_on_gpu(node) and (_is_traced(node) or not is_gemm(node)):
             _replace(node, run)
     graph.lint()
 

@@ -10,7 +10,7 @@ from halley.compiler.graph_analysis import (
     NodeKind,
     fills,
     is_empty,
-    is_product,
+    is_gemm,
     is_random,
     node_kind,
     writes,
@@ -43,7 +43,7 @@ _SPLIT_ROWS = 1024  # from which on a sum over rows is one of partial sums
 
 
 @dataclass(frozen=True, kw_only=True)
-class Border:
+class Boundary:
     """What a node moves that is in a kernel with others.
 
     Attributes:
@@ -68,7 +68,7 @@ def is_fused(node: fx.Node) -> bool:
         return False
     if node_kind(node) is not NodeKind.COMPUTE or writes(node) or is_random(node):
         return False
-    if is_product(node) or is_empty(node):
+    if is_gemm(node) or is_empty(node):
         return False
     return operator_name(node) in _FUSED or any(tag.name in _TAGS for tag in operator.tags)
 
@@ -102,7 +102,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
     return num_summed >= _SPLIT_ROWS * max(1, num_sums)
 
 
-def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
+def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
     """Return the borders of all nodes of a graph that Inductor fuses.
 
     A result stays inside of a kernel where its reader is fused too and does not wait, by another
@@ -142,18 +142,20 @@ def find_borders(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Border]:
                     reads[node].add(source)
                 known.append(node)
     return {
-        node: Border(reads=frozenset(found), inside=frozenset(inside[node]), writes=node in written)
+        node: Boundary(
+            reads=frozenset(found), inside=frozenset(inside[node]), writes=node in written
+        )
         for node, found in reads.items()
     }
 
 
-def inside_kernels(borders: Mapping[fx.Node, Border]) -> frozenset[fx.Node]:
+def inside_kernels(boundaries: Mapping[fx.Node, Boundary]) -> frozenset[fx.Node]:
     """Return the nodes whose results never come to memory."""
-    return frozenset(node for node, border in borders.items() if not border.writes)
+    return frozenset(node for node, boundary in boundaries.items() if not boundary.writes)
 
 
 def fused_us(
-    node: fx.Node, borders: Mapping[fx.Node, Border], *, predictor: Predictor, sizes: Sizes
+    node: fx.Node, boundaries: Mapping[fx.Node, Boundary], *, predictor: Predictor, sizes: Sizes
 ) -> float:
     """Predict a node that is fused, or a join, by the bytes that cross the border of its kernel.
 
@@ -163,7 +165,7 @@ def fused_us(
     Args:
         node: of the graph, or of a part; then ``WHOLE`` in its meta, and in that of its inputs,
             tells of which nodes. A node without a border is a kernel alone.
-        borders: of the graph.
+        boundaries: of the graph.
         predictor: of passes over memory.
         sizes: of what nodes return.
     """
@@ -174,17 +176,17 @@ def fused_us(
             sources = [each for each in node.all_input_nodes if not _is_made_there(each)]
         copied = sum(sizes.num_bytes(_value(source)) for source in sources)
         return predictor.memory_us(2 * copied) if copied else 0.0
-    border = borders.get(_whole(node))
+    boundary = boundaries.get(_whole(node))
     second_us = predictor.hardware.split_sum_us if is_split_sum(_whole(node), sizes) else 0.0
     own = sizes.num_bytes(_value(node))
     moved = 0
     for whole, source in {_whole(source): source for source in node.all_input_nodes}.items():
-        if border is None or whole in border.reads:
+        if boundary is None or whole in boundary.reads:
             # An expanded tensor is no more than what it is expanded from.
             given = sizes.num_bytes(_value(source))
             given = min(given, sizes.num_bytes(_value(_root(whole))))
             moved += min(given, own) if operator_name(node) in _GATHERS else given
-    if border is None or border.writes:
+    if boundary is None or boundary.writes:
         first_us = 1e6 * (moved + own) / predictor.hardware.fused_bytes_per_s
         return max(first_us, predictor.hardware.kernel_us) + second_us
     return 1e6 * moved / predictor.hardware.fused_bytes_per_s + second_us

@@ -30,7 +30,7 @@ class NodeKind(Enum):
 
 _ATEN = torch.ops.aten
 # Matrix products: what is long enough to hide an all-to-all.
-_PRODUCTS = frozenset(
+_GEMMS = frozenset(
     {
         _ATEN.mm.default,
         _ATEN.addmm.default,
@@ -42,7 +42,7 @@ _PRODUCTS = frozenset(
     }
 )
 # By name: known without importing what defines them.
-_PRODUCT_NAMES = frozenset(
+_GEMM_NAMES = frozenset(
     f"halley::{name}"
     for name in ("weight_gemm", "expert_gemm", "expert_weight_gemm", "gemm_with_carveout")
 )
@@ -54,9 +54,9 @@ _EMPTY_NAMES = frozenset(
 _FILL_NAMES = frozenset({"halley::write_slice", "halley::write_rows"})
 
 
-def is_product(node: fx.Node) -> bool:
+def is_gemm(node: fx.Node) -> bool:
     """Return whether a node is a matrix product, dense or grouped."""
-    return find_operator(node) in _PRODUCTS or operator_name(node) in _PRODUCT_NAMES
+    return find_operator(node) in _GEMMS or operator_name(node) in _GEMM_NAMES
 
 
 def module_of(node: fx.Node) -> str:
@@ -78,7 +78,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 @final
-class GraphFacts:
+class GraphAnalysis:
     """A graph's nodes by index, what they do, and which must stand before which.
 
     Besides data, three things order nodes: a node that writes to its arguments stands where it is

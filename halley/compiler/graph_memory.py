@@ -5,7 +5,7 @@ from typing import cast, final
 
 from torch import fx
 
-from halley.compiler.graph_analysis import GraphFacts, NodeKind, fills
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, fills
 from halley.compiler.sizes import Sizes
 
 
@@ -19,7 +19,7 @@ class LiveBytes:
     backward, are let go after their last use. Outputs stay.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         sizes: of what its nodes return.
         inside: nodes whose results never come to memory, as they stay inside of kernels: who reads
             one reads what it is made of.
@@ -30,20 +30,20 @@ class LiveBytes:
     """
 
     def __init__(
-        self, facts: GraphFacts, sizes: Sizes, *, inside: Collection[fx.Node] = frozenset()
+        self, analysis: GraphAnalysis, sizes: Sizes, *, inside: Collection[fx.Node] = frozenset()
     ) -> None:
-        self._facts = facts
-        self.readers: list[list[int]] = [[] for _ in facts.nodes]
-        self.num_bytes = [0] * len(facts.nodes)
-        position = {node: index for index, node in enumerate(facts.nodes)}
+        self._analysis = analysis
+        self.readers: list[list[int]] = [[] for _ in analysis.nodes]
+        self.num_bytes = [0] * len(analysis.nodes)
+        position = {node: index for index, node in enumerate(analysis.nodes)}
         held: list[set[int]] = []  # buffers that live as long as a node's result is read
-        for index, node in enumerate(facts.nodes):
+        for index, node in enumerate(analysis.nodes):
             read = {buffer for source in node.all_input_nodes for buffer in held[position[source]]}
             for buffer in read:
                 self.readers[buffer].append(index)
-            kind = facts.kinds[index]
+            kind = analysis.kinds[index]
             if kind is NodeKind.WAIT:  # what was sent may go
-                held.append({buffer for buffer in read if facts.kinds[buffer] is NodeKind.START})
+                held.append({buffer for buffer in read if analysis.kinds[buffer] is NodeKind.START})
             elif kind is NodeKind.START:
                 held.append({index} | read)
             elif kind is NodeKind.VIEW or node in inside:
@@ -70,10 +70,10 @@ class LiveBytes:
         freed_after = [0] * len(order)
         for index, at in place.items():
             freed_after[max(at, last[index])] += self.num_bytes[index]
-        live = sum(self.num_bytes[index] for index in self._facts.find(NodeKind.INPUT))
+        live = sum(self.num_bytes[index] for index in self._analysis.find(NodeKind.INPUT))
         found: list[int] = []
         for at, index in enumerate(order):
-            if self._facts.kinds[index] is not NodeKind.INPUT:
+            if self._analysis.kinds[index] is not NodeKind.INPUT:
                 live += self.num_bytes[index]
             found.append(live)
             live -= freed_after[at]

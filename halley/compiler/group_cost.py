@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
 
-from halley.compiler.consensus import Council
+from halley.compiler.consensus import Consensus
 from halley.compiler.graph_collectives import ALL_TO_ALL, group_of, operator_name
 from halley.compiler.node_cost import exchanged_bytes
 from halley.compiler.sizes import Sizes
@@ -36,7 +36,7 @@ _SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)
 
 def measure_groups(
     graph: fx.Graph,
-    councils: Sequence[Council],
+    consensus_groups: Sequence[Consensus],
     table: ProfileTable,
     *,
     keys: Mapping[str, str],
@@ -47,24 +47,25 @@ def measure_groups(
 
     Args:
         graph: whose collectives there is to know about.
-        councils: of its groups, the largest first: its contention counts, and its rank 0 decides.
+        consensus_groups: of its groups, the largest first. Contention is that of the largest
+            group, and its rank 0 decides.
         table: of this rank; that of rank 0 has a file.
         keys: of their curves, as of ``curve_keys``.
         sizes: of what nodes return.
         device: of the tensors.
     """
-    lead = councils[0]
+    lead = consensus_groups[0]
 
     def measure() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         # What rank 0 lacks all ranks measure: one that knows it must not stay away. Ranks of a
         # smaller group may be told by several rank 0s, if the largest does not hold them all.
-        for at, council in enumerate(councils):
-            key = keys[council.group_name]
+        for at, consensus in enumerate(consensus_groups):
+            key = keys[consensus.group_name]
             lacks = lead.share(f"curve {at}", lambda key=key: table.curve(key) is None)
-            if any(council.tell(f"lacks curve {at}", lacks)):
-                curve = measure_all_to_all(graph, council, sizes=sizes, device=device)
+            if any(consensus.tell(f"lacks curve {at}", lacks)):
+                curve = measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)
         if lead.share("contention", lambda: table.contention is None):
             table.add_contention(_measure_contention(lead, device))
@@ -75,37 +76,37 @@ def measure_groups(
         pool.submit(measure).result()
 
 
-def curve_keys(councils: Sequence[Council]) -> dict[str, str]:
+def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
     """Return under which key a table has the all-to-all curve of each group, by its name.
 
     A name says nothing in another run, but how many ranks a group has and where they stand in the
     largest one does: links within a host are others than those between hosts.
 
     Args:
-        councils: of a graph's groups, the largest first; asked once for a graph.
+        consensus_groups: of a graph's groups, the largest first; asked once for a graph.
 
     Raises:
         RuntimeError: a rank of a group did not come in time.
     """
     keys: dict[str, str] = {}
-    for council in councils:
-        if council is councils[0]:
-            keys[council.group_name] = ALL_TO_ALL
+    for consensus in consensus_groups:
+        if consensus is consensus_groups[0]:
+            keys[consensus.group_name] = ALL_TO_ALL
             continue
-        places = council.tell("place", councils[0].rank)
+        places = consensus.tell("place", consensus_groups[0].rank)
         key = f"{ALL_TO_ALL} of {len(places)} ranks, {places[0]} to {places[-1]}"
-        keys[council.group_name] = key
+        keys[consensus.group_name] = key
     return keys
 
 
-def _measure_contention(council: Council, device: torch.device) -> Contention:
+def _measure_contention(consensus: Consensus, device: torch.device) -> Contention:
     on_gpu = device.type == "cuda"
     sizes = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
     side, inner, num_bytes = sizes
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left = torch.ones(side, inner, dtype=dtype, device=device)
     right = torch.ones(inner, side, dtype=dtype, device=device)
-    exchange = _Exchange(council, num_bytes, device).start
+    exchange = _Exchange(consensus, num_bytes, device).start
     measure = partial(
         measure_contention,
         exchange=exchange,
@@ -128,14 +129,14 @@ def _measure_contention(council: Council, device: torch.device) -> Contention:
 
 
 def measure_all_to_all(
-    graph: fx.Graph, council: Council, *, sizes: Sizes, device: torch.device
+    graph: fx.Graph, consensus: Consensus, *, sizes: Sizes, device: torch.device
 ) -> Curve:
     """Return the curve of equal all-to-alls, to beyond a group's largest; a collective of it.
 
     Args:
         graph: whose collectives there is to know about. Others than all-to-alls are taken for such
             of as many bytes on the wire; of them so many are measured as are beside products.
-        council: of the group.
+        consensus: of the group.
         sizes: of what nodes return.
         device: of the tensors.
     """
@@ -145,12 +146,12 @@ def measure_all_to_all(
         if operator_name(node) == ALL_TO_ALL
         else min(exchanged_bytes(node, sizes), most)
         for node in graph.nodes
-        if group_of(node) == council.group_name
+        if group_of(node) == consensus.group_name
     ]
     points = [_SMALLEST_BYTES]
     while points[-1] < max(sent, default=0):
         points.append(points[-1] * 4)
-    exchanges = {size: _Exchange(council, size, device) for size in points}
+    exchanges = {size: _Exchange(consensus, size, device) for size in points}
     return measure_curve(lambda size: exchanges[size].start().wait(), points, device=device)
 
 
@@ -158,11 +159,11 @@ def measure_all_to_all(
 class _Exchange:
     """An equal all-to-all of a group, always of the same tensors; one at a time."""
 
-    def __init__(self, council: Council, num_bytes: int, device: torch.device) -> None:
-        num_bytes = max(1, num_bytes // council.num_ranks) * council.num_ranks
+    def __init__(self, consensus: Consensus, num_bytes: int, device: torch.device) -> None:
+        num_bytes = max(1, num_bytes // consensus.num_ranks) * consensus.num_ranks
         self._sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
         self._received = torch.empty_like(self._sent)
-        self._group = _resolve_process_group(council.group_name)  # pyright: ignore[reportArgumentType]
+        self._group = _resolve_process_group(consensus.group_name)  # pyright: ignore[reportArgumentType]
         self._work: Work | None = None
 
     def start(self) -> "_Exchange":

@@ -15,7 +15,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from halley.compiler.decompose import expand
 from halley.compiler.gradient_ready import EarlyGradients
-from halley.compiler.graph_analysis import GraphFacts, is_product
+from halley.compiler.graph_analysis import GraphAnalysis, is_gemm
 from halley.compiler.kernel_order import keep_order
 from halley.compiler.options import Options
 from halley.compiler.pipeline import find_batch_inputs, is_backward, run_passes
@@ -128,11 +128,11 @@ class InductorPass(CustomGraphPass):
         report = run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak)
         expand(graph)
         if report is not None:
-            ties = find_ties(graph)
+            control_dependencies = find_control_dependencies(graph)
             write_parts(graph, Sizes(self._options.unknown_size))
             always = is_backward(graph) and self._early.hands_over
             leave_sms_beside(graph, report.sm_margins, always=always)
-            pin_order(graph, ties)
+            pin_order(graph, control_dependencies)
             if report.ranges:  # an order that hides nothing takes less memory
                 config.reorder_for_peak_memory = False
             self._keep(report)
@@ -176,39 +176,43 @@ class _Partitioner(CustomPartitionerFn):
         return None
 
 
-Ties = dict[fx.Node, OrderedSet[fx.Node]]  # of nodes, those that must run before
+ControlDependencies = dict[fx.Node, OrderedSet[fx.Node]]  # of nodes, those that must run before
 
 
-def find_ties(graph: fx.Graph) -> Ties:
+def find_control_dependencies(graph: fx.Graph) -> ControlDependencies:
     """Return what ties the products behind the start of an all-to-all to it, and its wait to them.
 
     Args:
         graph: whose nodes write to no arguments, in the order in which it is to run.
     """
-    facts = GraphFacts(graph)
-    ties: Ties = {}
-    for start in facts.find_collectives("all_to_all"):
-        waits = facts.find_waits(start)
+    analysis = GraphAnalysis(graph)
+    control_dependencies: ControlDependencies = {}
+    for start in analysis.find_collectives("all_to_all"):
+        waits = analysis.find_waits(start)
         if not waits:
             continue
-        wait = facts.nodes[min(waits)]
+        wait = analysis.nodes[min(waits)]
         for index in range(start + 1, min(waits)):
-            node = facts.nodes[index]
-            if is_product(node) and not facts.ancestors[index] >> start & 1:
-                ties.setdefault(node, OrderedSet()).add(facts.nodes[start])
-                ties.setdefault(wait, OrderedSet()).add(node)
-    return ties
+            node = analysis.nodes[index]
+            if is_gemm(node) and not analysis.ancestors[index] >> start & 1:
+                control_dependencies.setdefault(node, OrderedSet()).add(analysis.nodes[start])
+                control_dependencies.setdefault(wait, OrderedSet()).add(node)
+    return control_dependencies
 
 
-def pin_order(graph: fx.Graph, ties: Ties) -> None:
+def pin_order(graph: fx.Graph, control_dependencies: ControlDependencies) -> None:
     """Tie nodes to others by operands that are not read: else Inductor may move what it likes.
 
     Args:
         graph: changed.
-        ties: as of ``find_ties``; those of nodes that are gone do not count.
+        control_dependencies: as of ``find_control_dependencies``; those of nodes that are gone
+            do not count.
     """
     here = set(graph.nodes)
-    kept = {node: OrderedSet(each for each in ties[node] if each in here) for node in ties}
+    kept = {
+        node: OrderedSet(each for each in control_dependencies[node] if each in here)
+        for node in control_dependencies
+    }
     preserve_node_ordering(
         graph, {node: kept[node] for node in kept if node in here and kept[node]}
     )

@@ -13,14 +13,14 @@ from torch import fx
 from halley.compiler.fake_tensors import with_values
 from halley.compiler.fusion import (
     WHOLE,
-    Border,
+    Boundary,
     fused_us,
     inside_kernels,
     is_fused,
     is_join,
     is_split_sum,
 )
-from halley.compiler.graph_analysis import GraphFacts, NodeKind, fills, is_empty, is_product
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, fills, is_empty, is_gemm
 from halley.compiler.graph_collectives import (
     ALL_TO_ALL,
     collective_kind,
@@ -63,8 +63,8 @@ class ProfiledCost:
 
     Attributes:
         predicted: keys of the operations that no measurement stands behind; not of fused ones.
-        borders: of the nodes of the graph as it is now that Inductor fuses: they cost what crosses
-            the borders of kernels, and are not measured. None prices each operator alone.
+        boundaries: of the nodes of the graph as it is now that Inductor fuses: they cost what
+            crosses the boundaries of kernels, and are not measured. None prices each operator.
         measuring_s: what measurements have taken.
         contention: of the table; none where it has no such figures.
     """
@@ -79,7 +79,7 @@ class ProfiledCost:
         curve_keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.predicted: set[str] = set()
-        self.borders: Mapping[fx.Node, Border] | None = None
+        self.boundaries: Mapping[fx.Node, Boundary] | None = None
         self.measuring_s = 0.0
         self.contention = (table and table.contention) or NO_CONTENTION
         self._predictor = predictor
@@ -97,8 +97,8 @@ class ProfiledCost:
             return self._predictor.hardware.read_us
         if not has_tensors(node):
             return 0.0
-        if self.borders is not None and (is_fused(node) or is_join(node)):
-            return fused_us(node, self.borders, predictor=self._predictor, sizes=self._sizes)
+        if self.boundaries is not None and (is_fused(node) or is_join(node)):
+            return fused_us(node, self.boundaries, predictor=self._predictor, sizes=self._sizes)
         key = node_key(node, self._sizes)
         if self._table is not None:
             known, may = self._table.time_us(key), not self._table.offline
@@ -112,7 +112,7 @@ class ProfiledCost:
     @property
     def inside(self) -> frozenset[fx.Node]:
         """Nodes whose results never come to memory, as they stay inside of kernels."""
-        return frozenset() if self.borders is None else inside_kernels(self.borders)
+        return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     @property
     def graph_us(self) -> float:
@@ -124,13 +124,13 @@ class ProfiledCost:
         hardware = self._predictor.hardware
         if group_of(node) is not None:
             return hardware.collective_us
-        if self.borders is None or not (is_fused(node) or is_join(node)):
+        if self.boundaries is None or not (is_fused(node) or is_join(node)):
             return hardware.call_us
         whole = node.meta.get(WHOLE, node)
         if is_split_sum(whole, self._sizes):
             return hardware.call_us
-        border = self.borders.get(whole)
-        is_kernel = border is None or border.writes
+        boundary = self.boundaries.get(whole)
+        is_kernel = boundary is None or boundary.writes
         return hardware.call_us / 3 if is_kernel else 0.0
 
     def _find_curve(self, group: str) -> Curve | None:
@@ -161,14 +161,14 @@ class ProfiledCost:
         return found
 
 
-def operations(facts: GraphFacts, cost: NodeCost) -> list[Operation]:
+def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
     """Return the nodes of a graph as the cost model takes them."""
     found: list[Operation] = []
     begin_us = cost.graph_us if isinstance(cost, ProfiledCost) else 0.0
-    for index, node in enumerate(facts.nodes):
-        role = ROLES[facts.kinds[index]]
+    for index, node in enumerate(analysis.nodes):
+        role = ROLES[analysis.kinds[index]]
         duration_us = cost(node) if role in ("compute", "start") else 0.0
-        needs = facts.needs[index] if role != "free" else _data_needs(facts, index)
+        needs = analysis.needs[index] if role != "free" else _data_needs(analysis, index)
         found.append(
             Operation(
                 name=node.name,
@@ -244,9 +244,9 @@ def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
         return predictor.hardware.kernel_us
     moved = sum(map(sizes.num_bytes, values)) + sizes.num_bytes(_value(node))
     memory_us = _memory_us(moved, predictor)
-    if not is_product(node) and not is_attention(node):
+    if not is_gemm(node) and not is_attention(node):
         return memory_us
-    arithmetic_s = _product_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
+    arithmetic_s = _gemm_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
     return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.kernel_us)
 
 
@@ -357,7 +357,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
     return dict(zip((argument.name for argument in arguments), node.args, strict=False))
 
 
-def _product_flops(node: fx.Node, sizes: Sizes) -> float:
+def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
     """Return two operations for each element of the left operand and column of the right.
 
     This holds for all of a product's forms: dense, batched, and grouped with the groups along the
@@ -385,6 +385,6 @@ def _value(node: fx.Node) -> object:
     return node.meta.get("val")
 
 
-def _data_needs(facts: GraphFacts, index: int) -> tuple[int, ...]:
+def _data_needs(analysis: GraphAnalysis, index: int) -> tuple[int, ...]:
     """Return needs of a node that takes no time, without the order that the output brings."""
-    return () if facts.kinds[index] is NodeKind.OUTPUT else facts.needs[index]
+    return () if analysis.kinds[index] is NodeKind.OUTPUT else analysis.needs[index]

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from halley.compiler.consensus import Council, open_council
-from halley.compiler.fusion import find_borders
-from halley.compiler.graph_analysis import GraphFacts, NodeKind, apply_order
+from halley.compiler.consensus import Consensus, open_consensus
+from halley.compiler.fusion import find_boundaries
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, apply_order
 from halley.compiler.graph_collectives import (
     graph_groups,
     group_sizes,
@@ -66,42 +66,42 @@ def run_passes(
     if not divides and not options.moves_gradients:
         return None
     begin_s = time.perf_counter()
-    facts = GraphFacts(graph)
-    councils = _convene(graph, facts, options, batch_inputs if divides else ())
-    if councils is None or not facts.find_collectives("all_to_all"):
+    analysis = GraphAnalysis(graph)
+    consensus_groups = _convene(graph, analysis, options, batch_inputs if divides else ())
+    if consensus_groups is None or not analysis.find_collectives("all_to_all"):
         return None
     sizes = Sizes(options.unknown_size)
-    cost = _build_cost(graph, councils, options, sizes=sizes)
+    cost = _build_cost(graph, consensus_groups, options, sizes=sizes)
     report = partial(report_order, cost=cost, sizes=sizes, contention=cost.contention)
-    before = report(facts, range(len(facts.nodes)), inside=cost.inside)
+    before = report(analysis, range(len(analysis.nodes)), inside=cost.inside)
     max_bytes = (1.0 + options.memory_margin) * max(before.peak_before, step_peak)
     plan = PartitionPlan()
     if divides:
         plan = _partition(
             graph,
-            councils,
+            consensus_groups,
             options,
             batch_inputs=batch_inputs,
             cost=cost,
             sizes=sizes,
             max_bytes=max_bytes,
         )
-        _note_borders(graph, options, cost, sizes)
-        facts = GraphFacts(graph)
-    order = list(range(len(facts.nodes)))
+        _update_boundaries(graph, options, cost, sizes)
+        analysis = GraphAnalysis(graph)
+    order = list(range(len(analysis.nodes)))
     if options.moves_gradients or plan.ranges:  # what is put together of parts moves too
-        make = partial(_find_order, facts, cost, sizes, max_bytes=max_bytes)
-        order = _share(councils, "order", make)
-    after = report(facts, order, inside=cost.inside)
-    reorder(graph, facts, order)
-    after = replace(_since(before, after, plan), sm_margins=_share_margins(councils, cost))
+        make = partial(_find_order, analysis, cost, sizes, max_bytes=max_bytes)
+        order = _share(consensus_groups, "order", make)
+    after = report(analysis, order, inside=cost.inside)
+    reorder(graph, analysis, order)
+    after = replace(_since(before, after, plan), sm_margins=_share_margins(consensus_groups, cost))
     return _timed(after, cost, begin_s=begin_s)
 
 
-def _share_margins(councils: Sequence[Council], cost: ProfiledCost) -> tuple[int, int]:
+def _share_margins(consensus_groups: Sequence[Consensus], cost: ProfiledCost) -> tuple[int, int]:
     """Return how many multiprocessors dense and grouped products leave, by rank 0's figures."""
     margins = cost.contention.sm_margin, cost.contention.grouped_sm_margin
-    dense, grouped = _share(councils, "margins", lambda: list(margins))
+    dense, grouped = _share(consensus_groups, "margins", lambda: list(margins))
     return dense, grouped
 
 
@@ -126,16 +126,16 @@ def _timed(report: OrderReport, cost: ProfiledCost, *, begin_s: float) -> OrderR
 def report_as_is(graph: fx.Graph, options: Options) -> OrderReport:
     """Return the report of a graph that no pass has changed, with predicted times."""
     begin_s = time.perf_counter()
-    facts, sizes = GraphFacts(graph), Sizes(options.unknown_size)
+    analysis, sizes = GraphAnalysis(graph), Sizes(options.unknown_size)
     cost = _build_cost(graph, [], options, sizes=sizes)
-    report = report_order(facts, range(len(facts.nodes)), cost=cost, sizes=sizes)
+    report = report_order(analysis, range(len(analysis.nodes)), cost=cost, sizes=sizes)
     return _timed(report, cost, begin_s=begin_s)
 
 
 def _convene(
-    graph: fx.Graph, facts: GraphFacts, options: Options, batch_inputs: Sequence[str]
-) -> list[Council] | None:
-    """Return the councils of a graph's groups, the largest first, of equals the first to be used.
+    graph: fx.Graph, analysis: GraphAnalysis, options: Options, batch_inputs: Sequence[str]
+) -> list[Consensus] | None:
+    """Open a consensus over each group of a graph, the largest group first.
 
     None if the graph must stay as it is, after a warning.
     """
@@ -144,19 +144,19 @@ def _convene(
             f"halley leaves a graph as it is: it does not know {', '.join(unknown)}", stacklevel=3
         )
         return None
-    if not facts.find(NodeKind.START, NodeKind.FUSED):
+    if not analysis.find(NodeKind.START, NodeKind.FUSED):
         return None
     groups = graph_groups(graph) if options.agree else []
-    councils = [open_council(name, timeout_s=options.timeout_s) for name in groups]
-    councils.sort(key=lambda council: -council.num_ranks)
-    if _differing(councils, graph, batch_inputs):
+    consensus_groups = [open_consensus(name, timeout_s=options.timeout_s) for name in groups]
+    consensus_groups.sort(key=lambda consensus: -consensus.num_ranks)
+    if _differing(consensus_groups, graph, batch_inputs):
         warnings.warn(
             "halley leaves a graph as it is: ranks have the same collectives in it, but other "
             "computation, so that no plan fits all",
             stacklevel=3,
         )
         return None
-    return councils
+    return consensus_groups
 
 
 def find_batch_inputs(graph: fx.Graph, positions: Sequence[int]) -> list[str]:
@@ -182,7 +182,7 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 def _partition(
     graph: fx.Graph,
-    councils: Sequence[Council],
+    consensus_groups: Sequence[Consensus],
     options: Options,
     *,
     batch_inputs: Sequence[str],
@@ -199,14 +199,14 @@ def _partition(
     )
 
     def inside(whole: fx.Graph) -> Collection[fx.Node]:
-        _note_borders(whole, options, cost, sizes)
+        _update_boundaries(whole, options, cost, sizes)
         return cost.inside
 
     def time_us(whole: fx.Graph) -> float:
-        _note_borders(whole, options, cost, sizes)
-        facts = GraphFacts(whole)
-        order = _find_order(facts, cost, sizes, max_bytes=max_bytes)
-        return graph_time(operations(facts, cost), order, cost.contention).makespan_us
+        _update_boundaries(whole, options, cost, sizes)
+        analysis = GraphAnalysis(whole)
+        order = _find_order(analysis, cost, sizes, max_bytes=max_bytes)
+        return graph_time(operations(analysis, cost), order, cost.contention).makespan_us
 
     def make_plan() -> dict[str, object]:
         plan = plan_partition(
@@ -221,44 +221,44 @@ def _partition(
         plan = fit_memory(graph, plan, divide, sizes=sizes, max_bytes=max_bytes, inside=inside)
         return asdict(plan if options.num_parts else fit_time(graph, plan, divide, time_us))
 
-    plan = read_plan(_share(councils, "partition", make_plan))
+    plan = read_plan(_share(consensus_groups, "partition", make_plan))
     divide(graph, plan.ranges)
     return plan
 
 
 def _find_order(
-    facts: GraphFacts, cost: ProfiledCost, sizes: Sizes, *, max_bytes: float
+    analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, max_bytes: float
 ) -> list[int]:
     """Return the order of the weight-gradient pass, or that of the graph if none is faster.
 
     The cost knows the graph as it is now.
     """
     order = plan_wgrad(
-        facts,
+        analysis,
         cost=cost,
         sizes=sizes,
         max_bytes=max_bytes,
         contention=cost.contention,
         inside=cost.inside,
-        products_alone=cost.borders is not None,
+        gemms_alone=cost.boundaries is not None,
     )
-    as_is, todo = list(range(len(facts.nodes))), operations(facts, cost)
+    as_is, todo = list(range(len(analysis.nodes))), operations(analysis, cost)
     new, old = (graph_time(todo, each, cost.contention) for each in (order, as_is))
     gains = (new.makespan_us, new.exposed_us) < (old.makespan_us, old.exposed_us)
     return order if gains else as_is
 
 
-def _share(councils: Sequence[Council], what: str, make: Callable[[], _T]) -> _T:
+def _share(consensus_groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:
     """Return what rank 0 of the largest group makes, on all ranks.
 
     Raises:
         RuntimeError: the ranks of a smaller group got different plans, as not all are in one group.
     """
-    if not councils:
+    if not consensus_groups:
         return make()
-    made = councils[0].share(what, make)
-    for council in councils[1:]:
-        if council.share(f"same {what}", lambda: made) != made:
+    made = consensus_groups[0].share(what, make)
+    for consensus in consensus_groups[1:]:
+        if consensus.share(f"same {what}", lambda: made) != made:
             raise RuntimeError(
                 "ranks of two groups would run a graph in different orders: the largest group of "
                 "a graph must hold all ranks that meet in it"
@@ -266,12 +266,12 @@ def _share(councils: Sequence[Council], what: str, make: Callable[[], _T]) -> _T
     return made
 
 
-def reorder(graph: fx.Graph, facts: GraphFacts, order: Sequence[int]) -> None:
+def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> None:
     """Put a graph's nodes into an order and check what came out.
 
     Args:
         graph: changed.
-        facts: of the graph before.
+        analysis: of the graph before.
         order: of all of its nodes.
 
     Contract: the same operators as often, every node after what it needs, the same outputs.
@@ -279,35 +279,37 @@ def reorder(graph: fx.Graph, facts: GraphFacts, order: Sequence[int]) -> None:
     Raises:
         RuntimeError: the order is not legal; the graph is as it was.
     """
-    facts.check_order(order)
-    calls = Counter(str(node.target) for node in facts.nodes)
-    outputs = facts.nodes[-1].args
+    analysis.check_order(order)
+    calls = Counter(str(node.target) for node in analysis.nodes)
+    outputs = analysis.nodes[-1].args
     apply_order(graph, order)
-    assert [facts.nodes[index] for index in order] == list(graph.nodes)
+    assert [analysis.nodes[index] for index in order] == list(graph.nodes)
     assert Counter(str(node.target) for node in graph.nodes) == calls
     assert graph.output_node().args == outputs
     graph.lint()
 
 
-def _differing(councils: Sequence[Council], graph: fx.Graph, batch_inputs: Sequence[str]) -> bool:
+def _differing(
+    consensus_groups: Sequence[Consensus], graph: fx.Graph, batch_inputs: Sequence[str]
+) -> bool:
     """Return whether ranks have other computation; raise if they have other collectives."""
     mine = signature(graph, batch_inputs)
-    others = [council.compare(mine) for council in councils]  # each must be asked
+    others = [consensus.compare(mine) for consensus in consensus_groups]  # each must be asked
     return any(others)
 
 
 def _build_cost(
-    graph: fx.Graph, councils: Sequence[Council], options: Options, *, sizes: Sizes
+    graph: fx.Graph, consensus_groups: Sequence[Consensus], options: Options, *, sizes: Sizes
 ) -> ProfiledCost:
     """Return the cost of nodes; only that of the rank that plans knows the file of profiles."""
     device = device_of(graph)
     predictor = Predictor(options.hardware or _hardware_of(device))
     if not options.profiles:
         cost = ProfiledCost(predictor, sizes=sizes)
-        _note_borders(graph, options, cost, sizes)
+        _update_boundaries(graph, options, cost, sizes)
         return cost
-    plans = not councils or councils[0].rank == 0
-    num_ranks = councils[0].num_ranks if councils else 1
+    plans = not consensus_groups or consensus_groups[0].rank == 0
+    num_ranks = consensus_groups[0].num_ranks if consensus_groups else 1
     environment = find_environment(device, topology=f"ranks {num_ranks}")
     if options.hardware is not None and not options.measure:  # a plan for a device, from afar
         topology = f"ranks {max(group_sizes(graph), default=1)}"
@@ -321,11 +323,11 @@ def _build_cost(
             raise ValueError(f"profiles ({path}) must be a file unless measure is set")
         table = ProfileTable(path, environment, offline=not options.measure)
 
-    _share(councils[:1], "profiles", read)
+    _share(consensus_groups[:1], "profiles", read)
     begin_s = time.perf_counter()
-    keys = curve_keys(councils)
-    if councils and options.measure:
-        measure_groups(graph, councils, table, keys=keys, sizes=sizes, device=device)
+    keys = curve_keys(consensus_groups)
+    if consensus_groups and options.measure:
+        measure_groups(graph, consensus_groups, table, keys=keys, sizes=sizes, device=device)
     cost = ProfiledCost(
         predictor,
         sizes=sizes,
@@ -334,14 +336,14 @@ def _build_cost(
         curve_keys=keys,
     )
     cost.measuring_s = time.perf_counter() - begin_s
-    _note_borders(graph, options, cost, sizes)
+    _update_boundaries(graph, options, cost, sizes)
     return cost
 
 
-def _note_borders(graph: fx.Graph, options: Options, cost: ProfiledCost, sizes: Sizes) -> None:
+def _update_boundaries(graph: fx.Graph, options: Options, cost: ProfiledCost, sizes: Sizes) -> None:
     """Tell a cost what the inner compiler fuses of the graph as it is now."""
     if options.inner == "inductor":
-        cost.borders = find_borders(graph, sizes)
+        cost.boundaries = find_boundaries(graph, sizes)
 
 
 def _hardware_of(device: torch.device) -> Hardware:

@@ -7,7 +7,7 @@ from torch import fx
 
 from halley.compiler.fake_tensors import trace_result
 from halley.compiler.fusion import takes_place
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_collectives import operator_name
 from halley.ops.sm_carveout import gemm_into, gemm_with_carveout
 
@@ -40,11 +40,11 @@ def _become_beside(node: fx.Node, args: tuple[Any, ...]) -> None:
 
 
 def _find_beside(graph: fx.Graph) -> list[fx.Node]:
-    facts = GraphFacts(graph)
+    analysis = GraphAnalysis(graph)
     found: dict[fx.Node, None] = {}
-    for start in facts.find_collectives("all_to_all"):
-        waits = facts.find_waits(start)
-        found |= dict.fromkeys(facts.nodes[start + 1 : min(waits, default=start)])
+    for start in analysis.find_collectives("all_to_all"):
+        waits = analysis.find_waits(start)
+        found |= dict.fromkeys(analysis.nodes[start + 1 : min(waits, default=start)])
     return list(found)
 
 

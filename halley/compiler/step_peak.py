@@ -5,8 +5,8 @@ from typing import Any, final
 
 from torch import fx
 
-from halley.compiler.fusion import find_borders, inside_kernels
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.fusion import find_boundaries, inside_kernels
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.sizes import Sizes
 
@@ -47,9 +47,9 @@ class StepPeak:
         halves = self._divide(gm, joint_inputs, **kwargs)
         sizes = Sizes(self._unknown_size)
         for half in halves:
-            facts = GraphFacts(half.graph)
-            borders = find_borders(half.graph, sizes) if self._fuses else {}
-            inside = inside_kernels(borders)
-            peak, _ = LiveBytes(facts, sizes, inside=inside).peak(range(len(facts.nodes)))
+            analysis = GraphAnalysis(half.graph)
+            boundaries = find_boundaries(half.graph, sizes) if self._fuses else {}
+            inside = inside_kernels(boundaries)
+            peak, _ = LiveBytes(analysis, sizes, inside=inside).peak(range(len(analysis.nodes)))
             self.num_bytes = max(self.num_bytes, peak)
         return halves

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from halley.compiler.fake_tensors import trace_result
-from halley.compiler.fusion import Border, find_borders, takes_place
+from halley.compiler.fusion import Boundary, find_boundaries, takes_place
 from halley.compiler.sizes import Sizes
 from halley.ops.in_place_concat import write_rows, write_slice
 from halley.ops.sm_carveout import gemm_into
@@ -28,7 +28,7 @@ def write_parts(graph: fx.Graph, sizes: Sizes) -> None:
         sizes: of what nodes return.
     """
     position = {node: at for at, node in enumerate(graph.nodes)}
-    borders = find_borders(graph, sizes)
+    boundaries = find_boundaries(graph, sizes)
     for node in list(graph.nodes):
         if node.target not in (write_slice, write_rows):
             continue
@@ -38,7 +38,7 @@ def write_parts(graph: fx.Graph, sizes: Sizes) -> None:
             with graph.inserting_before(node):
                 _call(graph, _ATEN.index_put_.default, whole, [node.args[2]], part)
         else:
-            _write_range(node, whole, part, position, borders)
+            _write_range(node, whole, part, position, boundaries)
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
         if not part.users:
@@ -51,7 +51,7 @@ def _write_range(
     whole: fx.Node,
     part: fx.Node,
     position: dict[fx.Node, int],
-    borders: Mapping[fx.Node, Border],
+    boundaries: Mapping[fx.Node, Boundary],
 ) -> None:
     """Write a part to where it belongs; what is read there need not be anywhere else.
 
@@ -63,7 +63,7 @@ def _write_range(
         whole: the buffer.
         part: what is written.
         position: of nodes in the graph.
-        borders: of the kernels that Inductor will make.
+        boundaries: of the kernels that Inductor will make.
     """
     graph = fill.graph
     dim, start = fill.args[2:]
@@ -83,7 +83,7 @@ def _write_range(
             place,
             lambda user: (
                 position.get(user, 0) > begin
-                and not (user in borders and part in borders[user].inside)
+                and not (user in boundaries and part in boundaries[user].inside)
             ),
         )
 

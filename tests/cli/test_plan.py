@@ -88,7 +88,7 @@ def test_measured_times_are_taken_where_there_are_any(capsys, tmp_path) -> None:
     path.touch()
 
     def plan() -> tuple[float, list[str]]:
-        wanted = ["--passes=wgrad", "--set=strategy=functional", "--ranks=4"]
+        wanted = ["--passes=wgrad", "--set=strategy=functional", "--ranks=4", *ONE_LAYER]
         assert main(["plan", "graph", *MODEL, *wanted, f"--profiles={path}"]) == 0
         forward = json.loads(capsys.readouterr().out)["forward"]
         return forward["time_before"]["makespan_us"], forward["predicted"]

@@ -5,7 +5,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_analysis import GraphAnalysis
 
 
 aten = torch.ops.aten
@@ -52,24 +52,24 @@ class GraphBuilder:
         start = self.call(c10d.all_reduce.default, x, "sum", GROUP, name=name)
         return start, self.call(c10d.wait_tensor.default, start, name=f"wait_{name}")
 
-    def done(self, *outputs: fx.Node) -> GraphFacts:
+    def done(self, *outputs: fx.Node) -> GraphAnalysis:
         """Add the output; return the graph's facts."""
         self.graph.output(tuple(outputs))
         self.graph.lint()
-        return GraphFacts(self.graph)
+        return GraphAnalysis(self.graph)
 
 
-def find(facts: GraphFacts, name: str) -> int:
+def find(analysis: GraphAnalysis, name: str) -> int:
     """Return the index of a node by name."""
-    return next(index for index, node in enumerate(facts.nodes) if node.name == name)
+    return next(index for index, node in enumerate(analysis.nodes) if node.name == name)
 
 
-def names(facts: GraphFacts, indices: Any) -> list[str]:
+def names(analysis: GraphAnalysis, indices: Any) -> list[str]:
     """Return the names of nodes by index."""
-    return [facts.nodes[index].name for index in indices]
+    return [analysis.nodes[index].name for index in indices]
 
 
-def two_layers(size: int = 8) -> tuple[GraphBuilder, GraphFacts]:
+def two_layers(size: int = 8) -> tuple[GraphBuilder, GraphAnalysis]:
     """Return backward of three linear layers with an all-to-all between each two.
 
     As autograd emits it: each weight gradient ahead of the gradient that the next layer waits for,

@@ -7,22 +7,22 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from halley.compiler import consensus as agree
-from halley.compiler.consensus import Council
+from halley.compiler.consensus import Consensus
 from halley.compiler.graph_collectives import Signature
 
 
 SAME = Signature(collectives=("all_to_all a", "all_to_all b"), structure="s")
 
 
-def _meet(act: Callable[[Council], object], *, ranks: int | list[int], timeout_s: float = 20.0):
+def _meet(act: Callable[[Consensus], object], *, ranks: int | list[int], timeout_s: float = 20.0):
     """Return what ``act`` returns or raises on each rank, of three."""
     store = HashStore()
     present = list(range(ranks)) if isinstance(ranks, int) else ranks
 
     def run(rank: int) -> object:
-        council = Council(store, group_name="0", rank=rank, num_ranks=3, timeout_s=timeout_s)
+        consensus = Consensus(store, group_name="0", rank=rank, num_ranks=3, timeout_s=timeout_s)
         try:
-            return act(council)
+            return act(consensus)
         except RuntimeError as error:
             return error
 
@@ -31,36 +31,37 @@ def _meet(act: Callable[[Council], object], *, ranks: int | list[int], timeout_s
 
 
 def test_same_graphs_and_rank_0s_plan() -> None:
-    def act(council: Council) -> object:
-        return council.compare(SAME), council.share("plan", lambda: [council.rank, 7])
+    def act(consensus: Consensus) -> object:
+        return consensus.compare(SAME), consensus.share("plan", lambda: [consensus.rank, 7])
 
     assert _meet(act, ranks=3) == [((), [0, 7])] * 3
 
 
 def test_ranks_tell_of_themselves() -> None:
     assert (
-        _meet(lambda council: council.tell("place", 5 * council.rank), ranks=3) == [[0, 5, 10]] * 3
+        _meet(lambda consensus: consensus.tell("place", 5 * consensus.rank), ranks=3)
+        == [[0, 5, 10]] * 3
     )
 
 
 def test_rank_that_tells_nothing_is_named(monkeypatch) -> None:
     monkeypatch.setattr(agree, "_VERDICT_MARGIN_S", 0.2)
-    for error in _meet(lambda council: council.tell("place", 0), ranks=[0, 2], timeout_s=0.3):
+    for error in _meet(lambda consensus: consensus.tell("place", 0), ranks=[0, 2], timeout_s=0.3):
         assert str(error) == "graph 1: ranks [1] told no place in 0.3 s"
 
 
 def test_councils_of_several_graphs_do_not_mix() -> None:
     store = HashStore()
     for number in range(3):
-        council = Council(store, group_name="0", rank=0, num_ranks=1, timeout_s=1.0)
-        assert council.compare(SAME) == ()
-        assert council.share("plan", lambda: number) == number  # noqa: B023
+        consensus = Consensus(store, group_name="0", rank=0, num_ranks=1, timeout_s=1.0)
+        assert consensus.compare(SAME) == ()
+        assert consensus.share("plan", lambda: number) == number  # noqa: B023
 
 
 def test_other_computation_is_told_to_all() -> None:
-    def act(council: Council) -> object:
-        structure = "other" if council.rank == 2 else "s"
-        return council.compare(Signature(collectives=SAME.collectives, structure=structure))
+    def act(consensus: Consensus) -> object:
+        structure = "other" if consensus.rank == 2 else "s"
+        return consensus.compare(Signature(collectives=SAME.collectives, structure=structure))
 
     assert _meet(act, ranks=3) == [(2,)] * 3
 
@@ -73,9 +74,9 @@ def test_other_computation_is_told_to_all() -> None:
     ],
 )
 def test_other_collectives_raise_on_all(theirs: tuple[str, ...], line: str) -> None:
-    def act(council: Council) -> object:
-        collectives = theirs if council.rank == 1 else SAME.collectives
-        return council.compare(Signature(collectives=collectives, structure="s"))
+    def act(consensus: Consensus) -> object:
+        collectives = theirs if consensus.rank == 1 else SAME.collectives
+        return consensus.compare(Signature(collectives=collectives, structure="s"))
 
     for error in _meet(act, ranks=3):
         assert isinstance(error, RuntimeError)
@@ -84,7 +85,7 @@ def test_other_collectives_raise_on_all(theirs: tuple[str, ...], line: str) -> N
 
 
 def test_rank_that_does_not_come_is_named_on_all_others() -> None:
-    for error in _meet(lambda council: council.compare(SAME), ranks=[0, 2], timeout_s=0.3):
+    for error in _meet(lambda consensus: consensus.compare(SAME), ranks=[0, 2], timeout_s=0.3):
         assert isinstance(error, RuntimeError)
         assert "ranks [1] compiled no graph with collectives in 0.3 s" in str(error)
 
@@ -93,7 +94,7 @@ def test_plan_that_rank_0_fails_to_make_fails_on_all() -> None:
     def fail() -> list[int]:
         raise KeyError("no node")
 
-    errors = _meet(lambda council: council.share("plan", fail), ranks=3)
+    errors = _meet(lambda consensus: consensus.share("plan", fail), ranks=3)
     assert all(
         isinstance(error, RuntimeError) for error in errors
     )  # alike, so nobody is left alone

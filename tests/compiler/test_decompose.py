@@ -13,7 +13,7 @@ import halley.compiler.decompose as expand_module
 import halley.ops.expert_gemm
 import halley.ops.traceable_routing  # noqa: F401
 from halley.compiler.decompose import expand
-from halley.compiler.graph_analysis import is_product
+from halley.compiler.graph_analysis import is_gemm
 from halley.compiler.graph_collectives import operator_name
 from halley.ops.library import MADE_OF_TORCH
 from tests.compiler.captured_case import Captured
@@ -21,7 +21,7 @@ from tests.compiler.captured_case import Captured
 
 ops = torch.ops.halley
 T, K, D, E, F = 12, 2, 16, 4, 32
-PRODUCTS = {"halley::expert_gemm", "halley::expert_weight_gemm"}
+GEMMS = {"halley::expert_gemm", "halley::expert_weight_gemm"}
 
 
 def _names(graph: fx.Graph) -> set[str]:
@@ -57,7 +57,7 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def test_all_operators_have_a_case() -> None:
-    assert {f"halley::{name}" for name in _cases()} | PRODUCTS == set(MADE_OF_TORCH)
+    assert {f"halley::{name}" for name in _cases()} | GEMMS == set(MADE_OF_TORCH)
 
 
 @pytest.mark.parametrize("name", _cases())
@@ -85,7 +85,7 @@ def test_nothing_is_left_of_results_that_nobody_reads(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_of_experts_are_grouped_products_on_a_gpu(dtype: torch.dtype) -> None:
+def test_expert_gemms_are_grouped_gemms_on_a_gpu(dtype: torch.dtype) -> None:
     with FakeTensorMode():
         rows = torch.empty(T, D, dtype=dtype, device="cuda")
         weights = torch.empty(E, D, F, dtype=dtype, device="cuda")
@@ -96,15 +96,15 @@ def test_products_of_experts_are_grouped_products_on_a_gpu(dtype: torch.dtype) -
             return out, ops.expert_weight_gemm(rows, out, ends)
 
         traced = make_fx(function)(rows, weights, ends)
-        shapes = [node.meta["val"].shape for node in traced.graph.nodes if is_product(node)]
+        shapes = [node.meta["val"].shape for node in traced.graph.nodes if is_gemm(node)]
         expand(traced.graph)
-    products = [node for node in traced.graph.nodes if is_product(node)]
-    names = [operator_name(node) for node in products]
+    gemms = [node for node in traced.graph.nodes if is_gemm(node)]
+    names = [operator_name(node) for node in gemms]
     if dtype == torch.bfloat16:
         assert names == ["aten::_grouped_mm"] * 2
     else:  # torch 2.11 cannot trace others
         assert names == ["halley::expert_gemm", "halley::expert_weight_gemm"]
-    assert [node.meta["val"].shape for node in products] == shapes == [(T, F), (E, D, F)]
+    assert [node.meta["val"].shape for node in gemms] == shapes == [(T, F), (E, D, F)]
 
 
 def test_sizes_that_depend_on_data_stay_what_they_are(run_ranks) -> None:
@@ -122,7 +122,7 @@ def _expanded_on_cpu(rank: int, num_ranks: int) -> tuple[bool, set[str], set[str
     captured = Captured("switch")
     graph = captured.graph()
     before = _names(graph)
-    expand_module._is_on_gpu = lambda node: operator_name(node) not in PRODUCTS
+    expand_module._is_on_gpu = lambda node: operator_name(node) not in GEMMS
     expand(graph)
     same = all(map(_same, captured.run(graph), captured.run(captured.graph())))
     return same, before, _names(graph)

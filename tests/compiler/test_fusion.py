@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import fx
 
-from halley.compiler.fusion import WHOLE, find_borders, inside_kernels, is_fused
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.fusion import WHOLE, find_boundaries, inside_kernels, is_fused
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.partition.divide import divide
@@ -26,19 +26,19 @@ from tests.compiler.graph_case import GraphBuilder, aten
 SIZES = Sizes(1)
 
 
-def _cost(facts: GraphFacts, *, fuses: bool = True) -> ProfiledCost:
+def _cost(analysis: GraphAnalysis, *, fuses: bool = True) -> ProfiledCost:
     cost = ProfiledCost(Predictor(SLOW), sizes=SIZES)
     if fuses:
-        cost.borders = find_borders(facts.nodes[0].graph, SIZES)
+        cost.boundaries = find_boundaries(analysis.nodes[0].graph, SIZES)
     return cost
 
 
-def _times(facts: GraphFacts, *, fuses: bool = True) -> dict[str, float]:
-    works = operations(facts, _cost(facts, fuses=fuses))
+def _times(analysis: GraphAnalysis, *, fuses: bool = True) -> dict[str, float]:
+    works = operations(analysis, _cost(analysis, fuses=fuses))
     return {work.name: work.duration_us for work in works if work.duration_us}
 
 
-def _layer() -> GraphFacts:
+def _layer() -> GraphAnalysis:
     """Return mm, add of a bias, gelu, mm, and the residual: the first product's result again."""
     b = GraphBuilder()
     x, w, bias = b.input("x", 100, 10), b.input("w", 10, 10), b.input("bias", 10)
@@ -50,9 +50,9 @@ def _layer() -> GraphFacts:
     return b.done(b.call(aten.add.Tensor, second, added, name="residual"))
 
 
-def test_chain_moves_what_crosses_its_border() -> None:
-    facts = _layer()
-    times = _times(facts)
+def test_chain_moves_the_bytes_that_cross_its_boundary() -> None:
+    analysis = _layer()
+    times = _times(analysis)
     # 4000 bytes a tensor. added reads one and 40 bytes of the bias, and writes: the residual comes
     # behind a product, and so from memory. gelu writes alone. The residual reads two and writes.
     assert times["added"] == pytest.approx(8.04)
@@ -60,7 +60,7 @@ def test_chain_moves_what_crosses_its_border() -> None:
     assert times["residual"] == pytest.approx(12.0)
 
 
-def test_without_borders_each_operator_is_a_kernel_as_before() -> None:
+def test_without_boundaries_each_operator_is_a_kernel() -> None:
     times, fused = _times(_layer(), fuses=False), _times(_layer())
     assert times["added"] == pytest.approx(12.0)
     assert times["gelu"] == pytest.approx(8.0)
@@ -69,7 +69,7 @@ def test_without_borders_each_operator_is_a_kernel_as_before() -> None:
     assert times["second"] == fused["second"] > 0.0
 
 
-def _chain(length: int, rows: int = 1000) -> GraphFacts:
+def _chain(length: int, rows: int = 1000) -> GraphAnalysis:
     b = GraphBuilder()
     node = b.input("x", rows)
     for _ in range(length):
@@ -123,10 +123,10 @@ def test_sum_over_many_rows_takes_a_second_kernel() -> None:
     ):
         b = GraphBuilder()
         doubled = b.call(aten.mul.Tensor, b.input("x", *shape), 2.0, name="doubled")
-        facts = b.done(b.call(aten.sum.dim_IntList, doubled, dims, name="summed"))
+        analysis = b.done(b.call(aten.sum.dim_IntList, doubled, dims, name="summed"))
         cost = ProfiledCost(Predictor(hardware), sizes=SIZES)
-        cost.borders = find_borders(facts.nodes[0].graph, SIZES)
-        node = next(node for node in facts.nodes if node.name == "summed")
+        cost.boundaries = find_boundaries(analysis.nodes[0].graph, SIZES)
+        node = next(node for node in analysis.nodes if node.name == "summed")
         first_us = max(4 * node.meta["val"].numel() / 1000, hardware.kernel_us)
         assert cost(node) == pytest.approx(first_us + 7.0 * second)
         assert cost.host_us(node) == (30.0 if second else 10.0)  # which torch launches
@@ -134,8 +134,8 @@ def test_sum_over_many_rows_takes_a_second_kernel() -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 def test_part_of_a_batch_moves_its_part_of_the_bytes(num_parts: int) -> None:
-    facts = _layer()
-    cost, by_name = _cost(facts), {node.name: node for node in facts.nodes}
+    analysis = _layer()
+    cost, by_name = _cost(analysis), {node.name: node for node in analysis.nodes}
     parts = fx.Graph()
 
     def operand(source: fx.Node) -> fx.Node:
@@ -151,10 +151,10 @@ def test_part_of_a_batch_moves_its_part_of_the_bytes(num_parts: int) -> None:
 
 
 def test_fused_operators_are_not_measured() -> None:
-    facts, table = _layer(), ProfileTable(None, Environment(device="cpu", versions="torch 1"))
+    analysis, table = _layer(), ProfileTable(None, Environment(device="cpu", versions="torch 1"))
     cost = ProfiledCost(Predictor(SLOW), sizes=SIZES, table=table, device=torch.device("cpu"))
-    cost.borders = find_borders(facts.nodes[0].graph, SIZES)
-    gelu = next(node for node in facts.nodes if node.name == "gelu")
+    cost.boundaries = find_boundaries(analysis.nodes[0].graph, SIZES)
+    gelu = next(node for node in analysis.nodes if node.name == "gelu")
     assert cost(gelu) == pytest.approx(4.0)
     assert cost.measuring_s == 0.0
 
@@ -185,15 +185,15 @@ def _compare(rank: int, num_ranks: int) -> list[tuple[float, float]]:
         graph = case.graph()
         sizes = Sizes(BATCH_SIZE * SEQ_LEN)
         cost = ProfiledCost(Predictor(SLOW), sizes=sizes)
-        cost.borders = find_borders(graph, sizes)
+        cost.boundaries = find_boundaries(graph, sizes)
         flow = case.flow(graph)
         region = find_region(flow, compute_nodes(graph))
         assert isinstance(region, Region), region
         price = PipelineCost(flow, cost=cost, sizes=sizes)
         predicted_us = price.in_parts(region, num_parts)
         divide(graph, flow, [(region, num_parts)], sizes=sizes)
-        cost.borders = find_borders(graph, sizes)
-        works = operations(GraphFacts(graph), cost)
+        cost.boundaries = find_boundaries(graph, sizes)
+        works = operations(GraphAnalysis(graph), cost)
         found.append((predicted_us, graph_time(works, range(len(works))).makespan_us))
     return found
 
@@ -211,11 +211,11 @@ def test_what_stays_inside_of_a_kernel_takes_no_memory() -> None:
     first = b.call(aten.sin.default, x)
     last = b.call(aten.cos.default, b.call(aten.t.default, first))
     product = b.call(aten.mm.default, last, w)
-    facts = b.done(product)
-    inside = inside_kernels(find_borders(b.graph, SIZES))
+    analysis = b.done(product)
+    inside = inside_kernels(find_boundaries(b.graph, SIZES))
     assert inside == {first}
-    order, size = range(len(facts.nodes)), 10 * 10 * 4
+    order, size = range(len(analysis.nodes)), 10 * 10 * 4
     # x and w; sin as well, then cos beside x and w: x is let go only where cos has read it.
-    assert LiveBytes(facts, SIZES).alive(order) == [n * size for n in (2, 2, 3, 2, 3, 3, 1)]
-    found = LiveBytes(facts, SIZES, inside=inside).alive(order)
+    assert LiveBytes(analysis, SIZES).alive(order) == [n * size for n in (2, 2, 3, 2, 3, 3, 1)]
+    found = LiveBytes(analysis, SIZES, inside=inside).alive(order)
     assert found == [n * size for n in (2, 2, 2, 2, 3, 3, 1)]

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import fx
 
-from halley.compiler.graph_analysis import GraphFacts, NodeKind, apply_order, bits, is_product
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, apply_order, bits, is_gemm
 from halley.compiler.graph_collectives import (
     graph_groups,
     merge_waits,
     signature,
     unknown_collectives,
 )
-from halley.compiler.wgrad.candidates import label
+from halley.compiler.wgrad.movable_nodes import label
 from tests.compiler.graph_case import GraphBuilder, aten, c10d, find, names, two_layers
 
 
@@ -34,8 +34,8 @@ def test_kinds_of_nodes() -> None:
     size = b.call(aten.sym_size.int, wait, 0)
     summed = b.call(aten.sum.default, part)
     copied = b.call(aten.view.default, b.call(aten.clone.default, part), [8])
-    facts = b.done(summed, copied)
-    kinds = dict(zip(names(facts, range(len(facts.nodes))), facts.kinds, strict=True))
+    analysis = b.done(summed, copied)
+    kinds = dict(zip(names(analysis, range(len(analysis.nodes))), analysis.kinds, strict=True))
     assert kinds == {
         "x": NodeKind.INPUT,
         start.name: NodeKind.START,
@@ -62,29 +62,29 @@ def test_what_was_waited_for_is_not_waited_for_again() -> None:
 
 
 def test_ancestors_and_descendants() -> None:
-    _, facts = two_layers()
-    a2a = find(facts, "a2a_1")
-    above = names(facts, bits(facts.ancestors[a2a]))
+    _, analysis = two_layers()
+    a2a = find(analysis, "a2a_1")
+    above = names(analysis, bits(analysis.ancestors[a2a]))
     assert above == ["tangents_1", "primals_0", "primals_1", "dx_0", "a2a_0", "wait_a2a_0", "dx_1"]
-    below = names(facts, bits(facts.descendants[a2a]))
+    below = names(analysis, bits(analysis.descendants[a2a]))
     assert below == ["wait_a2a_1", "t_2", "dw_2", "out_2", "dx_2", "output"]
 
 
 def test_graph_order_is_legal_and_others_are_named() -> None:
-    _, facts = two_layers()
-    order = list(range(len(facts.nodes)))
-    facts.check_order(order)
-    dx, a2a = find(facts, "dx_0"), find(facts, "a2a_0")
+    _, analysis = two_layers()
+    order = list(range(len(analysis.nodes)))
+    analysis.check_order(order)
+    dx, a2a = find(analysis, "dx_0"), find(analysis, "a2a_0")
     swapped = order.copy()
     swapped[dx], swapped[a2a] = a2a, dx
     with pytest.raises(RuntimeError, match=r"a2a_0 must come after \['dx_0'\]"):
-        facts.check_order(swapped)
+        analysis.check_order(swapped)
     with pytest.raises(RuntimeError, match="each node of its graph once"):
-        facts.check_order(order[:-1])
+        analysis.check_order(order[:-1])
     with pytest.raises(RuntimeError, match="each node of its graph once"):
-        facts.check_order([*order[:-1], order[0]])
+        analysis.check_order([*order[:-1], order[0]])
     with pytest.raises(RuntimeError, match="inputs must come first"):
-        facts.check_order([order[1], order[0], *order[2:]])
+        analysis.check_order([order[1], order[0], *order[2:]])
 
 
 def test_collectives_that_ranks_meet_in_keep_their_order() -> None:
@@ -92,12 +92,12 @@ def test_collectives_that_ranks_meet_in_keep_their_order() -> None:
     x, y = b.input("x", 4), b.input("y", 4)
     b.all_to_all(x, "first")
     b.all_to_all(y, "second")
-    facts = b.done(x)
-    first, second = find(facts, "first"), find(facts, "second")
-    assert facts.ancestors[second] >> first & 1
-    swapped = [0, 1, second, second + 1, first, first + 1, len(facts.nodes) - 1]
+    analysis = b.done(x)
+    first, second = find(analysis, "first"), find(analysis, "second")
+    assert analysis.ancestors[second] >> first & 1
+    swapped = [0, 1, second, second + 1, first, first + 1, len(analysis.nodes) - 1]
     with pytest.raises(RuntimeError, match=r"second must come after \['first'\]"):
-        facts.check_order(swapped)
+        analysis.check_order(swapped)
 
 
 def test_fused_operators_keep_their_order_and_their_weight_gradient_moves() -> None:
@@ -117,14 +117,14 @@ def test_fused_operators_keep_their_order_and_their_weight_gradient_moves() -> N
     second = call(
         halley.fused_experts_backward.default, "second", *[rows] * 7, plan, True, True, "all", 0
     )
-    facts = b.done(first, gradient, second)
-    kinds = {node.name: kind for node, kind in zip(facts.nodes, facts.kinds, strict=True)}
+    analysis = b.done(first, gradient, second)
+    kinds = {node.name: kind for node, kind in zip(analysis.nodes, analysis.kinds, strict=True)}
     assert kinds["first"] is kinds["second"] is NodeKind.FUSED
-    assert is_product(facts.nodes[find(facts, "gradient")])
-    met = [find(facts, name) for name in ("first", "a2a", "second")]
-    assert facts.ancestors[met[1]] >> met[0] & 1
-    assert facts.ancestors[met[2]] >> met[1] & 1
-    assert label(facts, [met[1]]) == {find(facts, "gradient"): 1}
+    assert is_gemm(analysis.nodes[find(analysis, "gradient")])
+    met = [find(analysis, name) for name in ("first", "a2a", "second")]
+    assert analysis.ancestors[met[1]] >> met[0] & 1
+    assert analysis.ancestors[met[2]] >> met[1] & 1
+    assert label(analysis, [met[1]]) == {find(analysis, "gradient"): 1}
     assert len(signature(b.graph).collectives) == 3
 
 
@@ -146,23 +146,23 @@ def test_writes_and_random_numbers_keep_their_place() -> None:
     b.call(aten.copy_.default, x, y)
     after = b.call(aten.abs.default, y)
     drawn = [b.call(aten.rand_like.default, y) for _ in range(2)]
-    facts = b.done(before, after, *drawn)
-    written = find(facts, "copy__default")
-    assert facts.ancestors[written] >> find(facts, before.name) & 1
-    assert facts.ancestors[find(facts, after.name)] >> written & 1
-    assert facts.ancestors[find(facts, drawn[1].name)] >> find(facts, drawn[0].name) & 1
+    analysis = b.done(before, after, *drawn)
+    written = find(analysis, "copy__default")
+    assert analysis.ancestors[written] >> find(analysis, before.name) & 1
+    assert analysis.ancestors[find(analysis, after.name)] >> written & 1
+    assert analysis.ancestors[find(analysis, drawn[1].name)] >> find(analysis, drawn[0].name) & 1
 
 
 def test_apply_order_moves_nodes_and_nothing_else() -> None:
-    b, facts = two_layers()
-    before = {node: (node.target, node.args) for node in facts.nodes}
-    dw, a2a = find(facts, "dw_0"), find(facts, "a2a_0")
-    order = [index for index in range(len(facts.nodes)) if index not in (dw, dw + 1)]
+    b, analysis = two_layers()
+    before = {node: (node.target, node.args) for node in analysis.nodes}
+    dw, a2a = find(analysis, "dw_0"), find(analysis, "a2a_0")
+    order = [index for index in range(len(analysis.nodes)) if index not in (dw, dw + 1)]
     order[order.index(a2a) + 1 : order.index(a2a) + 1] = [dw, dw + 1]
-    facts.check_order(order)
+    analysis.check_order(order)
     apply_order(b.graph, order)
     b.graph.lint()
-    assert list(b.graph.nodes) == [facts.nodes[index] for index in order]
+    assert list(b.graph.nodes) == [analysis.nodes[index] for index in order]
     assert {node: (node.target, node.args) for node in b.graph.nodes} == before
 
 
@@ -177,7 +177,7 @@ def test_unknown_collectives_are_named() -> None:
 
 
 def test_signature_is_that_of_a_group_with_another_name_and_number_of_rows() -> None:
-    def build(rows: int, columns: int, group: str) -> GraphFacts:
+    def build(rows: int, columns: int, group: str) -> GraphAnalysis:
         b = GraphBuilder()
         x = b.input("x", rows, columns)
         start = b.call(c10d.all_to_all_single.default, x, [1, 1], [1, 1], group)
@@ -193,10 +193,10 @@ def test_signature_is_that_of_a_group_with_another_name_and_number_of_rows() -> 
 
 def test_signature_tells_computation_from_collectives() -> None:
     plain, _ = two_layers()
-    other, facts = two_layers()
-    with other.graph.inserting_before(facts.nodes[-1]):
-        extra = other.graph.call_function(aten.neg.default, (facts.nodes[0],))
-    facts.nodes[-1].args = ((extra,),)
+    other, analysis = two_layers()
+    with other.graph.inserting_before(analysis.nodes[-1]):
+        extra = other.graph.call_function(aten.neg.default, (analysis.nodes[0],))
+    analysis.nodes[-1].args = ((extra,),)
     first, second = signature(plain.graph), signature(other.graph)
     assert first.collectives == second.collectives
     assert len(first.collectives) == 2

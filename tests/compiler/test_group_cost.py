@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from halley.compiler.consensus import open_council
+from halley.compiler.consensus import open_consensus
 from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost
 from halley.compiler.sizes import Sizes
@@ -46,9 +46,9 @@ def _prices(rank: int, num_ranks: int, path: str) -> tuple[list[str], list[float
     table = ProfileTable(Path(path) if rank == 0 else None, environment)
     sizes, keys = Sizes(NUM_ROWS), {}
     for _ in range(2):  # the second time rank 0 knows all
-        councils = [open_council(name, timeout_s=60.0) for name in names]
-        keys = curve_keys(councils)
-        measure_groups(graph, councils, table, keys=keys, sizes=sizes, device=CPU_DEVICE)
+        consensus_groups = [open_consensus(name, timeout_s=60.0) for name in names]
+        keys = curve_keys(consensus_groups)
+        measure_groups(graph, consensus_groups, table, keys=keys, sizes=sizes, device=CPU_DEVICE)
     cost = ProfiledCost(Predictor(CPU), sizes=sizes, table=table, curve_keys=keys)
     found = [cost(node) for node in graph.nodes if node.name in ("rows", "summed")]
     num_bytes = 4 * NUM_ROWS * SIZE
@@ -80,8 +80,8 @@ def _measure_by_two_files(rank: int, num_ranks: int, folder: str) -> tuple[bool,
     assert isinstance(second, dist.ProcessGroup)
     names = first.group_name, second.group_name
     graph = _build(*names, num_ranks=2).graph
-    councils = [open_council(name, timeout_s=30.0) for name in names]
-    keys = curve_keys(councils)
+    consensus_groups = [open_consensus(name, timeout_s=30.0) for name in names]
+    keys = curve_keys(consensus_groups)
     environment = find_environment(CPU_DEVICE, topology="ranks 2")
     table = ProfileTable(
         Path(folder) / f"{rank // 2}.jsonl" if rank % 2 == 0 else None, environment
@@ -90,7 +90,9 @@ def _measure_by_two_files(rank: int, num_ranks: int, folder: str) -> tuple[bool,
         for key in keys.values():
             table.add_curve(key, Curve(((4096, 10.0),)))
         table.add_contention(Contention())
-    measure_groups(graph, councils, table, keys=keys, sizes=Sizes(NUM_ROWS), device=CPU_DEVICE)
+    measure_groups(
+        graph, consensus_groups, table, keys=keys, sizes=Sizes(NUM_ROWS), device=CPU_DEVICE
+    )
     for group in (first, second):
         dist.destroy_process_group(group)
     known = [table.curve(key) is not None for key in keys.values()]

@@ -71,7 +71,7 @@ def test_order_survives_inductor(run_ranks) -> None:
         assert same
         assert len(forward) == len(backward) == 4
         assert all(backward.values())
-        want = [len(products) for products in backward.values()]
+        want = [len(gemms) for gemms in backward.values()]
         calls, num_behind = _calls(code), []
         for call in calls:
             if call == "start":
@@ -84,11 +84,11 @@ def test_order_survives_inductor(run_ranks) -> None:
         assert num_behind == want
         # Inductor's graph has other light operators, so data gradients may wait for another.
         assert backward.keys() == backward_of_eager.keys()
-        for start, products in backward.items():
-            assert products == backward_of_eager[start][: len(products)]
+        for start, gemms in backward.items():
+            assert gemms == backward_of_eager[start][: len(gemms)]
 
 
-def test_products_beside_all_to_alls_leave_multiprocessors_free(run_ranks) -> None:
+def test_gemms_under_all_to_alls_leave_sms_free(run_ranks) -> None:
     ((same, code, reports),) = run_ranks(_run_inductor, 1, 8, timeout_s=300.0)
     assert same
     assert [report.sm_margins for report in reports] == [(8, 0)] * 4
@@ -161,11 +161,10 @@ def test_parts_by_inductor_are_equal_bit_for_bit(run_ranks) -> None:
     assert any(backward.windows.values())
     # What is planned behind the start of an all-to-all of rows runs there: experts of other parts.
     planned = [
-        sum(name.startswith("expert_gemm") for name in products)
-        for products in forward.windows.values()
+        sum(name.startswith("expert_gemm") for name in gemms) for gemms in forward.windows.values()
     ]
     assert len(list(filter(None, planned))) >= NUM_PARTS - 1
-    assert _products_behind(code) == list(filter(None, planned))
+    assert _gemms_behind(code) == list(filter(None, planned))
 
 
 def _run_experts_beside(rank: int, num_ranks: int) -> tuple[list[float], str]:
@@ -191,7 +190,7 @@ def _run_experts_beside(rank: int, num_ranks: int) -> tuple[list[float], str]:
     return [float((one - other).abs().max()) for one, other in zip(*runs, strict=True)], codes[-1]
 
 
-def test_products_of_experts_leave_multiprocessors_free(run_ranks) -> None:
+def test_expert_gemms_leave_sms_free(run_ranks) -> None:
     """Operators of Halley's that stay, as with float32 on a GPU, become others in their place."""
     ((differences, code),) = run_ranks(_run_experts_beside, 1, timeout_s=300.0)
     assert max(differences) < 1e-4
@@ -199,7 +198,7 @@ def test_products_of_experts_leave_multiprocessors_free(run_ranks) -> None:
     assert "expert_weight_gemm.default(" not in code
 
 
-def _products_behind(code: str) -> list[int]:
+def _gemms_behind(code: str) -> list[int]:
     """Return how many experts' products run behind each start, until its wait, but none."""
     open_starts: dict[str, int] = {}
     found: list[int] = []

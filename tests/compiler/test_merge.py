@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from benchmarks.graph_bench.gpt2_moe import TOP_K
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.region import Region, find_region
@@ -56,11 +56,11 @@ def _peaks(rank: int, num_ranks: int) -> dict[str, tuple[int, int]]:
             assert isinstance(region, Region), region
             with joined() if name == "joined" else nullcontext():
                 divide(graph, flow, [(region, NUM_PARTS)], sizes=sizes)
-        facts = GraphFacts(graph)
+        analysis = GraphAnalysis(graph)
         with torch.no_grad():
             runner = _Counting(fx.GraphModule(case.module, graph), case.args)
             runner.boxed_run(list(case.args))
-        found[name] = runner.peak, LiveBytes(facts, sizes).peak(range(len(facts.nodes)))[0]
+        found[name] = runner.peak, LiveBytes(analysis, sizes).peak(range(len(analysis.nodes)))[0]
     return found
 
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halley.ops.traceable_routing  # noqa: F401
 from halley.compiler.fake_tensors import without_values
-from halley.compiler.fusion import find_borders
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.fusion import find_boundaries
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.node_cost import (
     ProfiledCost,
     example_arguments,
@@ -54,7 +54,7 @@ ROUND = Predictor(
 )
 
 
-def _products() -> GraphFacts:
+def _gemms() -> GraphAnalysis:
     b = GraphBuilder()
     x, w = b.input("x", 40, 50), b.input("w", 50, 60)
     stacked, weights = b.input("stacked", 3, 20, 30), b.input("weights", 3, 30, 10)
@@ -65,8 +65,8 @@ def _products() -> GraphFacts:
     return b.done(product, batched, added, square)
 
 
-def test_products_are_predicted_by_their_arithmetic() -> None:
-    facts, cost = _products(), ProfiledCost(ROUND, sizes=SIZES)
+def test_gemms_are_predicted_by_their_arithmetic() -> None:
+    analysis, cost = _gemms(), ProfiledCost(ROUND, sizes=SIZES)
     want_us = {
         "mm": 2 * 40 * 50 * 60 / 1e3 + 1.0,
         "bmm": 2 * 3 * 20 * 30 * 10 / 1e3 + 1.0,
@@ -74,7 +74,7 @@ def test_products_are_predicted_by_their_arithmetic() -> None:
         "mm_square": 2 * 64**3 / 1e3 + 1.0,
     }
     for name, duration_us in want_us.items():
-        assert abs(cost(facts.nodes[find(facts, name)]) - duration_us) < 1e-9, name
+        assert abs(cost(analysis.nodes[find(analysis, name)]) - duration_us) < 1e-9, name
 
 
 def test_other_nodes_are_predicted_by_their_bytes_and_views_are_free() -> None:
@@ -83,9 +83,10 @@ def test_other_nodes_are_predicted_by_their_bytes_and_views_are_free() -> None:
     neg = b.call(aten.neg.default, x, name="neg")
     b.call(aten.view.default, neg, [10, 100], name="view")
     b.all_to_all(neg, "a2a")
-    facts = b.done(neg)
+    analysis = b.done(neg)
     times = {
-        each.name: each.duration_us for each in operations(facts, ProfiledCost(ROUND, sizes=SIZES))
+        each.name: each.duration_us
+        for each in operations(analysis, ProfiledCost(ROUND, sizes=SIZES))
     }
     # 8000 bytes at 1000 a microsecond; 4000 over a link of 10 a microsecond, after 20.
     assert times == {"x": 0, "neg": 8.0, "view": 0, "a2a": 420.0, "wait_a2a": 0, "output": 0}
@@ -97,16 +98,16 @@ def test_collectives_are_predicted_by_what_crosses_the_wire() -> None:
     x = b.input("x", 1000)
     reduced, _ = b.all_reduce(x, "reduced")
     scattered = b.call(c10d.reduce_scatter_tensor.default, x, "sum", 4, GROUP)
-    gathered = b.call(c10d.all_gather_into_tensor.default, x, 4, GROUP)
-    gathered.meta["val"] = torch.empty(4000)
+    all_gathered = b.call(c10d.all_gather_into_tensor.default, x, 4, GROUP)
+    all_gathered.meta["val"] = torch.empty(4000)
     exchanged, _ = b.all_to_all(x, "exchanged")
-    times_us = [cost(node) for node in (exchanged, scattered, gathered, reduced)]
+    times_us = [cost(node) for node in (exchanged, scattered, all_gathered, reduced)]
     assert times_us == [420.0, 420.0, 1620.0, 820.0]
 
 
 def test_table_is_asked_first_and_what_it_lacks_is_noted(tmp_path: Path) -> None:
-    facts = _products()
-    node, other = facts.nodes[find(facts, "mm")], facts.nodes[find(facts, "bmm")]
+    analysis = _gemms()
+    node, other = analysis.nodes[find(analysis, "mm")], analysis.nodes[find(analysis, "bmm")]
     path = tmp_path / "profiles.jsonl"
     ProfileTable(path, HERE).add_time(node_key(node, SIZES), 7.0)
     ProfileTable(path, HERE).add_curve(ALL_TO_ALL, Curve(((64, 3.0), (256, 9.0))))
@@ -120,8 +121,8 @@ def test_table_is_asked_first_and_what_it_lacks_is_noted(tmp_path: Path) -> None
 
 
 def test_operators_are_measured_once_and_collectives_never() -> None:
-    facts = _products()
-    node = facts.nodes[find(facts, "mm")]
+    analysis = _gemms()
+    node = analysis.nodes[find(analysis, "mm")]
     table = ProfileTable(None, HERE)
     cost = ProfiledCost(ROUND, sizes=SIZES, table=table, device=torch.device("cpu"))
     first = cost(node)
@@ -134,18 +135,18 @@ def test_operators_are_measured_once_and_collectives_never() -> None:
 def test_operators_are_measured_with_values_where_a_compiler_traces_without() -> None:
     b = GraphBuilder()
     x = b.input("x", 1024, 1024)
-    facts = b.done(b.mm(x, x, name="mm"))
+    analysis = b.done(b.mm(x, x, name="mm"))
     table = ProfileTable(None, HERE)
     cost = ProfiledCost(ROUND, sizes=SIZES, table=table, device=torch.device("cpu"))
     with without_values():
-        measured_us = cost(facts.nodes[find(facts, "mm")])
+        measured_us = cost(analysis.nodes[find(analysis, "mm")])
     assert measured_us > 2 * 1024**3 / 4e6  # no CPU here makes 4 TFLOP/s
     product = torch.ones(1024, 1024)
     alone_us = measure_us(lambda: product @ product, device=torch.device("cpu"))
     assert alone_us / 5 < measured_us < alone_us * 5
 
 
-def test_attention_is_predicted_by_its_products() -> None:
+def test_attention_is_predicted_by_its_gemms() -> None:
     """Two of 16 x 16 pairs and 8 columns for each of 2 * 3 heads, five backward; half if causal."""
     b, cost = GraphBuilder(), ProfiledCost(ROUND, sizes=SIZES)
     q, k, v, out, grad = (b.input(each, 2, 3, 16, 8) for each in ("q", "k", "v", "out", "grad"))
@@ -157,9 +158,9 @@ def test_attention_is_predicted_by_its_products() -> None:
     for is_causal, share in ((False, 1.0), (True, 0.5)):
         ahead = b.graph.call_function(forward, (q, k, v, 0.0, is_causal))
         back = b.graph.call_function(backward, (grad, q, k, v, out, sums, 0.0, is_causal))
-        product_us = 2 * 2 * 3 * 16 * 16 * 8 / 1e3
-        assert cost(ahead) == pytest.approx(share * 2 * product_us + 1.0)
-        assert cost(back) == pytest.approx(share * 5 * product_us + 1.0)
+        gemm_us = 2 * 2 * 3 * 16 * 16 * 8 / 1e3
+        assert cost(ahead) == pytest.approx(share * 2 * gemm_us + 1.0)
+        assert cost(back) == pytest.approx(share * 5 * gemm_us + 1.0)
 
 
 @pytest.mark.parametrize("name", GPU_ATTENTIONS)
@@ -180,8 +181,8 @@ def test_attention_has_one_key_wherever_it_is_traced(name: str) -> None:
 
 def test_operator_that_refuses_examples_is_predicted_after_a_warning() -> None:
     b = GraphBuilder()
-    facts = b.done(b.call(aten.linalg_cholesky.default, b.input("x", 40, 50, 50), name="root"))
-    node, table = facts.nodes[find(facts, "root")], ProfileTable(None, HERE)
+    analysis = b.done(b.call(aten.linalg_cholesky.default, b.input("x", 40, 50, 50), name="root"))
+    node, table = analysis.nodes[find(analysis, "root")], ProfileTable(None, HERE)
     cost = ProfiledCost(ROUND, sizes=SIZES, table=table, device=torch.device("cpu"))
     key = "aten.linalg_cholesky.default(float32[40,50,50])"
     with pytest.warns(UserWarning, match=r"halley predicts aten.linalg_cholesky.default\(float32"):
@@ -216,15 +217,15 @@ def test_host_takes_longer_for_calls_than_for_kernels_and_waits_for_what_it_read
     x, w = b.input("x", 40, 50), b.input("w", 50, 60)
     product, sine = b.mm(x, w, name="mm"), b.call(aten.sin.default, x, name="sin")
     start, _ = b.all_to_all(sine, "a2a")
-    facts = b.done(product, start)
+    analysis = b.done(product, start)
     cost = ProfiledCost(Predictor(fast), sizes=SIZES)
     assert [host_us(node, cost) for node in (product, sine, start)] == [30.0, 30.0, 100.0]
-    cost.borders = find_borders(b.graph, SIZES)
+    cost.boundaries = find_boundaries(b.graph, SIZES)
     assert [host_us(node, cost) for node in (product, sine, start)] == [30.0, 10.0, 100.0]
-    assert [each.host_us for each in operations(facts, cost) if each.role == "free"] == [0.0] * 3
+    assert [each.host_us for each in operations(analysis, cost) if each.role == "free"] == [0.0] * 3
     assert host_us(product, lambda node: 1.0) == 0.0
     called = ProfiledCost(Predictor(dataclasses.replace(fast, graph_us=700.0)), sizes=SIZES)
-    firsts = [each.host_us for each in operations(facts, called) if each.duration_us]
+    firsts = [each.host_us for each in operations(analysis, called) if each.duration_us]
     assert firsts == [730.0, 30.0, 100.0]  # once, before the first
 
     with FakeTensorMode():
@@ -255,7 +256,7 @@ def test_contention_is_read_from_the_table(tmp_path: Path) -> None:
     assert cost.contention == Contention(compute=1.25, comm=1.5)
 
 
-def test_fused_operators_take_what_is_longer_of_product_and_wire() -> None:
+def test_fused_operators_take_the_longer_of_gemm_and_wire() -> None:
     importlib.import_module("halley.fused.op")  # defines the operators
     halley = torch.ops.halley
     b = GraphBuilder()
@@ -273,8 +274,8 @@ def test_fused_operators_take_what_is_longer_of_product_and_wire() -> None:
         halley.fused_experts_backward.default, "back", dy, h, plan, h, up, down, idx, plan,
         True, True, "all", 0,
     )  # fmt: skip
-    facts, cost = b.done(both, back), ProfiledCost(ROUND, sizes=SIZES)
-    times_us = {name: cost(facts.nodes[find(facts, name)]) for name in ("both", "back")}
+    analysis, cost = b.done(both, back), ProfiledCost(ROUND, sizes=SIZES)
+    times_us = {name: cost(analysis.nodes[find(analysis, name)]) for name in ("both", "back")}
     # 30 rows of 40 float32 travel in 20 + 480 us. GEMMs: 30 x 40 x 60 in 144 us, x 1000 in
     # 2400. A launch is 5.
     assert times_us == pytest.approx({"both": 2905.0, "back": 2905.0})

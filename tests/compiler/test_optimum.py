@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from halley.compiler.wgrad.candidates import Unit, assign
+from halley.compiler.wgrad.movable_nodes import Unit, assign
 
 
 NUM_INSTANCES = 200
@@ -19,7 +19,7 @@ def _instance(seed: int) -> tuple[list[Unit], list[float]]:
     units = [
         Unit(
             nodes=[],
-            is_product=True,
+            is_gemm=True,
             hides=(1 << num_layers) - (1 << layer),
             duration_us=draw.uniform(5.0, 120.0),
         )
@@ -76,7 +76,7 @@ def _with_a_large_output(seed: int) -> tuple[list[Unit], list[float]]:
     units, times_us = _instance(seed)
     draw, hides = random.Random(seed), (1 << len(times_us)) - 1
     first = [
-        Unit(nodes=[], is_product=True, hides=hides, duration_us=draw.uniform(*bounds))
+        Unit(nodes=[], is_gemm=True, hides=hides, duration_us=draw.uniform(*bounds))
         for bounds in ((150.0, 500.0), (1.0, 15.0))
     ]
     return first + units, times_us
@@ -97,5 +97,5 @@ def test_greedy_is_near_the_optimum(make) -> None:
 
 
 def test_greedy_reaches_the_optimum_where_it_is_obvious() -> None:
-    units = [Unit(nodes=[], is_product=True, hides=0b11, duration_us=time) for time in (10.0, 20.0)]
+    units = [Unit(nodes=[], is_gemm=True, hides=0b11, duration_us=time) for time in (10.0, 20.0)]
     assert _hidden_us(units, [20.0, 10.0]) == 30.0

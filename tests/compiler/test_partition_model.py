@@ -29,7 +29,7 @@ NEEDS_WHOLE = {
     "prioritized": "ranks the tokens of the whole batch",
 }
 PASSES = ("none", "wgrad", "partition", "both")
-ROOM = {"memory_margin": 4.0, "num_parts": NUM_PARTS, "unknown_size": 100}
+CAPACITY = {"memory_margin": 4.0, "num_parts": NUM_PARTS, "unknown_size": 100}
 
 
 def _train(
@@ -37,7 +37,7 @@ def _train(
 ) -> tuple[dict[str, list[str]], dict[str, list[int]], list[str]]:
     """Return which results differ by passes, numbers of parts by passes, and what is skipped."""
     groups = build_groups(num_ranks, device_type="cpu")
-    variants = Variants({name: Options(passes=name, inner="eager", **ROOM) for name in PASSES})
+    variants = Variants({name: Options(passes=name, inner="eager", **CAPACITY) for name in PASSES})
     model = build_narrow(gate, groups, num_layers=num_layers)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     runs = {}

@@ -49,17 +49,17 @@ def test_graph_without_collectives_stays_as_it_is(passes: str) -> None:
 
 
 def test_passes_none_leaves_a_graph_alone() -> None:
-    b, facts = two_layers()
+    b, analysis = two_layers()
     assert run_passes(b.graph, Options(passes="none", agree=False)) is None
-    assert list(b.graph.nodes) == facts.nodes
+    assert list(b.graph.nodes) == analysis.nodes
 
 
 def test_unknown_collective_leaves_the_graph_with_one_warning() -> None:
-    b, facts = two_layers()
+    b, analysis = two_layers()
     operator = torch.ops.symm_mem.one_shot_all_reduce.default
-    with b.graph.inserting_before(facts.nodes[-1]):
+    with b.graph.inserting_before(analysis.nodes[-1]):
         for _ in range(2):
-            b.graph.call_function(operator, (facts.nodes[0], "sum", "0"))
+            b.graph.call_function(operator, (analysis.nodes[0], "sum", "0"))
     before = list(b.graph.nodes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -71,13 +71,13 @@ def test_unknown_collective_leaves_the_graph_with_one_warning() -> None:
 
 
 def test_illegal_order_is_refused_and_changes_nothing() -> None:
-    b, facts = two_layers()
-    order = list(range(len(facts.nodes)))
-    dx, a2a = find(facts, "dx_0"), find(facts, "a2a_0")
+    b, analysis = two_layers()
+    order = list(range(len(analysis.nodes)))
+    dx, a2a = find(analysis, "dx_0"), find(analysis, "a2a_0")
     order[dx], order[a2a] = a2a, dx
     with pytest.raises(RuntimeError, match="a2a_0 must come after"):
-        reorder(b.graph, facts, order)
-    assert list(b.graph.nodes) == facts.nodes
+        reorder(b.graph, analysis, order)
+    assert list(b.graph.nodes) == analysis.nodes
 
 
 def test_plan_from_a_table_without_measuring(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_wrong_options_are_named(options: dict[str, object], message: str) -> No
 
 
 def test_profiles_that_are_not_there() -> None:
-    b, facts = two_layers()
+    b, analysis = two_layers()
     with pytest.raises(ValueError, match=r"profiles \(/nowhere\) must be a file unless measure is"):
         run_passes(b.graph, Options(agree=False, profiles="/nowhere"))
-    assert list(b.graph.nodes) == facts.nodes
+    assert list(b.graph.nodes) == analysis.nodes
 
 
 def test_inputs_that_are_not_there() -> None:
@@ -137,11 +137,11 @@ def test_order_that_is_predicted_to_be_slower_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where all-to-alls and products slow each other down by more than what is hidden."""
-    b, facts = two_layers()
+    b, analysis = two_layers()
     monkeypatch.setattr(node_cost, "NO_CONTENTION", Contention(compute=4.0, comm=4.0))
     report = run_passes(b.graph, ALONE)
     assert report is not None
-    assert list(b.graph.nodes) == facts.nodes
+    assert list(b.graph.nodes) == analysis.nodes
     assert report.time_after == report.time_before
 
 

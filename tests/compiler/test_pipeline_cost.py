@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 from torch import fx
 
-from halley.compiler.fusion import find_borders
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.fusion import find_boundaries
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.partition.divide import divide
 from halley.compiler.partition.pipeline_cost import PipelineCost
@@ -22,7 +22,7 @@ NUMBERS = (2, 3, 4, 6)
 
 
 def _makespan_us(graph: fx.Graph, cost: ProfiledCost) -> float:
-    works = operations(GraphFacts(graph), cost)
+    works = operations(GraphAnalysis(graph), cost)
     return graph_time(works, range(len(works))).makespan_us
 
 
@@ -35,7 +35,7 @@ def _compare(rank: int, num_ranks: int, how: str) -> list[tuple[float, float]]:
         sizes = Sizes(BATCH_SIZE * SEQ_LEN)
         cost = ProfiledCost(Predictor(SLOW), sizes=sizes)
         if how == "inductor":
-            cost.borders = find_borders(graph, sizes)
+            cost.boundaries = find_boundaries(graph, sizes)
         flow = case.flow(graph)
         nodes = compute_nodes(graph)
         region = find_region(flow, nodes)
@@ -46,7 +46,7 @@ def _compare(rank: int, num_ranks: int, how: str) -> list[tuple[float, float]]:
             predicted_us = price.in_parts(region, num_parts)
             divide(graph, flow, [(region, num_parts)], sizes=sizes)
         if how == "inductor":
-            cost.borders = find_borders(graph, sizes)
+            cost.boundaries = find_boundaries(graph, sizes)
         found.append((predicted_us, _makespan_us(graph, cost)))
     return found
 

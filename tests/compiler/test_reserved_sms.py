@@ -28,11 +28,11 @@ def _build() -> GraphBuilder:
 
 def _margins(graph: fx.Graph) -> dict[str, object]:
     """Return the margins of products by name."""
-    products = [n for n in graph.nodes if n.target in (gemm_with_carveout, gemm_into)]
-    return {node.name: node.args[-1] for node in products}
+    gemms = [n for n in graph.nodes if n.target in (gemm_with_carveout, gemm_into)]
+    return {node.name: node.args[-1] for node in gemms}
 
 
-def test_products_beside_an_all_to_all() -> None:
+def test_gemms_under_an_all_to_all() -> None:
     b = _build()
     order = [node.name for node in b.graph.nodes]
     leave_sms_beside(b.graph, (12, 0))
@@ -44,7 +44,7 @@ def test_products_beside_an_all_to_all() -> None:
     assert [getattr(arg, "name", arg) for arg in biased.args] == ["bias", "x", "w", None, 12]
 
 
-def test_all_products() -> None:
+def test_all_gemms() -> None:
     b = _build()
     leave_sms_beside(b.graph, (12, 0), always=True)
     assert _margins(b.graph).keys() == {"ahead", "beside", "biased", "into", "behind"}
@@ -68,7 +68,7 @@ def _grouped(operator: object, left: torch.Tensor, right: torch.Tensor, *rest: o
 
 
 @pytest.mark.parametrize("name", ["expert_gemm", "expert_weight_gemm", "_grouped_mm"])
-def test_grouped_products_keep_their_values(name: str) -> None:
+def test_grouped_gemms_keep_their_values(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(12, 32, generator=generator)
     other = torch.randn(*((12, 16) if "weight" in name else (3, 32, 16)), generator=generator)
@@ -81,7 +81,7 @@ def test_grouped_products_keep_their_values(name: str) -> None:
     torch.testing.assert_close(fx.GraphModule({}, graph)(rows, other, ends), want)
 
 
-def test_product_of_other_arguments_stays() -> None:
+def test_gemm_of_other_arguments_stays() -> None:
     graph = _grouped(
         torch.ops.aten._grouped_mm.default,
         torch.empty(12, 32),

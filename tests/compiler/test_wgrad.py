@@ -3,36 +3,38 @@
 import pytest
 import torch
 
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad.candidates import Unit, assign, find_units, label
+from halley.compiler.wgrad.movable_nodes import Unit, assign, find_units, label
 from halley.compiler.wgrad.order import build_order, place_reductions
-from halley.compiler.wgrad.schedule import hidden_products, plan_wgrad
+from halley.compiler.wgrad.schedule import hidden_gemms, plan_wgrad
 from halley.cost.graph_cost import Operation
 from tests.compiler.graph_case import GraphBuilder, aten, find, names, two_layers
 
 
-def _labels(facts: GraphFacts) -> dict[str, int]:
-    found = label(facts, facts.find_collectives("all_to_all"))
-    return {facts.nodes[index].name: mask for index, mask in found.items()}
+def _labels(analysis: GraphAnalysis) -> dict[str, int]:
+    found = label(analysis, analysis.find_collectives("all_to_all"))
+    return {analysis.nodes[index].name: mask for index, mask in found.items()}
 
 
-def _units(facts: GraphFacts) -> list[list[str]]:
-    labels = label(facts, facts.find_collectives("all_to_all"))
-    return [names(facts, unit.nodes) for unit in find_units(facts, labels, cost=lambda node: 1.0)]
+def _units(analysis: GraphAnalysis) -> list[list[str]]:
+    labels = label(analysis, analysis.find_collectives("all_to_all"))
+    return [
+        names(analysis, unit.nodes) for unit in find_units(analysis, labels, cost=lambda node: 1.0)
+    ]
 
 
 def test_labels_are_the_all_to_alls_that_neither_need_nor_feed() -> None:
-    _, facts = two_layers()
+    _, analysis = two_layers()
     # The third layer's gradient needs both; data gradients feed the next all-to-all.
     both, second = 0b11, 0b10
-    assert _labels(facts) == {
+    assert _labels(analysis) == {
         "t_0": both, "dw_0": both, "out_0": both, "t_1": second, "dw_1": second, "out_1": second
     }  # fmt: skip
 
 
-def test_no_product_is_brought_forward_past_the_next_all_to_all() -> None:
+def test_no_gemm_moves_before_the_all_to_all_ahead_of_it() -> None:
     b = GraphBuilder()
     x, w = b.input("x", 4, 4), b.input("w", 4, 4)
     b.all_to_all(x, "first")
@@ -41,9 +43,9 @@ def test_no_product_is_brought_forward_past_the_next_all_to_all() -> None:
     late = b.mm(w, w, name="late")
     joined = [b.call(aten.neg.default, each, name=f"of_{each.name}") for each in (early, late)]
     b.all_to_all(late, "third")
-    facts = b.done(*joined)
+    analysis = b.done(*joined)
     # Both need no all-to-all; what reads "late" would bring it ahead of the second.
-    assert _labels(facts) == {"of_early": 0b111, "of_late": 0b110}
+    assert _labels(analysis) == {"of_early": 0b111, "of_late": 0b110}
 
 
 def test_what_a_collective_of_another_kind_waits_for_stays() -> None:
@@ -54,14 +56,14 @@ def test_what_a_collective_of_another_kind_waits_for_stays() -> None:
     b.mm(w, x, name="free")
     start, _ = b.all_reduce(reduced, "ar")
     used = b.call(aten.neg.default, b.graph.find_nodes(op="call_function", target=start.target)[0])
-    facts = b.done(used)
+    analysis = b.done(used)
     # A gradient may run ahead of its reduction; what reads the reduced one is the optimizer's.
-    assert _labels(facts) == {"reduced": 1, "free": 1}
+    assert _labels(analysis) == {"reduced": 1, "free": 1}
 
 
 def test_unit_holds_what_prepares_and_what_follows_a_gradient() -> None:
-    _, facts = two_layers()
-    assert _units(facts) == [["t_0", "dw_0", "out_0"], ["t_1", "dw_1", "out_1"]]
+    _, analysis = two_layers()
+    assert _units(analysis) == [["t_0", "dw_0", "out_0"], ["t_1", "dw_1", "out_1"]]
 
 
 def test_casts_go_along_and_shared_operands_do_not() -> None:
@@ -72,22 +74,20 @@ def test_casts_go_along_and_shared_operands_do_not() -> None:
     cast = b.call(aten.abs.default, x, name="cast")
     first, second = b.mm(shared, cast, name="first"), b.mm(shared, y, name="second")
     total = b.call(aten.add.Tensor, first, second, name="total")
-    facts = b.done(total)
-    labels = label(facts, facts.find_collectives("all_to_all"))
-    units = find_units(facts, labels, cost=lambda node: 10.0 if "t" in node.name else 1.0)
-    assert [names(facts, unit.nodes) for unit in units] == [
+    analysis = b.done(total)
+    labels = label(analysis, analysis.find_collectives("all_to_all"))
+    units = find_units(analysis, labels, cost=lambda node: 10.0 if "t" in node.name else 1.0)
+    assert [names(analysis, unit.nodes) for unit in units] == [
         ["shared"], ["cast", "first"], ["second", "total"]
     ]  # fmt: skip
     assert [unit.needs for unit in units] == [set(), {0}, {0, 1}]
-    assert [unit.is_product for unit in units] == [False, True, True]
+    assert [unit.is_gemm for unit in units] == [False, True, True]
     # The transpose is a view and costs nothing, whatever its name; "first" and "cast" have a "t".
     assert [unit.duration_us for unit in units] == [0.0, 20.0, 11.0]
 
 
 def _unit(duration_us: float, hides: int, *, needs: tuple[int, ...] = (), light: bool = False):
-    return Unit(
-        nodes=[], is_product=not light, hides=hides, needs=set(needs), duration_us=duration_us
-    )
+    return Unit(nodes=[], is_gemm=not light, hides=hides, needs=set(needs), duration_us=duration_us)
 
 
 @pytest.mark.parametrize(
@@ -123,28 +123,28 @@ def test_best_fit_and_deadline(units, times_us, windows, left_us) -> None:
 
 
 def test_gradients_run_behind_starts_and_data_gradients_ahead() -> None:
-    _, facts = two_layers()
-    labels = label(facts, facts.find_collectives("all_to_all"))
-    units = find_units(facts, labels, cost=lambda node: 1.0)
-    windows = {find(facts, "a2a_0"): [0], find(facts, "a2a_1"): [1]}
-    order = build_order(facts, units, windows)
-    facts.check_order(order)
-    assert names(facts, order)[7:] == [
+    _, analysis = two_layers()
+    labels = label(analysis, analysis.find_collectives("all_to_all"))
+    units = find_units(analysis, labels, cost=lambda node: 1.0)
+    windows = {find(analysis, "a2a_0"): [0], find(analysis, "a2a_1"): [1]}
+    order = build_order(analysis, units, windows)
+    analysis.check_order(order)
+    assert names(analysis, order)[7:] == [
         "dx_0", "a2a_0", "t_0", "dw_0", "out_0",
         "wait_a2a_0", "dx_1", "a2a_1", "t_1", "dw_1", "out_1",
         "wait_a2a_1", "t_2", "dw_2", "out_2", "dx_2", "output",
     ]  # fmt: skip
-    assert hidden_products(facts, order) == {"a2a_0": ("dw_0",), "a2a_1": ("dw_1",)}
-    assert hidden_products(facts, range(len(facts.nodes))) == {"a2a_0": (), "a2a_1": ()}
+    assert hidden_gemms(analysis, order) == {"a2a_0": ("dw_0",), "a2a_1": ("dw_1",)}
+    assert hidden_gemms(analysis, range(len(analysis.nodes))) == {"a2a_0": (), "a2a_1": ()}
 
 
 def test_a_gradient_may_pass_over_the_next_all_to_all() -> None:
-    _, facts = two_layers()
-    labels = label(facts, facts.find_collectives("all_to_all"))
-    units = find_units(facts, labels, cost=lambda node: 1.0)
-    order = build_order(facts, units, {find(facts, "a2a_1"): [1, 0]})
-    facts.check_order(order)
-    assert hidden_products(facts, order) == {"a2a_0": (), "a2a_1": ("dw_1", "dw_0")}
+    _, analysis = two_layers()
+    labels = label(analysis, analysis.find_collectives("all_to_all"))
+    units = find_units(analysis, labels, cost=lambda node: 1.0)
+    order = build_order(analysis, units, {find(analysis, "a2a_1"): [1, 0]})
+    analysis.check_order(order)
+    assert hidden_gemms(analysis, order) == {"a2a_0": (), "a2a_1": ("dw_1", "dw_0")}
 
 
 def test_sums_stay_with_what_they_add_up_where_a_compiler_fuses_them() -> None:
@@ -153,17 +153,17 @@ def test_sums_stay_with_what_they_add_up_where_a_compiler_fuses_them() -> None:
     dx = b.mm(grad, w, name="dx")
     start, wait = b.all_to_all(dx, "a2a")
     dw, bias = b.mm(x, grad, name="dw"), b.call(aten.sum.dim_IntList, grad, [0], name="bias")
-    facts = b.done(b.mm(wait, w, name="last"), dw, bias)
+    analysis = b.done(b.mm(wait, w, name="last"), dw, bias)
 
-    def order(products_alone: bool) -> list[str]:
+    def order(gemms_alone: bool) -> list[str]:
         found = plan_wgrad(
-            facts,
+            analysis,
             cost=lambda node: 100.0 if node is start else 10.0,
             sizes=Sizes(1),
             max_bytes=1e9,
-            products_alone=products_alone,
+            gemms_alone=gemms_alone,
         )
-        return names(facts, found)[3:]
+        return names(analysis, found)[3:]
 
     assert order(False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]
     assert order(True) == ["bias", "dx", "a2a", "dw", "wait_a2a", "last", "output"]
@@ -178,17 +178,17 @@ def test_what_reads_nothing_comes_late_however_a_compiler_fuses() -> None:
     zeros = b.graph.call_function(aten.full.default, ([64, 4], 0.0), name="zeros")
     zeros.meta["val"] = torch.empty(64, 4, device="meta")
     last = b.mm(zeros, b.mm(wait, w, name="dx_last"), name="last")
-    facts = b.done(last, dw)
+    analysis = b.done(last, dw)
     sizes = Sizes(1)
-    peak, _ = LiveBytes(facts, sizes).peak(range(len(facts.nodes)))
+    peak, _ = LiveBytes(analysis, sizes).peak(range(len(analysis.nodes)))
     order = plan_wgrad(
-        facts, cost=lambda node: 10.0, sizes=sizes, max_bytes=peak, products_alone=True
+        analysis, cost=lambda node: 10.0, sizes=sizes, max_bytes=peak, gemms_alone=True
     )
-    assert hidden_products(facts, order) == {"a2a": ("dw",)}
-    assert names(facts, order).index("zeros") > names(facts, order).index("a2a")
+    assert hidden_gemms(analysis, order) == {"a2a": ("dw",)}
+    assert names(analysis, order).index("zeros") > names(analysis, order).index("a2a")
 
 
-def _with_reductions() -> GraphFacts:
+def _with_reductions() -> GraphAnalysis:
     """Return two layers whose first two weight gradients are reduced as soon as they are there."""
     b = GraphBuilder()
     grad, w, x = (b.input(name, 4, 4) for name in ("tangents_1", "primals_1", "x"))
@@ -213,7 +213,7 @@ def _with_reductions() -> GraphFacts:
 def test_reductions_fill_gaps_and_all_to_alls_go_first(
     reduce_us: float, gap_us: float, want: list[str]
 ) -> None:
-    facts = _with_reductions()
+    analysis = _with_reductions()
     times = {"dx_1": gap_us, "ar_0": reduce_us, "ar_1": reduce_us, "a2a_0": 5.0, "a2a_1": 5.0}
     roles = {"ar": "start", "a2a": "start", "wait": "wait", "output": "free", "primals": "free"}
     works = [
@@ -221,13 +221,13 @@ def test_reductions_fill_gaps_and_all_to_alls_go_first(
             name=node.name,
             role=roles.get(node.name.partition("_")[0], "compute"),  # pyright: ignore[reportArgumentType]
             duration_us=times.get(node.name, 0.0),
-            needs=facts.needs[index] if node.op != "output" else (),
+            needs=analysis.needs[index] if node.op != "output" else (),
         )
-        for index, node in enumerate(facts.nodes)
+        for index, node in enumerate(analysis.nodes)
     ]
-    order = place_reductions(facts, works, build_order(facts, [], {}))
-    facts.check_order(order)
-    found = names(facts, order)
+    order = place_reductions(analysis, works, build_order(analysis, [], {}))
+    analysis.check_order(order)
+    found = names(analysis, order)
     assert [name for name in found if name.startswith(("ar", "a2a"))] == want
     # Nobody waits for a reduction before all of backward is issued.
     assert found.index("last") < min(found.index("wait_ar_0"), found.index("wait_ar_1"))

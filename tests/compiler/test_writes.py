@@ -19,7 +19,7 @@ ATEN = torch.ops.aten
 NUM_PARTS = 3
 
 
-def _find_products(graph: fx.Graph) -> list[fx.Node]:
+def _find_gemms(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.target in (ATEN.addmm.default, ATEN.mm.default)]
 
 
@@ -32,7 +32,7 @@ def _written(rank: int, num_ranks: int) -> tuple[list[bool], Counter[str], dict[
     region = find_region(flow, compute_nodes(graph))
     assert isinstance(region, Region), region
     divide(graph, flow, [(region, NUM_PARTS)], sizes=Sizes(64))
-    before = _find_products(graph)
+    before = _find_gemms(graph)
     num_filled = sum(any(map(fills, node.users)) for node in before)
     write_parts(graph, Sizes(64))
     found: list[Any] = case.run(graph)
@@ -40,20 +40,20 @@ def _written(rank: int, num_ranks: int) -> tuple[list[bool], Counter[str], dict[
         torch.equal(a, b) and a.stride() == b.stride() if isinstance(a, torch.Tensor) else a == b
         for a, b in zip(found, want, strict=True)
     ]
-    products = {"before": len(before), "filled": num_filled, "after": len(_find_products(graph))}
-    return same, Counter(str(node.target) for node in graph.nodes), products
+    gemms = {"before": len(before), "filled": num_filled, "after": len(_find_gemms(graph))}
+    return same, Counter(str(node.target) for node in graph.nodes), gemms
 
 
 def test_parts_are_written_where_they_belong(run_ranks) -> None:
-    ((same, calls, products),) = run_ranks(_written, 1, timeout_s=120.0)
+    ((same, calls, gemms),) = run_ranks(_written, 1, timeout_s=120.0)
     assert all(same)
     assert calls["halley.write_slice.default"] == calls["halley.write_rows.default"] == 0
     assert calls["aten.index_put_.default"] > 0
     assert calls["aten.copy_.default"] > 0
     # Products go right into the whole, and nowhere else.
-    assert products["filled"] > 0
-    assert calls[str(gemm_into)] == products["filled"]
-    assert products["after"] == products["before"] - products["filled"]
+    assert gemms["filled"] > 0
+    assert calls[str(gemm_into)] == gemms["filled"]
+    assert gemms["after"] == gemms["before"] - gemms["filled"]
 
 
 def test_what_follows_reads_the_whole() -> None:
@@ -86,7 +86,7 @@ def test_what_follows_reads_the_whole() -> None:
     assert torch.equal(ran_whole[2:], given.exp())
 
 
-def test_product_that_others_read_first_runs_once() -> None:
+def test_gemm_that_others_read_first_runs_once() -> None:
     """It is computed where it belongs, in a buffer that is made before it."""
     graph = fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
@@ -100,7 +100,7 @@ def test_product_that_others_read_first_runs_once() -> None:
     fill = graph.call_function(torch.ops.halley.write_slice.default, (whole, part, 0, 2))
     graph.output((early, fill))
     write_parts(graph, Sizes(64))
-    assert _find_products(graph) == []
+    assert _find_gemms(graph) == []
     assert len(graph.find_nodes(op="call_function", target=gemm_into)) == 1
     inputs = torch.ones(2, 4), torch.randn(4, 3)
     ran_early, ran_whole = fx.GraphModule({}, graph)(*inputs)
@@ -122,7 +122,7 @@ def test_part_ahead_of_what_its_buffer_needs_is_copied() -> None:
     fill = graph.call_function(torch.ops.halley.write_slice.default, (whole, part, 0, 0))
     graph.output(fill)
     write_parts(graph, Sizes(64))
-    assert len(_find_products(graph)) == 1
+    assert len(_find_gemms(graph)) == 1
     assert graph.find_nodes(op="call_function", target=gemm_into) == []
     inputs = torch.ones(2, 4), torch.randn(4, 3)
     assert torch.equal(fx.GraphModule({}, graph)(*inputs), torch.mm(*inputs))

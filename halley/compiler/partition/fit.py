@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import fx
 
-from halley.compiler.graph_analysis import GraphFacts
+from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.partition.choose import RANGE, PartitionPlan
 from halley.compiler.sizes import Sizes
@@ -91,8 +91,8 @@ def _divided(graph: fx.Graph, plan: PartitionPlan, divide: Divide) -> fx.Graph:
 
 
 def _alive(graph: fx.Graph, sizes: Sizes, inside: Collection[fx.Node]) -> list[int]:
-    facts = GraphFacts(graph)
-    return LiveBytes(facts, sizes, inside=inside).alive(range(len(facts.nodes)))
+    analysis = GraphAnalysis(graph)
+    return LiveBytes(analysis, sizes, inside=inside).alive(range(len(analysis.nodes)))
 
 
 def _without(plan: PartitionPlan, dropped: Collection[int]) -> PartitionPlan:

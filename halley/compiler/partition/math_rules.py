@@ -92,17 +92,17 @@ def _norm(call: Call) -> Division | Refusal:
 
 
 def _mm(call: Call) -> Division | Refusal:
-    return _product(call, call.node.args[0], call.node.args[1])
+    return _gemm(call, call.node.args[0], call.node.args[1])
 
 
 def _addmm(call: Call) -> Division | Refusal:
     bias, left, right = call.node.args[:3]
     if call.axis(bias) is not None or len(shape_of(bias)) != 1:
         return call.refused("adds a matrix")
-    return _product(call, left, right)
+    return _gemm(call, left, right)
 
 
-def _product(call: Call, left: object, right: object) -> Division | Refusal:
+def _gemm(call: Call, left: object, right: object) -> Division | Refusal:
     """Divide rows of the left matrix or columns of the right; the other one is whole."""
     rows, columns = call.axis(left), call.axis(right)
     if isinstance(rows, Batch | Rows) and rows.dim == 0 and columns is None:

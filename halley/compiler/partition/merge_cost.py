@@ -10,8 +10,8 @@ from torch import fx
 from halley.compiler.node_cost import NodeCost, host_us
 from halley.compiler.partition.axes import Axis, Batch, BatchFlow, Counts, Layout, Rows
 from halley.compiler.partition.merge import find_sizes, fits_in_place
+from halley.compiler.partition.pricing_nodes import PricingNodes
 from halley.compiler.partition.region import Region
-from halley.compiler.partition.shadows import Shadows
 from halley.ops.in_place_concat import concat_order, rows_of_microbatch, write_rows, write_slice
 
 
@@ -55,13 +55,13 @@ class MergeCost:
         *,
         flow: BatchFlow,
         cost: NodeCost,
-        shadows: Shadows,
+        pricing_nodes: PricingNodes,
         known: Known,
     ) -> None:
         self._num_parts = num_parts
         self._flow = flow
         self._cost = cost
-        self._shadows = shadows
+        self._pricing_nodes = pricing_nodes
         self._known = known
         sizes = find_sizes(region)
         self._filled = {
@@ -76,11 +76,11 @@ class MergeCost:
         if node not in self._filled:
             return Price()
         axis, whole = cast(Batch | Rows, self._flow.axes[node]), node.meta["val"]
-        own = self._shadows.value_of_part(whole, axis, self._num_parts)
+        own = self._pricing_nodes.value_of_part(whole, axis, self._num_parts)
         empty = _ATEN.new_empty.default
         price = Price()
         if part == 0:
-            shape = self._shadows.shape(whole)
+            shape = self._pricing_nodes.shape(whole)
             price = self._price("new", node, lambda: self._call(empty, own, shape, result=whole))
         if isinstance(axis, Batch):
             fill = self._price(
@@ -112,7 +112,7 @@ class MergeCost:
         if not isinstance(axis, Batch | Rows):
             return Price()
         parts = [
-            self._shadows.value_of_part(whole, axis, self._num_parts)
+            self._pricing_nodes.value_of_part(whole, axis, self._num_parts)
             for _ in range(self._num_parts)
         ]
         cat = _ATEN.cat.default
@@ -141,7 +141,7 @@ class MergeCost:
     def _call(
         self, target: object, *operands: object, result: object, of: fx.Node | None = None
     ) -> fx.Node:
-        return self._shadows.call(target, *operands, result=result, of=of)
+        return self._pricing_nodes.call(target, *operands, result=result, of=of)
 
     def _is_new(self, layout: Layout, part: int | None) -> bool:
         key = (layout, part)

@@ -9,8 +9,8 @@ from halley.compiler.graph_analysis import node_kind
 from halley.compiler.node_cost import ROLES, NodeCost, host_us, is_read
 from halley.compiler.partition.axes import BatchFlow, Division
 from halley.compiler.partition.merge_cost import Known, MergeCost, Price
+from halley.compiler.partition.pricing_nodes import PricingNodes
 from halley.compiler.partition.region import Region
-from halley.compiler.partition.shadows import Shadows
 from halley.compiler.sizes import Sizes
 from halley.cost.graph_cost import Operation, Role, graph_time
 from halley.cost.simulate import NO_CONTENTION, Contention
@@ -59,7 +59,7 @@ class PipelineCost:
         self._cost = cost
         self.sizes = sizes
         self._contention = contention
-        self._shadows = Shadows(flow, sizes)
+        self._pricing_nodes = PricingNodes(flow, sizes)
         self._known: dict[_Key, float] = {}
         self._merges: Known = {}
         self._roles: dict[fx.Node, Role] = {}
@@ -86,7 +86,7 @@ class PipelineCost:
             num_parts,
             flow=self._flow,
             cost=self._cost,
-            shadows=self._shadows,
+            pricing_nodes=self._pricing_nodes,
             known=self._merges,
         )
         works = [self._whole_work(node) for node in region.before]
@@ -168,6 +168,8 @@ class PipelineCost:
     def _part(self, node: fx.Node, num_parts: int) -> float:
         if (node, num_parts) not in self._known:
             takes_time = self._role(node) in ("compute", "start")
-            time_us = self._cost(self._shadows.of_part(node, num_parts)) if takes_time else 0.0
+            time_us = (
+                self._cost(self._pricing_nodes.of_part(node, num_parts)) if takes_time else 0.0
+            )
             self._known[node, num_parts] = time_us
         return self._known[node, num_parts]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import final
 
-from halley.compiler.graph_analysis import GraphFacts, NodeKind
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind
 from halley.compiler.graph_memory import LiveBytes
-from halley.compiler.wgrad.candidates import Unit
+from halley.compiler.wgrad.movable_nodes import Unit
 
 
 @final
@@ -20,7 +20,7 @@ class Headroom:
     come late), so that its peak is counted again.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         live: of it.
         units: that may move.
         all_to_alls: indices of nodes, ascending.
@@ -29,25 +29,25 @@ class Headroom:
 
     def __init__(
         self,
-        facts: GraphFacts,
+        analysis: GraphAnalysis,
         live: LiveBytes,
         *,
         units: Sequence[Unit],
         all_to_alls: Sequence[int],
         limit: float,
     ) -> None:
-        num_nodes = len(facts.nodes)
+        num_nodes = len(analysis.nodes)
         self._live = live
         self._units = units
         self._all_to_alls = all_to_alls
         self._limit = limit
-        self._is_input = [kind is NodeKind.INPUT for kind in facts.kinds]
+        self._is_input = [kind is NodeKind.INPUT for kind in analysis.kinds]
         self._place = list(range(num_nodes))
         self._alive = live.alive(self._place)
         # Behind each all-to-all: bytes that units make and let go, and the most more at once.
         self._steps: dict[int, list[tuple[int, int]]] = {}
         self._working = [0] * num_nodes
-        self._reads: list[list[int]] = [[] for _ in facts.nodes]  # buffers that each node reads
+        self._reads: list[list[int]] = [[] for _ in analysis.nodes]  # buffers that each node reads
         for buffer, readers in enumerate(live.readers):
             for reader in readers:
                 self._reads[reader].append(buffer)

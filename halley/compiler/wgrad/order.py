@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import final
 
-from halley.compiler.graph_analysis import GraphFacts, NodeKind, bits
-from halley.compiler.wgrad.candidates import Unit
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, bits
+from halley.compiler.wgrad.movable_nodes import Unit
 from halley.cost.graph_cost import Operation, graph_spans
 
 
@@ -13,8 +13,8 @@ from halley.cost.graph_cost import Operation, graph_spans
 class _Emitter:
     """Lists nodes, each after what it needs."""
 
-    def __init__(self, facts: GraphFacts) -> None:
-        self.facts = facts
+    def __init__(self, analysis: GraphAnalysis) -> None:
+        self.analysis = analysis
         self.order: list[int] = []
         self.mask = 0
 
@@ -22,14 +22,14 @@ class _Emitter:
         """List a node, before it all that it needs and that is not listed yet."""
         if self.mask >> index & 1:
             return
-        for need in bits(self.facts.ancestors[index] & ~self.mask):  # ascending is legal
+        for need in bits(self.analysis.ancestors[index] & ~self.mask):  # ascending is legal
             self._list(need)
         self._list(index)
 
     def emit_ready(self, indices: Iterable[int]) -> None:
         """List those of the nodes, ascending, that wait for none that is not listed."""
         for index in indices:
-            if not self.mask >> index & 1 and not self.facts.ancestors[index] & ~self.mask:
+            if not self.mask >> index & 1 and not self.analysis.ancestors[index] & ~self.mask:
                 self._list(index)
 
     def _list(self, index: int) -> None:
@@ -38,7 +38,7 @@ class _Emitter:
 
 
 def build_order(
-    facts: GraphFacts,
+    analysis: GraphAnalysis,
     units: Sequence[Unit],
     windows: Mapping[int, Sequence[int]],
     *,
@@ -51,21 +51,21 @@ def build_order(
     it.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         units: what may move.
         windows: by index of an all-to-all's node, the units that run behind it, in order.
         early: nodes, ascending, that come as soon as what they need is there.
     """
     moved = sum(1 << node for ats in windows.values() for at in ats for node in units[at].nodes)
-    reduced = sum(1 << index for index in facts.find_collectives("reduce"))
-    last = [index for index, above in enumerate(facts.ancestors) if above & reduced]
-    late = [index for index, above in enumerate(facts.ancestors) if above & moved]
+    reduced = sum(1 << index for index in analysis.find_collectives("reduce"))
+    last = [index for index, above in enumerate(analysis.ancestors) if above & reduced]
+    late = [index for index, above in enumerate(analysis.ancestors) if above & moved]
     late = [index for index in late if not moved >> index & 1 and index not in last]
     held = moved | sum(1 << index for index in (*last, *late))
-    emitter = _Emitter(facts)
-    for index in facts.find(NodeKind.INPUT):
+    emitter = _Emitter(analysis)
+    for index in analysis.find(NodeKind.INPUT):
         emitter.emit(index)
-    for index, kind in enumerate(facts.kinds):
+    for index, kind in enumerate(analysis.kinds):
         if held >> index & 1 or kind in (NodeKind.WAIT, NodeKind.OUTPUT):
             continue
         emitter.emit(index)
@@ -75,15 +75,15 @@ def build_order(
         if index in windows:
             emitter.emit_ready(late)
         emitter.emit_ready(early)
-    for index in (*late, *range(len(facts.nodes))):
-        if facts.kinds[index] is not NodeKind.OUTPUT:
+    for index in (*late, *range(len(analysis.nodes))):
+        if analysis.kinds[index] is not NodeKind.OUTPUT:
             emitter.emit(index)
-    emitter.emit(len(facts.nodes) - 1)
+    emitter.emit(len(analysis.nodes) - 1)
     return emitter.order
 
 
 def place_reductions(
-    facts: GraphFacts, operations: Sequence[Operation], order: Sequence[int]
+    analysis: GraphAnalysis, operations: Sequence[Operation], order: Sequence[int]
 ) -> list[int]:
     """Return the order with reductions of gradients in the gaps between all-to-alls.
 
@@ -92,22 +92,22 @@ def place_reductions(
     that fit nowhere go behind the last all-to-all.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         operations: the same nodes with their times.
         order: of all nodes.
 
     Source: Lancet's code, which simulates with reductions that take no time and fills the gaps.
     """
-    reductions = [index for index in order if facts.collectives[index] == "reduce"]
-    all_to_alls = [index for index in order if facts.collectives[index] == "all_to_all"]
+    reductions = [index for index in order if analysis.collectives[index] == "reduce"]
+    all_to_alls = [index for index in order if analysis.collectives[index] == "all_to_all"]
     if not reductions or not all_to_alls:
         return list(order)
-    gaps_us = _gaps_us(facts, operations, order, all_to_alls)
-    rest = [index for index in order if facts.collectives[index] != "reduce"]
+    gaps_us = _gaps_us(analysis, operations, order, all_to_alls)
+    rest = [index for index in order if analysis.collectives[index] != "reduce"]
     place = {index: at for at, index in enumerate(rest)}
     ready_at = {
         index: max(
-            (place[need] for need in bits(facts.ancestors[index]) if need in place), default=0
+            (place[need] for need in bits(analysis.ancestors[index]) if need in place), default=0
         )
         for index in reductions
     }
@@ -127,17 +127,17 @@ def place_reductions(
             waiting.remove(best)
     for index in waiting:
         behind.setdefault(max(place[all_to_alls[-1]], ready_at[index]), []).append(index)
-    return _repair(facts, [n for at, i in enumerate(rest) for n in (i, *behind.get(at, ()))])
+    return _repair(analysis, [n for at, i in enumerate(rest) for n in (i, *behind.get(at, ()))])
 
 
 def _gaps_us(
-    facts: GraphFacts,
+    analysis: GraphAnalysis,
     operations: Sequence[Operation],
     order: Sequence[int],
     all_to_alls: Sequence[int],
 ) -> list[float]:
     """Return for how long the wire is free between all-to-alls if reductions took no time."""
-    reductions = set(facts.find_collectives("reduce"))
+    reductions = set(analysis.find_collectives("reduce"))
     instant = [
         Operation(name=each.name, role=each.role, duration_us=0.0, needs=each.needs)
         if index in reductions
@@ -152,12 +152,14 @@ def _gaps_us(
     ]
 
 
-def _repair(facts: GraphFacts, order: Sequence[int]) -> list[int]:
+def _repair(analysis: GraphAnalysis, order: Sequence[int]) -> list[int]:
     """Return the order with each wait of a reduction behind it, and what reads that behind both."""
-    emitter = _Emitter(facts)
+    emitter = _Emitter(analysis)
     delayed: list[int] = []
     for index in order:
-        reduced = any(facts.collectives[need] == "reduce" for need in bits(facts.ancestors[index]))
+        reduced = any(
+            analysis.collectives[need] == "reduce" for need in bits(analysis.ancestors[index])
+        )
         if reduced:
             delayed.append(index)
         else:

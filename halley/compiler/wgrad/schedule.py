@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from halley.compiler.graph_analysis import GraphFacts, is_product, module_of
+from halley.compiler.graph_analysis import GraphAnalysis, is_gemm, module_of
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
 from halley.compiler.partition.choose import RangeReport
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad.candidates import Unit, assign, find_units, label
 from halley.compiler.wgrad.headroom import Headroom
+from halley.compiler.wgrad.movable_nodes import Unit, assign, find_units, label
 from halley.compiler.wgrad.order import build_order, place_reductions
 from halley.core.timeline import Span, exposed_us
 from halley.cost.graph_cost import GraphTime, Operation, graph_spans, time_of
@@ -56,52 +56,52 @@ class OrderReport:
 
 
 def plan_wgrad(
-    facts: GraphFacts,
+    analysis: GraphAnalysis,
     *,
     cost: NodeCost,
     sizes: Sizes,
     max_bytes: float,
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
-    products_alone: bool = False,
+    gemms_alone: bool = False,
 ) -> list[int]:
     """Return the order of the weight-gradient pass; in forward, what joins parts moves, too.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         cost: microseconds of a node.
         sizes: of what nodes return.
         max_bytes: that may be alive.
         contention: of computation and communication.
         inside: nodes whose results never come to memory, as of ``LiveBytes``.
-        products_alone: as of ``find_units``.
+        gemms_alone: as of ``find_units``.
 
     Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
     operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
     """
-    all_to_alls = facts.find_collectives("all_to_all")
-    identity = list(range(len(facts.nodes)))
+    all_to_alls = analysis.find_collectives("all_to_all")
+    identity = list(range(len(analysis.nodes)))
     if not all_to_alls:
         return identity
-    works = operations(facts, cost)
-    labels = label(facts, all_to_alls)
-    units = find_units(facts, labels, cost=cost, products_alone=products_alone)
+    works = operations(analysis, cost)
+    labels = label(analysis, all_to_alls)
+    units = find_units(analysis, labels, cost=cost, gemms_alone=gemms_alone)
     # In microseconds of computation as it is alone: so much runs behind an all-to-all.
     stretch = contention.comm / contention.compute
     times_us = [time_us * stretch for time_us in _exposed_us(works, units, all_to_alls)]
     # Inductor computes these where what they read is made. What reads nothing, such as zeros for an
     # embedding's gradient, would only take memory.
     in_units = {index for unit in units for index in unit.nodes}
-    movable = [index for index in labels if index not in in_units and facts.needs[index]]
-    early = sorted(movable) if products_alone else []
-    live = LiveBytes(facts, sizes, inside=inside)
+    movable = [index for index in labels if index not in in_units and analysis.needs[index]]
+    early = sorted(movable) if gemms_alone else []
+    live = LiveBytes(analysis, sizes, inside=inside)
     allowed = max_bytes
     for _ in range(_MAX_TRIES):
-        room = Headroom(facts, live, units=units, all_to_alls=all_to_alls, limit=allowed)
-        assignment = assign(units, times_us, fits=room.take)
+        capacity = Headroom(analysis, live, units=units, all_to_alls=all_to_alls, limit=allowed)
+        assignment = assign(units, times_us, fits=capacity.take)
         windows = dict(zip(all_to_alls, assignment.windows, strict=True))
-        order = build_order(facts, units, windows, early=early)
-        order = place_reductions(facts, works, order)
+        order = build_order(analysis, units, windows, early=early)
+        order = place_reductions(analysis, works, order)
         peak = live.peak(order)[0]
         if peak <= max_bytes:
             return order
@@ -126,7 +126,7 @@ def _exposed_us(
 
 
 def report_order(
-    facts: GraphFacts,
+    analysis: GraphAnalysis,
     order: Sequence[int],
     *,
     cost: NodeCost,
@@ -137,20 +137,20 @@ def report_order(
     """Return what an order does to a graph.
 
     Args:
-        facts: of the graph as it was.
+        analysis: of the graph as it was.
         order: of all of its nodes.
         cost: microseconds of a node.
         sizes: of what nodes return.
         contention: of computation and communication.
         inside: nodes whose results never come to memory, as of ``LiveBytes``.
     """
-    works, live = operations(facts, cost), LiveBytes(facts, sizes, inside=inside)
-    identity = range(len(facts.nodes))
-    shown = [facts.nodes[index] for index in facts.find_collectives("all_to_all")]
-    shown += filter(is_product, facts.nodes)
+    works, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
+    identity = range(len(analysis.nodes))
+    shown = [analysis.nodes[index] for index in analysis.find_collectives("all_to_all")]
+    shown += filter(is_gemm, analysis.nodes)
     before, after = (graph_spans(works, each, contention) for each in (identity, order))
     return OrderReport(
-        windows=hidden_products(facts, order),
+        windows=hidden_gemms(analysis, order),
         modules={node.name: module_of(node) for node in shown},
         time_before=time_of(before),
         time_after=time_of(after),
@@ -161,13 +161,13 @@ def report_order(
     )
 
 
-def hidden_products(facts: GraphFacts, order: Sequence[int]) -> dict[str, tuple[str, ...]]:
+def hidden_gemms(analysis: GraphAnalysis, order: Sequence[int]) -> dict[str, tuple[str, ...]]:
     """Return the matrix products between start and wait of each all-to-all, by names."""
     found: dict[str, tuple[str, ...]] = {}
     place = {index: at for at, index in enumerate(order)}
-    for start in facts.find_collectives("all_to_all"):
-        ends = [place[wait] for wait in facts.find_waits(start)]
+    for start in analysis.find_collectives("all_to_all"):
+        ends = [place[wait] for wait in analysis.find_waits(start)]
         between = order[place[start] + 1 : min(ends, default=len(order))]
-        nodes = [facts.nodes[index] for index in between]
-        found[facts.nodes[start].name] = tuple(node.name for node in nodes if is_product(node))
+        nodes = [analysis.nodes[index] for index in between]
+        found[analysis.nodes[start].name] = tuple(node.name for node in nodes if is_gemm(node))
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from halley.compiler.graph_analysis import GraphFacts, NodeKind, is_product
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_gemm
 from halley.compiler.node_cost import NodeCost
 
 
@@ -27,7 +27,7 @@ class Unit:
 
     Attributes:
         nodes: ascending, in which order they are emitted.
-        is_product: whether a matrix product is among them. Others, sums of biases and norms, are
+        is_gemm: whether a matrix product is among them. Others, sums of biases and norms, are
             fillers of last resort.
         hides: bit mask over the graph's all-to-alls: those that this may run behind.
         needs: indices of units, all smaller, that must stand before.
@@ -35,7 +35,7 @@ class Unit:
     """
 
     nodes: list[int]
-    is_product: bool
+    is_gemm: bool
     hides: int
     needs: set[int] = field(default_factory=set[int])
     duration_us: float = 0.0
@@ -55,7 +55,7 @@ class Assignment:
     left_us: tuple[float, ...]
 
 
-def label(facts: GraphFacts, all_to_alls: Sequence[int]) -> dict[int, int]:
+def label(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, int]:
     """Return the movable nodes, each with the mask of all-to-alls that it may run behind.
 
     Movable is computation that feeds no collective that ranks meet in, that some all-to-all does
@@ -64,24 +64,24 @@ def label(facts: GraphFacts, all_to_alls: Sequence[int]) -> dict[int, int]:
     that.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         all_to_alls: indices of nodes, ascending.
     """
-    met = sum(1 << index for index in facts.find_collectives("all_to_all", "gather", "fused"))
-    reduced = sum(1 << index for index in facts.find_collectives("reduce"))
+    met = sum(1 << index for index in analysis.find_collectives("all_to_all", "gather", "fused"))
+    reduced = sum(1 << index for index in analysis.find_collectives("reduce"))
     movable = [
         index
-        for index in facts.find(NodeKind.COMPUTE, NodeKind.VIEW)
-        if not (facts.descendants[index] & met or facts.ancestors[index] & reduced)
-        and not _stays(facts, index)
+        for index in analysis.find(NodeKind.COMPUTE, NodeKind.VIEW)
+        if not (analysis.descendants[index] & met or analysis.ancestors[index] & reduced)
+        and not _stays(analysis, index)
     ]
-    products = sum(1 << index for index, node in enumerate(facts.nodes) if is_product(node))
-    products &= ~sum(1 << index for index in movable)
-    ends = [*all_to_alls[1:], len(facts.nodes)]
+    gemms = sum(1 << index for index, node in enumerate(analysis.nodes) if is_gemm(node))
+    gemms &= ~sum(1 << index for index in movable)
+    ends = [*all_to_alls[1:], len(analysis.nodes)]
     found: dict[int, int] = {}
     for index in movable:
-        ancestors = facts.ancestors[index]
-        latest = (ancestors & products).bit_length() - 1
+        ancestors = analysis.ancestors[index]
+        latest = (ancestors & gemms).bit_length() - 1
         mask = sum(
             1 << at
             for at, (a2a, end) in enumerate(zip(all_to_alls, ends, strict=True))
@@ -93,7 +93,7 @@ def label(facts: GraphFacts, all_to_alls: Sequence[int]) -> dict[int, int]:
 
 
 def find_units(
-    facts: GraphFacts, labels: dict[int, int], *, cost: NodeCost, products_alone: bool = False
+    analysis: GraphAnalysis, labels: dict[int, int], *, cost: NodeCost, gemms_alone: bool = False
 ) -> list[Unit]:
     """Return the movable nodes in units.
 
@@ -101,40 +101,36 @@ def find_units(
     another gradient); what only a gradient reads joins it too. Two gradients never share a unit.
 
     Args:
-        facts: of the graph.
+        analysis: of the graph.
         labels: as ``label`` returns them.
         cost: microseconds of a node that computes.
-        products_alone: whether units without a product stay: Inductor computes sums of biases and
+        gemms_alone: whether units without a product stay: Inductor computes sums of biases and
             norms in the kernels that make what they add up.
     """
     units: list[Unit] = []
     owner: dict[int, int] = {}
-    readers = _readers(facts)
+    readers = _readers(analysis)
     for index, hides in labels.items():
-        product = is_product(facts.nodes[index])
-        above = {owner[need] for need in facts.needs[index] if need in owner}
+        product = is_gemm(analysis.nodes[index])
+        above = {owner[need] for need in analysis.needs[index] if need in owner}
         home = max(above, default=-1)
         if product or home < 0 or units[home].hides != hides:
-            units.append(Unit(nodes=[], is_product=product, hides=hides))
+            units.append(Unit(nodes=[], is_gemm=product, hides=hides))
             home = len(units) - 1
         units[home].nodes.append(index)
         owner[index] = home
         units[home].needs |= above - {home}
         if product:
             _absorb(units, home, owner=owner, readers=readers)
-    kept = [
-        at
-        for at, unit in enumerate(units)
-        if unit.nodes and (unit.is_product or not products_alone)
-    ]
+    kept = [at for at, unit in enumerate(units) if unit.nodes and (unit.is_gemm or not gemms_alone)]
     renamed = {old: new for new, old in enumerate(kept)}
     for at in kept:
         unit = units[at]
         unit.needs = {renamed[need] for need in unit.needs if need in renamed}
         unit.duration_us = sum(
-            cost(facts.nodes[index])
+            cost(analysis.nodes[index])
             for index in unit.nodes
-            if facts.kinds[index] is NodeKind.COMPUTE
+            if analysis.kinds[index] is NodeKind.COMPUTE
         )
     return [units[at] for at in kept]
 
@@ -146,7 +142,7 @@ def _absorb(
     for at in sorted(units[home].needs, reverse=True):
         light = units[at]
         others = (reader for node in light.nodes for reader in readers[node])
-        if light.is_product or any(owner.get(reader) not in (at, home) for reader in others):
+        if light.is_gemm or any(owner.get(reader) not in (at, home) for reader in others):
             continue
         if units[home].hides & ~light.hides:
             continue
@@ -170,7 +166,7 @@ class _Windows:
     def is_available(self, at: int) -> bool:
         """Return whether all products that an unplaced unit needs are placed."""
         return all(
-            not self.units[need].is_product and self.is_available(need)
+            not self.units[need].is_gemm and self.is_available(need)
             for need in self.units[at].needs - self.placed.keys()
         )
 
@@ -255,7 +251,7 @@ def assign(
 def _place_late(state: _Windows, left_us: list[float]) -> None:
     """Give products that none took to the all-to-alls with most left, in place."""
     units = state.units
-    late = [at for at, unit in enumerate(units) if unit.is_product and at not in state.placed]
+    late = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.placed]
     for at in sorted(late, key=lambda at: -units[at].duration_us):
         if at in state.placed:  # along with one that needs it
             continue
@@ -275,19 +271,19 @@ def _candidates(state: _Windows, window: int, refused: set[int]) -> list[int]:
         if at not in state.placed and at not in refused
         if unit.hides >> window & 1 and unit.duration_us > 0.0 and state.is_available(at)
     ]
-    return [at for at in found if state.units[at].is_product] or found
+    return [at for at in found if state.units[at].is_gemm] or found
 
 
-def _stays(facts: GraphFacts, index: int) -> bool:
+def _stays(analysis: GraphAnalysis, index: int) -> bool:
     """Return whether others are ordered around a node by more than data."""
-    data = set(facts.nodes[index].all_input_nodes)
-    return any(facts.nodes[need] not in data for need in facts.needs[index])
+    data = set(analysis.nodes[index].all_input_nodes)
+    return any(analysis.nodes[need] not in data for need in analysis.needs[index])
 
 
-def _readers(facts: GraphFacts) -> list[list[int]]:
-    readers: list[list[int]] = [[] for _ in facts.nodes]
-    for index, needs in enumerate(facts.needs):
-        if facts.kinds[index] is not NodeKind.OUTPUT:
+def _readers(analysis: GraphAnalysis) -> list[list[int]]:
+    readers: list[list[int]] = [[] for _ in analysis.nodes]
+    for index, needs in enumerate(analysis.needs):
+        if analysis.kinds[index] is not NodeKind.OUTPUT:
             for need in needs:
                 readers[need].append(index)
     return readers

@@ -12,7 +12,7 @@ from halley.compiler.sizes import Sizes
 
 
 @final
-class Shadows:
+class PricingNodes:
     """Makes nodes with the shapes of parts.
 
     Args:
@@ -40,10 +40,12 @@ class Shadows:
 
         args = cast(tuple[Any, ...], fx.map_arg(node.args, operand))
         kwargs = cast(dict[str, Any], fx.map_arg(node.kwargs, operand))
-        shadow = self._graph.call_function(cast(Any, node.target), args, kwargs)
-        shadow.meta["val"] = self.value_of_part(node.meta["val"], self._flow.axes[node], num_parts)
-        shadow.meta[WHOLE] = node
-        return shadow
+        pricing_node = self._graph.call_function(cast(Any, node.target), args, kwargs)
+        pricing_node.meta["val"] = self.value_of_part(
+            node.meta["val"], self._flow.axes[node], num_parts
+        )
+        pricing_node.meta[WHOLE] = node
+        return pricing_node
 
     def call(
         self, target: Any, *operands: object, result: object, of: fx.Node | None = None
