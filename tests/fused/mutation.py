@@ -2,7 +2,7 @@
 
 import inspect
 import textwrap
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import pytest
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
@@ -10,7 +10,7 @@ from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction
 from tests.fused.kernel_case import KernelCase
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Mutation:
     """A mistake: lines of one device function, and the wrong lines that replace them.
 
@@ -24,6 +24,7 @@ class Mutation:
 
     function: object
     edits: tuple[tuple[str, str], ...]
+    _: KW_ONLY
     case: KernelCase | None = None
     timeout_s: float = 30.0
     first_seed: int = 0

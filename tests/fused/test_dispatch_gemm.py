@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halley.core.reference import activate
-from halley.core.types import Activation, Routing
+from halley.core.types import Routing
 from halley.fused.kernels.layout import NUM_TICKETS
 from tests.fused.kernel_case import KernelCase, assert_close, make_tokens
 from tests.fused.kernel_rank import KernelRank, Rows
@@ -73,21 +73,13 @@ def _check_counters(rank: KernelRank) -> None:
 
 
 CASES = {
-    "balanced": CASE,
-    "gelu": replace(CASE, activation="gelu"),
-    "bfloat16": replace(CASE, dtype=torch.bfloat16),
     "float16": replace(CASE, dtype=torch.float16, activation="gelu"),
     "three ranks, one without tokens": replace(CASE, num_tokens_CW=((20, 0, 9),), num_experts=6),
-    "one rank": replace(CASE, num_tokens_CW=((35,),)),
-    "top 3": replace(CASE, top_k=3),
-    "one takes all": replace(CASE, load="one-hot", top_k=1, num_tokens_CW=((30, 41),)),
     "wide": replace(CASE, hidden_size=136, intermediate_size=40),
-    "many token copies": replace(CASE, num_tokens_CW=((70, 66),), block_slots=64),
 }
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in CASES), ("float16", False)])
 def test_rows_and_activations_are_exact(name: str, fused: bool) -> None:
     def run(rank: KernelRank) -> None:
         rows = _start(rank)
@@ -99,14 +91,13 @@ def test_rows_and_activations_are_exact(name: str, fused: bool) -> None:
     run_world(CASES[name], run, seed=len(name))
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_pre_activations_are_not_written_unless_saved(activation: Activation) -> None:
+def test_pre_activations_are_not_written_unless_saved() -> None:
     def run(rank: KernelRank) -> None:
         rows = _start(rank)
         rank.dispatch_gemm(rows, save_pre=False)
         _check_rows(rank, rows, save_pre=False)
 
-    run_world(replace(CASE, activation=activation), run)
+    run_world(CASE, run)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -123,24 +114,23 @@ def test_the_same_plan_dispatches_again(fused: bool) -> None:
     run_world(CASE, run)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_too_few_rows_write_nothing(fused: bool) -> None:
+def test_too_few_rows_write_nothing() -> None:
     def run(rank: KernelRank) -> None:
         num_rows = len(_start(rank).x_RD)
         assert num_rows == int(rank.host_status[1])
         small = rank.make_rows(num_rows - rank.layout.block_m)
-        rank.dispatch_gemm(small, fused=fused)
+        rank.dispatch_gemm(small)
         rank.check()
         assert all(rows.isnan().all() for rows in vars(small).values())
         _check_counters(rank)
         large = rank.make_rows(num_rows + rank.layout.block_m)
-        rank.dispatch_gemm(large, fused=fused)
+        rank.dispatch_gemm(large)
         _check_rows(rank, large)
 
     run_world(CASE, run)
 
 
-@pytest.mark.parametrize("num_programs", [1, 3, 5])
+@pytest.mark.parametrize("num_programs", [1, 5])
 def test_any_number_of_ctas_gives_the_same_rows(num_programs: int) -> None:
     config = replace(CASE.config, num_programs=num_programs, fetch_elements=512)
 

@@ -183,12 +183,8 @@ def _plan_and_check(rank: KernelRank) -> int:
 
 
 CASES = {
-    "balanced": KernelCase(),
     "top 1": KernelCase(top_k=1, num_tokens_CW=((17, 9, 31),), num_experts=6),
-    "top 3": KernelCase(top_k=3, num_tokens_CW=((17, 9),), num_experts=6),
-    "top 4": KernelCase(top_k=4, num_tokens_CW=((21, 5),), num_experts=8, load="std:0.04"),
     "top 6": KernelCase(top_k=6, num_tokens_CW=((11, 14),), num_experts=8, dropped=0.2),
-    "top 8": KernelCase(top_k=8, num_tokens_CW=((13, 6),), num_experts=16, block_slots=32),
     "top 10": KernelCase(top_k=10, num_tokens_CW=((9, 12),), num_experts=12, block_slots=32),
     "all experts": KernelCase(top_k=4, num_tokens_CW=((9, 12),)),
     "dropped": KernelCase(dropped=0.5, num_tokens_CW=((40, 25),)),
@@ -214,7 +210,7 @@ def test_plan_equals_one_made_slot_by_slot(name: str) -> None:
     assert epochs == [len(case.num_tokens_CW)] * case.num_ranks
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_plan_is_equal_in_every_schedule(seed: int) -> None:
     case = KernelCase(num_tokens_CW=((20, 13, 0), (4, 9, 30)), num_experts=6, seed=seed)
     run_world(replace(case, dropped=0.1), _plan_and_check, seed=seed, starve=0.02 * (seed % 2))

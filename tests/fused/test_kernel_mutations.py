@@ -29,7 +29,7 @@ from tests.fused.mutation import Mutation, apply
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="mutates interpreted kernels")
 
-NUM_SEEDS = 6
+NUM_SEEDS = 3
 MAX_SEEDS = 24  # tried for each mutation; a rank that is far ahead occurs with one seed of six
 SHORT_S = 0.3  # time limit of waits for mutations whose flag or row never arrives
 # Many CTAs that fetch few rows at once. Rank 0 has no tokens in the first call.
@@ -48,7 +48,6 @@ _ALL_DONE = """{}, 1, sem="acq_rel", scope="sys")
             if before == num_tasks - 1:"""
 _FIRST_DONE = """{}, 1, sem="acq_rel", scope="sys")
             if before >= 0:"""
-_SOURCE = "origin // LAYOUT.max_tokens"
 _COUNT_ROWS = """
     arrived = plan + LAYOUT.tile_arrived + row_RK // LAYOUT.block_m
     tl.atomic_add(arrived, 1, mask=row_RK >= 0, sem="release", scope="gpu")
@@ -58,107 +57,90 @@ _FETCH_LOOP = "    for start in range(0, HIDDEN_SIZE, COLUMNS):\n"
 
 MUTATIONS = {
     "no wait": Mutation(
-        function=peer.wait,
-        edits=(
+        peer.wait,
+        (
             ("while (value < target) & healthy:", "while False:"),
             ("return value >= target", "return True"),
         ),
     ),
     "publish: flags before routing": Mutation(
-        function=dispatch_plan.plan_kernel,
-        edits=((_PUBLISH, _SIGNAL_ALL.format("published") + _PUBLISH),),
+        dispatch_plan.plan_kernel, ((_PUBLISH, _SIGNAL_ALL.format("published") + _PUBLISH),)
     ),
     "publish: the first task sets the flags": Mutation(
-        function=dispatch_plan.plan_kernel,
-        edits=((_ALL_DONE.format("PUBLISHED"), _FIRST_DONE.format("PUBLISHED")),),
+        dispatch_plan.plan_kernel,
+        ((_ALL_DONE.format("PUBLISHED"), _FIRST_DONE.format("PUBLISHED")),),
         case=replace(CASE, block_slots=8),
         timeout_s=SHORT_S,
         first_seed=1,
     ),
     "copy: the first task sets the flags": Mutation(
-        function=dispatch_plan.plan_kernel,
-        edits=((_ALL_DONE.format("ROWS_COPIED"), _FIRST_DONE.format("ROWS_COPIED")),),
+        dispatch_plan.plan_kernel,
+        ((_ALL_DONE.format("ROWS_COPIED"), _FIRST_DONE.format("ROWS_COPIED")),),
         case=replace(CASE, block_slots=8),
         timeout_s=SHORT_S,
         first_seed=3,
     ),
     "copy: flags before rows": Mutation(
-        function=dispatch_plan.plan_kernel,
-        edits=((_COPY, _SIGNAL_ALL.format("rows_ready") + _COPY),),
-        first_seed=7,
+        dispatch_plan.plan_kernel,
+        ((_COPY, _SIGNAL_ALL.format("rows_ready") + _COPY),),
+        first_seed=9,
     ),
     "copy: the launch ends before all ranks have copied": Mutation(
-        function=dispatch_plan._wait_for_rows,
-        edits=(("range(LAYOUT.num_ranks)", "range(0)"),),
-        first_seed=1,
+        dispatch_plan._wait_for_rows, (("range(LAYOUT.num_ranks)", "range(0)"),), first_seed=5
     ),
     "copy: waits for rank 0 only": Mutation(
-        function=dispatch_plan._wait_for_rows,
-        edits=(("LAYOUT.rows_ready + peer", "LAYOUT.rows_ready + peer * 0"),),
+        dispatch_plan._wait_for_rows,
+        (("LAYOUT.rows_ready + peer", "LAYOUT.rows_ready + peer * 0"),),
         first_seed=5,
     ),
     "publish: flags of the next epoch": Mutation(
-        function=peer.signal_all, edits=(("rank, epoch)\n", "rank, epoch + 1)\n"),)
+        peer.signal_all,
+        (("rank, epoch)\n", "rank, epoch + 1)\n"),),
+        timeout_s=SHORT_S,
+        first_seed=1,
     ),
     "publish: one half for the records of all passes": Mutation(
-        function=routing_exchange.record_of,
-        edits=(("(epoch % 2) * LAYOUT.num_ranks + source", "source + epoch * 0"),),
+        routing_exchange.record_of,
+        (("(epoch % 2) * LAYOUT.num_ranks + source", "source + epoch * 0"),),
         case=AHEAD,
-        first_seed=55,
+        first_seed=59,
     ),
     "plan: stale epoch": Mutation(
-        function=routing_exchange.count_task,
-        edits=(("wait(flag, epoch,", "wait(flag, epoch - 1,"),),
+        routing_exchange.count_task, (("wait(flag, epoch,", "wait(flag, epoch - 1,"),)
     ),
     "plan: waits for its own flag only": Mutation(
-        function=routing_exchange.count_task,
-        edits=(("LAYOUT.published + peer", "LAYOUT.published + rank"),),
+        routing_exchange.count_task, (("LAYOUT.published + peer", "LAYOUT.published + rank"),)
     ),
     "plan: the first column lays out the rest": Mutation(
-        function=routing_exchange.count_task,
-        edits=(("before % 65536 == num_columns - 1", "before >= 0"),),
+        routing_exchange.count_task, (("before % 65536 == num_columns - 1", "before >= 0"),)
     ),
     "plan: places before the offsets are known": Mutation(
-        function=dispatch_plan.plan_kernel,
-        edits=(("wait(planned, epoch,", "wait(planned, epoch - 1,"),),
+        dispatch_plan.plan_kernel, (("wait(planned, epoch,", "wait(planned, epoch - 1,"),)
     ),
     "plan: counters are not zeroed": Mutation(
-        function=dispatch_plan.plan_kernel,
-        edits=(("tl.store(counters + TICKET, 0)", "tl.store(counters + TICKET, 1)"),),
+        dispatch_plan.plan_kernel,
+        (("tl.store(counters + TICKET, 0)", "tl.store(counters + TICKET, 1)"),),
         timeout_s=SHORT_S,
     ),
     "dispatch: tiles do not wait": Mutation(
-        function=dispatch.arrived_gemm_kernel,
-        edits=(("wait(arrived, need,", "wait(arrived, 0,"),),
-        first_seed=25,
+        dispatch.arrived_gemm_kernel, (("wait(arrived, need,", "wait(arrived, 0,"),), first_seed=29
     ),
     "dispatch: the first row of a tile is enough": Mutation(
-        function=dispatch.arrived_gemm_kernel,
-        edits=(("wait(arrived, need,", "wait(arrived, 1,"),),
-        first_seed=21,
+        dispatch.arrived_gemm_kernel, (("wait(arrived, need,", "wait(arrived, 1,"),), first_seed=21
     ),
     "dispatch: rows counted before they are stored": Mutation(
-        function=fetch._fetch_task,
-        edits=((_COUNT_ROWS, ""), (_FETCH_LOOP, f"{_COUNT_ROWS}{_FETCH_LOOP}")),
-        first_seed=7,
-    ),
-    "dispatch: rows of the wrong source": Mutation(
-        function=fetch._fetch_task,
-        edits=((f"send_ptrs_W + {_SOURCE}", f"send_ptrs_W + (1 - {_SOURCE})"),),
+        fetch._fetch_task,
+        ((_COUNT_ROWS, ""), (_FETCH_LOOP, f"{_COUNT_ROWS}{_FETCH_LOOP}")),
+        first_seed=13,
     ),
     "dispatch: rows counted for the next tile": Mutation(
-        function=fetch._fetch_task,
-        edits=(("row_RK // LAYOUT.block_m", "(row_RK + 1) // LAYOUT.block_m"),),
-        timeout_s=SHORT_S,
-    ),
-    "dispatch: own rows are not fetched": Mutation(
-        function=fetch._fetch_task,
-        edits=(("real = origin >= 0", "real = (origin >= 0) & (task > 0)"),),
+        fetch._fetch_task,
+        (("row_RK // LAYOUT.block_m", "(row_RK + 1) // LAYOUT.block_m"),),
         timeout_s=SHORT_S,
     ),
     "combine: tiles counted before they are stored": Mutation(
-        function=combine_gemm._multiply_run,
-        edits=(
+        combine_gemm._multiply_run,
+        (
             (
                 "    row = tile * BLOCK_M",
                 f"    row = tile * BLOCK_M\n    _count_tiles({_COUNTED}, plan, LAYOUT)",
@@ -168,58 +150,45 @@ MUTATIONS = {
         first_seed=5,
     ),
     "combine: one tile too few": Mutation(
-        function=combine._count_ready, edits=((">= need", ">= need - 1"),)
+        combine._count_ready, ((">= need", ">= need - 1"),), first_seed=3
     ),
     "combine: sums do not wait for the last group of a token": Mutation(
-        function=combine._groups_of_task,
-        edits=(("(has, group + 1, 0)", "(has, group, 0)"),),
-        first_seed=5,
+        combine._groups_of_task, (("(has, group + 1, 0)", "(has, group, 0)"),), first_seed=5
     ),
     "combine: tiles counted for the first group": Mutation(
-        function=combine_gemm._multiply_run,
-        edits=((" + group_of(expert, LAYOUT)", ""),),
-        timeout_s=SHORT_S,
-    ),
-    "combine: tasks of own tokens replace those of others": Mutation(
-        function=combine._nth_task,
-        edits=(("num_others + own, within - own", "own, within - own"),),
+        combine_gemm._multiply_run, ((" + group_of(expert, LAYOUT)", ""),), timeout_s=SHORT_S
     ),
     "combine: the first task of a chunk sets the flags": Mutation(
-        function=partial_sums.count_sent, edits=((" == num_tasks - 1:", " >= 0:"),)
+        partial_sums.count_sent, ((" == num_tasks - 1:", " >= 0:"),), first_seed=3
     ),
     "dispatch: the last CTA of one launch zeroes the counters": Mutation(
-        function=fetch.count_exit,
-        edits=(("before == num_exits - 1", "before == tl.num_programs(0) - 1"),),
+        fetch.count_exit,
+        (("before == num_exits - 1", "before == tl.num_programs(0) - 1"),),
         timeout_s=SHORT_S,
     ),
     "combine: the last CTA of one launch zeroes the counters": Mutation(
-        function=combine_gemm.count_exit,
-        edits=(("before == num_exits - 1", "before == tl.num_programs(0) - 1"),),
+        combine_gemm.count_exit,
+        (("before == num_exits - 1", "before == tl.num_programs(0) - 1"),),
         timeout_s=SHORT_S,
     ),
     "combine: flags of the next epoch": Mutation(
-        function=partial_sums.count_sent, edits=(("+ chunk, epoch)", "+ chunk, epoch + 1)"),)
+        partial_sums.count_sent, (("+ chunk, epoch)", "+ chunk, epoch + 1)"),)
     ),
     "combine: flags on rank 0 only": Mutation(
-        function=partial_sums.count_sent,
-        edits=(("peer_ptr(routing_ptrs_W, peer,", "peer_ptr(routing_ptrs_W, 0 * peer,"),),
+        partial_sums.count_sent,
+        (("peer_ptr(routing_ptrs_W, peer,", "peer_ptr(routing_ptrs_W, 0 * peer,"),),
         timeout_s=SHORT_S,
     ),
-    "combine: sums at the place of the other rank": Mutation(
-        function=partial_sums._store_sums, edits=(("((rank * combine", "(((1 - rank) * combine"),)
-    ),
     "sum: does not wait": Mutation(
-        function=partial_sums.wait_for_sums,
-        edits=(("wait(flag, epoch,", "wait(flag, 0,"),),
+        partial_sums.wait_for_sums, (("wait(flag, epoch,", "wait(flag, 0,"),)
     ),
     "sum: waits for rank 0 only": Mutation(
-        function=partial_sums.wait_for_sums,
-        edits=(("LAYOUT.sums_ready + peer *", "LAYOUT.sums_ready + 0 * peer *"),),
+        partial_sums.wait_for_sums,
+        (("LAYOUT.sums_ready + peer *", "LAYOUT.sums_ready + 0 * peer *"),),
+        first_seed=1,
     ),
     "sum: looks for the flag of the last epoch": Mutation(
-        function=partial_sums.sums_are_ready,
-        edits=((">= epoch", ">= epoch - 1"),),
-        first_seed=1,
+        partial_sums.sums_are_ready, ((">= epoch", ">= epoch - 1"),), first_seed=1
     ),
 }
 
@@ -257,11 +226,11 @@ def _is_caught(mutation: Mutation, seed: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("timeout_s", [30.0, SHORT_S])
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_unmutated_kernels_are_right_with_every_seed(seed: int, timeout_s: float) -> None:
-    assert _is_right(CASE, seed, timeout_s=timeout_s)
-    assert _is_right(AHEAD, seed, timeout_s=timeout_s)
+def test_unmutated_kernels_are_right_with_every_seed(seed: int) -> None:
+    """The short time limit fails no right kernel, so a mutation that fails with it is a mistake."""
+    assert _is_right(CASE, seed, timeout_s=SHORT_S)
+    assert _is_right(AHEAD, seed, timeout_s=SHORT_S)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -21,7 +21,6 @@ SAME_ORDER = (
 # More tokens than one CTA copies at once; two tasks of token copies.
 CASE = KernelCase(num_tokens_CW=((20, 13),), top_k=3)
 CASES = {
-    "two ranks": CASE,
     "one rank": replace(CASE, num_tokens_CW=((35,),)),
     "no tokens on a rank": replace(CASE, num_tokens_CW=((0, 18, 7),), num_experts=6),
     "no tokens": replace(CASE, num_tokens_CW=((0, 0),), max_tokens=4),
@@ -101,8 +100,7 @@ def test_rows_are_published_and_weights_spread_to_rows(name: str) -> None:
     run_world(case, run, seed=len(name))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_several_dispatches_without_a_combine(seed: int) -> None:
+def test_several_dispatches_without_a_combine() -> None:
     """A rank publishes the rows of the next pass while others still fetch those of this one."""
 
     def run(rank: KernelRank) -> None:
@@ -118,7 +116,7 @@ def test_several_dispatches_without_a_combine(seed: int) -> None:
         for name in ("x_RD", "pre_RG", "h_RF"):
             _assert_same(getattr(rows, name), getattr(first, name))
 
-    run_world(CASE, run, seed=seed, starve=0.05 * (seed % 2))
+    run_world(CASE, run, seed=1, starve=0.05)
 
 
 @pytest.mark.parametrize("fused", [True, False])

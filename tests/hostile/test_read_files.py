@@ -178,7 +178,7 @@ def test_merged_tables_must_be_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(["cut", "flip", "twice", "retype", "nest"]))
 def test_damaged_file_gives_a_value_or_an_error_with_its_path(
     tmp_path_factory: pytest.TempPathFactory, name: str, seed: int, kind: str

@@ -80,8 +80,7 @@ def test_programs_start_in_the_order_of_their_ids() -> None:
     assert current_scheduler() is None
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("resident", [1, 2, 8])
+@pytest.mark.parametrize(("seed", "resident"), [(0, 1), (1, 2), (2, 8)])
 def test_a_launch_begins_when_all_programs_of_the_previous_one_have_begun(
     resident: int, seed: int
 ) -> None:
@@ -163,7 +162,7 @@ def test_endless_run_is_an_error_that_names_the_seed() -> None:
     assert scheduler.run_ranks(2, lambda rank: rank) == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_error_of_one_rank_ends_all_others(seed: int) -> None:
     """One rank fails; the others spin, wait at the barrier, and wait for a launch that spins."""
     before = set(threading.enumerate())

@@ -175,8 +175,8 @@ def _gather(rank: int, num_ranks: int) -> list[list[int]]:
     return gather_table(torch.arange(3) + 10 * rank, group=dist.group.WORLD).tolist()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_table_has_a_row_for_each_rank(run_ranks, num_ranks: int) -> None:
+def test_table_has_a_row_for_each_rank(run_ranks) -> None:
+    num_ranks = 4
     want = [[10 * rank, 10 * rank + 1, 10 * rank + 2] for rank in range(num_ranks)]
     assert run_ranks(_gather, num_ranks) == [want] * num_ranks
 

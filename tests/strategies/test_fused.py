@@ -217,7 +217,7 @@ def _leave_alone(rank: int, num_ranks: int) -> None:
 def test_missing_rank_is_named_in_the_error(run_ranks: RunRanks) -> None:
     with pytest.raises(AssertionError, match="ValueError: seen"):
         run_ranks(_leave_alone, 2)
-    run_ranks(_check, 2, True, [LayerCase(num_tokens_W=(8, 5))])  # in new processes
+    run_ranks(_check, 2, [LayerCase(num_tokens_W=(8, 5))])  # in new processes
 
 
 def _differ(rank: int, num_ranks: int) -> None:

@@ -34,12 +34,10 @@ def _hold(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_second_run_is_told_the_owner(tmp_path: Path, is_stopped: bool):
+def test_a_second_run_is_told_the_owner_although_it_is_stopped(tmp_path: Path):
     owner = _hold(tmp_path)
     try:
-        if is_stopped:
-            owner.send_signal(signal.SIGSTOP)
+        owner.send_signal(signal.SIGSTOP)
         host = re.escape(module.socket.gethostname())
         started = r"\d{4}(-\d\d){2} \d\d(:\d\d){2} [+-]\d{4}"
         message = (
