@@ -20,14 +20,11 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
-from halley.distributed.mesh import build_groups
-from halley.distributed.world import join_world
-from halley.strategies.base import AbstractStrategy
-from halley.strategies.tasks import all_to_all_tasks
-from halley.tools.candidates import build_candidates
+from halley.distributed.mesh import build_groups, join_world
+from halley.strategies.base import AbstractStrategy, all_to_all_tasks
+from halley.tools.candidates import build_candidates, measure_link
 from halley.tools.layer_bench import bench_layer
 from halley.tools.layer_case import LayerCase
-from halley.tools.lower_bound import measure_link
 from halley.tools.results import Row, machine_keys, write_rows
 
 

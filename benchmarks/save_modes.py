@@ -16,14 +16,12 @@ import torch
 from benchmarks.plain_layer import MODELS, NUM_TOKENS, PlainStrategy
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.distributed.mesh import ParallelGroups, build_groups
-from halley.distributed.world import join_world
+from halley.distributed.mesh import ParallelGroups, build_groups, join_world
 from halley.fused.buffer_cache import Workspaces
-from halley.tools.candidates import build_candidates
+from halley.tools.candidates import build_candidates, measure_link
 from halley.tools.choice import choose_strategy
 from halley.tools.layer_bench import bench_layer
 from halley.tools.layer_case import LayerCase
-from halley.tools.lower_bound import measure_link
 from halley.tools.results import Row, machine_keys, write_rows
 
 

@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
-from halley.distributed.mesh import build_groups
-from halley.distributed.world import join_world
+from halley.distributed.mesh import build_groups, join_world
 from halley.fused.buffer_cache import Workspaces
 from halley.ops.kernels.launch import compile_only
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import parse_load, sample_routing
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 LAYERS = ((8, 1, 256, 160), (8, 2, 1024, 512), (64, 8, 2048, 768), (32, 10, 520, 288))  # E, K, D, F

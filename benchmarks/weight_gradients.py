@@ -14,14 +14,12 @@ from pathlib import Path
 import torch
 
 from halley.core.models import find_model
-from halley.distributed.mesh import ParallelGroups, build_groups
-from halley.distributed.world import join_world
+from halley.distributed.mesh import ParallelGroups, build_groups, join_world
 from halley.fused.config import KernelConfig
 from halley.ops.kernels.weight_gemm import weight_gemm
-from halley.tools.layer_case import LayerCase
+from halley.tools.layer_case import RELATIVE_TOLERANCE, LayerCase, relative_error
 from halley.tools.results import Row, machine_keys, write_rows
 from halley.tools.timer import time_interleaved
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")

@@ -9,7 +9,7 @@ import sys
 import torch
 
 import halley
-from halley.distributed.world import join_world
+from halley.distributed.mesh import join_world
 from halley.fused.buffer_cache import Workspaces
 
 

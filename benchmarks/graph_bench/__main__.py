@@ -25,11 +25,9 @@ from halley.cli.bench import (
 )
 from halley.cli.checks import check_known, check_samples, check_seed, read_dtype, split_names
 from halley.cli.main import main as run_command
-from halley.cli.progress_bar import step_progress
 from halley.cli.ranks import count_ranks, joined, launch_ranks
-from halley.cli.result_rows import check_output, print_rows, saved_rows
-from halley.distributed.mesh import build_groups
-from halley.distributed.world import pick_device
+from halley.cli.result_rows import check_output, print_rows, saved_rows, step_progress
+from halley.distributed.mesh import build_groups, pick_device
 from halley.tools.results import Row, results_path
 
 

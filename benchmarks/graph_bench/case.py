@@ -12,7 +12,7 @@ from benchmarks.graph_bench.gpt2_moe import ROUTERS, TOP_K, Gate, GPT2MoE, GPT2S
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.router import capacity
 from halley.strategies.traceable import TraceableStrategy
-from halley.tools.tolerance import relative_error
+from halley.tools.layer_case import relative_error
 
 
 Inner = Literal["inductor", "eager"]
@@ -173,7 +173,7 @@ class Difference:
     """The difference between two sets of values on this rank.
 
     Attributes:
-        max_rel_err: the largest relative error, as in ``halley.tools.tolerance``.
+        max_rel_err: the largest relative error, as in ``halley.tools.layer_case``.
         names: of the values that are not equal bit for bit.
     """
 

@@ -25,8 +25,8 @@ from benchmarks.graph_bench.case import (
 from benchmarks.graph_bench.variants import Variant, Workshop
 from halley.core.timeline import union_us
 from halley.distributed.mesh import ParallelGroups
+from halley.tools.candidates import measure_link
 from halley.tools.layer_bench import Progress
-from halley.tools.lower_bound import measure_link
 from halley.tools.results import Row, machine_keys
 from halley.tools.timer import Timing, time_interleaved
 from halley.tools.tracing import exposed_comm_us, trace_step

@@ -35,7 +35,6 @@ from halley.cli.checks import (
     split_names,
 )
 from halley.cli.main import main as run_command
-from halley.cli.progress_bar import step_progress
 from halley.cli.ranks import count_ranks, joined, launch_ranks
 from halley.cli.result_rows import (
     check_output,
@@ -43,11 +42,11 @@ from halley.cli.result_rows import (
     format_number,
     print_rows,
     saved_rows,
+    step_progress,
     to_float,
 )
 from halley.core.config import OptimizerConfig
-from halley.distributed.mesh import build_groups
-from halley.distributed.world import pick_device
+from halley.distributed.mesh import build_groups, pick_device
 from halley.tools.results import Row
 from halley.train.optim import ModelOptimizer
 

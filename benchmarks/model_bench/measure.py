@@ -21,13 +21,11 @@ from halley.cost.hardware import peak_flops_per_s
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.transformer import MoETransformer, flops_per_token
 from halley.strategies.base import AbstractStrategy
-from halley.tools.candidates import build_candidates
+from halley.tools.candidates import bound_gemms, build_candidates, measure_link, wire_us
 from halley.tools.layer_bench import Progress
-from halley.tools.layer_case import LayerCase
-from halley.tools.lower_bound import bound_gemms, measure_link, wire_us
+from halley.tools.layer_case import RELATIVE_TOLERANCE, LayerCase, relative_error
 from halley.tools.results import Row, machine_keys
 from halley.tools.timer import Timing, measure_waits, time_interleaved
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 if TYPE_CHECKING:

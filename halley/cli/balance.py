@@ -18,9 +18,8 @@ from halley.cli.checks import (
     check_replaceable,
 )
 from halley.core.config import ModelConfig
-from halley.core.counts import read_counts
 from halley.core.models import find_model
-from halley.core.placement import ExpertPlacement, save_placements
+from halley.core.placement import ExpertPlacement, read_counts, save_placements
 from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
 
 

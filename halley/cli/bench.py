@@ -16,12 +16,10 @@ from halley.cli.checks import (
     split_integers,
     split_names,
 )
-from halley.cli.progress_bar import step_progress
 from halley.cli.ranks import count_ranks, joined, launch_ranks
-from halley.cli.result_rows import check_output, layer_table, print_rows, saved_rows
+from halley.cli.result_rows import check_output, layer_table, print_rows, saved_rows, step_progress
 from halley.core.models import find_model
-from halley.distributed.mesh import build_groups
-from halley.distributed.world import pick_device
+from halley.distributed.mesh import build_groups, pick_device
 from halley.strategies.registry import check_strategy
 from halley.tools.bar_charts import draw_layer_bench
 from halley.tools.candidates import check_case_memory

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from halley.core.types import DTYPES
-from halley.distributed.world import pick_device
+from halley.distributed.mesh import pick_device
 from halley.moe.memory_check import total_memory
 
 

@@ -16,12 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from halley.cli.checks import check_at_least, check_seconds, rank_memory_bytes, read_dtype
-from halley.cli.progress_bar import step_progress
 from halley.cli.ranks import count_ranks, joined, launch_ranks
+from halley.cli.result_rows import step_progress
 from halley.core.models import find_model
 from halley.distributed.failures import tell_failure
-from halley.distributed.mesh import build_groups
-from halley.distributed.world import pick_device
+from halley.distributed.mesh import build_groups, pick_device
 from halley.tools.candidates import check_case_memory, check_experts
 from halley.tools.choice import LayerChoice, choose_strategy
 from halley.tools.diagnosis import (

@@ -10,11 +10,11 @@ from typing import TextIO, cast
 
 import typer
 
-from halley.cli import bench, doctor, export, plan, run, trace, train, tune
+from halley.cli import bench, doctor, plan, run, trace, train, tune
 from halley.cli.ranks import COMMAND
 from halley.distributed.failures import tell_failure
 from halley.distributed.launcher import READER_GONE, USER_ERROR
-from halley.distributed.world import is_launched
+from halley.distributed.mesh import is_launched
 
 
 INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
@@ -33,7 +33,7 @@ app.command("train")(train.run)
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 app.command("trace")(trace.trace)
-app.command("export")(export.export)
+app.command("export")(train.export)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 # Arguments after the script belong to the script, even if they look like options.

@@ -23,15 +23,20 @@ from halley.cli.checks import (
     check_replaceable,
     check_samples,
 )
-from halley.cli.progress_bar import Update, shown_progress, step_progress
 from halley.cli.ranks import joined, launch_ranks
+from halley.cli.result_rows import Update, shown_progress, step_progress
 from halley.cli.train import ConfigOption, SetOption, check_groups, read_config
 from halley.core.config import RunConfig
 from halley.core.routing import local_experts
 from halley.cost.hardware import Hardware, find_hardware
 from halley.cost.profiles import ProfileTable, find_environment
-from halley.planner.planned_run import check_strategies
-from halley.planner.step_plan import StepPlan, find_problems, plan_strategies, trace_step
+from halley.planner.step_plan import (
+    StepPlan,
+    check_strategies,
+    find_problems,
+    plan_strategies,
+    trace_step,
+)
 from halley.strategies.registry import PLANNED, describe_strategies, split_strategies
 from halley.train.compiled_model import check_passes
 

@@ -8,8 +8,8 @@ from contextvars import ContextVar
 import torch
 
 from halley.distributed.launcher import default_num_processes, launch
+from halley.distributed.mesh import World, check_launcher, is_launched, join_world, pick_device
 from halley.distributed.watchdog import Watchdog
-from halley.distributed.world import World, check_launcher, is_launched, join_world, pick_device
 
 
 MAX_RANKS = 1024

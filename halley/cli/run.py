@@ -15,7 +15,7 @@ import typer
 from halley.cli.checks import check_package
 from halley.cli.ranks import launch_ranks
 from halley.distributed.failures import tell_failure
-from halley.distributed.world import is_launched
+from halley.distributed.mesh import is_launched
 from halley.strategies.registry import check_strategy
 
 

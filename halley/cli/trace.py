@@ -17,9 +17,8 @@ from halley.cli.checks import (
     check_samples,
     split_names,
 )
-from halley.cli.progress_bar import step_progress
 from halley.cli.ranks import joined, launch_ranks
-from halley.cli.result_rows import format_ms, to_float
+from halley.cli.result_rows import format_ms, step_progress, to_float
 from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
 from halley.core.timeline import write_chrome_trace
 from halley.strategies.registry import check_strategy

@@ -15,9 +15,10 @@ from halley.core.routing import chunk_sizes, local_experts
 from halley.core.sharding import shard_size
 from halley.core.types import DTYPES
 from halley.ops.expert_gemm import check_alignment
-from halley.planner.planned_run import check_strategies
+from halley.planner.step_plan import check_strategies
 from halley.train.checkpoint import check_writable
 from halley.train.compiled_model import check_passes
+from halley.train.hf_export import export_run
 from halley.train.step import check_vocabulary, open_corpus, read_placements
 from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
@@ -130,3 +131,16 @@ def _check_model(config: RunConfig) -> None:
     own_size = shard_size(moe.intermediate_size, tp_size=tp_size)
     check_alignment(own_size, name="model.moe.intermediate_size", dtype=dtype)
     check_vocabulary(config)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Output folder of halley train.")],
+    output: Annotated[Path, typer.Option(help="A folder that is empty or does not exist.")],
+) -> int:
+    """Write the newest checkpoint of a run as safetensors with Hugging Face's tensor names.
+
+    It supports the model families mixtral, qwen2_moe, qwen3_moe and olmoe, and runs in one process.
+    """
+    written = export_run(run, output)
+    typer.echo(json.dumps({"output": str(output)} | dataclasses.asdict(written)))
+    return 0

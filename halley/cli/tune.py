@@ -29,17 +29,16 @@ from halley.cli.checks import (
     read_dtype,
     split_names,
 )
-from halley.cli.progress_bar import step_progress
 from halley.cli.ranks import count_ranks, joined, launch_ranks
-from halley.distributed.mesh import build_groups
-from halley.distributed.world import pick_device
+from halley.cli.result_rows import step_progress
+from halley.distributed.mesh import build_groups, pick_device
 from halley.tools.candidates import check_case_memory
 from halley.tools.layer_case import LayerCase
 
 
 if TYPE_CHECKING:
     from halley.cost.profiles import Environment
-    from halley.fused.tuned import ConfigTable
+    from halley.fused.config import ConfigTable
 
 
 _SettingsOption = Annotated[
@@ -87,7 +86,7 @@ def tune(
     Stores each layer as soon as it is measured. Prints a table, then one JSON line per layer.
     """
     # Imported here so that other commands also run where Triton is missing.
-    from halley.fused.tuned import ConfigTable, config_path, merge_tables, tuning_environment
+    from halley.fused.config import ConfigTable, config_path, merge_tables, tuning_environment
     from halley.tools.tuner import SPACE, tune_layer
 
     if show and merge:
@@ -132,7 +131,7 @@ def tune(
 
 def _check_table(file: Path, environment: "Environment") -> None:
     """Check before the measurement that the file can be read and extended."""
-    from halley.fused.tuned import ConfigTable
+    from halley.fused.config import ConfigTable
 
     with warnings.catch_warnings():
         # The ranks repeat the warning about configurations of other machines.

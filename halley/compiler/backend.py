@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from halley.compiler.gradient_ready import EarlyGradients
 from halley.compiler.graph_analysis import NodeKind, node_kind
+from halley.compiler.graph_memory import StepPeak
 from halley.compiler.options import Options, parse_options
 from halley.compiler.pipeline import (
     device_of,
@@ -33,7 +34,6 @@ from halley.compiler.pipeline import (
     run_passes,
 )
 from halley.compiler.reserved_sms import leave_sms_beside
-from halley.compiler.step_peak import StepPeak
 from halley.compiler.wgrad.schedule import OrderReport
 
 

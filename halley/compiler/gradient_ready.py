@@ -10,7 +10,7 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.step_peak import Halves
+from halley.compiler.graph_memory import Halves
 from halley.ops.gradient_hook import find_gradient_hook, run_gradient_hook
 
 

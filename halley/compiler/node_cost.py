@@ -10,7 +10,6 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.fake_tensors import with_values
 from halley.compiler.fusion import (
     WHOLE,
     Boundary,
@@ -28,11 +27,10 @@ from halley.compiler.graph_collectives import (
     group_of,
     operator_name,
 )
-from halley.compiler.sizes import Sizes
-from halley.cost.graph_cost import Operation, Role
+from halley.compiler.sizes import Sizes, with_values
 from halley.cost.hardware import Predictor
 from halley.cost.profiles import Curve, ProfileTable, operation_key
-from halley.cost.simulate import NO_CONTENTION
+from halley.cost.simulate import NO_CONTENTION, Operation, Role
 
 
 _ATTENTION = "aten::_scaled_dot_product_"

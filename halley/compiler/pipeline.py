@@ -25,13 +25,19 @@ from halley.compiler.graph_collectives import (
 from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.options import Options
-from halley.compiler.partition.choose import PartitionPlan, partition, plan_partition, read_plan
-from halley.compiler.partition.fit import fit_memory, fit_time
+from halley.compiler.partition.choose import (
+    PartitionPlan,
+    fit_memory,
+    fit_time,
+    partition,
+    plan_partition,
+    read_plan,
+)
 from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad.schedule import OrderReport, plan_wgrad, report_order
-from halley.cost.graph_cost import graph_time
 from halley.cost.hardware import CPU, H200, Hardware, Predictor, find_hardware
 from halley.cost.profiles import Environment, ProfileTable, find_environment
+from halley.cost.simulate import graph_time
 
 
 _T = TypeVar("_T")

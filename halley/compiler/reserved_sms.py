@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from halley.compiler.fake_tensors import trace_result
 from halley.compiler.fusion import takes_place
 from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_collectives import operator_name
+from halley.compiler.sizes import trace_result
 from halley.ops.sm_carveout import gemm_into, gemm_with_carveout
 
 

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from halley.compiler.fake_tensors import trace_result
 from halley.compiler.fusion import Boundary, find_boundaries, takes_place
-from halley.compiler.sizes import Sizes
+from halley.compiler.sizes import Sizes, trace_result
 from halley.ops.in_place_concat import write_rows, write_slice
 from halley.ops.sm_carveout import gemm_into
 

@@ -11,6 +11,8 @@ import types
 import typing
 from functools import cache
 
+import torch
+
 
 Table = dict[str, object]
 Record = typing.TypeVar("Record")
@@ -191,3 +193,27 @@ def _hints(cls: type[object]) -> dict[str, object]:
     return {
         field.name: hints[field.name] for field in dataclasses.fields(typing.cast(typing.Any, cls))
     }
+
+
+def parse_device(
+    device: object, *, types: tuple[str, ...] = ("cpu", "cuda"), name: str = "device"
+) -> torch.device:
+    """Return a device given by name or as a ``torch.device``.
+
+    Args:
+        types: allowed device types.
+        name: name of the argument in messages.
+
+    Raises:
+        ValueError: it is neither, torch does not know the device, or its type is not allowed.
+    """
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            rule = f"a device of type {' or '.join(types)}"
+            raise ValueError(f"{name} ({show(device)}) must be {rule}") from error
+    if not isinstance(device, torch.device):
+        raise ValueError(f"{name} ({show(device)}) must be a torch.device or its name")
+    check_choice(device.type, types, name=name)
+    return device

@@ -16,8 +16,7 @@ import torch
 from torch.profiler import record_function
 
 from halley.core.current_operation import CURRENT_OPERATION
-from halley.core.field_types import check_type
-from halley.core.torch_device import parse_device
+from halley.core.field_types import check_type, parse_device
 
 
 Interval = tuple[float, float]

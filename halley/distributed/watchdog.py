@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from halley.distributed.failures import tell_failure_from_thread
-from halley.distributed.operation_report import (
+from halley.distributed.failures import (
     OperationReport,
     describe_reports,
     differ,
     report_operation,
+    tell_failure_from_thread,
 )
 from halley.distributed.peers import rank_and_size, time_limit
 

@@ -10,11 +10,44 @@ import torch.distributed as dist
 from halley.core.sharding import check_tp_size
 from halley.distributed.peers import all_gather_objects, compare_ranks, rank_and_size
 from halley.fused.buffers import BufferShape, Workspace
-from halley.fused.config import KernelConfig, default_config
+from halley.fused.config import (
+    ConfigTable,
+    KernelConfig,
+    TunedShape,
+    config_path,
+    default_config,
+    tuning_environment,
+)
 from halley.fused.kernels.layout import Layout
-from halley.fused.tuned import ConfigTable, TunedShape, config_path, tuning_environment
+from halley.symm_mem.cpu import SharedHeap
+from halley.symm_mem.cuda import CudaHeap
 from halley.symm_mem.heap import AbstractSymmHeap, RangeHook
-from halley.symm_mem.open import open_heap
+
+
+def open_heap(
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    *,
+    on_map: RangeHook | None = None,
+    on_unmap: RangeHook | None = None,
+) -> AbstractSymmHeap:
+    """Open a heap for the ranks of a group: GPU memory on CUDA, shared memory on CPU. Collective.
+
+    Args:
+        group: the ranks; None for a rank on its own.
+        device: this rank's, of one type on all ranks.
+        on_map, on_unmap: told the ranges of all copies, on CPU only.
+
+    Raises:
+        ValueError: the device is neither.
+        RuntimeError: the ranks cannot address each other's memory.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return CudaHeap(group, device)
+    if device.type == "cpu":
+        return SharedHeap(group, on_map=on_map, on_unmap=on_unmap)
+    raise ValueError(f"device ({device}) must be a cpu or a cuda device")
 
 
 # Schemas of torch operators take no Python objects: operators name their buffers by an integer.

@@ -18,7 +18,7 @@ from halley.fused.kernels.layout import (
     Layout,
     make_layout,
 )
-from halley.fused.kernels.status import HOST_STATUS_WORDS, STATUS_WORDS, check
+from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
 from halley.fused.replay import LaunchCache
 from halley.ops.kernels.launch import current_stream
 from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor

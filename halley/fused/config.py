@@ -3,13 +3,23 @@
 ``halley tune`` measures these settings; ``tuned.py`` stores the fastest ones.
 """
 
+import json
+import math
+import os
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast, final
 
 import torch
 
-from halley.core.field_types import show_name
-from halley.ops.kernels.gemm_config import GemmTile
+from halley.core.field_types import build_record, check_fields, show, show_name
+from halley.core.json_file import read_json_lines
+from halley.cost.profiles import Environment, default_path, find_environment
+from halley.ops.kernels.tiles import GemmTile
+from halley.symm_mem.access import link_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +131,209 @@ def _by_name(config: KernelConfig) -> dict[str, int]:
         else:
             found[field_.name] = value
     return found
+
+
+VERSION = 2
+PATH_VARIABLE = "HALLEY_KERNEL_CONFIG"
+_MAX_BYTES = 16 * 2**20  # a line has about 2,000
+_WHAT = "tuned kernel configurations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedShape:
+    """Layer shape for which a configuration was measured.
+
+    Attributes:
+        num_tokens: tokens of each rank.
+    """
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("hidden_size", "num_experts", "top_k"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.num_tokens < 0:
+            raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
+
+    def distance(self, other: "TunedShape") -> float:
+        """Return the octaves between the numbers of tokens; infinity if other sizes differ."""
+        mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
+        if mine != others:
+            return math.inf
+        return abs(math.log2(max(1, self.num_tokens) / max(1, other.num_tokens)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedConfig:
+    """Fastest configuration that was measured for a shape.
+
+    Attributes:
+        settings: settings that differ from the defaults of the device.
+        median_us: time of forward and backward with them.
+        default_us: the same with the defaults, in the same run.
+        sweeps: for each tuned setting, the time by value, with the other settings fixed.
+    """
+
+    shape: TunedShape
+    settings: tuple[str, ...]
+    median_us: float
+    default_us: float
+    sweeps: dict[str, dict[str, float]]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        KernelConfig().changed(self.settings)
+        for name in ("median_us", "default_us"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} ({value}) must be at least 0")
+
+
+def config_path() -> Path:
+    """Return the file of tuned configurations: ``HALLEY_KERNEL_CONFIG``, or a file in the cache."""
+    default = default_path().with_name("kernel_config.jsonl")
+    return Path(os.environ.get(PATH_VARIABLE) or default)
+
+
+def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1) -> Environment:
+    """Return the properties of a machine that tuned configurations depend on."""
+    link = link_kind(device) if num_ranks > 1 else ""
+    places = [f"ranks {num_ranks}", *([link] if link else [])]
+    places += [f"{tp_size} an expert"] if tp_size > 1 else []
+    found = find_environment(device, topology=", ".join(places))
+    return Environment(
+        device=found.device,
+        versions=f"{found.versions}, triton {version('triton')}",
+        topology=found.topology,
+    )
+
+
+@final
+class ConfigTable:
+    """Tuned configurations of one machine.
+
+    Args:
+        path: file of lines; if it does not exist, the table is empty.
+        environment: the machine.
+
+    Raises:
+        ValueError: a line is not one that ``write`` writes.
+    """
+
+    def __init__(self, path: Path, environment: Environment) -> None:
+        self.path, self.environment = path, environment
+        self.found: list[TunedConfig] = []
+        others: set[str] = set()
+        for line in _read(path):
+            if line.tuned is None:
+                others.add(f"version {show(line.version)} of this file")
+            elif line.environment != environment:
+                others.add(_describe(line.environment))
+            else:
+                self._add(line.tuned)
+        if others and not self.found:
+            warnings.warn(
+                f"{path} has no kernel configuration for this machine ({_describe(environment)}), "
+                f"but for {'; '.join(sorted(others))}: the defaults are used, halley tune measures "
+                "better",
+                stacklevel=2,
+            )
+
+    def find(self, shape: TunedShape, *, base: KernelConfig) -> KernelConfig:
+        """Return the configuration for the nearest number of tokens, or ``base`` without one."""
+        near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
+        if near is None or math.isinf(near.shape.distance(shape)):
+            return base
+        return base.changed(near.settings)
+
+    def write(self, tuned: TunedConfig) -> None:
+        """Append a configuration to the file; it replaces an earlier one of its shape."""
+        self._add(tuned)
+        line = json.dumps(_entry(self.environment, tuned)) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise ValueError(_not_writable(self.path, error)) from error
+
+    def _add(self, tuned: TunedConfig) -> None:
+        self.found = [each for each in self.found if each.shape != tuned.shape] + [tuned]
+
+
+def merge_tables(sources: Sequence[Path], path: Path) -> int:
+    """Merge files into ``path``; the last line of each machine and shape wins.
+
+    Args:
+        sources: files of any machines. The lines of ``path`` itself count first.
+        path: file to write.
+
+    Returns:
+        The number of lines.
+
+    Raises:
+        ValueError: a source does not exist, or has an invalid line or another version.
+    """
+    merged: dict[tuple[Environment, TunedShape], dict[str, object]] = {}
+    for source in (path, *sources):
+        if source != path and not os.path.exists(source):
+            raise ValueError(f"merge ({source}) must be a file of {_WHAT}")
+        for line in _read(source):
+            if line.tuned is None:
+                raise ValueError(f"{source} must be of version {VERSION}, has {show(line.version)}")
+            merged[line.environment, line.tuned.shape] = _entry(line.environment, line.tuned)
+    text = "".join(json.dumps(entry) + "\n" for entry in merged.values())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ValueError(_not_writable(path, error)) from error
+    return len(merged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """One line of a file; ``tuned`` is None for other versions of the format."""
+
+    environment: Environment
+    version: object
+    tuned: TunedConfig | None
+
+
+def _entry(environment: Environment, tuned: TunedConfig) -> dict[str, object]:
+    return {"version": VERSION, "environment": asdict(environment), **asdict(tuned)}
+
+
+def _read(path: Path) -> list[_Line]:
+    lines = read_json_lines(path, what=_WHAT, max_bytes=_MAX_BYTES)
+    return [_parse(value, where=where) for where, value in lines]
+
+
+def _parse(value: object, *, where: str) -> _Line:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} value ({show(value)}) must be a table")
+    table = cast(dict[str, object], value)
+    for name in ("version", "environment"):
+        if name not in table:
+            raise ValueError(f"{where} {name} is required")
+    version, place = table["version"], table["environment"]
+    environment = build_record(Environment, place, where=f"{where} environment:")
+    if type(version) is not int or version != VERSION:
+        return _Line(environment=environment, version=version, tuned=None)
+    found = {name: table[name] for name in table if name not in ("version", "environment")}
+    tuned = build_record(TunedConfig, found, where=where)
+    return _Line(environment=environment, version=version, tuned=tuned)
+
+
+def _not_writable(path: Path, error: OSError) -> str:
+    return f"{_WHAT} ({path}) must be a file to write: {error.strerror}"
+
+
+def _describe(environment: Environment) -> str:
+    parts = (environment.device, environment.versions, environment.topology)
+    return ", ".join(map(show_name, parts))

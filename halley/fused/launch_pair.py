@@ -20,8 +20,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halley.interpreter.switch import INTERPRETED
-from halley.ops.kernels.gemm_config import GemmTile
 from halley.ops.kernels.launch import LaunchOptions
+from halley.ops.kernels.tiles import GemmTile
 
 
 _COMPILED = tl.constexpr(not INTERPRETED)

@@ -3,12 +3,11 @@
 import torch
 from torch import nn
 
-from halley.core.field_types import check_type
+from halley.core.field_types import check_type, parse_device
 from halley.core.placement import ExpertPlacement
 from halley.core.routing import local_experts
 from halley.core.sharding import shard_size, sharded_dims
 from halley.core.timeline import Recorder
-from halley.core.torch_device import parse_device
 from halley.distributed.mesh import ParallelGroups
 from halley.ops.replicas import Replicas
 

@@ -1,5 +1,6 @@
 """The MoE layer: a router, routed experts that a strategy runs, and shared experts."""
 
+import zlib
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -7,20 +8,55 @@ import torch
 from torch import nn
 
 from halley.core.config import MoEConfig
-from halley.core.field_types import check_type
+from halley.core.field_types import check_type, parse_device
 from halley.core.placement import ExpertPlacement, choose_replicas, replica_choices
 from halley.core.sharding import shard_size
 from halley.core.timeline import Recorder
-from halley.core.torch_device import parse_device
 from halley.core.types import Experts, Routing
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.dense import FeedForward
+from halley.moe.dense import FeedForward, RMSNorm
 from halley.moe.experts import GroupedExperts
 from halley.moe.memory_check import check_layer_memory
-from halley.moe.router import build_router
+from halley.moe.router import SigmoidRouter, build_router
 from halley.ops.expert_gemm import check_alignment
 from halley.ops.replicas import share_gradients
 from halley.strategies.base import AbstractStrategy, under_autocast
+
+
+_STD = 0.02
+
+
+@torch.no_grad()
+def init_parameters(model: nn.Module, *, seed: int) -> None:
+    """Initialize a model, or one layer: matrices normal with std 0.02, norms 1, biases 0.
+
+    Parameters that ranks share, and replicas of an expert, get equal values on all ranks.
+    """
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}"
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            elif isinstance(module, GroupedExperts):
+                for index, expert in zip(module.expert_ids, parameter, strict=True):
+                    shape, expert_name = module.full_shape(name), f"{full_name}.{index}"
+                    full = _draw(shape, expert_name, seed=seed, device=expert.device)
+                    expert.copy_(module.local_shard(name, full))
+            else:
+                parameter.copy_(
+                    _draw(parameter.shape, full_name, seed=seed, device=parameter.device)
+                )
+        if isinstance(module, SigmoidRouter):
+            module.bias.zero_()
+
+
+def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device)
+    generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    values = torch.empty(shape, dtype=torch.float32, device=device)
+    return values.normal_(0.0, _STD, generator=generator)
 
 
 class MoEOutput(NamedTuple):

@@ -7,16 +7,19 @@ import torch.distributed as dist
 from torch import nn
 
 from halley.core.config import MoEConfig, RouterConfig
-from halley.core.field_types import check_type
+from halley.core.field_types import check_type, parse_device
 from halley.core.timeline import Recorder
-from halley.core.torch_device import parse_device
 from halley.core.types import Activation
-from halley.distributed.mesh import ParallelGroups, sync_gradients
+from halley.distributed.mesh import (
+    ParallelGroups,
+    check_launcher,
+    is_launched,
+    pick_device,
+    sync_gradients,
+)
 from halley.distributed.peers import all_gather_objects, rank_and_size
-from halley.distributed.world import check_launcher, is_launched, pick_device
 from halley.moe.experts import expert_parameter_names
-from halley.moe.initialize import init_parameters
-from halley.moe.layer import MoELayer, MoEOutput
+from halley.moe.layer import MoELayer, MoEOutput, init_parameters
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import MoEConfig
+from halley.core.field_types import parse_device
 from halley.core.routing import count_tokens_per_expert
-from halley.core.torch_device import parse_device
 from halley.core.types import DROPPED, Routing
 from halley.ops.capacity import take_slots, take_slots_by_weight
 

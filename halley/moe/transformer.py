@@ -8,14 +8,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halley.core.config import ModelConfig
-from halley.core.field_types import check_type
+from halley.core.field_types import check_type, parse_device
 from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
-from halley.core.torch_device import parse_device
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.dense import Attention, FeedForward, RMSNorm, rotary_table
-from halley.moe.initialize import init_parameters
-from halley.moe.layer import MoELayer
+from halley.moe.layer import MoELayer, init_parameters
 from halley.moe.memory_check import check_model_memory
 from halley.strategies.base import AbstractStrategy
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from halley.compiler import Backend, OrderReport
-from halley.compiler.fake_tensors import without_values
 from halley.compiler.options import parse_options
+from halley.compiler.sizes import without_values
 from halley.core.config import RunConfig, num_even_rows
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save

@@ -20,9 +20,8 @@ from halley.distributed.peers import Collective, rank_and_size
 from halley.ops.exchange import all_gather_rows, reduce_scatter_rows
 from halley.ops.expert_gemm import apply_experts
 from halley.ops.traceable_routing import combine_rows, gather_rows
-from halley.strategies.base import AbstractStrategy, check_inputs
+from halley.strategies.base import AbstractStrategy, all_gather_tasks, check_inputs
 from halley.strategies.lockstep import Lockstep
-from halley.strategies.tasks import all_gather_tasks
 
 
 @final

@@ -33,12 +33,23 @@ from halley.core.types import DispatchPlan, Experts, LayerShape, Routing
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 from halley.distributed.peers import rank_and_size
-from halley.ops.exchange import Exchange, concat_in_place, gather_table
+from halley.ops.exchange import (
+    Exchange,
+    combine_tokens,
+    concat_in_place,
+    gather_table,
+    gather_tokens,
+    invert_permutation,
+    reorder_rows,
+)
 from halley.ops.expert_gemm import apply_experts
-from halley.ops.permute import combine_tokens, gather_tokens, invert_permutation, reorder_rows
-from halley.strategies.base import AbstractStrategy, check_inputs
+from halley.strategies.base import (
+    AbstractStrategy,
+    all_to_all_tasks,
+    check_inputs,
+    choose_num_chunks,
+)
 from halley.strategies.lockstep import Lockstep
-from halley.strategies.tasks import all_to_all_tasks, choose_num_chunks
 
 
 # From rows sorted by expert, (R, D), and the end of each expert's rows, (L,) int32, to the expert

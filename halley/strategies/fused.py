@@ -22,8 +22,7 @@ from halley.fused.kernels.layout import MAX_CHUNKS
 from halley.fused.op import compile_fused_experts, fused_experts
 from halley.interpreter.switch import INTERPRETED
 from halley.ops.kernels.launch import is_aligned
-from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
-from halley.strategies.tasks import fused_tasks
+from halley.strategies.base import AbstractStrategy, check_inputs, fused_tasks, wants_gradients
 
 
 _CAPABILITY = (9, 0)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import torch
 import torch.distributed as dist
 
-from halley.core.field_types import check_type, show_name
+from halley.core.field_types import check_type, parse_device, show_name
 from halley.core.sharding import check_tp_size
 from halley.core.timeline import Recorder
-from halley.core.torch_device import parse_device
 from halley.core.types import Save
 from halley.cost.hardware import CPU, H200, Predictor, find_hardware
 from halley.strategies.all_gather import AllGatherStrategy

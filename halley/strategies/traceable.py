@@ -31,9 +31,8 @@ from halley.ops.traceable_routing import (
     read_counts,
     sort_slots,
 )
-from halley.strategies.base import AbstractStrategy, check_inputs, under_autocast
+from halley.strategies.base import AbstractStrategy, all_to_all_tasks, check_inputs, under_autocast
 from halley.strategies.lockstep import Lockstep
-from halley.strategies.tasks import all_to_all_tasks
 
 
 @final

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from halley.fused.tuned import TunedConfig
+    from halley.fused.config import TunedConfig
 
 # Okabe and Ito's palette for colour-blind readers: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE = "#0072B2", "#E69F00"

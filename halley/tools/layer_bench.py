@@ -14,18 +14,25 @@ from halley.distributed.mesh import ParallelGroups
 from halley.planner.expert_balance import max_over_mean
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
-from halley.tools.candidates import GRAPH, build_candidates, compile_ahead
+from halley.tools.candidates import (
+    GRAPH,
+    bound_gemms,
+    build_candidates,
+    compile_ahead,
+    measure_link,
+    wire_us,
+)
 from halley.tools.layer_case import (
+    RELATIVE_TOLERANCE,
     LayerCase,
     LayerTensors,
     make_tensors,
     outputs_of,
     reference_outputs,
+    relative_error,
 )
-from halley.tools.lower_bound import bound_gemms, measure_link, wire_us
 from halley.tools.results import Row, machine_keys
 from halley.tools.timer import Timing, measure_waits, time_interleaved
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 DIRECTIONS = ("forward", "forward_backward")

@@ -17,19 +17,19 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
 from halley.fused.buffer_cache import Workspaces
-from halley.fused.config import KernelConfig, default_config
-from halley.fused.tuned import TunedConfig, TunedShape
+from halley.fused.config import KernelConfig, TunedConfig, TunedShape, default_config
 from halley.ops.kernels.launch import OutOfResources, compile_only
 from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import (
+    RELATIVE_TOLERANCE,
     LayerCase,
     LayerTensors,
     make_tensors,
     outputs_of,
     reference_outputs,
+    relative_error,
 )
 from halley.tools.timer import time_interleaved
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 Progress = Callable[[str, int, int], None]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from halley.core.config import RunConfig
 from halley.core.timeline import Span, waited_us
-from halley.distributed.world import World
+from halley.distributed.mesh import World
 from halley.tools.timer import start_together
 from halley.tools.tracing import gather_spans, time_by_part, trace_step
 from halley.train.step import TrainingRun, build_run, train_step

@@ -21,7 +21,7 @@ from halley.moe.experts import grouped_experts
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint
-from halley.train.checkpoint_layout import checkpoint_views
+from halley.train.checkpoint_reader import checkpoint_views
 from halley.train.trainer import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 

@@ -10,17 +10,15 @@ import torch
 import torch.distributed as dist
 
 from halley.core.config import RunConfig
-from halley.core.counts import write_counts
-from halley.core.placement import ExpertPlacement, load_placements
+from halley.core.placement import ExpertPlacement, load_placements, write_counts
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
-from halley.distributed.mesh import ParallelGroups, build_groups
-from halley.distributed.world import World
+from halley.distributed.mesh import ParallelGroups, World, build_groups
 from halley.moe.dense import next_token_loss
 from halley.moe.memory_check import check_memory
 from halley.moe.router import SigmoidRouter
 from halley.moe.transformer import ModelOutput, MoETransformer
-from halley.planner.planned_run import check_strategies, plan_run
+from halley.planner.step_plan import check_strategies, plan_run
 from halley.strategies.registry import build_strategies, split_strategies
 from halley.train.compiled_model import check_passes, compile_model
 from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files

@@ -18,10 +18,10 @@ from rich.console import Console
 from halley.core.config import RunConfig
 from halley.core.timeline import waited_us
 from halley.cost.hardware import peak_flops_per_s
+from halley.distributed.mesh import World
 from halley.distributed.peers import on_rank_zero
-from halley.distributed.world import World
 from halley.moe.transformer import flops_per_token
-from halley.planner.planned_run import describe_plan
+from halley.planner.step_plan import describe_plan
 from halley.strategies.registry import describe_strategies
 from halley.train.checkpoint import (
     check_writable,

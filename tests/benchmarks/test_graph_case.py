@@ -13,7 +13,7 @@ from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.router import AbstractRouter, RouterOutput
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.traceable import TraceableStrategy
-from halley.tools.tolerance import relative_error
+from halley.tools.layer_case import relative_error
 
 
 CPU = torch.device("cpu")

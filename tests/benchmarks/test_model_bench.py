@@ -28,7 +28,7 @@ from halley.moe.transformer import MoETransformer
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
-from halley.tools.lower_bound import wire_us
+from halley.tools.candidates import wire_us
 from halley.tools.results import Row
 from halley.tools.timer import summarise
 from halley.train.optim import ModelOptimizer

@@ -11,9 +11,8 @@ from rich.console import Console
 from halley.cli.doctor import choice_table, machine_table
 from halley.cli.main import main
 from halley.strategies.registry import STRATEGIES
-from halley.tools.choice import LayerChoice
+from halley.tools.choice import FusedBuffers, LayerChoice, LayerMemory
 from halley.tools.diagnosis import Device, Link, Machine, StrategyState
-from halley.tools.fused_memory import FusedBuffers, LayerMemory
 
 
 GPU = Device(

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from halley.cli.progress_bar import line_progress
-from halley.cli.result_rows import saved_rows
-from halley.distributed.world import World
+from halley.cli.result_rows import line_progress, saved_rows
+from halley.distributed.mesh import World
 from halley.tools.results import Row
 
 

@@ -9,12 +9,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import halley.compiler.decompose as expand_module
+import halley.compiler.inductor as expand_module
 import halley.ops.expert_gemm
 import halley.ops.traceable_routing  # noqa: F401
-from halley.compiler.decompose import expand
 from halley.compiler.graph_analysis import is_gemm
 from halley.compiler.graph_collectives import operator_name
+from halley.compiler.inductor import expand
 from halley.ops.library import MADE_OF_TORCH
 from tests.compiler.captured_case import Captured
 

@@ -13,9 +13,15 @@ from halley.compiler import run
 from halley.compiler.graph_analysis import fills
 from halley.compiler.graph_collectives import collective_kind, is_wait
 from halley.compiler.partition.axes import find_axes
-from halley.compiler.partition.choose import PartitionPlan, RangeReport, partition, plan_partition
+from halley.compiler.partition.choose import (
+    PartitionPlan,
+    RangeReport,
+    fit_memory,
+    fit_time,
+    partition,
+    plan_partition,
+)
 from halley.compiler.partition.divide import divide
-from halley.compiler.partition.fit import fit_memory, fit_time
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes

@@ -9,8 +9,8 @@ from torch import fx
 
 from halley.compiler.partition.axes import BatchFlow
 from halley.compiler.partition.divide import divide
-from halley.compiler.partition.groups import Span, group_nodes, has_exchange
 from halley.compiler.partition.pipeline_cost import PipelineCost
+from halley.compiler.partition.ranges import Span, group_nodes, has_exchange
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
 from tests.compiler.captured_case import BATCH_SIZE, Captured, compute_nodes, joined

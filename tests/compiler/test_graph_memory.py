@@ -7,10 +7,9 @@ from torch import fx
 from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad.headroom import Headroom
 from halley.compiler.wgrad.movable_nodes import find_units, label
 from halley.compiler.wgrad.order import build_order
-from halley.compiler.wgrad.schedule import hidden_gemms, plan_wgrad, report_order
+from halley.compiler.wgrad.schedule import Headroom, hidden_gemms, plan_wgrad, report_order
 from tests.compiler.graph_case import GraphBuilder, aten, find, two_layers
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from halley.compiler.kernel_order import keep_order
+from halley.compiler.inductor import keep_order
 
 
 @dataclass(eq=False)

@@ -11,7 +11,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halley.ops.traceable_routing  # noqa: F401
-from halley.compiler.fake_tensors import without_values
 from halley.compiler.fusion import find_boundaries
 from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.node_cost import (
@@ -22,7 +21,7 @@ from halley.compiler.node_cost import (
     node_key,
     operations,
 )
-from halley.compiler.sizes import Sizes
+from halley.compiler.sizes import Sizes, without_values
 from halley.cost.hardware import Hardware, Predictor
 from halley.cost.measure import measure_us
 from halley.cost.profiles import Curve, Environment, ProfileTable

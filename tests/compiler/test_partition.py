@@ -17,8 +17,8 @@ from halley.compiler.partition.choose import (
     plan_partition,
     read_plan,
 )
-from halley.compiler.partition.groups import group_nodes, has_exchange
 from halley.compiler.partition.pipeline_cost import PipelineCost
+from halley.compiler.partition.ranges import group_nodes, has_exchange
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.partition.rules import all_rules
 from halley.compiler.sizes import Sizes

@@ -12,8 +12,8 @@ from halley.compiler.partition.divide import divide
 from halley.compiler.partition.pipeline_cost import PipelineCost
 from halley.compiler.partition.region import Region, find_region
 from halley.compiler.sizes import Sizes
-from halley.cost.graph_cost import graph_time
 from halley.cost.hardware import Predictor
+from halley.cost.simulate import graph_time
 from tests.compiler.captured_case import BATCH_SIZE, SLOW, Captured, compute_nodes, joined
 from tests.compiler.gpt2_model import SEQ_LEN
 

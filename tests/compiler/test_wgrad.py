@@ -9,7 +9,7 @@ from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad.movable_nodes import Unit, assign, find_units, label
 from halley.compiler.wgrad.order import build_order, place_reductions
 from halley.compiler.wgrad.schedule import hidden_gemms, plan_wgrad
-from halley.cost.graph_cost import Operation
+from halley.cost.simulate import Operation
 from tests.compiler.graph_case import GraphBuilder, aten, find, names, two_layers
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from halley.core.counts import read_counts, write_counts
+from halley.core.placement import read_counts, write_counts
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 
 from halley.core.reference import activate, apply_expert, moe_reference
 from halley.core.types import DROPPED, Activation, Experts, Routing
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import balanced_load, sample_routing
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 Matrix = list[list[float]]

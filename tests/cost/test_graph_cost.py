@@ -1,7 +1,6 @@
 """Times of small graphs, worked out by hand."""
 
-from halley.cost.graph_cost import GraphTime, Operation, graph_spans, graph_time
-from halley.cost.simulate import Contention
+from halley.cost.simulate import Contention, GraphTime, Operation, graph_spans, graph_time
 
 
 # dX, then an all-to-all that needs it, its wait, and what follows; dW needs nothing of these.

@@ -193,7 +193,7 @@ def test_suspended_job_goes_on(start_job: Callable[[str], _Job]):
 @pytest.fixture
 def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watchdog]]:
     """Yield two running watchdogs, as if of two ranks, in one process that has run nothing."""
-    monkeypatch.setattr("halley.distributed.operation_report.CURRENT_OPERATION", CurrentOperation())
+    monkeypatch.setattr("halley.distributed.failures.CURRENT_OPERATION", CurrentOperation())
     store = HashStore()
     pair = [Watchdog(store, rank=rank, num_ranks=2, interval_s=0.1) for rank in range(2)]
     for watchdog in pair:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.distributed.world import is_launched, join_world, pick_device
+from halley.distributed.mesh import is_launched, join_world, pick_device
 
 
 @pytest.fixture(autouse=True)

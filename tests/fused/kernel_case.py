@@ -9,9 +9,9 @@ from halley.core.reference import moe_reference
 from halley.core.types import DROPPED, Activation, Experts, Routing
 from halley.fused.config import KernelConfig
 from halley.fused.kernels.layout import Layout, make_layout
-from halley.ops.kernels.gemm_config import GemmTile
+from halley.ops.kernels.tiles import GemmTile
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import parse_load, sample_routing
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 
 
 TIMEOUT_S = 60.0

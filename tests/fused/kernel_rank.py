@@ -10,8 +10,8 @@ from halley.fused.kernels.combine import dgrad_combine, gemm_combine
 from halley.fused.kernels.dispatch import dispatch_dgrad, dispatch_gemm, num_dweight_columns
 from halley.fused.kernels.dispatch_plan import make_plan
 from halley.fused.kernels.layout import EPOCH, NUM_COUNTERS, KernelContext
+from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
 from halley.fused.kernels.send_buffer import publish_rows
-from halley.fused.kernels.status import HOST_STATUS_WORDS, STATUS_WORDS, check
 from halley.ops.kernels.weight_gemm import weight_gemm
 from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor
 from tests.fused.kernel_case import (

@@ -7,7 +7,7 @@ import torch
 
 from halley.interpreter import sanitizer
 from halley.interpreter.scheduler import Scheduler
-from halley.symm_mem.threads import ThreadWorld
+from halley.symm_mem.cpu import ThreadWorld
 from tests.fused.kernel_case import TIMEOUT_S, KernelCase, make_tokens
 from tests.fused.kernel_rank import KernelRank
 

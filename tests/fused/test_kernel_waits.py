@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halley.fused.kernels.status import (
+from halley.fused.kernels.peer import (
     COMBINE,
     DISPATCH,
     ORDER,

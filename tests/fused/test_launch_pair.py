@@ -3,7 +3,7 @@
 import pytest
 
 from halley.fused.launch_pair import LaunchPair, shape_launches
-from halley.ops.kernels.gemm_config import GemmTile
+from halley.ops.kernels.tiles import GemmTile
 
 
 def _shape(*, fused: bool, moves_first: bool) -> LaunchPair:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.cost.profiles import Environment
 from halley.fused.buffer_cache import Workspaces
-from halley.fused.config import CPU_CONFIG, KernelConfig
-from halley.fused.tuned import (
+from halley.fused.config import (
+    CPU_CONFIG,
     PATH_VARIABLE,
     ConfigTable,
+    KernelConfig,
     TunedConfig,
     TunedShape,
     merge_tables,
@@ -136,7 +137,7 @@ def test_configurations_of_different_links_are_separate(
 ) -> None:
     path, found = tmp_path / "kernel_config.jsonl", {}
     for link in ("NVLink", "PCIe"):
-        monkeypatch.setattr("halley.fused.tuned.link_kind", lambda _, link=link: link)
+        monkeypatch.setattr("halley.fused.config.link_kind", lambda _, link=link: link)
         found[link] = tuning_environment(CPU, num_ranks=2, tp_size=2)
         assert found[link].topology == f"ranks 2, {link}, 2 an expert"
         assert tuning_environment(CPU, num_ranks=1).topology == "ranks 1"

@@ -4,11 +4,16 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from halley.core.counts import read_counts, write_counts
-from halley.core.placement import ExpertPlacement, load_placements, save_placements
+from halley.core.placement import (
+    ExpertPlacement,
+    load_placements,
+    read_counts,
+    save_placements,
+    write_counts,
+)
 from halley.cost.profiles import Curve, Environment, ProfileTable
 from halley.cost.simulate import Contention
-from halley.fused.tuned import ConfigTable, TunedConfig, TunedShape
+from halley.fused.config import ConfigTable, TunedConfig, TunedShape
 
 
 HERE = Environment(device="cpu", versions="torch 2", topology="ranks 2")

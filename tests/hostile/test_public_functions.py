@@ -19,9 +19,11 @@ from halley.core.routing import chunk_sizes, local_experts, sort_keys  # noqa: F
 from halley.core.sharding import check_tp_size  # noqa: F401
 from halley.core.timeline import write_chrome_trace  # noqa: F401
 from halley.core.types import Experts, LayerShape
-from halley.cost.graph_cost import Operation  # noqa: F401
 from halley.cost.profiles import Curve, Environment  # noqa: F401
-from halley.cost.simulate import Contention  # noqa: F401
+from halley.cost.simulate import (
+    Contention,  # noqa: F401
+    Operation,  # noqa: F401
+)
 from halley.moe.experts import GroupedExperts
 from halley.moe.memory_check import check_memory, num_parameters, total_memory, training_bytes
 from halley.moe.router import build_router

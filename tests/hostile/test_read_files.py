@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halley.core.load_config import load_config
-from halley.fused.tuned import merge_tables
+from halley.fused.config import merge_tables
 from tests.hostile.cases import expand, fill, read_cases
 from tests.hostile.file_formats import FORMATS
 

@@ -21,7 +21,7 @@ from halley.integrations.contract import (
     describe,
     find_module,
 )
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 
 

@@ -13,7 +13,7 @@ from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.layer import MoELayer
 from halley.strategies.registry import build_strategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens
 from tests.rank_pool import RunRanks
 

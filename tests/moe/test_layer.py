@@ -14,7 +14,7 @@ from halley.distributed.mesh import ParallelGroups
 from halley.moe.dense import FeedForward
 from halley.moe.layer import MoELayer
 from halley.strategies.registry import build_strategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU
 
 

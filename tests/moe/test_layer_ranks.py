@@ -11,7 +11,7 @@ from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.experts import GroupedExperts
 from halley.moe.layer import MoELayer
 from halley.strategies.registry import build_strategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU, MODELS, destroy
 from tests.rank_pool import RunRanks
 

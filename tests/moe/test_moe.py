@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import halley
 from halley.core.reference import moe_reference
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.gpus import needs_kernels
 from tests.rank_pool import RunRanks
 

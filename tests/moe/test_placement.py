@@ -11,8 +11,8 @@ from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups, global_norm
 from halley.moe.layer import MoELayer
 from halley.strategies.registry import build_strategy
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import zipf_load
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU, MODELS, destroy
 from tests.rank_pool import RunRanks
 

@@ -17,7 +17,7 @@ from halley.moe.experts import expert_parameter_names
 from halley.moe.layer import MoELayer
 from halley.moe.transformer import Block, MoETransformer, flops_per_token
 from halley.strategies.registry import build_strategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.core.test_models import count_parameters
 from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens
 

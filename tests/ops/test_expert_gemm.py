@@ -12,7 +12,7 @@ from halley.ops.expert_gemm import (
     expert_gemm,
     grouped_linear,
 )
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 
 
 ROWS = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halley.ops.permute import combine_tokens, gather_tokens, invert_permutation, reorder_rows
+from halley.ops.exchange import combine_tokens, gather_tokens, invert_permutation, reorder_rows
 
 
 def _order(num_rows: int, *, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from halley.ops.kernels.gemm_config import GemmTile
+from halley.ops.kernels.tiles import GemmTile
 from halley.ops.kernels.weight_gemm import weight_gemm
 
 

@@ -14,12 +14,11 @@ from halley.compiler import Backend
 from halley.core.config import RunConfig
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.layer import MoELayer
-from halley.planner import planned_run as planned
-from halley.planner.planned_run import check_strategies, describe_plan, plan_run
-from halley.planner.step_plan import StepPlan
+from halley.planner import step_plan as planned
+from halley.planner.step_plan import StepPlan, check_strategies, describe_plan, plan_run
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.fused import FusedStrategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.train.step import StepResult, train_step
 from tests.rank_pool import RunRanks
 from tests.train.run_case import SMALL, built, make_config, make_world, train_on_ranks, write_text

@@ -9,9 +9,8 @@ from halley.compiler import OrderReport
 from halley.core.config import DataConfig, RunConfig, TrainConfig
 from halley.core.models import find_model
 from halley.core.types import LayerShape
-from halley.cost.graph_cost import GraphTime
 from halley.cost.hardware import CPU, H200, Hardware
-from halley.cost.simulate import Task
+from halley.cost.simulate import GraphTime, Task
 from halley.planner import step_plan
 from halley.planner.step_plan import (
     StepTimes,

@@ -18,7 +18,7 @@ from halley.fused.buffer_cache import Workspaces
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     SIZES,

@@ -14,7 +14,7 @@ from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import Workspace, token_capacity
 from halley.interpreter import sanitizer
 from halley.strategies.fused import FusedStrategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     SIZES,
@@ -295,7 +295,7 @@ def test_find_problem_names_unsupported_layers(experts: Experts, top_k: int, pro
 
 
 def test_missing_peer_access_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halley.symm_mem.posix.peer_access", lambda group, device: "on Mars")
+    monkeypatch.setattr("halley.symm_mem.cpu.peer_access", lambda group, device: "on Mars")
     with pytest.raises(RuntimeError, match=r"on Mars; the strategies sequential and chunked need"):
         _check_case(_build(Workspaces(None, CPU)), LayerCase(num_tokens_W=(8,)), 0)
 

@@ -9,7 +9,7 @@ import torch
 
 from halley.core.types import Save
 from halley.fused.buffer_cache import Workspaces
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.fused_case import CPU, SAVES, assert_same, build
 from tests.strategies.layer_case import (
     LayerCase,

@@ -14,7 +14,7 @@ from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import Workspace
 from halley.moe.layer import MoELayer
 from halley.strategies.fused import FusedStrategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import MODELS, destroy
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (

@@ -16,7 +16,7 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (

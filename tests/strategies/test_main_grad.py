@@ -10,7 +10,7 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.layer_case import (
     LayerCase,
     expected,

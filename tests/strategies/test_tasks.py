@@ -7,7 +7,7 @@ import pytest
 from halley.core.types import LayerShape
 from halley.cost.hardware import H200, Hardware, Predictor
 from halley.cost.simulate import Task, makespan_us, simulate
-from halley.strategies.tasks import (
+from halley.strategies.base import (
     all_gather_tasks,
     all_to_all_tasks,
     choose_num_chunks,

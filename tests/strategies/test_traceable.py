@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halley.strategies.traceable import TraceableStrategy, find_one_rank_problem, run_on_one_rank
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.layer_case import LayerCase, expected, gradients, make_experts, make_tokens
 from tests.strategies.test_values import check_layer
 

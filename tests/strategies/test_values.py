@@ -11,7 +11,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.ops.exchange import Exchange
 from halley.strategies.registry import build_strategy
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.layer_case import LayerCase, expected, run_forward
 
 

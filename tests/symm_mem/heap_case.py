@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from halley.symm_mem.access import SHM
+from halley.symm_mem.cpu import ThreadWorld
 from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, SymmTensor
-from halley.symm_mem.threads import ThreadWorld
 
 
 T = TypeVar("T")

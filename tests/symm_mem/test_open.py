@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.symm_mem.open import open_heap
-from halley.symm_mem.posix import SharedHeap
+from halley.fused.buffer_cache import open_heap
+from halley.symm_mem.cpu import SharedHeap
 from tests.symm_mem.heap_case import check_all_to_all
 
 

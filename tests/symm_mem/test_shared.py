@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from halley.distributed import peers
 from halley.symm_mem import access
-from halley.symm_mem import posix as shared
+from halley.symm_mem import cpu as shared
 from halley.symm_mem.access import SHM
-from halley.symm_mem.posix import SharedHeap
+from halley.symm_mem.cpu import SharedHeap
 from tests.symm_mem.heap_case import (
     CHECKS,
     check_all_to_all,

@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from halley.symm_mem import threads
+from halley.symm_mem import cpu
+from halley.symm_mem.cpu import ThreadWorld
 from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor
-from halley.symm_mem.threads import ThreadWorld
 from tests.symm_mem.heap_case import CHECKS, TIMEOUT_S, check_close, run_threads, thread_world
 
 
@@ -64,7 +64,7 @@ def test_hooks_are_called_once_per_copy() -> None:
 
 def test_failed_allocation_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world, barrier = thread_world(2)
-    allocate = threads._aligned_zeros
+    allocate = cpu._aligned_zeros
 
     def run(rank: int) -> None:
         with pytest.raises(
@@ -79,7 +79,7 @@ def test_failed_allocation_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyP
             raise MemoryError("full")
         return allocate(num_bytes)
 
-    monkeypatch.setattr(threads, "_aligned_zeros", aligned_zeros)
+    monkeypatch.setattr(cpu, "_aligned_zeros", aligned_zeros)
     run_threads(run, 2, barrier)
 
 

@@ -9,8 +9,7 @@ from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.registry import build_strategy
-from halley.tools.choice import LayerChoice, choose_strategy
-from halley.tools.fused_memory import FusedBuffers, measure_buffers
+from halley.tools.choice import FusedBuffers, LayerChoice, choose_strategy, measure_buffers
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of
 from tests.moe.model_case import CPU, destroy
 from tests.rank_pool import RunRanks

@@ -15,7 +15,7 @@ from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import round_up_rows
 from halley.fused.kernels.dispatch import num_dweight_columns
 from halley.strategies.fused import FusedStrategy
-from halley.tools.fused_memory import LayerMemory, RowCounts, layer_memory
+from halley.tools.choice import LayerMemory, RowCounts, layer_memory
 from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
 
 

@@ -17,10 +17,9 @@ from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.base import AbstractStrategy
-from halley.tools.candidates import build_candidates, check_experts
+from halley.tools.candidates import build_candidates, check_experts, wire_us
 from halley.tools.layer_bench import _hidden, bench_layer, measure_layers
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
-from halley.tools.lower_bound import wire_us
 from halley.tools.results import Row, results_path, write_rows
 from tests.moe.model_case import CPU, destroy
 from tests.rank_pool import RunRanks

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from halley.tools import tolerance
-from halley.tools.tolerance import RELATIVE_TOLERANCE, relative_error
+from halley.tools import layer_case
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 
 
 def test_error_is_the_share_of_the_norm() -> None:
@@ -17,7 +17,7 @@ def test_error_is_the_share_of_the_norm() -> None:
 
 
 def test_error_is_summed_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tolerance, "_SLICE_SIZE", 3)
+    monkeypatch.setattr(layer_case, "_SLICE_SIZE", 3)
     reference = torch.arange(8.0).view(2, 4)  # squares sum to 140
     assert relative_error(reference + 1.0, reference) == pytest.approx(math.sqrt(8 / 140))
 

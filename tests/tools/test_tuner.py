@@ -8,8 +8,7 @@ import torch
 
 from halley.core.models import find_model
 from halley.distributed.mesh import ParallelGroups, build_groups
-from halley.fused.config import KernelConfig
-from halley.fused.tuned import TunedConfig
+from halley.fused.config import KernelConfig, TunedConfig
 from halley.ops.kernels.launch import OutOfResources
 from halley.strategies.fused import FusedStrategy
 from halley.tools import tuner as tune

@@ -21,8 +21,7 @@ from halley.core.config import (
     RunConfig,
     TrainConfig,
 )
-from halley.distributed.mesh import ParallelGroups
-from halley.distributed.world import World
+from halley.distributed.mesh import ParallelGroups, World
 from halley.train import trainer as loop
 from halley.train.step import TrainingRun, build_run
 from tests.moe.model_case import MODELS, destroy

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halley.core.config import RunConfig
-from halley.distributed.world import World
+from halley.distributed.mesh import World
 from halley.train.compare import EXPOSED, STEP, _summarise, compare_strategies
 from tests.rank_pool import RunRanks
 from tests.train.run_case import make_config, write_text

@@ -13,7 +13,7 @@ import torch._dynamo
 
 from halley.core.config import RunConfig
 from halley.cost.profiles import default_path
-from halley.train import gradients
+from halley.train import optim
 from halley.train.compiled_model import _find_profiles, check_passes
 from halley.train.optim import ModelOptimizer
 from halley.train.step import StepResult, train_step
@@ -69,7 +69,7 @@ def test_where_measured_times_are(tmp_path: Path) -> None:
 def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
     """Return the all-to-alls and the sums of gradients that a backward pass starts, in order."""
     events: list[str] = []
-    start_sum, backward = gradients._start_sum, ModelOptimizer.backward
+    start_sum, backward = optim._start_sum, ModelOptimizer.backward
 
     def noted_sum(bucket: Any) -> None:
         events.append("sum")
@@ -81,8 +81,8 @@ def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
             backward(optimizer, loss, **kwargs)
 
     with (
-        mock.patch.object(gradients, "BUCKET_BYTES", 1),
-        mock.patch.object(gradients, "_start_sum", noted_sum),
+        mock.patch.object(optim, "BUCKET_BYTES", 1),
+        mock.patch.object(optim, "_start_sum", noted_sum),
         mock.patch.object(ModelOptimizer, "backward", noted_backward),
     ):
         _take_steps(rank, num_ranks, config)

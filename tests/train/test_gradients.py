@@ -9,9 +9,8 @@ from torch import nn
 
 from halley.core.config import OptimizerConfig
 from halley.distributed.mesh import ParallelGroups, build_groups
-from halley.train import gradients
-from halley.train.gradients import GradientBuckets
-from halley.train.optim import ModelOptimizer
+from halley.train import optim
+from halley.train.optim import GradientBuckets, ModelOptimizer
 
 
 SIZES = (3, 5, 2, 4)  # of one parameter each; the second and the last are experts'
@@ -85,7 +84,7 @@ def test_microbatches_are_added_in_float32(run_ranks: Callable) -> None:
 
 
 def _small_buckets(rank: int, num_ranks: int, *case) -> tuple[dict, dict, list[int]]:
-    gradients.BUCKET_BYTES = 1  # a parameter each
+    optim.BUCKET_BYTES = 1  # a parameter each
     return _sums(rank, num_ranks, *case)
 
 

@@ -16,7 +16,7 @@ from halley.distributed.mesh import build_groups
 from halley.moe.experts import grouped_experts
 from halley.moe.transformer import MoETransformer
 from halley.train.checkpoint import save_checkpoint
-from halley.train.checkpoint_layout import checkpoint_views
+from halley.train.checkpoint_reader import checkpoint_views
 from halley.train.hf_export import (
     ARCHITECTURES,
     export_run,

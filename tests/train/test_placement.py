@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from halley.core.config import OptimizerConfig, RunConfig
-from halley.core.counts import read_counts
-from halley.core.placement import ExpertPlacement, save_placements
+from halley.core.placement import ExpertPlacement, read_counts, save_placements
 from halley.train.step import build_run, train_step
 from tests.rank_pool import RunRanks
 from tests.train.run_case import (

@@ -11,12 +11,11 @@ from typing import Any, cast, final
 import torch
 from torch import fx
 
-from halley.compiler.fake_tensors import trace_result
 from halley.compiler.graph_collectives import collective_kind
 from halley.compiler.partition.axes import Batch, BatchFlow, Division
 from halley.compiler.partition.merge import MERGES, Merger, is_symbolic
 from halley.compiler.partition.region import Region
-from halley.compiler.sizes import Sizes
+from halley.compiler.sizes import Sizes, trace_result
 
 
 _ATEN = torch.ops.aten

@@ -8,12 +8,10 @@ from torch import fx
 from halley.compiler.graph_analysis import node_kind
 from halley.compiler.node_cost import ROLES, NodeCost, host_us, is_read
 from halley.compiler.partition.axes import BatchFlow, Division
-from halley.compiler.partition.merge_cost import Known, MergeCost, Price
-from halley.compiler.partition.pricing_nodes import PricingNodes
+from halley.compiler.partition.merge_cost import Known, MergeCost, Price, PricingNodes
 from halley.compiler.partition.region import Region
 from halley.compiler.sizes import Sizes
-from halley.cost.graph_cost import Operation, Role, graph_time
-from halley.cost.simulate import NO_CONTENTION, Contention
+from halley.cost.simulate import NO_CONTENTION, Contention, Operation, Role, graph_time
 
 
 # A node, and the part; None is the whole. Of what writes a part into the whole, -1 - part.

@@ -6,7 +6,7 @@ from typing import final
 
 from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, bits
 from halley.compiler.wgrad.movable_nodes import Unit
-from halley.cost.graph_cost import Operation, graph_spans
+from halley.cost.simulate import Operation, graph_spans
 
 
 @final

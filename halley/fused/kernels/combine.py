@@ -31,17 +31,15 @@ from halley.fused.kernels.partial_sums import (
     sums_are_ready,
     wait_for_sums,
 )
-from halley.fused.kernels.peer import failure_code, poll, wait
-from halley.fused.kernels.status import COMBINE
+from halley.fused.kernels.peer import COMBINE, failure_code, poll, wait
 from halley.fused.launch_pair import (
     end_with_first,
     let_second_begin,
     shape_launches,
     side_by_side,
 )
-from halley.ops.kernels.gemm_config import GemmTile
 from halley.ops.kernels.launch import Launcher, aligned
-from halley.ops.kernels.tiles import describe_rows, describe_weights
+from halley.ops.kernels.tiles import GemmTile, describe_rows, describe_weights
 
 
 _COMBINE_REGISTERS = 160  # per thread, divided by the combining CTAs of an SM

@@ -16,9 +16,8 @@ import triton.language as tl
 
 from halley.fused.kernels.dispatch_plan import usable_here
 from halley.fused.kernels.layout import NUM_TILES
-from halley.fused.kernels.peer import failure_code, report_failure, wait_bulk_stores
+from halley.fused.kernels.peer import MAX_ROWS, failure_code, report_failure, wait_bulk_stores
 from halley.fused.kernels.routing_exchange import group_of
-from halley.fused.kernels.status import MAX_ROWS
 from halley.fused.launch_pair import let_second_begin
 from halley.ops.kernels.tiles import multiply_step, multiply_tile, tile_of
 

@@ -29,18 +29,19 @@ from halley.fused.kernels.fetch import (
     num_zero_rows,
 )
 from halley.fused.kernels.layout import ANY_COPIES, NUM_TILES, KernelContext, Layout
-from halley.fused.kernels.peer import failure_code, fence_async, wait
-from halley.fused.kernels.status import DISPATCH
+from halley.fused.kernels.peer import DISPATCH, failure_code, fence_async, wait
 from halley.fused.launch_pair import end_with_first, shape_launches, side_by_side
-from halley.ops.kernels.activation import prefetch_pre, store_activated, store_gradient
-from halley.ops.kernels.gemm_config import GemmTile
 from halley.ops.kernels.launch import Launcher
 from halley.ops.kernels.tiles import (
+    GemmTile,
     describe,
     describe_rows,
     describe_weights,
     multiply_step,
     multiply_tile,
+    prefetch_pre,
+    store_activated,
+    store_gradient,
     tile_of,
 )
 

@@ -23,7 +23,15 @@ from halley.fused.kernels.layout import (
     TICKET,
     KernelContext,
 )
-from halley.fused.kernels.peer import count_pass, failure_code, next_epoch, signal_all, wait
+from halley.fused.kernels.peer import (
+    PLAN,
+    ROWS,
+    count_pass,
+    failure_code,
+    next_epoch,
+    signal_all,
+    wait,
+)
 from halley.fused.kernels.routing_exchange import (
     block_bases,
     count_task,
@@ -33,7 +41,6 @@ from halley.fused.kernels.routing_exchange import (
     record_of,
     smallest_local,
 )
-from halley.fused.kernels.status import PLAN, ROWS
 from halley.ops.kernels.launch import Launcher, aligned
 
 

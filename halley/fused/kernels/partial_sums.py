@@ -11,8 +11,7 @@ buffer of the token's source rank. The source rank adds the partial sums in the 
 import triton
 import triton.language as tl
 
-from halley.fused.kernels.peer import failure_code, peer_ptr, poll, signal, wait
-from halley.fused.kernels.status import SUMS
+from halley.fused.kernels.peer import SUMS, failure_code, peer_ptr, poll, signal, wait
 
 
 @triton.jit

@@ -21,8 +21,17 @@ from halley.fused.kernels.layout import (
     PASS,
     PLANNED,
 )
-from halley.fused.kernels.peer import failure_code, peer_ptr, report_failure, signal, wait
-from halley.fused.kernels.status import MAX_ROWS, MAX_TOKENS, ORDER, PLAN
+from halley.fused.kernels.peer import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    ORDER,
+    PLAN,
+    failure_code,
+    peer_ptr,
+    report_failure,
+    signal,
+    wait,
+)
 
 
 _STEP = tl.constexpr(1024)

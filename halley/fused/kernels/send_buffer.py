@@ -21,6 +21,8 @@ from halley.fused.kernels.layout import (
     KernelContext,
 )
 from halley.fused.kernels.peer import (
+    ORDER,
+    ROWS,
     count_pass,
     failure_code,
     next_epoch,
@@ -30,7 +32,6 @@ from halley.fused.kernels.peer import (
     wait,
 )
 from halley.fused.kernels.routing_exchange import call_in_use
-from halley.fused.kernels.status import ORDER, ROWS
 from halley.ops.kernels.launch import Launcher, aligned
 
 

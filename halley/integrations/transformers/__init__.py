@@ -7,8 +7,14 @@ Call ``enable()`` before a model is loaded, or ``enable(model)`` after it is. St
 from torch import nn
 
 from halley.integrations.contract import ExpertRunner, describe, warn_deprecated
-from halley.integrations.transformers.registration import NAME, disable, enable
-from halley.integrations.transformers.shard_model import Group, full_state_dict, shard_model
+from halley.integrations.transformers.registration import (
+    NAME,
+    Group,
+    disable,
+    enable,
+    full_state_dict,
+    shard_model,
+)
 
 
 __all__ = [
