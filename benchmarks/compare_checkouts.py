@@ -1,7 +1,7 @@
-"""Compare two checkouts of Halley: do their MoE layers give the same bits, forward and backward?
+"""Compare the bits of MoE layers, forward and backward, between two checkouts of Halley.
 
     python benchmarks/compare_checkouts.py --old ../old                  # CPU ranks, small layers
-    python benchmarks/compare_checkouts.py --old ../old --device cuda    # the models' own shapes
+    python benchmarks/compare_checkouts.py --old ../old --device cuda    # the shapes of the models
 
 Each checkout runs the same layers with the same inputs on its own ranks, and prints a checksum of
 the output, the router's loss, the expert counts and every gradient. The script prints a table and

@@ -1,12 +1,12 @@
 """Run the tests of the plug-ins with several versions of their frameworks; write the tables.
 
 python benchmarks/compatibility.py                       # all versions of all, then the tables
-python benchmarks/compatibility.py torchtitan            # one framework; the others' results stay
+python benchmarks/compatibility.py torchtitan            # one framework; keep other results
 python benchmarks/compatibility.py transformers 5.20.2   # one version of it
 python benchmarks/compatibility.py --table               # the tables alone
 
-Each version gets a virtual environment in a temporary folder, with the packages of the running
-interpreter behind its own. Results stand in benchmarks/results/, tables in docs/.
+Each version gets a virtual environment in a temporary folder. A package that is missing there is
+taken from the running interpreter. Results are in benchmarks/results/, tables in docs/.
 """
 
 import json
@@ -93,7 +93,7 @@ def make_environment(folder: Path, packages: list[str]) -> Path:
 
 
 def run_tests(python: Path, framework: Framework, report: Path) -> dict[str, Any]:
-    """Run the tests of a plug-in; return what of them passed."""
+    """Run the tests of a plug-in; return their outcomes."""
     folder = ROOT / "tests" / "integrations"
     tests = [path for pattern in framework.tests for path in sorted(folder.glob(pattern))]
     command = [python, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
@@ -103,7 +103,7 @@ def run_tests(python: Path, framework: Framework, report: Path) -> dict[str, Any
 
 
 def read_report(report: Path) -> dict[str, Any]:
-    """Return the number of tests by outcome, what failed, and how each family or case ran."""
+    """Return the number of tests by outcome, the failed tests, and the outcome of each family."""
     passed, failed, skipped = 0, list[str](), 0
     rows: dict[str, list[str]] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
@@ -154,7 +154,7 @@ def render(document: str, lines: list[str]) -> str:
 
 
 def run_framework(name: str, versions: Sequence[str]) -> None:
-    """Run the tests with these versions; the results of others stay."""
+    """Run the tests with these versions; keep the results of other versions."""
     framework = FRAMEWORKS[name]
     path = framework.results
     results = json.loads(path.read_text(encoding="ascii")) if path.exists() else {}

@@ -1,9 +1,9 @@
-"""How long ranks take to end, with an error that names the peer, after a peer fails.
+"""Measure the time until all ranks end with an error that names a failed peer.
 
 For each fault (kill -9, SIGSTOP, a skipped forward pass, a skipped backward pass) and strategy,
-ranks start, rank 1 fails after some good steps, and every other rank must end with one line that
+ranks start, rank 1 fails after some correct steps, and every other rank must end with one line that
 names rank 1, and the operation if rank 1 skipped one. Then the same ranks start again without a
-fault and must finish. A table is printed, and one JSON line a case. The exit code is 1 if any case
+fault and must finish. Prints a table and one JSON line per case. The exit code is 1 if any case
 failed. Runs on GPUs if there are enough, else on CPUs, where the kernels are interpreted.
 
     python benchmarks/peer_faults.py --nproc 2
@@ -44,7 +44,7 @@ OPERATION = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run: ``fault`` is of ``FAULTS``, or "none"."""
+    """One run; ``fault`` is one of ``FAULTS``, or "none"."""
 
     fault: str
     strategy: str
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
         code: exit code; None if it had to be killed.
@@ -134,7 +134,7 @@ def check_case(case: Case) -> dict[str, object]:
 
 
 def find_problem(case: Case, rank: int, end: Ending, fault_s: float | None) -> str:
-    """Return what is wrong with the way in which another rank ended, or ""."""
+    """Return the reason why the end of another rank is not as required, or ""."""
     if fault_s is None:
         return f"rank {rank}: the fault was not reached"
     if end.code is None:
@@ -149,7 +149,7 @@ def find_problem(case: Case, rank: int, end: Ending, fault_s: float | None) -> s
 
 
 def start(case: Case) -> tuple[dict[int, Ending], float | None]:
-    """Run the ranks of a case; return how they ended, and the time of the fault."""
+    """Run the ranks of a case; return the end of each rank, and the time of the fault."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
@@ -183,7 +183,7 @@ def start(case: Case) -> tuple[dict[int, Ending], float | None]:
 
 
 def wait_for_ends(case: Case, ranks: list[subprocess.Popen[bytes]]) -> dict[int, float]:
-    """Return when the ranks ended that did within the limit; a stopped rank does not end."""
+    """Return the time at which each rank ended, without ranks that exceed the time limit."""
     ends_s: dict[int, float] = {}
     expected = set(range(case.num_ranks)) - ({BAD_RANK} if case.fault != "none" else set())
     deadline_s = time.monotonic() + CASE_LIMIT_S
@@ -196,7 +196,7 @@ def wait_for_ends(case: Case, ranks: list[subprocess.Popen[bytes]]) -> dict[int,
 
 
 def describe_end(code: int | None, end_s: float, path: Path) -> Ending:
-    """Return how a rank ended, with what its stderr says."""
+    """Return the end of a rank, with the text of its standard error."""
     text = path.read_text(errors="replace")
     bare = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
     lines = [line for line in bare if re.match(r"halley: |[\w.]*Error: ", line)]
@@ -204,7 +204,7 @@ def describe_end(code: int | None, end_s: float, path: Path) -> Ending:
 
 
 def run_rank(case: Case, folder: Path) -> None:
-    """Be one rank: train a layer, with the fault of the case."""
+    """Train a layer as one rank, with the fault of the case."""
     rank, on_gpu = int(os.environ["RANK"]), case.device == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -241,7 +241,7 @@ def run_rank(case: Case, folder: Path) -> None:
 
 
 def fail(fault: str, folder: Path) -> None:
-    """Note the time; die or stop if that is the fault."""
+    """Write the time of the fault to a file; then kill or stop this rank if that is the fault."""
     (folder / "fault.part").write_text(str(time.time()))
     (folder / "fault.part").rename(folder / "fault")
     if fault in ("kill", "stop"):

@@ -21,7 +21,8 @@ from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 from halley.distributed.mesh import build_groups, join_world
-from halley.strategies.base import AbstractStrategy, all_to_all_tasks
+from halley.strategies.all_to_all import all_to_all_tasks
+from halley.strategies.base import AbstractStrategy
 from halley.tools.candidates import build_candidates, measure_link
 from halley.tools.layer_bench import bench_layer
 from halley.tools.layer_case import LayerCase
@@ -47,7 +48,7 @@ class _AllToAll(torch.autograd.Function):
 
 @final
 class PlainStrategy(AbstractStrategy):
-    """Sort, all-to-all, sort, grouped GEMMs, and the same steps back, by plain indexing."""
+    """An MoE layer by plain indexing: sort, all-to-all, sort, grouped GEMMs, and back."""
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         num_ranks, num_local = dist.get_world_size(), experts.num_local_experts

@@ -1,9 +1,9 @@
-"""Many calls of the fused strategy with random shapes and delays: no wrong value, no hang.
+"""Call the fused strategy with random shapes and delays; check values, and that no call hangs.
 
-Every call draws a layer, how many ranks share an expert, a load, the number of tokens of each rank
-(none included) and how long each rank dawdles before it; every other call goes backward, too,
-keeping one thing or another. The fused form must equal the unfused one bit for bit, and
-`sequential` within twice the tolerance of the dtype, as both are rounded: outputs and gradients.
+Each call draws a layer, the number of ranks per expert, a load, the number of tokens of each rank
+(also 0) and a delay of each rank. Every second call also runs backward, with a random choice of
+saved activations. Outputs and gradients of `fused` must equal those of `unfused` bit for bit. They
+must equal those of `sequential` within twice the tolerance of the dtype, because both are rounded.
 
     torchrun --nproc-per-node 4 benchmarks/stress_fused.py 2000
 """
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Setup:
-    """The strategies for one way to share experts, and their experts of every layer."""
+    """The strategies for one number of ranks per expert, with the experts of every layer."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, tp_size: int, *, device: torch.device
@@ -98,7 +98,7 @@ def draw_experts(
 
 
 def compile_all(setups: list[Setup], *, device: torch.device) -> None:
-    """Compile all kernels, each rank its share; the others find them in the compiler's cache."""
+    """Compile all kernels; each rank compiles a share, and finds the others in the cache."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     tasks = [(name, s, which) for name in FUSED for s in setups for which in s.experts]
     with compile_only(num_ranks):
@@ -180,7 +180,7 @@ def run(
     experts: Experts,
     grad_TD: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Return the output and, where its gradient is given, all gradients."""
+    """Return the output, and all gradients if the gradient of the output is given."""
     with torch.set_grad_enabled(grad_TD is not None):
         y_TD = strategy.forward(x_TD, routing, experts)
     if grad_TD is None:

@@ -45,7 +45,7 @@ def layer_table(rows: list[Row]) -> list[str]:
 
 
 def headline_table(rows: list[Row]) -> list[str]:
-    """Return the Markdown lines of the README: forward + backward, and how much faster it is."""
+    """Return the Markdown lines of the README: forward + backward, with the speedups."""
     lines = [
         f"{_title(rows[0])}, forward + backward, {README_TOKENS} tokens a rank:",
         "",
@@ -105,7 +105,7 @@ def render(document: str, tables: list[str], *, name: str) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """Return the text that each document with tables should have."""
+    """Return the text of each document, with its tables made from the results."""
     machines = read_rows()
     tables = {
         ROOT / "README.md": headline_table(machines[0]),

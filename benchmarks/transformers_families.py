@@ -1,6 +1,7 @@
-"""Tiny models of four families for the tests that transformers' models share.
+"""Run the common model tests of transformers on tiny models of four families.
 
-Run by ``transformers_suite.py`` in a source distribution of transformers, whose ``tests`` it names.
+``transformers_suite.py`` runs this file inside a source distribution of transformers, because the
+file imports from its ``tests``.
 """
 
 import unittest

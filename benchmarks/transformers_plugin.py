@@ -1,11 +1,11 @@
 """A pytest plug-in that runs tests with Halley's experts and records all outcomes.
 
-With ``--halley STRATEGY`` Halley's function takes the place of transformers' default, so that
-experts run by Halley wherever a model asks for none, or for the default by its name. Experts of a
-kind that no strategy knows are computed by transformers all the same, as for any user; the record
-tells how many calls were of which kind, and how far Halley's outputs were from transformers' own on
-the same inputs, which the suites themselves hardly ask. Calls inside of a compiled graph are not
-counted.
+With ``--halley STRATEGY``, Halley's function replaces the default experts implementation of
+transformers. Halley then runs the experts of every model that selects no implementation, or selects
+the default by its name. Transformers still computes experts that no strategy supports. The record
+has the number of calls of each kind. It also has the differences between the outputs of Halley and
+of transformers on the same inputs, which the suites themselves rarely check. Calls inside of a
+compiled graph are not counted.
 """
 
 import json
@@ -40,7 +40,7 @@ class Record:
         self.calls.setdefault(self.test, Counter())[kind] += 1
 
     def compare(self, found: Any, expected: Any) -> None:
-        """Note the largest difference of two tensors."""
+        """Record the difference of two tensors, if it is the largest so far."""
         import torch
 
         if not expected.numel() or expected.is_meta or not expected.isfinite().all():
@@ -92,7 +92,7 @@ def pytest_unconfigure(config: Any) -> None:
 
 
 def _replace_default(strategy: str, record: Record) -> None:
-    """Put Halley's function in the place of transformers' default."""
+    """Replace the default experts implementation of transformers by Halley's function."""
     import torch
 
     import halley.integrations.transformers as halley_transformers

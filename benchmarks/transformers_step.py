@@ -1,16 +1,17 @@
-"""Training steps of transformers' own models: experts by Halley against its built-in all-to-all.
+"""Time training steps of models of transformers: experts by Halley, or by its own all-to-all.
 
-One model for both, with random weights: each experts module holds both implementations, which take
-turns, so that weights, tokens and routing are the same. A step is a forward and a backward pass;
-dense weights are sharded over the ranks by transformers (FSDP2). Mean losses and the norms of the
-gradients must agree within bf16's rounding.
+One model with random weights serves both: each experts module holds both implementations, which
+alternate, so that weights, tokens and routing are the same. A step is a forward and a backward
+pass. Transformers shards the dense weights over the ranks (FSDP2). Mean losses and the norms of the
+gradients must agree within the rounding of bfloat16.
 
     torchrun --nproc-per-node 4 benchmarks/transformers_step.py benchmarks/results \\
         qwen3-30b-a3b,mixtral-8x7b 16384 0
 
 Tokens of a rank are sequences of at most 4096.
 
-The last number is that of layers, 0 for all that the model has; ``cpu`` behind it uses CPU ranks.
+The last number is the number of layers; 0 means all layers of the model. A further argument
+``cpu`` runs the ranks on CPUs.
 """
 
 import dataclasses

@@ -1,21 +1,21 @@
-"""Run transformers' own model tests with its experts and with Halley's; compare what passes.
+"""Run the model tests of transformers with its own experts and with Halley's; compare outcomes.
 
 python benchmarks/transformers_suite.py --source CHECKOUT        # suites of the four families
-python benchmarks/transformers_suite.py                          # what the source distribution has
+python benchmarks/transformers_suite.py                          # tests of the source distribution
 python benchmarks/transformers_suite.py --strategy chunked ...   # another strategy
 python benchmarks/transformers_suite.py --activation silu ...    # models with another activation
-python benchmarks/transformers_suite.py --table                  # the table in docs/ alone
+python benchmarks/transformers_suite.py --table                  # only the table in docs/
 
-The source distribution, which is taken from the package index, has only the tests that all models
-share. CHECKOUT is a source tree of transformers, at the tag of the version or near it: what the
-source distribution lacks is taken from there, the families' suites among it. Without it the shared
-tests are run on models of the same families (``transformers_families.py``).
+The source distribution comes from the package index and has only the tests that all models share.
+CHECKOUT is a source tree of transformers, at the tag of the version or near it. Files that the
+source distribution lacks come from there, for example the suites of the families. Without CHECKOUT,
+the shared tests run on models of the same families (``transformers_families.py``).
 
-``transformers_plugin.py`` puts Halley's experts in the place of transformers'. The script prints a
-table and, as its last line, the same as JSON, which ``--output FILE`` also puts into a file beside
-the results of other runs. Those of RESULTS make the table of docs/transformers.md. The script ends
-with 1 if any test has another outcome than without Halley, if Halley never ran experts, or if an
-output of theirs in float32 is not that of transformers' own up to rounding.
+``transformers_plugin.py`` replaces the experts of transformers by those of Halley. The script
+prints a table, and then the same as one JSON line. ``--output FILE`` also adds that line to a file.
+The file RESULTS gives the table of docs/transformers.md. The exit code is 1 if a test has another
+outcome than without Halley, if Halley never ran experts, or if an output in float32 differs from
+that of transformers by more than rounding.
 """
 
 import argparse
@@ -47,8 +47,8 @@ DOCUMENT = ROOT / "docs" / "transformers.md"
 START = "<!-- suites: made by benchmarks/transformers_suite.py -->"
 END = "<!-- end of suites -->"
 _LIMIT_S = 3600.0  # for one side
-# What the shared tests import and a source distribution lacks: tests of export and of generate(),
-# and of ranks, which need the utilities of the very version.
+# Modules that the shared tests import and a source distribution lacks: tests of export, of
+# generate() and of ranks. They need the utilities of exactly this version of transformers.
 _LACKING = {
     "exporters/test_export.py": "class ExportTesterMixin: ...",
     "generation/test_utils.py": "class GenerationTesterMixin: ...",

@@ -1,8 +1,9 @@
 """Train Mixture-of-Experts models with communication overlapped by computation.
 
-``MoE`` is a layer that sets itself up. ``MoELayer``, ``build_groups`` and ``build_strategy`` are
-its parts. To write a strategy, subclass ``AbstractStrategy``. ``compile`` is ``torch.compile`` with
-Halley's backend. Plug-ins for other frameworks are in ``halley.integrations``.
+``MoE`` is a layer that builds its own groups and strategy. ``MoELayer``, ``build_groups`` and
+``build_strategy`` are its parts. To write a strategy, subclass ``AbstractStrategy``. ``compile`` is
+``torch.compile`` with Halley's backend. Plug-ins for other frameworks are in
+``halley.integrations``.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -60,8 +61,9 @@ def compile(
 ) -> "Callable[..., Any]":
     """Compile a model or a training step with Halley's backend of ``torch.compile``.
 
-    Its passes schedule weight-gradient GEMMs under all-to-alls, and pipeline microbatches with
-    them. MoE layers must use a strategy that can be traced: "functional", "unfused" or "fused".
+    The passes schedule weight-gradient GEMMs under all-to-alls. They also run microbatches so that
+    the all-to-alls of one run under the computation of another. MoE layers must use a strategy that
+    can be traced: "functional", "unfused" or "fused".
 
     Args:
         function: a module or a function of tensors.
@@ -87,7 +89,8 @@ def compile(
     )
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # The splits of all-to-alls are numbers that the graph reads from tensors.
+        # The splits of all-to-alls are numbers that the graph reads from tensors. Without this
+        # flag, Dynamo breaks the graph at each read.
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
             return compiled(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: ranks as processes, so a test of W ranks needs no GPU and no launcher."""
+"""Fixtures of all tests: ranks are processes, so a test of W ranks needs no GPU or launcher."""
 
 import os
 import sys
@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 
-# The ranks inherit the environment as it is when the fork server starts. It takes PYTHONPATH, not
-# sys.path. Gloo on the loopback device needs no host name that resolves.
+# The ranks inherit this environment when the fork server starts.
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when first imported
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["HALLEY_KERNEL_CONFIG"] = os.devnull  # not what somebody tuned on this machine
-# Asks the driver's library whether there are GPUs: asking CUDA would forbid it to forked ranks.
+os.environ["HALLEY_KERNEL_CONFIG"] = os.devnull  # ignore kernels that a user tuned on this machine
+# Torch then looks for GPUs with NVML. Initialized CUDA could not be used in forked ranks.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# Under CI torch makes it an error where an operator's result shares memory with an input.
+# With this, torch raises if the result of an operator shares memory with an input.
 os.environ["CI"] = "1"
+# The loopback device needs no host name that resolves.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+# The fork server passes PYTHONPATH to the ranks, but not sys.path.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
 )
@@ -40,7 +41,7 @@ TIERS = {
 # Modules that compile models with Inductor, run commands, or train: too slow for the unit tier.
 SLOW_MODULES = {
     "test_bench_layer", "test_doctor", "test_gpu_attention", "test_gradient_ready",
-    "test_group_cost", "test_inductor", "test_model", "test_partition", "test_partition_model",
+    "test_group_cost", "test_inductor", "test_partition", "test_partition_model",
     "test_plan", "test_planned_run", "test_run", "test_step_plan", "test_trace",
     "test_train_and_export",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ranks as processes: one gloo group that lives from test to test, so no test needs a launcher."""
+"""Run a test's function on several ranks: processes of one gloo group that tests share."""
 
 import contextlib
 import faulthandler
@@ -32,7 +32,8 @@ from torch.distributed.tensor.debug import (
 
 T = TypeVar("T")
 
-# Forked ranks find these imported. The first assert_close alone would import a second of torch.
+# The fork server imports these once for all ranks. Without that, the first assert_close of a rank
+# would import torch modules for a second.
 _PRELOAD = (
     "torch",
     "torch.distributed",
@@ -41,12 +42,13 @@ _PRELOAD = (
     "pytest",
     "tests.rank_pool",
 )
-_FRAMEWORKS = ("transformers.modeling_utils",)  # seconds each, so only where tests want them
-_KEEP_GROUPS = ("deepspeed", "megatron")
+# Imported only if the tests have imported them, because each takes seconds.
+_FRAMEWORKS = ("transformers.modeling_utils",)
+_KEEP_GROUPS = ("deepspeed", "megatron")  # these create their groups once per process
 _START_TIMEOUT_S = 120.0
-_GRACE_S = 2.0  # what the other ranks get to report in once one has failed
-_STACK_S = 0.3  # what a signalled rank gets to write its stack
-_GROUP_TIMEOUT = timedelta(minutes=5)  # a rank whose test process was killed ends by itself
+_GRACE_S = 2.0  # after a failure, the time in which other ranks can report theirs
+_STACK_S = 0.3  # after the signal, the time in which a rank can write its stack
+_GROUP_TIMEOUT = timedelta(minutes=5)  # ends ranks whose test process was killed
 
 
 class RunRanks(Protocol):
@@ -68,7 +70,7 @@ class _Rank:
 
 @final
 class RankPool:
-    """Processes of one gloo group, started at the first ``run`` and again after a failure."""
+    """The processes of one gloo group, started at the first ``run`` and again after a failure."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -78,24 +80,24 @@ class RankPool:
     def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0) -> list[T]:
         """Call ``fn(rank, num_ranks, *args)`` on every rank and return the results by rank.
 
-        Args and results travel by pickle, so a rank gets copies and ``fn`` is a function of a
-        module. In each call warnings are errors and torch is seeded with the rank.
+        Arguments and results are pickled. So a rank gets copies, and ``fn`` must be a function of a
+        module. In each call, warnings are errors and torch is seeded with the rank.
 
         Args:
-            fn: what each rank runs, in the default group (gloo).
-            args: the same for all ranks.
-            timeout_s: time for the slowest rank, start of the processes excluded.
+            fn: the function that each rank runs in the default group (gloo).
+            args: its further arguments, the same for all ranks.
+            timeout_s: time limit of the call, without the start of the processes.
 
         Raises:
-            AssertionError: a rank raised, died, or did not return in time; tells which, with the
-                traceback, exit code or stack of each. All ranks are killed.
+            AssertionError: a rank raised an error, died, or did not return in time. The message has
+                the traceback, exit code or stack of each such rank. All ranks are killed.
         """
-        __tracebackhide__ = True  # the rank's traceback is the one to read
+        __tracebackhide__ = True  # the message contains the traceback of the rank
         request = pickle.dumps((fn, args))
         if not self._ranks:
             self._start()
         for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # a dead rank; its exit code is read below
+            with contextlib.suppress(BrokenPipeError):  # _collect reports ranks that have died
                 rank.connection.send_bytes(request)
         values, failures = self._collect(timeout_s)
         if failures:
@@ -104,7 +106,7 @@ class RankPool:
         return [cast(T, values[rank]) for rank in range(self.num_ranks)]
 
     def close(self) -> None:
-        """Kill the processes of this pool, and no others."""
+        """Kill the processes of this pool."""
         for rank in self._ranks:
             rank.process.kill()
             rank.process.join()
@@ -114,20 +116,21 @@ class RankPool:
 
     def _start(self) -> None:
         context = get_context("forkserver")
-        # Nothing that the tests did not import: a broken module would end the fork server unheard.
+        # Only modules that the tests have imported: an error during an import here would end the
+        # fork server without a message.
         halley = sorted(name for name in sys.modules if name.split(".")[0] == "halley")
         frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
         context.set_forkserver_preload([*_PRELOAD, *halley, *frameworks])
         self._folder = tempfile.mkdtemp(prefix="halley-ranks-")
         for rank in range(self.num_ranks):
-            ours, theirs = context.Pipe()
+            own_end, rank_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.num_ranks, self._folder, theirs), daemon=True
+                target=_serve, args=(rank, self.num_ranks, self._folder, rank_end), daemon=True
             )
             process.start()
-            theirs.close()
+            rank_end.close()
             stack_path = _stack_path(self._folder, rank)
-            self._ranks.append(_Rank(process=process, connection=ours, stack_path=stack_path))
+            self._ranks.append(_Rank(process=process, connection=own_end, stack_path=stack_path))
         _, failures = self._collect(_START_TIMEOUT_S)
         if failures:
             self.close()
@@ -188,8 +191,8 @@ def _stack_path(folder: str, rank: int) -> Path:
 
 
 def _serve(rank: int, num_ranks: int, folder: str, connection: Connection) -> None:
-    """Answer requests until the test process closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then kills the pool
+    """Answer requests until the test process closes its end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, pytest kills the pool
     with _stack_path(folder, rank).open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         torch.set_num_threads(1)
@@ -215,16 +218,15 @@ def _call(rank: int, num_ranks: int, request: bytes) -> bytes:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return pickle.dumps((True, fn(rank, num_ranks, *args)))
-    except BaseException:  # SystemExit and pytest.fail too: the pool must answer
+    except BaseException:  # also SystemExit and pytest.fail, because the pool must answer
         return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
 
 
 def _forget_groups() -> None:
-    """Destroy the groups that the call before has made, which no rank uses any more.
+    """Destroy the groups of the previous call, and clear the cache of DTensor that refers to them.
 
-    The threads of a group of gloo wake up a hundred times a second for as long as it lives. What
-    DTensor keeps of a mesh it gives for others of the same shape, with groups that are no more.
-    Frameworks make theirs once a process, and find them again in the next call.
+    The threads of a gloo group wake up a hundred times a second as long as the group lives. DTensor
+    would reuse the destroyed groups for a new mesh of the same shape.
     """
     if any(name in sys.modules for name in _KEEP_GROUPS):
         return

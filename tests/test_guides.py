@@ -14,8 +14,8 @@ from halley.cli.main import app
 ROOT = Path(__file__).parents[1]
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", EXTENDING, re.DOTALL)
-# Not the changelog and the log: they name files of earlier versions.
 OF_A_RUN = ("checkpoints/", "previous-1/")  # files in the output folder of a run
+# The changelog and the log may name files of earlier versions.
 HISTORY = {"CHANGELOG.md", "docs/LOG.md"}
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 GUIDES = sorted({str(page.relative_to(ROOT)) for page in PAGES} - HISTORY)
@@ -66,6 +66,6 @@ def test_unknown_option_of_a_document_is_found() -> None:
 
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
 def test_snippet_runs(index: int, tmp_path: Path) -> None:
-    path = tmp_path / f"snippet_{index}.py"  # a file, since Triton reads the source of kernels
+    path = tmp_path / f"snippet_{index}.py"  # a file, because Triton reads the source of kernels
     path.write_text(SNIPPETS[index], encoding="utf-8")
     runpy.run_path(str(path), run_name="__main__")

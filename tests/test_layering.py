@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "halley"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Packages of one line may not import each other; each line may import the lines above it.
+# Each package may import the packages of the lines above it, but none of its own line.
 LAYERS = (
     {"core"},
     {"cost", "interpreter"},
@@ -68,7 +68,7 @@ def find_violations(package: str, source: str, *, parent: str = "") -> list[str]
         return [f"{package} has no layer: add it to LAYERS"]
     names = [
         name
-        for node in ast.walk(ast.parse(source))  # walk: a lazy import is an import
+        for node in ast.walk(ast.parse(source))  # imports inside functions count too
         for name in (*_imported(node, parent or f"halley.{package}"), *_used(node))
     ]
     found = (check(package, name) for name in names for check in (_check_layer, _check_third_party))
@@ -86,7 +86,7 @@ def find_long_functions(source: str, *, max_lines: int) -> list[str]:
 
 
 def find_cycle(sources: dict[str, str]) -> list[str]:
-    """Return the modules of one cycle of imports that run when a module is imported, or nothing.
+    """Return the modules of one cycle among imports at module level, or an empty list.
 
     Args:
         sources: text by module name; ``a/__init__.py`` counts as module ``a.__init__``.
@@ -121,7 +121,7 @@ def _check_third_party(package: str, name: str) -> str:
 
 
 def _imported(node: ast.AST, package: str) -> list[str]:
-    """Return the full names that an import statement brings; none for other nodes."""
+    """Return the full names that an import statement binds; none for other nodes."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -134,7 +134,7 @@ def _imported(node: ast.AST, package: str) -> list[str]:
 
 
 def _used(node: ast.AST) -> list[str]:
-    """Return ``torch.fx.Node`` for that expression: ``import torch`` alone gives access to it."""
+    """Return the name in an expression such as ``torch.fx.Node``, which needs no own import."""
     if not isinstance(node, ast.Attribute):
         return []
     name = ast.unparse(node)
@@ -142,6 +142,7 @@ def _used(node: ast.AST) -> list[str]:
 
 
 def _run_on_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when the module is imported."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -163,23 +164,28 @@ def _module_name(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
 
 
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: _module_name(path))
+def test_files_import_allowed_packages_only() -> None:
+    violations = {}
+    for path in FILES:
+        module = _module_name(path)
+        package, parent = module.split(".")[1], module.rpartition(".")[0]
+        if found := find_violations(package, path.read_text(), parent=parent):
+            violations[module] = found
+    assert violations == {}
 
 
-@each_file
-def test_file_imports_allowed_packages_only(path: Path) -> None:
-    module = _module_name(path)
-    package, parent = module.split(".")[1], module.rpartition(".")[0]
-    assert find_violations(package, path.read_text(), parent=parent) == []
-
-
-@each_file
-def test_file_and_functions_are_short(path: Path) -> None:
-    source = path.read_text()
-    in_kernels = path.parent.name == "kernels"
-    max_lines = MAX_KERNEL_LINES if in_kernels else MAX_FUNCTION_LINES
-    assert len(source.splitlines()) <= MAX_FILE_LINES
-    assert find_long_functions(source, max_lines=max_lines) == []
+def test_files_and_functions_are_short() -> None:
+    violations = {}
+    for path in FILES:
+        source = path.read_text()
+        in_kernels = path.parent.name == "kernels"
+        max_lines = MAX_KERNEL_LINES if in_kernels else MAX_FUNCTION_LINES
+        found = find_long_functions(source, max_lines=max_lines)
+        if (num_lines := len(source.splitlines())) > MAX_FILE_LINES:
+            found.append(f"{num_lines} lines, more than {MAX_FILE_LINES}")
+        if found:
+            violations[_module_name(path)] = found
+    assert violations == {}
 
 
 def test_no_cycle_of_imports() -> None:
@@ -190,13 +196,10 @@ def test_no_cycle_of_imports() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import halley.moe.layer",
         "import halley.moe.layer as layer",
         "from halley import moe",
-        "from halley.moe import layer",
         "from halley.moe.layer import MoELayer",
         "from .. import moe",
-        "from ..moe import layer",
         "from ..moe.layer import MoELayer",
         "def run():\n    from halley.moe import layer",
         "if TYPE_CHECKING:\n    from halley.moe import layer",
@@ -206,65 +209,49 @@ def test_upward_import_is_found(source: str) -> None:
     assert find_violations("ops", source) == ["ops may not use moe"]
 
 
-@pytest.mark.parametrize(
-    ("package", "source", "other"),
-    [
-        ("cost", "from halley.interpreter import scheduler", "interpreter"),
-        ("compiler", "import halley.strategies.base", "strategies"),
-        ("train", "def run():\n    import halley.integrations.megatron", "integrations"),
-    ],
-)
-def test_sideways_import_is_found(package: str, source: str, other: str) -> None:
-    assert find_violations(package, source) == [f"{package} may not use {other}"]
+def test_import_from_a_package_of_the_same_layer_is_found() -> None:
+    source = "def run():\n    import halley.integrations.megatron"
+    assert find_violations("train", source) == ["train may not use integrations"]
 
 
 @pytest.mark.parametrize(
     ("package", "source", "module"),
     [
-        ("core", "import torch.distributed as dist", "torch.distributed"),
         ("cli", "from torch import distributed", "torch.distributed"),
         ("moe", "from torch.autograd import Function", "torch.autograd.Function"),
         ("moe", "class F(torch.autograd.Function): ...", "torch.autograd.Function"),
         ("tools", "def count(graph: torch.fx.Graph): ...", "torch.fx"),
-        ("train", "import typer", "typer"),
         ("core", "def draw():\n    import matplotlib.pyplot", "matplotlib"),
-        ("tools", "from torch.utils.tensorboard import SummaryWriter", "torch.utils.tensorboard"),
     ],
 )
 def test_forbidden_third_party_import_is_found(package: str, source: str, module: str) -> None:
     assert find_violations(package, source) == [f"{package} may not use {module}"]
 
 
-def test_relative_import_counts_from_its_package() -> None:
+def test_relative_import_starts_at_the_package_of_the_file() -> None:
     source = "from .. import op\nfrom ...strategies import base"
     found = find_violations("fused", source, parent="halley.fused.kernels")
     assert found == ["fused may not use strategies"]
 
 
-def test_name_of_the_package_root_is_found() -> None:
+def test_names_without_a_layer_are_found() -> None:
     assert find_violations("moe", "import halley") == ["moe may not use __init__"]
     assert find_violations("moe", "from halley import MoELayer") == [
         "moe may not use halley.MoELayer: it is in no package"
     ]
-
-
-def test_package_without_a_layer_is_found() -> None:
     assert find_violations("attic", "") == ["attic has no layer: add it to LAYERS"]
 
 
 def test_allowed_imports_pass() -> None:
-    source = "\n".join(
-        [
-            "import torch.distributed as dist",
-            "import torch.functional, richer",
-            "from halley.core.types import Routing",
-            "from halley import ops",
-            "from . import layer",
-            "from .router import Router",
-            "from ..strategies import base",
-        ]
+    lines = (
+        "import torch.distributed as dist",
+        "import torch.functional, richer",
+        "from halley.core.types import Routing",
+        "from halley import ops",
+        "from . import layer",
+        "from ..strategies import base",
     )
-    assert find_violations("moe", source) == []
+    assert find_violations("moe", "\n".join(lines)) == []
     assert find_violations("__init__", "from halley.cli import main", parent="halley") == []
 
 
@@ -274,7 +261,7 @@ def test_long_function_is_found() -> None:
     assert find_long_functions(source, max_lines=3) == []
 
 
-def test_cycle_is_found_but_not_a_lazy_one() -> None:
+def test_cycle_is_found_unless_an_import_is_inside_a_function() -> None:
     sources = {
         "halley.core.__init__": "from halley.core.types import Routing",
         "halley.core.types": "try:\n    from . import config\nexcept ImportError: ...",

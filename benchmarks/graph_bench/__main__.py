@@ -31,7 +31,7 @@ from halley.distributed.mesh import build_groups, pick_device
 from halley.tools.results import Row, results_path
 
 
-app = typer.Typer(name="benchmarks.graph_bench", add_completion=False)
+app = typer.Typer(name="benchmarks.graph_bench", add_completion=False, rich_markup_mode="markdown")
 
 # Environment of NCCL, to make the link between GPUs of one host as slow as between hosts.
 _SLOW_LINKS: dict[str, dict[str, str]] = {

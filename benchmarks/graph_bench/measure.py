@@ -23,12 +23,12 @@ from benchmarks.graph_bench.case import (
     graph_case_name,
 )
 from benchmarks.graph_bench.variants import Variant, Workshop
+from halley.cli.result_rows import to_float
 from halley.core.timeline import union_us
 from halley.distributed.mesh import ParallelGroups
 from halley.tools.candidates import measure_link
-from halley.tools.layer_bench import Progress
-from halley.tools.results import Row, machine_keys
-from halley.tools.timer import Timing, time_interleaved
+from halley.tools.results import Row, machine_keys, time_keys
+from halley.tools.timer import Progress, Timing, time_interleaved
 from halley.tools.tracing import exposed_comm_us, trace_step
 
 
@@ -226,10 +226,7 @@ def _figures(
     """Return the keys of a result line that need no trace."""
     worst = _worst([each.difference.max_rel_err, len(each.difference.names)], groups)
     row: Row = {
-        "median_us": round(timing.median_us, 1),
-        "p10_us": round(timing.p10_us, 1),
-        "p90_us": round(timing.p90_us, 1),
-        "samples": len(timing.samples_us),
+        **time_keys(timing),
         "compile_s": round(each.compile_s, 2),
         "max_rel_err": worst[0],
         "bit_equal": worst[1] == 0,
@@ -289,28 +286,23 @@ def _worst(values: Sequence[float], groups: ParallelGroups) -> list[float]:
 
 def _compared(rows: list[Row]) -> list[Row]:
     """Add the ratios to the baseline, which is the faster of "sequential" and "none"."""
-    medians = {str(row["variant"]): _number(row["median_us"]) for row in rows if row["median_us"]}
+    medians = {str(row["variant"]): to_float(row["median_us"]) for row in rows if row["median_us"]}
     by_variant = {str(row["variant"]): row for row in rows}
     sequential = [name for name in (SEQUENTIAL, NONE) if name in medians]
     if not sequential:
         return rows
     baseline = min(sequential, key=medians.__getitem__)
-    exposed_us = _number(by_variant[baseline]["exposed_comm_us"])
+    exposed_us = to_float(by_variant[baseline]["exposed_comm_us"])
     peak_mib = by_variant[NONE]["peak_mib"]
     found: list[Row] = []
     for row in rows:
         more: Row = {"baseline": baseline}
         if row["median_us"]:
-            more["speedup"] = round(medians[baseline] / _number(row["median_us"]), 4)
+            more["speedup"] = round(medians[baseline] / to_float(row["median_us"]), 4)
             if exposed_us:
-                ratio = _number(row["exposed_comm_us"]) / exposed_us
+                ratio = to_float(row["exposed_comm_us"]) / exposed_us
                 more["exposed_over_baseline"] = round(ratio, 4)
             if peak_mib:
-                more["peak_over_none"] = round(_number(row["peak_mib"]) / _number(peak_mib), 4)
+                more["peak_over_none"] = round(to_float(row["peak_mib"]) / to_float(peak_mib), 4)
         found.append(row | more)
     return found
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)

@@ -51,7 +51,7 @@ from halley.tools.results import Row
 from halley.train.optim import ModelOptimizer
 
 
-app = typer.Typer(name="benchmarks.model_bench", add_completion=False)
+app = typer.Typer(name="benchmarks.model_bench", add_completion=False, rich_markup_mode="markdown")
 
 _SEQ_LEN = 4096
 

@@ -22,10 +22,9 @@ from halley.distributed.mesh import ParallelGroups
 from halley.moe.transformer import MoETransformer, flops_per_token
 from halley.strategies.base import AbstractStrategy
 from halley.tools.candidates import bound_gemms, build_candidates, measure_link, wire_us
-from halley.tools.layer_bench import Progress
 from halley.tools.layer_case import RELATIVE_TOLERANCE, LayerCase, relative_error
-from halley.tools.results import Row, machine_keys
-from halley.tools.timer import Timing, measure_waits, time_interleaved
+from halley.tools.results import Row, machine_keys, time_keys
+from halley.tools.timer import Progress, Timing, measure_waits, time_interleaved
 
 
 if TYPE_CHECKING:
@@ -272,10 +271,7 @@ def _times(case: ModelCase, timing: Timing, *, groups: ParallelGroups, device: t
         flops = flops_per_token(case.model, seq_len=case.seq_len)
         mfu = round(tokens_per_s * flops / (peak * groups.num_ranks), 4)
     return {
-        "median_us": round(timing.median_us, 1),
-        "p10_us": round(timing.p10_us, 1),
-        "p90_us": round(timing.p90_us, 1),
-        "samples": len(timing.samples_us),
+        **time_keys(timing),
         "tokens_per_s": round(tokens_per_s, 1),
         "mfu": mfu,
     }

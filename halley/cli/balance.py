@@ -1,4 +1,4 @@
-"""``halley plan balance``: plan which experts each rank holds, from the counted loads."""
+"""``halley plan balance``: plan the experts that each rank holds, from the counted loads."""
 
 import json
 import math
@@ -11,12 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halley.cli.checks import (
-    MAX_PLANNED_RANKS,
-    check_at_least,
-    check_at_most,
-    check_replaceable,
-)
+from halley.cli.checks import MAX_PLANNED_RANKS, check_range, check_replaceable
 from halley.core.config import ModelConfig
 from halley.core.models import find_model
 from halley.core.placement import ExpertPlacement, read_counts, save_placements
@@ -28,7 +23,13 @@ _ITEMSIZE = 2  # bytes of a weight in bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """Loads of the ranks of one layer, without a placement (None if uneven) and with it."""
+    """Loads of one layer.
+
+    Attributes:
+        before: load of each rank without a placement; None if the ranks do not divide the experts.
+        after: load of each rank with the placement.
+        num_spare: experts that each rank holds beyond an even share.
+    """
 
     before: list[float] | None
     after: list[float]
@@ -38,23 +39,27 @@ class _Layer:
 def balance(
     counts: Annotated[
         Path,
-        typer.Argument(help="counts.json of halley train, or a JSON list of counts per layer."),
+        typer.Argument(
+            help="The file counts.json that halley train writes: a JSON list with one list per "
+            "layer, which holds the number of tokens of each expert."
+        ),
     ],
     ranks: Annotated[int, typer.Option(help="Ranks that share the experts (ep_size of the run).")],
     output: Annotated[
-        Path, typer.Option(help="File for the placement; replaces an earlier placement.")
+        Path, typer.Option(help="File for the placement; an earlier placement is replaced.")
     ],
     spare: Annotated[
-        int, typer.Option(help="Experts that a rank may hold beyond its even share.")
+        int, typer.Option(help="Most experts that a rank may hold beyond an even share.")
     ] = 1,
     model: Annotated[
-        str | None, typer.Option(help="Model whose experts' memory to add to the output.")
+        str | None,
+        typer.Option(help="Name of the model, to print the memory that the spare experts need."),
     ] = None,
 ) -> int:
-    """Plan which experts each rank holds, with replicas of the most loaded experts.
+    """Plan the experts that each rank holds, with replicas of the most loaded experts.
 
     Prints the load of each rank in percent of the mean, without and with the placement, then one
-    JSON line.
+    JSON line. `halley train --set placement=FILE` uses the placement.
     """
     counts_ME = read_counts(counts)
     num_experts = len(counts_ME[0])
@@ -64,8 +69,7 @@ def balance(
             f"model ({priced.name}) must have the experts of the counts ({num_experts}) and has "
             f"{priced.moe.num_experts}"
         )
-    check_at_least(ranks, 1, option="ranks")
-    check_at_most(ranks, MAX_PLANNED_RANKS, option="ranks")
+    check_range(ranks, 1, MAX_PLANNED_RANKS, option="ranks")
     check_replaceable(
         output, option="output", is_own=_is_placement, what="a placement of halley plan balance"
     )
@@ -106,7 +110,7 @@ def _expert_bytes(config: ModelConfig) -> int:
 
 
 def _summary(layers: Sequence[_Layer], *, num_bytes: int | None) -> dict[str, object]:
-    """Return the JSON keys: sums over layers of the most loaded rank, and figures per layer."""
+    """Return the keys of the JSON line: figures of all layers together, and of each layer."""
     num_spare = sum(layer.num_spare for layer in layers)
     plain_loads = [layer.before for layer in layers if layer.before is not None]
     return {
@@ -126,6 +130,7 @@ def _summary(layers: Sequence[_Layer], *, num_bytes: int | None) -> dict[str, ob
 
 
 def _overall(loads_MW: Sequence[Sequence[float]]) -> float:
+    """Return the sum over layers of the largest load, over the sum over layers of the mean."""
     total = math.fsum(math.fsum(loads) for loads in loads_MW)
     return sum(max(loads) for loads in loads_MW) * len(loads_MW[0]) / total
 

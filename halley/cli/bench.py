@@ -1,4 +1,4 @@
-"""``halley bench layer``: measure the MoE layers of named models by each strategy."""
+"""``halley bench layer``: measure the MoE layers of named models with each strategy."""
 
 import math
 from itertools import product
@@ -16,11 +16,11 @@ from halley.cli.checks import (
     split_integers,
     split_names,
 )
-from halley.cli.ranks import count_ranks, joined, launch_ranks
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks
 from halley.cli.result_rows import check_output, layer_table, print_rows, saved_rows, step_progress
 from halley.core.models import find_model
 from halley.distributed.mesh import build_groups, pick_device
-from halley.strategies.registry import check_strategy
+from halley.strategies.registry import STRATEGIES, check_strategy
 from halley.tools.bar_charts import draw_layer_bench
 from halley.tools.candidates import check_case_memory
 from halley.tools.layer_bench import measure_layers
@@ -38,54 +38,60 @@ _MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for the result lines and the chart; replaces those of the same case."
+        help="Folder for result files. Earlier results of the same benchmark, device and number of "
+        "ranks are replaced."
     ),
 ]
 ModelsOption = Annotated[
-    str, typer.Option(help="Comma-separated names of models; 'default' depends on the device.")
+    str, typer.Option(help="Names of models, comma-separated; 'default' depends on the device.")
 ]
 TokensOption = Annotated[
     str, typer.Option(help="Tokens per rank, comma-separated; 'default' depends on the device.")
 ]
-StrategiesOption = Annotated[str, typer.Option(help="Strategies to compare, comma-separated.")]
+StrategiesOption = Annotated[
+    str,
+    typer.Option(help=f"Strategies to compare, comma-separated, out of: {', '.join(STRATEGIES)}."),
+]
 DtypeOption = Annotated[
     str,
-    typer.Option(help="bfloat16, float16 or float32; 'default': bfloat16 on GPUs, else float32."),
+    typer.Option(
+        help="bfloat16, float16 or float32; 'default' is bfloat16 on GPUs and float32 on CPUs."
+    ),
 ]
 SamplesOption = Annotated[int, typer.Option(help="Timed runs of each variant.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the random tensors.")]
 CommitOption = Annotated[
-    str | None, typer.Option(help="Commit to write into the result lines; default: git's HEAD.")
+    str | None,
+    typer.Option(help="Git commit to write into the result lines; default: that of the checkout."),
 ]
-NprocOption = Annotated[int, typer.Option(help="Ranks to start; 0: one per GPU, or 2 on a CPU.")]
 DeviceOption = Annotated[
-    str, typer.Option(help="cpu, cuda, or auto for cuda where there is a GPU.")
+    str, typer.Option(help="cpu or cuda; auto is cuda if there is a GPU, else cpu.")
 ]
-
 
 _SkewOption = Annotated[
     str,
     typer.Option(
-        help="Load of the experts, comma-separated: balanced, std:X, cv:X, zipf:X or one-hot. "
-        "std is the standard deviation of the experts' shares, cv the same over the mean."
+        help="Loads to measure, comma-separated, out of: balanced; std:X, shares of the experts "
+        "with standard deviation X; cv:X, shares with standard deviation X times their mean; "
+        "zipf:X, shares proportional to 1 / (index of the expert) ^ X; one-hot, one expert that "
+        "every token chooses."
     ),
 ]
 _TpSizeOption = Annotated[
-    str,
-    typer.Option(help="Ranks per expert (tensor parallelism), comma-separated."),
+    str, typer.Option(help="Ranks that share each expert (tensor parallelism), comma-separated.")
 ]
 _MaxLoadOption = Annotated[
     float,
     typer.Option(
-        help="Also benchmark under CUDA graphs, with buffers for N times the balanced load "
-        "(0: off)."
+        help="Also measure unfused and fused as CUDA graphs, with buffers for this multiple of the "
+        "balanced load; 0: off."
     ),
 ]
 _SpareOption = Annotated[
     int | None,
     typer.Option(
-        help="Place the experts by the load of the measured routing, with replicas: at most N "
-        "experts per rank beyond its share."
+        help="Plan a placement with replicas for the load, in which a rank holds at most this many "
+        "experts beyond an even share; default: no replicas."
     ),
 ]
 
@@ -107,10 +113,10 @@ def layer(
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
 ) -> int:
-    """Measure MoE layers by each strategy: forward, and forward with backward.
+    """Measure MoE layers with each strategy: forward, and forward with backward.
 
-    Prints a table, then one JSON line per measurement. Options that take a list separate its items
-    by commas and measure every combination.
+    Measures every combination of the options that take comma-separated lists. Prints a table, then
+    one JSON line per measurement.
     """
     num_ranks = count_ranks(nproc, device=device)
     on_gpu = pick_device(device).type == "cuda"
@@ -153,19 +159,11 @@ def layer(
 
 
 @app.command("model", hidden=True, context_settings=_MOVED)
-def model() -> None:
-    """Tell that the benchmark of whole models is a script of the repository."""
-    raise ValueError(_moved("model"))
-
-
 @app.command("graph", hidden=True, context_settings=_MOVED)
-def graph() -> None:
-    """Tell that the benchmark of compiled graphs is a script of the repository."""
-    raise ValueError(_moved("graph"))
-
-
-def _moved(name: str) -> str:
-    return (
+def moved(context: typer.Context) -> None:
+    """Refuse a command of an earlier version, and name the script that replaces it."""
+    name = context.info_name
+    raise ValueError(
         f"halley bench {name} is now a script: run `python -m benchmarks.{name}_bench` with the "
         "same options in a checkout of Halley's repository"
     )
@@ -181,11 +179,11 @@ def layer_cases(
     spare: int | None = None,
     on_gpu: bool,
 ) -> list[LayerCase]:
-    """Return one case per model, number of tokens and load.
+    """Return one case for each combination of model, number of tokens and load.
 
     Args:
         models, tokens: comma-separated, or "default".
-        skew: comma-separated loads, as ``parse_load`` reads them.
+        skew: comma-separated loads, in the syntax of ``parse_load``.
         dtype, seed, spare: as for ``LayerCase``.
         on_gpu: whether "default" means models and tokens for GPUs.
 
@@ -221,7 +219,7 @@ def split_strategy_names(text: str) -> list[str]:
 
 
 def _case_name(cases: list[LayerCase], tp_sizes: list[int], max_load: float) -> str:
-    """Return the name of the result file, which lists the options that differ from the default."""
+    """Return the value of the key "case": "layer", then the options that differ from defaults."""
     differs = {
         "skew": any(case.skew != "balanced" for case in cases),
         "placed": any(case.spare is not None for case in cases),

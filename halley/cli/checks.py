@@ -18,21 +18,17 @@ MAX_PLANNED_RANKS = 65536
 
 _MAX_COUNT = 10**6  # samples or steps: more would run for days
 _MAX_SEED = 2**63 // 1_000_003 - 1  # ranks multiply the seed by this factor, in 64 bits
-_MAX_SECONDS = 10**7  # 116 days; the clocks of the threading module end not far above
 _PNG = b"\x89PNG\r\n\x1a\n"
 _HEAD_BYTES = 4096
 
 
 def check_package(name: str, *, extra: str, option: str) -> None:
-    """Check that an optional package is installed.
+    """Raise ``ValueError`` with the command to install an optional package, if it is missing.
 
     Args:
         name: the package.
         extra: the extra of halley-moe that installs it.
         option: the option that needs it, with its value, for the error.
-
-    Raises:
-        ValueError: the package is missing; the message names the command that installs it.
     """
     if find_spec(name) is None:
         raise ValueError(
@@ -41,14 +37,10 @@ def check_package(name: str, *, extra: str, option: str) -> None:
 
 
 def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
-    """Return the dtype of that name.
-
-    Args:
-        name: a key of ``DTYPES``, or "default": bfloat16 on GPUs, float32 on CPUs.
-        on_gpu: whether the command runs on GPUs.
+    """Return the dtype of that name; "default" is bfloat16 on GPUs and float32 on CPUs.
 
     Raises:
-        ValueError: there is no such dtype.
+        ValueError: the name is neither "default" nor in ``DTYPES``.
     """
     if name == "default":
         return torch.bfloat16 if on_gpu else torch.float32
@@ -57,55 +49,26 @@ def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
     return DTYPES[name]
 
 
-def check_at_least(value: int, least: int, *, option: str) -> None:
-    """Raise ``ValueError`` if a number is smaller than ``least``."""
+def check_range(value: int, least: int, most: float = math.inf, *, option: str) -> None:
+    """Raise ``ValueError`` unless a number is between ``least`` and ``most``."""
     if value < least:
         raise ValueError(f"{option} ({value}) must be at least {least}")
-
-
-def check_at_most(value: int, most: int, *, option: str) -> None:
-    """Raise ``ValueError`` if a number is larger than ``most``."""
     if value > most:
         raise ValueError(f"{option} ({value}) must be at most {most}")
 
 
 def check_samples(samples: int, *, option: str = "samples") -> None:
     """Raise ``ValueError`` unless a number of samples or steps is between 1 and a million."""
-    check_at_least(samples, 1, option=option)
-    check_at_most(samples, _MAX_COUNT, option=option)
+    check_range(samples, 1, _MAX_COUNT, option=option)
 
 
 def check_seed(seed: int) -> None:
     """Raise ``ValueError`` if a seed is negative, or too large for the generators of all ranks."""
-    check_at_least(seed, 0, option="seed")
-    check_at_most(seed, _MAX_SEED, option="seed")
-
-
-def check_seconds(seconds: float) -> float:
-    """Return a time limit; raise ``ValueError`` unless it is above 0 and at most 116 days."""
-    if not 0 < seconds <= _MAX_SECONDS:
-        raise ValueError(f"time_limit ({seconds:g}) must be above 0 and at most {_MAX_SECONDS} s")
-    return seconds
-
-
-def check_rate(value: float, *, option: str, default: str) -> float:
-    """Return the rate of a link in GB/s.
-
-    Args:
-        value: 0, or at least 0.001.
-        option: the option of the command line.
-        default: the meaning of 0, for the error.
-
-    Raises:
-        ValueError: the rate is neither 0 nor a finite number of at least 0.001.
-    """
-    if not (value == 0 or 0.001 <= value < math.inf):
-        raise ValueError(f"{option} ({value:g}) must be at least 0.001 GB/s, or 0 for {default}")
-    return value
+    check_range(seed, 0, _MAX_SEED, option="seed")
 
 
 def split_names(text: str, *, option: str) -> list[str]:
-    """Split a comma-separated list; raise ``ValueError`` if it is empty or repeats a name."""
+    """Split a comma-separated list; raise ``ValueError`` if it is empty or has a name twice."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ValueError(f"{option} ({text}) must name at least one")
@@ -114,7 +77,7 @@ def split_names(text: str, *, option: str) -> list[str]:
 
 
 def split_integers(text: str, *, option: str) -> list[int]:
-    """Split a comma-separated list of distinct positive integers; raise ``ValueError`` if wrong."""
+    """Split a comma-separated list; raise ``ValueError`` unless all are distinct integers > 0."""
     words = split_names(text, option=option)
     if not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"{option} ({text}) must be positive integers with commas between")
@@ -136,10 +99,10 @@ def check_known(names: Sequence[str], allowed: Sequence[str], *, option: str) ->
 
 
 def rank_memory_bytes(num_ranks: int, *, device: str) -> int:
-    """Return the memory of this rank's GPU, or this rank's share of the host's memory.
+    """Return the memory of this rank's GPU, or on a CPU an equal share of the host's memory.
 
     Args:
-        num_ranks: ranks of this host; torchrun's environment overrides it.
+        num_ranks: ranks of this host; the environment of torchrun overrides it.
         device: "auto", "cpu" or "cuda".
     """
     place = pick_device(device)
@@ -151,7 +114,7 @@ def rank_memory_bytes(num_ranks: int, *, device: str) -> int:
 
 
 def check_readable(path: Path, *, option: str) -> None:
-    """Raise ``ValueError`` if a file is missing, is a folder, or cannot be read."""
+    """Raise ``ValueError`` if a file cannot be read, for example because it is a folder."""
     try:
         with path.open("rb") as file:
             file.read(1)
@@ -162,13 +125,15 @@ def check_readable(path: Path, *, option: str) -> None:
 def check_replaceable(
     path: Path, *, option: str, is_own: Callable[[bytes], bool], what: str
 ) -> None:
-    """Check that a command may write a file; create its folder and leave the file unchanged.
+    """Check that a command may write a file: the file is new, or Halley wrote it.
+
+    Creates the folder of the file. Does not change the file.
 
     Args:
         path: the file that the command writes at its end.
         option: the option of the command line.
-        is_own: returns whether a file with these first bytes may be replaced.
-        what: the content that may be replaced, for the error.
+        is_own: returns whether a file with these first bytes is of Halley.
+        what: the content of such files, for the error.
 
     Raises:
         ValueError: the file is a folder, cannot be written, or holds something else.
@@ -178,7 +143,7 @@ def check_replaceable(
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             with path.open("r+b") as file:
-                if path.is_file():  # reading from a pipe would block
+                if path.is_file():  # a read from a pipe would block
                     head = file.read(_HEAD_BYTES)
         else:
             with tempfile.TemporaryFile(dir=path.parent) as file:
@@ -192,17 +157,14 @@ def check_replaceable(
         )
 
 
-def check_picture(path: Path, *, option: str) -> None:
-    """Check that a chart may be drawn into a file.
-
-    Raises:
-        ValueError: the name does not end in ``.png``, or ``check_replaceable`` refuses the file.
-    """
+def check_chart(path: Path, *, option: str) -> None:
+    """Raise ``ValueError`` unless a chart can be drawn into a file: a new .png, or an old chart."""
+    check_package("matplotlib", extra="plot", option=f"{option} ({path})")
     if path.suffix.lower() != ".png":
         raise ValueError(f"{option} ({path}) must be named .png")
     check_replaceable(path, option=option, is_own=is_chart, what="a chart of Halley's")
 
 
 def is_chart(head: bytes) -> bool:
-    """Return whether these are the first bytes of a picture that matplotlib has drawn."""
+    """Return whether a file with these first bytes is a PNG of matplotlib."""
     return head.startswith(_PNG) and b"Matplotlib" in head

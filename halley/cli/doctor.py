@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from halley.cli.checks import check_at_least, check_seconds, rank_memory_bytes, read_dtype
+from halley.cli.checks import check_range, rank_memory_bytes, read_dtype
 from halley.cli.ranks import count_ranks, joined, launch_ranks
 from halley.cli.result_rows import step_progress
 from halley.core.models import find_model
@@ -35,6 +35,7 @@ from halley.tools.layer_case import LayerCase
 
 
 _DEFAULT_TIME_LIMIT_S = 300.0
+_MAX_TIME_LIMIT_S = 10**7  # 116 days; waits of the threading module overflow soon above
 
 # Fields of ``FusedBuffers`` with the text that the table shows.
 _BUFFERS = {
@@ -49,23 +50,25 @@ _BUFFERS = {
 
 
 _ModelOption = Annotated[
-    str | None, typer.Option(help="Model whose MoE layer to run; starts ranks.")
+    str | None, typer.Option(help="Name of a model. Ranks start and run an MoE layer of it.")
 ]
 _TokensOption = Annotated[
-    int | None, typer.Option(help="Tokens per rank; default: 2048, on CPUs 512.")
+    int | None, typer.Option(help="Tokens per rank; default: 2048 on GPUs, 512 on CPUs.")
 ]
 _DtypeOption = Annotated[
     str | None,
-    typer.Option(help="bfloat16, float16 or float32; default: bfloat16, on CPUs float32."),
+    typer.Option(help="bfloat16, float16 or float32; default: bfloat16 on GPUs, float32 on CPUs."),
 ]
 _NprocOption = Annotated[
-    int | None, typer.Option(help="Ranks to start; default: one per GPU, or 2 on a CPU.")
+    int | None,
+    typer.Option(help="Number of ranks to start; default: one per GPU, or 2 without GPUs."),
 ]
 _DeviceOption = Annotated[
-    str | None, typer.Option(help="cpu, cuda, or auto (default) for cuda where there is a GPU.")
+    str | None,
+    typer.Option(help="cpu or cuda; auto (default) is cuda if there is a GPU, else cpu."),
 ]
 _TimeLimitOption = Annotated[
-    float | None, typer.Option(help="Seconds that the layer may take; default: 300.")
+    float | None, typer.Option(help="Seconds that the run of the layer may take; default: 300.")
 ]
 
 
@@ -77,14 +80,15 @@ def doctor(
     device: _DeviceOption = None,
     time_limit: _TimeLimitOption = None,
 ) -> int:
-    """Show versions, devices and links, and whether each strategy can run here.
+    """Show versions, devices and links, and whether each strategy can run on this machine.
 
-    With --model, ranks start and run the model's MoE layer forward. The output then also shows
+    With --model, ranks start and run an MoE layer of the model forward. The output then also shows
     which strategy "auto" chooses and why, whether ranks can address each other's memory, and the
-    memory of the fused kernels. On CPUs the fused kernels run in an interpreter and are not timed.
+    memory that the fused kernels need. On CPUs, the fused kernels run in an interpreter and are not
+    timed.
 
     Prints tables, then one JSON line. The exit code is 1 if no strategy can run, if the layer
-    fails, or if it exceeds the time limit.
+    fails, or if the layer exceeds the time limit.
     """
     if model is None:
         options = {
@@ -99,7 +103,11 @@ def doctor(
         typer.echo(json.dumps(dataclasses.asdict(machine)))
         return 0 if machine.can_run else 1
     device = device or "auto"
-    limit_s = check_seconds(_DEFAULT_TIME_LIMIT_S if time_limit is None else time_limit)
+    limit_s = _DEFAULT_TIME_LIMIT_S if time_limit is None else time_limit
+    if not 0 < limit_s <= _MAX_TIME_LIMIT_S:
+        raise ValueError(
+            f"time_limit ({limit_s:g}) must be above 0 and at most {_MAX_TIME_LIMIT_S} s"
+        )
     num_ranks = count_ranks(nproc or 0, device=device)
     on_gpu = pick_device(device).type == "cuda"
     case = LayerCase(
@@ -107,7 +115,7 @@ def doctor(
         num_tokens=(2048 if on_gpu else 512) if tokens is None else tokens,
         dtype=read_dtype(dtype or "default", on_gpu=on_gpu),
     )
-    check_at_least(case.num_tokens, 1, option="tokens")
+    check_range(case.num_tokens, 1, option="tokens")
     check_experts(case, ep_size=num_ranks)
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
     check_case_memory(case, ep_size=num_ranks, memory_bytes=memory_bytes)
@@ -116,7 +124,7 @@ def doctor(
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
-    """Run the layer on the ranks; print the machine and the strategy that "auto" chooses."""
+    """Run the layer on this rank; rank 0 prints the machine and the choice of "auto"."""
     last_text = "waiting for the other ranks"
 
     def explain() -> str:
@@ -156,7 +164,7 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
     Args:
         limit_s: seconds.
-        explain: returns what the process does now, and how to avoid the limit.
+        explain: returns the current work of the process, and a way to avoid the limit.
     """
 
     def end() -> None:
@@ -175,7 +183,7 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
 
 def choice_table(choice: LayerChoice) -> Table:
-    """Return how "auto" runs a layer as a table; a problem with peer memory access is red."""
+    """Return a table of the choice of "auto"; a problem with peer memory access is red."""
     title = f"MoE layer of {choice.model}, forward: {choice.num_tokens} tokens a rank, "
     table = Table(title=f"{title}{choice.dtype}, ep_size {choice.num_ranks}")
     for name in ("", "what", "state"):
@@ -207,7 +215,7 @@ def choice_table(choice: LayerChoice) -> Table:
 
 
 def machine_table(machine: Machine) -> Table:
-    """Return the facts about a machine as a table; each problem of a strategy is red."""
+    """Return a table of the facts about a machine; each problem of a strategy is red."""
     table = Table(title="Halley on this machine")
     for name in ("", "what", "state"):
         table.add_column(name, overflow="fold")

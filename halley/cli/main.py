@@ -1,4 +1,4 @@
-"""The ``halley`` command: its subcommands, and errors as one line without a traceback."""
+"""Define the ``halley`` command, run a subcommand, and print an error as one line."""
 
 import contextlib
 import difflib
@@ -18,16 +18,17 @@ from halley.distributed.mesh import is_launched
 
 
 INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
-_KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}
+_KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}  # pydantic's names of errors
 _MIN_SIMILARITY = 0.8  # difflib ratio: do not suggest --seed for --nonsense
 
 app = typer.Typer(
     name="halley",
-    help="Train Mixture-of-Experts models and hide their communication behind computation. "
+    help="Train Mixture-of-Experts models with communication that overlaps computation. "
     "Every command accepts --debug, which prints the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # it joins the lines of a paragraph, unlike the default
 )
 app.command("train")(train.run)
 app.add_typer(bench.app, name="bench")
@@ -36,7 +37,7 @@ app.command("trace")(trace.trace)
 app.command("export")(train.export)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
-# Arguments after the script belong to the script, even if they look like options.
+# Without interspersed arguments, all words after the script's path are arguments of the script.
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 
@@ -50,62 +51,66 @@ def main(
 
     Args:
         argv: arguments without the program's name; None takes those of this process.
-        commands: the commands to choose from.
-        module: Python module that reads the same command line on each rank.
+        commands: the subcommands, and the program's name.
+        module: Python module that the launcher runs on each rank with the same arguments.
     """
     words = sys.argv[1:] if argv is None else argv
-    arguments, debug = _take_debug(list(words))
+    arguments, debug = _remove_debug(list(words))
     COMMAND.set((module, *words))
     try:
-        _check_words(arguments)
+        _check_arguments(arguments)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = commands(arguments, prog_name=commands.info.name, standalone_mode=False)
-        _flush_output()  # A full disk must count as a failure, so do not leave it to the exit.
+        # A full disk must give exit code 1. The flush at exit would only print a message.
+        _flush_output()
     except KeyboardInterrupt:
         code = INTERRUPTED
     except (BrokenPipeError, SystemExit):  # rich turns a BrokenPipeError into a SystemExit
-        _drop_output()
+        _discard_output()
         return READER_GONE
     except Exception as error:
-        if _is_of_stdout(error):
-            _drop_output()
+        if not _can_flush() and isinstance(error, OSError):
+            _discard_output()
         return _report(error, details=traceback.format_exc() if debug else "")
     if isinstance(code, run.Script):
-        return code.run()  # Outside of the try: the script reports its own errors and warnings.
+        return code.run()  # Outside of the try: Python reports errors and warnings of a script.
     if code == INTERRUPTED and not is_launched():
         sys.stderr.write("halley: interrupted\n")
     return code if isinstance(code, int) else 0
 
 
-def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments without --debug, and whether it was there; a script keeps its own."""
-    words = (at for at, argument in enumerate(arguments) if argument != "--debug")
-    first = next(words, len(arguments))
+def _remove_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """Return the arguments without --debug, and whether --debug was given.
+
+    After ``run``, all arguments may belong to a script, so a --debug there is not removed.
+    """
+    is_word = [argument != "--debug" for argument in arguments]
+    first = is_word.index(True) if any(is_word) else len(arguments)
     end = first if arguments[first : first + 1] == ["run"] else len(arguments)
     own = [argument for argument in arguments[:end] if argument != "--debug"]
     return [*own, *arguments[end:]], len(own) < end
 
 
-def _check_words(arguments: list[str]) -> None:
-    """Refuse arguments that no option accepts; do not check the arguments of a script.
+def _check_arguments(arguments: list[str]) -> None:
+    """Raise ``ValueError`` if an argument is empty, has a NUL byte, or is not UTF-8.
 
-    Raises:
-        ValueError: an argument is empty, has a NUL byte, or is not UTF-8.
+    The arguments of ``run`` are not checked, because a script may accept any of these.
     """
     if arguments[:1] == ["run"]:
         return
-    for before, word in zip(["", *arguments], arguments, strict=False):
+    for previous, word in zip(["", *arguments], arguments, strict=False):
         option, equals, value = word.partition("=")
         if not word or (option.startswith("--") and equals and not value):
-            name = option or (before if before.startswith("--") else "argument")
+            name = option or (previous if previous.startswith("--") else "argument")
             raise ValueError(f"{name} () must not be empty")
+        # Python decodes bytes that are not UTF-8 as lone surrogates.
         if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
             raise ValueError(f"argument ({word!r}) must be UTF-8 without NUL bytes")
 
 
 def _report(error: Exception, *, details: str) -> int:
-    """Print the error as one line, after ``details``; return the exit code."""
+    """Print ``details``, then the error as one line; return the exit code."""
     usage = _usage_text(error)
     if usage is not None or isinstance(error, ValueError):
         text = str(error) if usage is None else usage
@@ -117,8 +122,9 @@ def _report(error: Exception, *, details: str) -> int:
 
 
 def _usage_text(error: Exception) -> str | None:
-    """Return the mistake in the command line, or None for any other error."""
-    # The class is in click or in typer, depending on the version.
+    """Return the message of a usage error, or None for any other error."""
+    # Usage errors are recognised by their methods: the class is in click or in typer, depending on
+    # typer's version.
     text = getattr(error, "format_message", None)
     if not callable(text):
         return None
@@ -136,13 +142,12 @@ def _usage_text(error: Exception) -> str | None:
     return str(text())
 
 
-def _is_of_stdout(error: Exception) -> bool:
-    """Return whether standard output cannot be written, for example on a full disk."""
+def _can_flush() -> bool:
     try:
         _flush_output()
-    except OSError:
-        return isinstance(error, OSError)
-    return False
+    except OSError:  # for example a full disk
+        return False
+    return True
 
 
 def _flush_output() -> None:
@@ -150,8 +155,8 @@ def _flush_output() -> None:
         sys.stdout.flush()
 
 
-def _drop_output() -> None:
-    """Discard buffered output, so that the interpreter does not fail to flush it on exit."""
+def _discard_output() -> None:
+    """Send buffered output to the null device, because its flush at exit would fail again."""
     # Standard output may be closed, or may have no file descriptor.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
@@ -167,4 +172,5 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
+    """Print a warning as one line, without the place in the code."""
     sys.stderr.write(f"halley: warning: {' '.join(str(message).split())}\n")

@@ -1,4 +1,4 @@
-"""``halley plan``: predict a step with compiler passes, and plan placements of experts."""
+"""``halley plan``: predict a training step with compiler passes, or place experts (balance.py)."""
 
 import dataclasses
 import json
@@ -15,16 +15,14 @@ from rich.table import Table
 from halley.cli.balance import balance
 from halley.cli.checks import (
     MAX_PLANNED_RANKS,
-    check_at_most,
-    check_package,
-    check_picture,
-    check_rate,
+    check_chart,
+    check_range,
     check_readable,
     check_replaceable,
     check_samples,
 )
 from halley.cli.ranks import joined, launch_ranks
-from halley.cli.result_rows import Update, shown_progress, step_progress
+from halley.cli.result_rows import shown_progress, step_progress
 from halley.cli.train import ConfigOption, SetOption, check_groups, read_config
 from halley.core.config import RunConfig
 from halley.core.routing import local_experts
@@ -38,6 +36,7 @@ from halley.planner.step_plan import (
     trace_step,
 )
 from halley.strategies.registry import PLANNED, describe_strategies, split_strategies
+from halley.tools.timer import Progress
 from halley.train.compiled_model import check_passes
 
 
@@ -46,7 +45,8 @@ if TYPE_CHECKING:
     from halley.tools.compiled_step import GraphMeasure
 
 app = typer.Typer(
-    help="Predict compiled steps and place experts, without ranks or GPUs.", no_args_is_help=True
+    help="Predict training steps and plan the placement of experts, without ranks or GPUs.",
+    no_args_is_help=True,
 )
 app.command("balance")(balance)
 _DEVICE = "NVIDIA H200"  # the default of --device
@@ -55,38 +55,54 @@ _MAX_PARTS = 8
 _DIRECTIONS = ("forward", "backward")
 
 
-_PassesOption = Annotated[str, typer.Option(help="Compiler passes: wgrad, partition or both.")]
-_RanksOption = Annotated[int, typer.Option(help="Ranks of the planned run.")]
+_PassesOption = Annotated[
+    str,
+    typer.Option(
+        help="Compiler passes: wgrad (run weight-gradient GEMMs under all-to-alls), partition (run "
+        "segments in microbatches), or both."
+    ),
+]
+_RanksOption = Annotated[int, typer.Option(help="Number of ranks of the predicted run.")]
 _DeviceOption = Annotated[
-    str, typer.Option(help="Device of the planned run; its rates must be known.")
+    str, typer.Option(help="GPU of the predicted run; Halley must know its rates.")
 ]
 _LinkOption = Annotated[
     float,
-    typer.Option(help="Link bandwidth in GB/s out of each device; 0: that of the device."),
+    typer.Option(help="Bandwidth out of each device in GB/s; 0: the known one of the device."),
 ]
 _NumPartsOption = Annotated[
-    int, typer.Option(help="Microbatches per segment; 0: choose by predicted time.")
+    int, typer.Option(help="Microbatches per segment; 0: the number with the least predicted time.")
 ]
 _MemoryMarginOption = Annotated[
-    float, typer.Option(help="Share by which the passes may raise peak memory.")
+    float,
+    typer.Option(
+        help="Fraction by which the passes may raise the peak memory, for example 0.02 for 2 %."
+    ),
 ]
 _PeerAccessOption = Annotated[
-    bool, typer.Option(help="Whether ranks can address each other's memory, as on one host.")
+    bool,
+    typer.Option(
+        help="Whether GPUs can address each other's memory, as on one host; the strategy fused "
+        "needs this."
+    ),
 ]
 _ProfilesOption = Annotated[
     Path | None,
-    typer.Option(help="File of measured times; default: the tables of the package."),
+    typer.Option(help="File of measured operator times; default: the tables in the package."),
 ]
 _FillOption = Annotated[
-    bool, typer.Option(help="Measure missing operators on this GPU and add them to --profiles.")
+    bool,
+    typer.Option(help="Measure operators without a time on this GPU, and add them to --profiles."),
 ]
 _ExplainOption = Annotated[bool, typer.Option(help="Print why layers do not run in microbatches.")]
 _TimelineOption = Annotated[
-    Path | None, typer.Option(help="Draw the simulated step into this .png.")
+    Path | None, typer.Option(help="PNG file for a chart of the simulated step.")
 ]
 _MeasureOption = Annotated[
     int,
-    typer.Option(help="Also run N steps on --ranks ranks of this host and time them (0: off)."),
+    typer.Option(
+        help="Also run this many steps on --ranks ranks of this host, and time them; 0: off."
+    ),
 ]
 
 
@@ -107,18 +123,17 @@ def graph(
     timeline: _TimelineOption = None,
     measure: _MeasureOption = 0,
 ) -> int:
-    """Predict what the compiler passes do to a model's graphs, and the time of a step.
+    """Predict the changes of the compiler passes to the graphs of a model, and the time of a step.
 
-    Chooses the strategy of each layer unless --set strategy=... names one. Prints tables, then one
-    JSON line.
+    Chooses the strategy of each MoE layer by predicted time, unless `--set strategy=NAME` is given.
+    Prints tables, then one JSON line.
     """
     run_config = read_config(config, overrides)
     _check_partition(num_parts, memory_margin)
     _check(run_config, passes=passes, ranks=ranks, measure=measure, device=device, link=link)
     run_config = _with_passes(run_config, passes, strategy="functional" if measure else PLANNED)
     if timeline is not None:
-        check_package("matplotlib", extra="plot", option=f"timeline ({timeline})")
-        check_picture(timeline, option="timeline")
+        check_chart(timeline, option="timeline")
     options: dict[str, Any] = {
         "passes": passes,
         "num_parts": num_parts,
@@ -162,7 +177,7 @@ def _measure_on_ranks(
 
 
 def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
-    """Return the run with these passes; replace the default strategy, which has no graph."""
+    """Return the run with these passes; replace the default strategy, which is not traceable."""
     config = dataclasses.replace(config, passes=cast(Any, passes))
     if config.strategy == RunConfig.strategy:
         config = dataclasses.replace(config, strategy=strategy)
@@ -172,7 +187,7 @@ def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
 
 
 def _plan(
-    config: RunConfig, options: dict[str, Any], *, peer_access: bool, on_progress: Update
+    config: RunConfig, options: dict[str, Any], *, peer_access: bool, on_progress: Progress
 ) -> tuple[tuple[str, ...], StepPlan | None]:
     """Return the strategy of each layer, and the plan unless the user names the strategies."""
     if config.strategy != PLANNED:
@@ -190,16 +205,12 @@ def _plan(
 def _check(
     config: RunConfig, *, passes: str, ranks: int, measure: int, device: str, link: float
 ) -> None:
-    """Check the options before the model is traced.
-
-    Raises:
-        ValueError: an argument is not allowed.
-    """
+    """Raise ``ValueError`` if an option has a wrong value, before the model is traced."""
     if passes not in ("wgrad", "partition", "both"):
         raise ValueError(f"passes ({passes}) must be one of wgrad, partition, both")
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
-    check_at_most(ranks, MAX_PLANNED_RANKS, option="ranks")
+    check_range(ranks, 2, MAX_PLANNED_RANKS, option="ranks")
     if measure < 0:
         raise ValueError(f"measure ({measure}) must be a number of steps, or 0")
     if measure:
@@ -221,7 +232,7 @@ def _check_partition(num_parts: int, memory_margin: float) -> None:
 
 
 def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
-    """Return the file of measured times, or "" for the tables of the package.
+    """Return the file of measured times, or "" for the tables in the package.
 
     Raises:
         ValueError: the file does not exist, or this machine cannot measure for the device.
@@ -229,8 +240,8 @@ def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str
     if not fill:
         if path is not None:
             check_readable(path, option="profiles")
-            here = find_environment(torch.device("cpu"), topology="")  # all lines are checked
-            ProfileTable(path, here, offline=True)
+            here = find_environment(torch.device("cpu"), topology="")
+            ProfileTable(path, here, offline=True)  # reads and checks all lines of the file
         return path or ""
     if path is None:
         raise ValueError("fill must come with profiles, the file to fill")
@@ -242,11 +253,7 @@ def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str
 
 
 def _check_measured(config: RunConfig, *, device: str, link: float) -> None:
-    """Check that --measure runs on this host as it is.
-
-    Raises:
-        ValueError: the options ask for another device, link or strategy.
-    """
+    """Raise ``ValueError`` if the options ask for more than --measure can run on this host."""
     for name, value, default in (("device", device, _DEVICE), ("link", link, 0.0)):
         if value != default:
             raise ValueError(
@@ -319,7 +326,8 @@ def _draw(reports: "Sequence[OrderReport]", path: Path, measured: "GraphMeasure 
 
 def _hardware(device: str, link: float) -> Hardware:
     hardware = find_hardware(device)
-    check_rate(link, option="link", default="the device's own")
+    if link and not 0.001 <= link < math.inf:
+        raise ValueError(f"link ({link:g}) must be at least 0.001 GB/s, or 0 for the device's own")
     return dataclasses.replace(hardware, link_bytes_per_s=link * 1e9) if link else hardware
 
 
@@ -337,7 +345,7 @@ def _plan_table(plan: StepPlan) -> Table:
 
 
 def _table(direction: str, report: "OrderReport") -> Table:
-    """Return segments in microbatches and GEMMs under all-to-alls, times in milliseconds."""
+    """Return a table of the segments in microbatches and of the GEMMs under all-to-alls."""
     before, after = report.time_before, report.time_after
     table = Table(
         title=f"{direction}: {before.makespan_us / 1e3:.2f} ms -> {after.makespan_us / 1e3:.2f} ms",
@@ -360,6 +368,6 @@ def _table(direction: str, report: "OrderReport") -> Table:
 
 
 def _place(name: str, report: "OrderReport") -> str:
-    """Return the name of a node with its module in the model, if that is known."""
+    """Return the name of a node, with the name of its module if the report has one."""
     module = report.modules.get(name, "")
     return f"{name} of {module}" if module else name

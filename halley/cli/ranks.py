@@ -4,21 +4,27 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Annotated
 
 import torch
+import typer
 
 from halley.distributed.launcher import default_num_processes, launch
 from halley.distributed.mesh import World, check_launcher, is_launched, join_world, pick_device
 from halley.distributed.watchdog import Watchdog
 
 
-MAX_RANKS = 1024
-# The Python module that reads the command line, then the arguments of the command.
+_MAX_RANKS = 1024
+# The Python module that the launcher runs on each rank, then the arguments of the command.
 COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND")
+
+NprocOption = Annotated[
+    int, typer.Option(help="Number of ranks to start; 0: one per GPU, or 2 without GPUs.")
+]
 
 
 def launch_ranks(nproc: int, *, device: str) -> int | None:
-    """Run this command again on ``nproc`` ranks, unless this process is a rank or one suffices.
+    """Run this command on ``nproc`` new processes, unless this process is a rank or one is enough.
 
     Args:
         nproc: number of ranks; 0 means one rank per GPU, or 2 without GPUs.
@@ -40,10 +46,10 @@ def launch_ranks(nproc: int, *, device: str) -> int | None:
 
 
 def count_ranks(nproc: int, *, device: str) -> int:
-    """Return the number of ranks that this command runs on.
+    """Return the number of ranks on which this command runs.
 
     Args:
-        nproc: as for ``launch_ranks``; under torchrun the number comes from its environment.
+        nproc: as for ``launch_ranks``. Under torchrun, its environment gives the number instead.
         device: "auto", "cpu" or "cuda".
 
     Raises:
@@ -57,8 +63,8 @@ def count_ranks(nproc: int, *, device: str) -> int:
         return int(os.environ["WORLD_SIZE"])
     if nproc < 0:
         raise ValueError(f"nproc ({nproc}) must be at least 1, or 0 for one rank a GPU")
-    if nproc > MAX_RANKS:
-        raise ValueError(f"nproc ({nproc}) must be at most {MAX_RANKS} on one host")
+    if nproc > _MAX_RANKS:
+        raise ValueError(f"nproc ({nproc}) must be at most {_MAX_RANKS} on one host")
     num_gpus = torch.cuda.device_count() if on_gpu else 0
     num_ranks = nproc or (default_num_processes() if on_gpu else 2)
     if on_gpu and num_ranks > num_gpus:
@@ -68,7 +74,7 @@ def count_ranks(nproc: int, *, device: str) -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
-    """Join the ranks of this command, under a watchdog that names a lost rank.
+    """Join the ranks of this command; yield them, and the watchdog if there are several.
 
     Args:
         device: "auto", "cpu" or "cuda".

@@ -1,4 +1,4 @@
-"""Print result lines of a benchmark as a table, and save them while the benchmark runs."""
+"""Save and print the result lines of a benchmark, and show its progress."""
 
 import json
 import sys
@@ -11,23 +11,27 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from halley.cli.checks import check_package, check_replaceable, is_chart
 from halley.distributed.mesh import World
 from halley.tools.results import Row, machine_name, results_path, write_rows
+from halley.tools.timer import Progress
+
+
+_LINE_INTERVAL_S = 10.0
 
 
 def check_output(
     output: Path | None, *, case: str, device: torch.device, num_ranks: int, has_chart: bool
 ) -> None:
-    """Check that result lines, and a chart if there is one, can be written into a folder.
+    """Check that result lines, and the chart if there is one, can be written into a folder.
 
     Args:
-        output: the folder; None if no file is written.
-        case: the value of the key "case" of the lines, which names the file.
-        device, num_ranks: the machine that is measured, which names the subfolder.
+        output: the folder; None to write no file.
+        case: the value of the key "case" of the lines, which is also the name of the file.
+        device, num_ranks: name the subfolder.
         has_chart: whether the benchmark also draws a chart.
 
     Raises:
@@ -47,13 +51,13 @@ def check_output(
 
 @contextmanager
 def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row]], None]]:
-    """Yield a function that saves all result lines so far, so that an interrupt loses one case.
+    """Yield a function that saves the result lines so far, so that an interrupt loses one case.
 
-    Without a folder, an error or an interrupt prints the lines.
+    Without a folder, the lines are printed if an error or an interrupt ends the block.
 
     Args:
-        world: only the first rank writes.
-        output: folder of the results of all machines.
+        world: only its first rank writes and prints.
+        output: folder of the results of all machines; None to write no file.
     """
     rows: list[Row] = []
 
@@ -72,12 +76,12 @@ def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row
 
 
 def print_rows(table: Table, rows: list[Row], *, width: int = 140) -> None:
-    """Print a table, then one JSON line for each row.
+    """Print a table of result lines, then the lines as JSON.
 
     Args:
-        table: the same rows for people.
+        table: the same lines for people.
         rows: the result lines.
-        width: characters of a line of the table where there is no terminal.
+        width: characters per line of the table if standard output is not a terminal.
     """
     Console(width=None if Console().is_terminal else width).print(table)
     for row in rows:
@@ -85,7 +89,7 @@ def print_rows(table: Table, rows: list[Row], *, width: int = 140) -> None:
 
 
 def layer_table(rows: list[Row]) -> Table:
-    """Return the result lines of the layer benchmark as a table, times in microseconds."""
+    """Return a table of result lines of the layer benchmark, with times in microseconds."""
     gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
     table = Table(
         title=f"MoE layer on {count} x {gpu}: slowest rank, us",
@@ -118,7 +122,7 @@ def layer_table(rows: list[Row]) -> Table:
 
 
 def _routing(row: Row) -> str:
-    """Return the load of a layer, its spare experts, and how many ranks share an expert."""
+    """Return the load, spare experts and ranks per expert, for example "zipf:1.2 +1 /2"."""
     placed = "" if row.get("spare") is None else f" +{row['spare']}"
     shared = "" if row["tp_size"] == 1 else f" /{row['tp_size']}"
     return f"{row['skew']}{placed}{shared}"
@@ -135,7 +139,7 @@ def format_number(value: object) -> str:
 
 
 def to_float(value: object) -> float:
-    """Return a value of a result line that must be a number."""
+    """Return a value of a result line as a float; it must be a number."""
     assert isinstance(value, int | float)
     return float(value)
 
@@ -144,13 +148,8 @@ def _is_row(head: bytes) -> bool:
     return head.startswith(b"{") and b'"case": ' in head
 
 
-_LINE_INTERVAL_S = 10.0
-
-Update = Callable[[str, int, int], None]  # text, steps done, steps in total (0: unknown)
-
-
 @contextmanager
-def step_progress(world: World) -> Iterator[Update]:
+def step_progress(world: World) -> Iterator[Progress]:
     """Show the progress of the first rank as ``shown_progress`` does; ignore the other ranks."""
     if not world.is_first:
         yield lambda text, done, total: None
@@ -160,17 +159,17 @@ def step_progress(world: World) -> Iterator[Update]:
 
 
 @contextmanager
-def shown_progress() -> Iterator[Update]:
+def shown_progress() -> Iterator[Progress]:
     """Yield a function that shows a text, the steps done and the total; a total of 0 is unknown.
 
-    The bar is redrawn only inside that function, which runs between samples. A thread that redraws
-    it would hold the interpreter's lock while a sample is timed.
+    Only calls of that function redraw the bar, between samples. A thread that redraws it would hold
+    the global interpreter lock while a sample is timed.
     """
     console = Console(stderr=True)
     if not console.is_interactive:  # a file, a pipe or a terminal that cannot move its cursor
         yield line_progress()
         return
-    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+    with ProgressBar(console=console, transient=True, auto_refresh=False) as progress:
         bar = progress.add_task("", total=None)
 
         def update(text: str, done: int, total: int) -> None:
@@ -180,8 +179,8 @@ def shown_progress() -> Iterator[Update]:
         yield update
 
 
-def line_progress(now_s: Callable[[], float] = time.monotonic) -> Update:
-    """Return a function that prints a line for a new text, and every ten seconds for a known one.
+def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a function that prints each new text at once, and a repeated one every ten seconds.
 
     Args:
         now_s: the clock, in seconds.

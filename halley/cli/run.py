@@ -1,4 +1,4 @@
-"""``halley run``: run an unchanged Hugging Face script with its experts on Halley."""
+"""``halley run``: run the experts of an unchanged Hugging Face script with Halley."""
 
 import os
 import runpy
@@ -13,29 +13,24 @@ from typing import Annotated
 import typer
 
 from halley.cli.checks import check_package
-from halley.cli.ranks import launch_ranks
+from halley.cli.ranks import NprocOption, launch_ranks
 from halley.distributed.failures import tell_failure
 from halley.distributed.mesh import is_launched
-from halley.strategies.registry import check_strategy
+from halley.strategies.registry import STRATEGIES, check_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A Python script with its arguments, to run after the command line has been parsed.
-
-    Attributes:
-        path: path of the script.
-        arguments: arguments of the script.
-    """
+    """A Python script with its arguments, which runs after the command line has been parsed."""
 
     path: Path
     arguments: list[str]
 
     def run(self) -> int:
-        """Run the script in this process and return its exit code, as of ``python script.py``.
+        """Run the script in this process; return the exit code that ``python script.py`` has.
 
-        Tracebacks begin in the script. If ``halley`` started several ranks, those that fail alike
-        print one report.
+        Tracebacks begin in the script. If ``halley`` started several ranks, ranks with the same
+        error print it once.
         """
         sys.argv = [str(self.path), *self.arguments]
         sys.path.insert(0, str(self.path.resolve().parent))
@@ -66,11 +61,7 @@ def _frames_of(path: Path, frames: TracebackType | None) -> TracebackType | None
 
 
 def check_script(path: Path) -> None:
-    """Check, before ranks start, that a file is valid Python.
-
-    Raises:
-        ValueError: it is missing, a folder, not readable, or cannot be compiled.
-    """
+    """Raise ``ValueError`` if a file cannot be read or is not valid Python."""
     try:
         source = path.read_bytes()
     except (OSError, ValueError) as error:  # a NUL byte in a path is a ValueError
@@ -78,28 +69,37 @@ def check_script(path: Path) -> None:
         raise ValueError(f"script ({path}) must be a readable file: {problem}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script gives its warnings again when it runs
+            warnings.simplefilter("ignore")  # the run of the script repeats these warnings
             compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"script ({path}) must be Python: {error}") from error
 
 
 def run(
-    script: Annotated[Path, typer.Argument(help="A Python file; further words are its arguments.")],
+    script: Annotated[
+        Path, typer.Argument(help="Python file to run. All words after it are its arguments.")
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="...", hidden=True)] = None,
-    strategy: Annotated[str, typer.Option(help="How routed experts run.")] = "auto",
+    strategy: Annotated[
+        str, typer.Option(help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}.")
+    ] = "auto",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail if Halley cannot run the experts of a layer.")
+        bool,
+        typer.Option(
+            "--strict",
+            help="Raise an error if Halley cannot run the experts of a layer. By default, "
+            "transformers runs them.",
+        ),
     ] = False,
-    nproc: Annotated[int, typer.Option(help="Number of ranks to start; 0 for one per GPU.")] = 1,
+    nproc: NprocOption = 1,
 ) -> int | Script:
-    """Run a script of Hugging Face's transformers with its experts on Halley.
+    """Run a Python script that uses transformers; Halley runs the experts of its models.
 
-    Models that the script loads with expert parallelism use Halley, unless they select another
-    experts implementation.
+    Halley runs the experts of models that the script loads with expert parallelism and without
+    another experts implementation.
 
-    Options of halley must come before the script. Under torchrun, use
-    torchrun --nproc-per-node 8 -m halley.cli run train.py.
+    Options of halley must come before the script. With torchrun, the command is
+    `torchrun --nproc-per-node 8 -m halley.cli run train.py`.
     """
     check_script(script)
     check_strategy(strategy)
@@ -107,10 +107,10 @@ def run(
     code = launch_ranks(nproc, device="auto")
     if code is not None:
         return code
-    # Only here: no other command needs it.
+    # Imported here, because the import of transformers takes seconds.
     from halley.integrations.transformers import enable
 
-    said = enable(strategy=strategy, strict=strict)
+    description = enable(strategy=strategy, strict=strict)
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(f"halley: {said}", err=True)
+        typer.echo(f"halley: {description}", err=True)
     return Script(path=script, arguments=arguments or [])

@@ -1,4 +1,4 @@
-"""``halley trace``: profile training steps and show how long each part of a step takes."""
+"""``halley trace``: profile training steps and show the time of each part of a step."""
 
 import dataclasses
 import json
@@ -10,18 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halley.cli.checks import (
-    check_package,
-    check_picture,
-    check_replaceable,
-    check_samples,
-    split_names,
-)
-from halley.cli.ranks import joined, launch_ranks
+from halley.cli.bench import StrategiesOption, split_strategy_names
+from halley.cli.checks import check_chart, check_replaceable, check_samples
+from halley.cli.ranks import NprocOption, joined, launch_ranks
 from halley.cli.result_rows import format_ms, step_progress, to_float
-from halley.cli.train import ConfigOption, NprocOption, SetOption, check_config, read_config
+from halley.cli.train import ConfigOption, SetOption, check_config, read_config
 from halley.core.timeline import write_chrome_trace
-from halley.strategies.registry import check_strategy
 from halley.tools.timeline_chart import draw_timelines
 from halley.train.compare import EXPOSED, OTHER, STEP, StepProfile, compare_strategies
 
@@ -33,17 +27,17 @@ _PARTS = {
     "ffn": "routers, norms, shared experts",
     "route": "sort, counts, gather of tokens",
     "route.wait": "wait: counts of all ranks",
-    "dispatch.wait": "wait: tokens to their experts",
+    "dispatch.wait": "wait: dispatch",
     "experts": "experts",
-    "combine.wait": "wait: results back",
+    "combine.wait": "wait: combine",
     "restore": "weighted sum",
     "forward": "embedding and head",
     "loss": "loss",
     "backward": "backward",
-    "combine.backward.wait": "wait: gradients to the experts",
-    "dispatch.backward.wait": "wait: gradients back",
+    "combine.backward.wait": "wait: backward of combine",
+    "dispatch.backward.wait": "wait: backward of dispatch",
     "replicas.wait": "wait: gradients of replicas",
-    "gradients.wait": "wait: sum of gradients",
+    "gradients.wait": "wait: all-reduce of gradients",
     "optimizer": "clipping and optimizer",
     OTHER: "other",
 }
@@ -52,33 +46,33 @@ _PARTS = {
 def trace(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    strategies: Annotated[
-        str, typer.Option(help="Strategies to compare, comma-separated.")
-    ] = "sequential,chunked",
+    strategies: StrategiesOption = "sequential,chunked",
     steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 11,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for traces and picture; default: trace/ in the run's output."),
+        typer.Option(
+            help="Folder for the traces and the chart; default: trace/ in the output folder of the "
+            "configuration."
+        ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="File or folder of text; default as for halley train.")
+        str | None, typer.Option(help="Text file or folder to train on; default as for train.")
     ] = None,
     nproc: NprocOption = 0,
 ) -> int:
     """Profile training steps with each strategy, and draw one step of each.
 
-    Prints a table of the time of each part of a step, then one JSON line. Writes one Chrome trace
-    per strategy (for ui.perfetto.dev) and one picture of all. Replaces earlier ones.
+    Prints a table with the time of each part of a step, then one JSON line. Writes one Chrome trace
+    per strategy (open it in ui.perfetto.dev) and one chart of all strategies. Earlier traces and
+    charts in the folder are replaced.
     """
     run_config = read_config(config, overrides, data=data)
-    names = split_names(strategies, option="strategies")
+    names = split_strategy_names(strategies)
     check_samples(steps, option="steps")
     for name in names:
-        check_strategy(name)
         check_config(dataclasses.replace(run_config, strategy=name), nproc=nproc)
-    check_package("matplotlib", extra="plot", option="halley trace")
     folder = output or Path(run_config.output) / "trace"
-    check_picture(folder / _PICTURE, option="output")
+    check_chart(folder / _PICTURE, option="output")
     for name in names:
         path = folder / _trace_name(name)
         check_replaceable(path, option="output", is_own=_is_gzip, what="a trace of Halley's")
@@ -106,11 +100,11 @@ def trace(
 
 
 def _step_table(profiles: Mapping[str, Mapping[str, float | None]]) -> Table:
-    """Return the time of each part of a step in milliseconds, one column per strategy.
+    """Return a table of the time of each part of a step, one column per strategy.
 
     Args:
-        profiles: ``StepProfile.parts_us`` by strategy, with None for an unknown time. The row
-            "speed" is relative to the first strategy.
+        profiles: for each strategy, the microseconds of each part; None for an unknown time. The
+            row "speed" is relative to the first strategy.
     """
     table = Table(title="A training step by part: mean of ranks, median of steps, ms")
     table.add_column("part")

@@ -1,4 +1,4 @@
-"""``halley train``: train a model."""
+"""``halley train`` and ``halley export``: train a model, and write its weights as safetensors."""
 
 import dataclasses
 import json
@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 from halley.cli.checks import check_package
-from halley.cli.ranks import count_ranks, joined, launch_ranks
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks
 from halley.core.config import RunConfig
-from halley.core.load_config import load_config
+from halley.core.models import load_config
 from halley.core.routing import chunk_sizes, local_experts
 from halley.core.sharding import shard_size
 from halley.core.types import DTYPES
 from halley.ops.expert_gemm import check_alignment
 from halley.planner.step_plan import check_strategies
+from halley.strategies.registry import PLANNED, STRATEGIES
 from halley.train.checkpoint import check_writable
 from halley.train.compiled_model import check_passes
 from halley.train.hf_export import export_run
@@ -23,36 +24,49 @@ from halley.train.step import check_vocabulary, open_corpus, read_placements
 from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
 
-ConfigOption = Annotated[Path | None, typer.Option(help="Read this TOML file.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with the configuration.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Set key=value, as in the TOML file; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Change one key of the configuration, for example --set train.num_steps=100. May be "
+        "given several times.",
+    ),
 ]
-NprocOption = Annotated[
-    int, typer.Option(help="Number of ranks to start; 0 for one per GPU, or 2 without GPUs.")
+_StrategyOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}, or {PLANNED} for "
+        "the predicted fastest one of each layer. Several names, separated by commas, are for one "
+        f"MoE layer each. Default: that of the configuration, or else {RunConfig.strategy}."
+    ),
 ]
 
 
 def run(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    data: Annotated[str | None, typer.Option(help="Train on this file or folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text file or folder to train on.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder for all files of the run.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="How routed experts run.")] = None,
+    strategy: _StrategyOption = None,
     restart: Annotated[
         bool,
         typer.Option(
             "--restart",
-            help="Start at step 0; move the files of an earlier run to previous-1/ in the output.",
+            help="Start at step 0, and move the files of an earlier run in the output folder to "
+            "its subfolder previous-1/.",
         ),
     ] = False,
     nproc: NprocOption = 0,
 ) -> int:
     """Train a Mixture-of-Experts language model on text, one byte per token.
 
-    If the output folder holds a checkpoint, the run resumes from the newest complete one. SIGINT
-    (Ctrl-C) and SIGTERM end it after the current step, with a checkpoint. Without --data, it trains
-    on the sources of the Python standard library. Under torchrun, the process is one of torchrun's
-    ranks. Otherwise it starts --nproc ranks on this host.
+    If the output folder has checkpoints, the run resumes from the newest complete one. After SIGINT
+    (Ctrl-C) or SIGTERM, the run finishes the current step, saves a checkpoint and ends. Without
+    --data, the text is the source code of the Python standard library.
+
+    The command starts --nproc ranks on this host. Under torchrun it starts none: the process is one
+    of torchrun's ranks.
     """
     run_config = read_config(config, overrides, data=data, output=output, strategy=strategy)
     check_config(run_config, nproc=nproc)
@@ -73,7 +87,7 @@ def run(
 
 
 def read_config(path: Path | None, overrides: list[str] | None, **options: str | None) -> RunConfig:
-    """Return the configuration of a run; options of the command line override the file."""
+    """Return the configuration of a run; ``options`` override ``overrides`` and the file."""
     config = load_config(path, overrides=overrides or [])
     data = options.pop("data", None)
     if data is not None:
@@ -83,11 +97,11 @@ def read_config(path: Path | None, overrides: list[str] | None, **options: str |
 
 
 def check_config(config: RunConfig, *, nproc: int) -> None:
-    """Check, before ranks start, everything that can be checked without them.
+    """Check a configuration before ranks start, so that a mistake gives one message at once.
 
     Raises:
-        ValueError: a value is invalid, the text is missing, or the experts do not divide over
-            ranks, placement or chunks.
+        ValueError: a value is invalid, the text is missing, or the experts cannot be divided over
+            the ranks or the chunks.
     """
     check_strategies(config)
     check_passes(config)
@@ -107,10 +121,11 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
 
 
 def check_groups(config: RunConfig, *, num_ranks: int) -> int:
-    """Return the number of ranks in an expert-parallel group.
+    """Return the size of an expert-parallel group.
 
     Raises:
-        ValueError: the number of ranks is not divisible as configured.
+        ValueError: ``ep_size`` does not divide the number of ranks, or ``expert_tp_size`` does not
+            divide ``ep_size``.
     """
     ep_size, tp_size = config.ep_size or num_ranks, config.expert_tp_size
     if num_ranks % ep_size != 0:
@@ -135,11 +150,13 @@ def _check_model(config: RunConfig) -> None:
 
 def export(
     run: Annotated[Path, typer.Argument(help="Output folder of halley train.")],
-    output: Annotated[Path, typer.Option(help="A folder that is empty or does not exist.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder for the exported files; it must be empty or not exist.")
+    ],
 ) -> int:
     """Write the newest checkpoint of a run as safetensors with Hugging Face's tensor names.
 
-    It supports the model families mixtral, qwen2_moe, qwen3_moe and olmoe, and runs in one process.
+    Supported model families: mixtral, qwen2_moe, qwen3_moe and olmoe. Runs in one process.
     """
     written = export_run(run, output)
     typer.echo(json.dumps({"output": str(output)} | dataclasses.asdict(written)))

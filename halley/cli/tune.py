@@ -10,18 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halley.cli.bench import (
-    DeviceOption,
-    DtypeOption,
-    ModelsOption,
-    NprocOption,
-    TokensOption,
-    layer_cases,
-)
+from halley.cli.bench import DeviceOption, DtypeOption, ModelsOption, TokensOption, layer_cases
 from halley.cli.checks import (
+    check_chart,
     check_known,
-    check_package,
-    check_picture,
     check_readable,
     check_replaceable,
     check_samples,
@@ -29,7 +21,7 @@ from halley.cli.checks import (
     read_dtype,
     split_names,
 )
-from halley.cli.ranks import count_ranks, joined, launch_ranks
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks
 from halley.cli.result_rows import step_progress
 from halley.distributed.mesh import build_groups, pick_device
 from halley.tools.candidates import check_case_memory
@@ -44,7 +36,10 @@ if TYPE_CHECKING:
 _SettingsOption = Annotated[
     str,
     typer.Option(
-        "--settings", "--knobs", help="Kernel settings to tune, comma-separated, or 'all'."
+        "--settings",
+        "--knobs",
+        help="Groups of kernel settings to tune, comma-separated, or 'all'. --knobs is the name of "
+        "an earlier version.",
     ),
 ]
 _TpSizeOption = Annotated[
@@ -53,17 +48,23 @@ _TpSizeOption = Annotated[
 _SamplesOption = Annotated[int, typer.Option(help="Timed runs of each configuration.")]
 _PathOption = Annotated[
     Path | None,
-    typer.Option(help="File of tuned kernel configurations; default: the user's cache."),
+    typer.Option(
+        help="File of tuned kernel configurations; default: $HALLEY_KERNEL_CONFIG, or a file in "
+        "the user's cache folder."
+    ),
 ]
 _ShowOption = Annotated[
     bool, typer.Option("--show", help="Show the configurations of the file; measure nothing.")
 ]
 _MergeOption = Annotated[
     list[Path],
-    typer.Option(help="Copy the configurations of this file into --path; measure nothing."),
+    typer.Option(
+        help="Copy the configurations of this file into --path; measure nothing. May be given "
+        "several times."
+    ),
 ]
 _ChartOption = Annotated[
-    Path | None, typer.Option(help="Draw the time of every measured setting into this .png.")
+    Path | None, typer.Option(help="PNG file for a chart of the time of every measured setting.")
 ]
 
 
@@ -81,9 +82,10 @@ def tune(
     nproc: NprocOption = 0,
     device: DeviceOption = "auto",
 ) -> int:
-    """Measure kernel settings of the fused strategy and store the fastest for later runs.
+    """Measure kernel settings of the strategy fused, and store the fastest for later runs.
 
-    Stores each layer as soon as it is measured. Prints a table, then one JSON line per layer.
+    Stores the result of each layer as soon as it is measured. Prints a table, then one JSON line
+    per layer.
     """
     # Imported here so that other commands also run where Triton is missing.
     from halley.fused.config import ConfigTable, config_path, merge_tables, tuning_environment
@@ -92,12 +94,10 @@ def tune(
     if show and merge:
         raise ValueError("show must be left out with merge, which shows the result")
     num_ranks = count_ranks(nproc, device=device)
-    place = pick_device(device)
     file = path or config_path()
-    environment = tuning_environment(place, num_ranks=num_ranks, tp_size=tp_size)
+    environment = tuning_environment(pick_device(device), num_ranks=num_ranks, tp_size=tp_size)
     if chart is not None:
-        check_package("matplotlib", extra="plot", option=f"chart ({chart})")
-        check_picture(chart, option="chart")
+        check_chart(chart, option="chart")
     for source in merge:
         check_readable(source, option="merge")
     if merge:
@@ -105,7 +105,8 @@ def tune(
     if show or merge:
         _print(ConfigTable(file, environment), chart)
         return 0
-    space = {name: SPACE[name] for name in _names(settings, list(SPACE))}
+    names = list(SPACE) if settings == "all" else split_names(settings, option="settings")
+    check_known(names, list(SPACE), option="settings")
     check_samples(samples)
     cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, tp_size=tp_size, device=device)
     _check_table(file, environment)
@@ -119,8 +120,8 @@ def tune(
         with step_progress(world) as on_progress:
             for case in cases:
                 found = tune_layer(
-                    case, groups=groups, device=world.device, space=space,
-                    num_samples=samples, on_progress=on_progress,
+                    case, groups=groups, device=world.device, num_samples=samples,
+                    space={name: SPACE[name] for name in names}, on_progress=on_progress,
                 )  # fmt: skip
                 if world.is_first:
                     table.write(found)
@@ -130,11 +131,11 @@ def tune(
 
 
 def _check_table(file: Path, environment: "Environment") -> None:
-    """Check before the measurement that the file can be read and extended."""
+    """Raise ``ValueError`` if the file cannot be read or extended."""
     from halley.fused.config import ConfigTable
 
     with warnings.catch_warnings():
-        # The ranks repeat the warning about configurations of other machines.
+        # A warning about configurations of other machines follows from the ranks.
         warnings.simplefilter("ignore")
         ConfigTable(file, environment)
     check_replaceable(
@@ -153,12 +154,6 @@ def _cases(
             case, ep_size=num_ranks, tp_size=tp_size, memory_bytes=memory_bytes, backward=True
         )
     return cases
-
-
-def _names(settings: str, allowed: list[str]) -> list[str]:
-    names = allowed if settings == "all" else split_names(settings, option="settings")
-    check_known(names, allowed, option="settings")
-    return names
 
 
 def _print(table: "ConfigTable", chart: Path | None) -> None:

@@ -1,7 +1,11 @@
-"""Passes over whole graphs of torch.compile, which hide communication behind computation."""
+"""Passes over whole graphs of torch.compile that overlap communication with computation.
+
+Start reading in ``pipeline.py``, which lists all changes to a graph in order. ``backend.py`` has
+the entry points. docs/lancet.md explains the method.
+"""
 
 from halley.compiler.backend import Backend, register, run
-from halley.compiler.partition.axes import Batch, Call, Division, Refusal
+from halley.compiler.partition.propagation import Batch, Call, Division, Refusal
 from halley.compiler.wgrad.schedule import OrderReport
 
 

@@ -1,8 +1,7 @@
-"""The backend "halley" of torch.compile: passes over forward and backward graphs.
+"""The backend "halley" of ``torch.compile``: runs the passes over forward and backward graphs.
 
-With the inner compiler "eager" the passes see the graphs that aot_autograd has divided, and their
-operators then run one by one. With "inductor" they run as Inductor's last pass over its own graphs,
-and what must stay in order is pinned for its scheduler.
+With the inner compiler "eager", the passes change the graphs of aot_autograd, whose operators then
+run one by one. With "inductor", they are the last step of Inductor before it makes kernels.
 """
 
 import warnings
@@ -22,7 +21,7 @@ from torch._guards import CompileContext
 from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import record_function
 
-from halley.compiler.gradient_ready import EarlyGradients
+from halley.compiler.gradient_ready import GradientHooks
 from halley.compiler.graph_analysis import NodeKind, node_kind
 from halley.compiler.graph_memory import StepPeak
 from halley.compiler.options import Options, parse_options
@@ -30,10 +29,10 @@ from halley.compiler.pipeline import (
     device_of,
     find_batch_inputs,
     is_backward,
-    report_as_is,
+    report_unchanged,
     run_passes,
 )
-from halley.compiler.reserved_sms import leave_sms_beside
+from halley.compiler.reserved_sms import reserve_sms
 from halley.compiler.wgrad.schedule import OrderReport
 
 
@@ -49,42 +48,43 @@ def run(
 ) -> OrderReport | None:
     """Run the passes over a graph of operators, in place; a collective of the graph's groups.
 
-    For graphs that something else has made: a training step traced by ``make_fx``, or another
-    backend's forward or backward.
+    Use it for graphs that come from elsewhere: a training step traced by ``make_fx``, or the
+    forward or backward graph of another backend.
 
     Args:
-        gm: with functional collectives.
-        options: as of the backend; ``inner`` says what will compile the graph, for its price.
-        batch_inputs: names of the inputs that have the batch as their first dimension. Without
-            any, as in a graph of backward, nothing runs in parts.
+        gm: module with functional collectives.
+        options: as for the backend. ``inner`` names the compiler that the graph will go to, which
+            decides the predicted times.
+        batch_inputs: names of the inputs whose first dimension is the batch. Without any, as for a
+            backward graph, nothing runs in microbatches.
 
     Returns:
-        What changed, or None where the graph stays as it is.
+        The report of the changes, or None if the graph keeps its order.
 
     Raises:
-        RuntimeError: ranks have different collectives, or one did not come in time.
-        ValueError: an option is unknown or not allowed, or there is no such input.
+        RuntimeError: the ranks' collectives differ, or a rank is missing.
+        ValueError: an option or an input is unknown, or the value of an option is not allowed.
     """
     names = {node.name for node in gm.graph.find_nodes(op="placeholder")}
     if unknown := sorted(set(batch_inputs) - names):
         raise ValueError(f"batch_inputs ({', '.join(unknown)}) must be inputs of the graph")
     report = run_passes(gm.graph, parse_options(options), batch_inputs=batch_inputs)
     if report is not None:
-        leave_sms_beside(gm.graph, report.sm_margins)
+        reserve_sms(gm.graph, report.sm_margins)
     gm.recompile()
     return report
 
 
 @final
 class Backend:
-    """Compiles the graphs that Dynamo finds; remembers which, to say where overlap ends.
+    """Compiles the graphs of Dynamo with the passes.
 
     Args:
-        plans_only: the inner compiler is priced and not run, and graphs that stay as they are get
-            reports, too.
+        plans_only: do not run the inner compiler, only predict its times. Graphs that no pass
+            changes have reports, too.
 
     Attributes:
-        reports: of the graphs that passes have changed, oldest first.
+        reports: of the graphs that the passes changed, oldest first.
     """
 
     def __init__(self, *, plans_only: bool = False) -> None:
@@ -96,8 +96,8 @@ class Backend:
         self.begin()
 
     def begin(self) -> None:
-        """Take what is compiled from now on for the parts of one model."""
-        self._num_undone_before = _num_undone()
+        """Start a new model: graphs compiled from now on belong to it."""
+        self._num_pending_before = _num_pending_frames()
         self._frames.clear()
 
     def __call__(
@@ -107,15 +107,15 @@ class Backend:
         *,
         options: dict[str, object] | None = None,
     ) -> Compiled:
-        """Compile one of Dynamo's graphs.
+        """Compile one graph of Dynamo.
 
         Raises:
-            ValueError: an option is unknown or not allowed.
+            ValueError: an option is unknown, or its value is not allowed.
         """
         parsed = parse_options(options)
-        self._note(gm)
+        self._warn_of_graph_break(gm)
         inputs = _find_inputs(example_inputs)
-        early = EarlyGradients(example_inputs)
+        hooks = GradientHooks(example_inputs)
         if parsed.inner == "inductor" and not self._plans_only:
             from halley.compiler.inductor import compile_by_inductor
 
@@ -124,10 +124,10 @@ class Backend:
                 example_inputs,
                 options=parsed,
                 inputs=inputs,
-                early=early,
-                keep=self.reports.append,
+                hooks=hooks,
+                add_report=self.reports.append,
             )
-        return self._compile_eager(gm, example_inputs, parsed, inputs=inputs, early=early)
+        return self._compile_eager(gm, example_inputs, parsed, inputs=inputs, hooks=hooks)
 
     def _compile_eager(
         self,
@@ -136,65 +136,64 @@ class Backend:
         options: Options,
         *,
         inputs: Sequence[int],
-        early: EarlyGradients,
+        hooks: GradientHooks,
     ) -> Compiled:
-        divide = early.dividing(min_cut_rematerialization_partition)
-        step_peak = StepPeak(options.unknown_size, divide)
+        """Compile a graph whose operators run one by one: changes 1 to 9 of ``pipeline.py``."""
+        split = hooks.wrap_split(min_cut_rematerialization_partition)
+        step_peak = StepPeak(options.unknown_size, split)
 
-        def compile_graph(part: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-            names = find_batch_inputs(part.graph, inputs)
+        def compile_graph(half: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+            names, backward = find_batch_inputs(half.graph, inputs), is_backward(half.graph)
             report = run_passes(
-                part.graph, options, batch_inputs=names, step_peak=step_peak.num_bytes
+                half.graph, options, batch_inputs=names, step_peak=step_peak.num_bytes
             )
-            backward = is_backward(part.graph)
             if report is not None:
-                always = backward and early.hands_over
-                leave_sms_beside(part.graph, report.sm_margins, always=always)
-                part.recompile()
+                reserve_sms(half.graph, report.sm_margins, in_all=backward and hooks.has_any)
             elif self._plans_only:
-                report = report_as_is(part.graph, options)
+                report = report_unchanged(half.graph, options)
             if report is not None:
                 self.reports.append(report)
             if backward:
-                early.take(part.graph)
-            return _boxed(part)
+                hooks.insert(half.graph)
+            return _make_callable(half)
 
         compiler = aot_autograd(
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
             partition_fn=step_peak,
-            # Fused layers write to one input in forward and in backward: each in its graph.
+            # Fused layers write to their ordering token in forward and in backward. Each write must
+            # stay in its graph.
             keep_inference_input_mutations=True,
         )
         return compiler(gm, example_inputs)
 
-    def _note(self, gm: fx.GraphModule) -> None:
-        """Warn once if a graph that communicates is not the whole model.
+    def _warn_of_graph_break(self, gm: fx.GraphModule) -> None:
+        """Warn once if a graph with collectives is not the whole model.
 
-        It is not if there are graphs of several frames, of which what follows a graph break is one,
-        or if Dynamo gave up a frame: it skips one that breaks in a loop and compiles what that
-        calls. A frame that is compiled again is not another graph.
+        Two signs: graphs of several frames (a graph break starts a new frame), or a frame that
+        Dynamo gave up. Dynamo skips a frame with a break in a loop, and compiles the functions that
+        it calls. A recompilation has the frame of its first compilation.
         """
         compile_id = CompileContext.current_compile_id()
         self._communicates = self._communicates or _communicates(gm.graph)
         self._frames.add(0 if compile_id is None else compile_id.frame_id or 0)
-        # This frame is not done yet; another that is not was given up.
-        is_part = len(self._frames) > 1 or _num_undone() - self._num_undone_before > 1
+        # One pending frame is the present one. Dynamo gave up any other.
+        is_part = len(self._frames) > 1 or _num_pending_frames() - self._num_pending_before > 1
         if is_part and self._communicates and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "halley compiles the model in parts: computation of one graph does not hide "
-                "communication of another. Compile it as a whole, and look for graph breaks with "
-                "fullgraph=True",
+                "halley compiles the model in several graphs: computation of one graph cannot "
+                "overlap communication of another. Compile the whole model, and find graph breaks "
+                "with fullgraph=True",
                 stacklevel=2,
             )
 
 
 def register() -> Backend:
-    """Return what ``torch.compile(model, backend="halley")`` uses, with its reports.
+    """Return the backend of ``torch.compile(model, backend="halley")``, which has the reports.
 
-    Makes the name known where the package runs without being installed. Called again, it says that
-    another model follows.
+    Registers its name, for a package that runs without being installed. A further call starts a new
+    model, as ``Backend.begin`` does.
     """
     BACKEND.begin()
     if NAME not in list_backends():
@@ -203,7 +202,7 @@ def register() -> Backend:
 
 
 def _find_inputs(example_inputs: Sequence[Any]) -> list[int]:
-    """Return the positions of tensors that come with each call: no parameters, no buffers."""
+    """Return the positions of tensors that are neither parameters nor buffers."""
     return [
         at
         for at, value in enumerate(example_inputs)
@@ -214,19 +213,19 @@ def _find_inputs(example_inputs: Sequence[Any]) -> list[int]:
 
 
 def _communicates(graph: fx.Graph) -> bool:
-    """Return whether one of Dynamo's graphs has collectives, which it calls by functions."""
+    """Return whether a graph of Dynamo calls a function of functional collectives."""
     names = (f"{node.target}" for node in graph.nodes if node.op == "call_function")
     return any("c10d" in name for name in names)
 
 
-def _num_undone() -> int:
-    """Return how many frames Dynamo has begun and not compiled in this process, of any model."""
+def _num_pending_frames() -> int:
+    """Return how many frames Dynamo has begun but not compiled in this process, of any model."""
     return counters["frames"]["total"] - counters["frames"]["ok"]
 
 
 @final
-class _Traced(fx.Interpreter):
-    """Runs a graph node by node, and shows the profiler what computes."""
+class _ProfiledInterpreter(fx.Interpreter):
+    """Runs a graph node by node, with a profiler record for each node that computes."""
 
     def run_node(self, n: fx.Node) -> Any:
         if node_kind(n) not in (NodeKind.COMPUTE, NodeKind.FUSED):
@@ -235,26 +234,31 @@ class _Traced(fx.Interpreter):
             return super().run_node(n)
 
 
-def _boxed(gm: fx.GraphModule) -> Compiled:
-    """Return a function that takes its arguments in a list, empties it, and frees after last use.
+def _make_callable(gm: fx.GraphModule) -> Compiled:
+    """Return a function that runs a graph, whose arguments are a list that it empties.
 
-    It runs past autograd, which has nothing to record here, and whose way leads through Python for
-    collectives and for Halley's operators. Code is generated from the graph: an interpreter would
-    take ten microseconds for each node, and the host of a GPU has no more. Only a profiled CPU is
-    shown node by node; a GPU shows its kernels by itself.
+    Emptying the list frees each argument after its last use. The operators skip the autograd
+    dispatch key: autograd records nothing here, and for collectives and Halley's operators that key
+    runs Python code. The function runs generated code, because an interpreter would cost the host
+    about 10 us for each node. Only under a profiler on a CPU it interprets the graph, to record
+    each node; on a GPU the profiler sees the kernels.
     """
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     on_cpu = device_of(gm.graph).type == "cpu"
 
     def call(args: list[Any]) -> Any:
-        # Torch tells by no public name whether a profiler runs.
-        is_traced = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        # torch has no public function for whether a profiler runs.
+        is_profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
-            return _Traced(gm).boxed_run(args) if on_cpu and is_traced else gm.forward(args)
+            return (
+                _ProfiledInterpreter(gm).boxed_run(args)
+                if on_cpu and is_profiled
+                else gm.forward(args)
+            )
 
     call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 
-BACKEND = Backend()  # of that name; torch finds it by the entry point in pyproject.toml
+BACKEND = Backend()  # torch.compile finds it by the entry point in pyproject.toml

@@ -1,46 +1,39 @@
-"""Ranks compare their graphs and share one plan, before any of them runs a collective.
+"""Compare the graphs of all ranks, and share the plan of rank 0, before any rank runs a collective.
 
-Ranks talk through the store of their group, not by a collective: a rank that never comes is then an
-error within a bounded time, which names it, and nothing waits on a device. Rank 0 of the group
-reads what all have said and writes a verdict, so traffic is linear in the number of ranks.
+Ranks exchange short texts through the key-value store of their process group. A collective would
+hang if a rank never came. The store has a time limit, so an error can name the missing rank. Rank 0
+of the group reads all texts and writes one verdict: traffic is linear in the number of ranks.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast, final
+from typing import TypeVar, cast, final
 
 from torch._C._distributed_c10d import (
+    Store,
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
 
 from halley.compiler.graph_collectives import Signature
 
 
-_VERDICT_MARGIN_S = 10.0  # that others wait longer than rank 0, which names who is missing
+# Other ranks wait longer than rank 0, so that they read its verdict, which names the missing ranks.
+_VERDICT_MARGIN_S = 10.0
 _POLL_S = 0.05
 _T = TypeVar("_T")
 
 
-class Store(Protocol):
-    """The part of a store of torch that is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, value: int) -> int: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-
-
 @final
 class Consensus:
-    """The ranks of one group, over one graph.
+    """The ranks of one process group that compile one graph.
 
     Args:
         store: of the group.
-        group_name: as functional collectives name it.
+        group_name: name of the group in functional collectives.
         rank: in the group.
         num_ranks: of the group.
-        timeout_s: how long rank 0 waits for the others.
+        timeout_s: time that rank 0 waits for the other ranks, in seconds.
     """
 
     def __init__(
@@ -51,83 +44,82 @@ class Consensus:
         self.num_ranks = num_ranks
         self._store = store
         self._timeout_s = timeout_s
-        # Counted by each rank on its own: ranks compile their graphs in the same order.
+        # Each rank counts its own graphs. Ranks compile their graphs in the same order, so graphs
+        # of one number belong together.
         self._number = store.add(f"halley/graphs/{rank}", 1)
 
     def compare(self, signature: Signature) -> tuple[int, ...]:
-        """Return the ranks whose graphs have another structure than rank 0's; none if all agree.
+        """Return the ranks whose graphs differ in structure from rank 0's, on all ranks.
 
         Raises:
-            RuntimeError: on all ranks, that some have other collectives; or a rank did not come.
+            RuntimeError: the collectives of a rank differ, on all ranks; or a rank is missing.
         """
         text = json.dumps([signature.collectives, signature.structure])
         self._store.set(self._key(f"graph/{self.rank}"), text)
         if self.rank == 0:
             keys = [self._key(f"graph/{rank}") for rank in range(self.num_ranks)]
-            self._wait_for_all(keys)
-            graphs = [json.loads(self._store.get(key)) for key in keys]
-            collectives = [tuple(graph[0]) for graph in graphs]
-            others = [rank for rank, graph in enumerate(graphs) if graph[1] != graphs[0][1]]
-            verdict = {"error": _difference(collectives), "others": others}
-            self._store.set(self._key("verdict"), json.dumps(verdict))
+            others: list[int] = []
+            if missing := self._find_missing(keys, self._timeout_s):
+                error = (
+                    f"ranks {missing} compiled no graph with collectives in {self._timeout_s:g} s: "
+                    "all ranks must compile the same graphs, recompilations included"
+                )
+            else:
+                graphs = [json.loads(self._store.get(key)) for key in keys]
+                error = _difference([tuple(graph[0]) for graph in graphs])
+                others = [rank for rank, graph in enumerate(graphs) if graph[1] != graphs[0][1]]
+            self._store.set(self._key("verdict"), json.dumps({"error": error, "others": others}))
         verdict = self._read("verdict")
         if verdict["error"]:
-            raise RuntimeError(f"graph {self._number} differs: {verdict['error']}")
+            raise RuntimeError(f"graph {self._number}: {verdict['error']}")
         return tuple(cast(list[int], verdict["others"]))
 
     def share(self, what: str, make: Callable[[], _T]) -> _T:
-        """Return what rank 0 makes, on all ranks.
+        """Return the result that ``make`` gives on rank 0, on all ranks.
 
         Args:
-            what: its name; each is shared once for a graph.
-            make: called on rank 0 alone; the result travels as JSON.
+            what: name of the result; each name is used once for a graph.
+            make: called on rank 0 only; its result is sent as JSON.
 
         Raises:
-            RuntimeError: rank 0 failed to make it.
+            RuntimeError: ``make`` failed on rank 0; raised on all ranks.
         """
         if self.rank == 0:
             try:
                 self._store.set(self._key(what), json.dumps({"made": make()}))
             except Exception as error:
                 self._store.set(self._key(what), json.dumps({"error": repr(error)}))
-                raise RuntimeError(self._made_no(what, repr(error))) from error
+                raise RuntimeError(self._failure(what, repr(error))) from error
         found = self._read(what)
         if "error" in found:
-            raise RuntimeError(self._made_no(what, found["error"]))
+            raise RuntimeError(self._failure(what, found["error"]))
         return cast(_T, found["made"])
 
-    def tell(self, what: str, value: int) -> list[int]:
-        """Return what each rank tells of itself, in the order of ranks, on all ranks.
+    def all_gather(self, what: str, value: int) -> list[int]:
+        """Return the value of each rank, in the order of ranks, on all ranks.
 
         Args:
-            what: its name; each is told once for a graph.
+            what: name of the value; each name is used once for a graph.
             value: of this rank.
 
         Raises:
-            RuntimeError: a rank told nothing in time.
+            RuntimeError: a rank sent no value in time.
         """
         keys = [self._key(f"{what}/{rank}") for rank in range(self.num_ranks)]
         self._store.set(keys[self.rank], str(int(value)))
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s + _VERDICT_MARGIN_S))
-        except RuntimeError:
-            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+        if missing := self._find_missing(keys, self._timeout_s + _VERDICT_MARGIN_S):
             raise RuntimeError(
-                f"graph {self._number}: ranks {missing} told no {what} in {self._timeout_s:g} s"
-            ) from None
+                f"graph {self._number}: ranks {missing} sent no {what} in {self._timeout_s:g} s"
+            )
         return [int(self._store.get(key)) for key in keys]
 
-    def _wait_for_all(self, keys: list[str]) -> None:
+    def _find_missing(self, keys: list[str], timeout_s: float) -> list[int]:
+        """Wait for the keys of all ranks; return the ranks whose keys are still missing."""
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+            return []
         except RuntimeError:
-            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
-            error = (
-                f"ranks {missing} compiled no graph with collectives in {self._timeout_s:g} s: all "
-                "ranks must compile the same graphs, recompilations included"
-            )
-            self._store.set(self._key("verdict"), json.dumps({"error": error, "others": []}))
-            raise RuntimeError(f"graph {self._number}: {error}") from None
+            return [rank for rank, key in enumerate(keys) if not self._has(key)]
 
     def _has(self, key: str) -> bool:
         try:
@@ -146,7 +138,7 @@ class Consensus:
             ) from None
         return cast(dict[str, object], json.loads(self._store.get(key)))
 
-    def _made_no(self, what: str, error: object) -> str:
+    def _failure(self, what: str, error: object) -> str:
         return f"graph {self._number}: rank 0 made no {what}: {error}"
 
     def _key(self, what: str) -> str:
@@ -154,11 +146,11 @@ class Consensus:
 
 
 def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
-    """Return the council of a process group.
+    """Return the consensus of a process group.
 
     Args:
-        group_name: as functional collectives name it.
-        timeout_s: how long rank 0 waits for the others.
+        group_name: name of the group in functional collectives.
+        timeout_s: time that rank 0 waits for the other ranks, in seconds.
     """
     group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
     return Consensus(
@@ -171,7 +163,10 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
 
 
 def _difference(collectives: Sequence[tuple[str, ...]]) -> str:
-    """Return who has other collectives than rank 0, and where they first differ; "" if nobody."""
+    """Return the ranks whose collectives differ from rank 0's, and the first difference, as text.
+
+    "" if all are equal.
+    """
     first = collectives[0]
     others = [rank for rank, lines in enumerate(collectives) if lines != first]
     if not others:

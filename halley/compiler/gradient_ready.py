@@ -1,7 +1,8 @@
-"""Gradients of parameters handed over as soon as a backward graph has made them.
+"""Call gradient-ready hooks of parameters while a compiled backward graph runs.
 
-What waits for them, such as their sums over ranks, then runs beside the rest of backward, and their
-memory is free again once they are taken.
+Autograd returns the gradients of a compiled backward graph when the whole graph has ended. A hook
+receives a gradient as soon as the graph has computed it. It can start an all-reduce that overlaps
+the rest of backward, and the memory of the gradient is free once the hook has returned.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +15,18 @@ from halley.compiler.graph_memory import Halves
 from halley.ops.gradient_hook import find_gradient_hook, run_gradient_hook
 
 
-Divide = Callable[..., Halves]
-# In the meta of an output: of which results Inductor keeps the strides. torch 2.11 takes none for
-# a node.
+SplitJointGraph = Callable[..., Halves]
+# Key in the meta of an output node: positions of the results whose strides Inductor keeps. Inductor
+# of torch 2.11 fails if a listed result is None.
 _VISIBLE = "user_visible_output_idxs"
 
 
 @final
-class EarlyGradients:
-    """Hands over the gradients of one graph's parameters that have a ``gradient_ready_hook``.
+class GradientHooks:
+    """Gives gradients to the parameters of one graph that have a ``gradient_ready_hook``.
 
-    Each call of forward saves these parameters for its backward: one graph may run on those of
-    several modules.
+    Forward saves these parameters for backward at each call, because several modules may share one
+    compiled graph.
 
     Args:
         example_inputs: of the graph.
@@ -35,52 +36,56 @@ class EarlyGradients:
         self._positions = [
             at for at, value in enumerate(example_inputs) if find_gradient_hook(value)
         ]
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # of parameters with a gradient, by position
 
     @property
-    def hands_over(self) -> bool:
-        """Whether the graph's backward hands any gradient over."""
+    def has_any(self) -> bool:
+        """Whether the backward graph calls any hook."""
         return bool(self._names)
 
-    def dividing(self, divide: Divide) -> Divide:
-        """Return what divides a joint graph as ``divide`` does, and then keeps the parameters."""
+    def wrap_split(self, split: SplitJointGraph) -> SplitJointGraph:
+        """Return ``split``, a partitioner of joint graphs, extended to save the parameters."""
 
         def run(gm: fx.GraphModule, inputs: Sequence[object], **kwargs: Any) -> Halves:
-            forward, backward = divide(gm, inputs, **kwargs)
-            self._keep(forward.graph, backward.graph, num_outputs=kwargs["num_fwd_outputs"])
+            forward, backward = split(gm, inputs, **kwargs)
+            self._save_parameters(
+                forward.graph, backward.graph, num_outputs=kwargs["num_fwd_outputs"]
+            )
             return forward, backward
 
         return run
 
-    def _keep(self, forward: fx.Graph, backward: fx.Graph, *, num_outputs: int) -> None:
-        """Hand parameters that have gradients on from forward to backward.
+    def _save_parameters(self, forward: fx.Graph, backward: fx.Graph, *, num_outputs: int) -> None:
+        """Add the parameters to the tensors that forward saves for backward, in place.
 
-        Args:
-            forward, backward: what a joint graph was divided into, changed.
-            num_outputs: of forward, but for what it saves.
+        The first ``num_outputs`` results of forward are its outputs, the rest is saved.
         """
         inputs = forward.find_nodes(op="placeholder")
         gradients = _results(backward)
-        if len(gradients) != len(inputs):  # not one for each input: tokens of effects, subclasses
+        # With effect tokens or tensor subclasses, backward has not one gradient for each input.
+        if len(gradients) != len(inputs):
             return
-        made = [at for at in self._positions if gradients[at] is not None]
+        with_gradient = [at for at in self._positions if gradients[at] is not None]
         results = _results(forward)
-        first = next(iter(results[num_outputs:]), None)  # saved; tensors come before numbers
-        if not made or first is None or not isinstance(first.meta.get("val"), torch.Tensor):
+        first = next(iter(results[num_outputs:]), None)
+        # Saved tensors come before saved sizes, so the first one is a tensor if there is any.
+        if not with_gradient or first is None:
+            return
+        if not isinstance(first.meta.get("val"), torch.Tensor):
             return
         known = {node.name: node for node in backward.find_nodes(op="placeholder")}
-        self._names = {at: inputs[at].name for at in made}
-        missing = [inputs[at] for at in made if inputs[at].name not in known]
+        self._names = {at: inputs[at].name for at in with_gradient}
+        missing = [inputs[at] for at in with_gradient if inputs[at].name not in known]
         with backward.inserting_before(known[first.name]):
             for parameter in missing:
                 backward.placeholder(parameter.name).meta = parameter.meta.copy()
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
-    def take(self, backward: fx.Graph) -> None:
-        """Hand gradients over behind the nodes that make them, and return them no more.
+    def insert(self, backward: fx.Graph) -> None:
+        """Call the hooks right after the nodes that compute their gradients, which become None.
 
         Args:
-            backward: in the order in which it will run, changed.
+            backward: graph in its final order; changed in place.
         """
         parameters = {node.name: node for node in backward.find_nodes(op="placeholder")}
         results = list(_results(backward))

@@ -1,6 +1,6 @@
-"""Facts about a graph: what its nodes do, which depend on which, and which orders are legal."""
+"""Classify the nodes of a graph, find their dependencies, and check orders of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, final
 
@@ -14,59 +14,53 @@ from halley.compiler.graph_collectives import (
     is_wait,
     operator_name,
 )
+from halley.compiler.sizes import result_of
 
 
 class NodeKind(Enum):
-    """What a node does when the graph runs."""
+    """Work that a node does when the graph runs."""
 
     INPUT = "input"
     OUTPUT = "output"
-    START = "start"  # begins a collective, and returns
-    WAIT = "wait"
-    FUSED = "fused"  # computes and communicates, and returns when both are done
-    VIEW = "view"  # names memory that is there, or a size: costs nothing
+    START = "start"  # starts a collective and returns at once
+    WAIT = "wait"  # blocks the compute stream until a collective has ended
+    FUSED = "fused"  # computes and communicates in one operator, and returns when both have ended
+    VIEW = "view"  # makes a view, a size or a tuple element: no kernel
     COMPUTE = "compute"
 
 
 _ATEN = torch.ops.aten
-# Matrix products: what is long enough to hide an all-to-all.
 _GEMMS = frozenset(
-    {
-        _ATEN.mm.default,
-        _ATEN.addmm.default,
-        _ATEN.bmm.default,
-        _ATEN.baddbmm.default,
-        _ATEN._grouped_mm.default,
-        _ATEN._scaled_mm.default,
-        _ATEN._scaled_grouped_mm.default,
-    }
-)
-# By name: known without importing what defines them.
+    getattr(_ATEN, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"
+    )
+)  # fmt: skip
+# Compared by name, so that this file does not import the packages that define the operators.
 _GEMM_NAMES = frozenset(
     f"halley::{name}"
     for name in ("weight_gemm", "expert_gemm", "expert_weight_gemm", "gemm_with_carveout")
 )
-
 _EMPTY_NAMES = frozenset(
-    {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty")}
-    | {"aten::new_empty_strided"}
+    f"aten::{name}"
+    for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 )
-_FILL_NAMES = frozenset({"halley::write_slice", "halley::write_rows"})
+_BUFFER_WRITE_NAMES = frozenset({"halley::write_slice", "halley::write_rows"})
 
 
 def is_gemm(node: fx.Node) -> bool:
-    """Return whether a node is a matrix product, dense or grouped."""
+    """Return whether a node is a GEMM: dense, batched or grouped."""
     return find_operator(node) in _GEMMS or operator_name(node) in _GEMM_NAMES
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the path of the module whose forward a node computes, or whose backward; "" if none.
+    """Return the path of the module that a node belongs to in forward or backward; "" if unknown.
 
-    Example: "layers.1.mlp". A tracer notes it, as far as it knows modules.
+    Example: "layers.1.mlp". Dynamo records the path in ``node.meta``.
     """
     stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [*stack.values()][-1][0] if stack else ""
-    return path.partition("].")[2] or path
+    return path.partition("].")[2] or path  # without the prefix "L['self']."
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -77,23 +71,35 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
+def mask_of(indices: Iterable[int]) -> int:
+    """Return the bit mask of different indices, the inverse of ``bits``."""
+    return sum(1 << index for index in indices)
+
+
 @final
 class GraphAnalysis:
-    """A graph's nodes by index, what they do, and which must stand before which.
+    """The nodes of a graph by index: their kinds, and the order that dependencies demand.
 
-    Besides data, three things order nodes: a node that writes to its arguments stands where it is
-    among all others; nodes that draw random numbers keep their order; collectives that ranks wait
-    in keep theirs, which is the order of all ranks.
+    A node must come after the nodes whose results it reads. Three rules add dependencies:
+
+    1. A node that writes to its arguments stays after all nodes before it and before all after it.
+    2. Nodes that draw random numbers keep their order.
+    3. All-to-alls, all-gathers and fused operators keep their order: if ranks ran them in
+       different orders, they would deadlock.
+
+    Sets of nodes are bit masks: bit i is the node of index i. One ``&`` then intersects the
+    ancestors of a node with any other set, also in graphs of thousands of nodes.
 
     Args:
         graph: of operators, as aot_autograd makes it.
 
     Attributes:
-        nodes: in the graph's order.
+        nodes: in the order of the graph.
         kinds: of each node.
-        collectives: kind of each node's collective, or None.
-        needs: indices that must stand before each node.
-        ancestors, descendants: the same, and what those need in turn, as bit masks.
+        collectives: kind of the collective that each node starts, or None.
+        needs: for each node the indices of the nodes that it directly depends on, ascending.
+        ancestors: for each node the mask of all nodes that must come before it.
+        descendants: for each node the mask of all nodes that must come after it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -103,10 +109,8 @@ class GraphAnalysis:
         self.needs = _find_needs(self.nodes, self.collectives)
         self.ancestors = [0] * len(self.nodes)
         for index, needs in enumerate(self.needs):
-            mask = 0
             for need in needs:
-                mask |= self.ancestors[need] | 1 << need
-            self.ancestors[index] = mask
+                self.ancestors[index] |= self.ancestors[need] | 1 << need
         self.descendants = [0] * len(self.nodes)
         for index in reversed(range(len(self.nodes))):
             below = self.descendants[index] | 1 << index
@@ -122,18 +126,18 @@ class GraphAnalysis:
         return [index for index, kind in enumerate(self.collectives) if kind in kinds]
 
     def find_waits(self, start: int) -> list[int]:
-        """Return the indices of the waits for what a node has started, ascending."""
+        """Return the indices of the waits for the collective that a node starts, ascending."""
         return [index for index in self.find(NodeKind.WAIT) if start in self.needs[index]]
 
     def check_order(self, order: Sequence[int]) -> None:
-        """Check that the graph may run in that order.
+        """Check that the graph may run in an order.
 
         Args:
             order: indices of nodes.
 
         Raises:
-            RuntimeError: it leaves out or repeats a node, puts one before what it needs, or moves
-                an input or the output.
+            RuntimeError: the order does not contain each node once, has a node before one of its
+                ancestors, or moves an input or the output.
         """
         if sorted(order) != list(range(len(self.nodes))):
             raise RuntimeError("an order must have each node of its graph once")
@@ -149,7 +153,7 @@ class GraphAnalysis:
 
 
 def apply_order(graph: fx.Graph, order: Sequence[int]) -> None:
-    """Put the nodes of a graph into that order, a legal one; nothing else changes."""
+    """Move the nodes of a graph into a legal order; their operators and arguments stay."""
     nodes = list(graph.nodes)
     cursor = nodes[order[0]]
     for index in order[1:]:
@@ -159,7 +163,7 @@ def apply_order(graph: fx.Graph, order: Sequence[int]) -> None:
 
 
 def node_kind(node: fx.Node) -> NodeKind:
-    """Return what a node does when the graph runs."""
+    """Return the kind of a node."""
     if node.op == "placeholder":
         return NodeKind.INPUT
     if node.op == "output":
@@ -172,71 +176,69 @@ def node_kind(node: fx.Node) -> NodeKind:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node's result is memory of its first argument, or no tensor at all."""
+    """Return whether a node launches no kernel: its result is a view or not a tensor."""
     operator = find_operator(node)
     if operator is None:
-        return node.op == "get_attr" or node.op == "call_function"  # getitem, arithmetic of sizes
-    # These two copy when they must, and else return a view, without saying so in the schema.
+        return node.op in ("get_attr", "call_function")  # getitem, arithmetic of sizes
+    # Both return a view where strides allow it, but their schemas declare no alias.
     if operator in (_ATEN.reshape.default, _ATEN._unsafe_view.default):
         return True
     returns = operator._schema.returns  # pyright: ignore[reportPrivateUsage]
     aliases = [result.alias_info for result in returns]
     if aliases and all(alias is not None and not alias.is_write for alias in aliases):
         return True
-    value = node.meta.get("val")
-    return value is not None and not isinstance(value, torch.Tensor | tuple | list)
+    result = result_of(node)
+    return result is not None and not isinstance(result, torch.Tensor | tuple | list)
 
 
 def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tuple[int, ...]]:
     position = {node: index for index, node in enumerate(nodes)}
     found: list[tuple[int, ...]] = []
-    barrier: int | None = None  # the last node that wrote to an argument
-    last_random: int | None = None
-    last_met: int | None = None  # the last collective that ranks meet in
+    barrier: set[int] = set()  # the last node that wrote to an argument
+    last_random: set[int] = set()
+    last_ordered: set[int] = set()  # the last collective of a kind that keeps its order
     for index, node in enumerate(nodes):
-        needs = {position[source] for source in node.all_input_nodes}
         if node.op == "placeholder":
             found.append(())
             continue
-        if barrier is not None:
-            needs.add(barrier)
-        if node.op == "output" or writes(node):
+        needs = {position[source] for source in node.all_input_nodes} | barrier
+        if node.op == "output" or mutates_arguments(node):
             needs.update(range(index))
-            barrier = index
+            barrier = {index}
         if is_random(node):
-            needs |= _some(last_random)
-            last_random = index
+            needs |= last_random
+            last_random = {index}
+        # Reductions of gradients are not ordered: all ranks run the plan of rank 0.
         if collectives[index] in ("all_to_all", "gather", "fused"):
-            needs |= _some(last_met)
-            last_met = index
+            needs |= last_ordered
+            last_ordered = {index}
         found.append(tuple(sorted(needs)))
     return found
 
 
-def _some(index: int | None) -> set[int]:
-    return set() if index is None else {index}
+def is_buffer_write(node: fx.Node) -> bool:
+    """Return whether a node writes one microbatch into a buffer of the full batch.
 
-
-def fills(node: fx.Node) -> bool:
-    """Return whether a node writes a part into a buffer that is read through its result alone."""
-    return operator_name(node) in _FILL_NAMES
+    Readers take the result of the node, not the buffer itself, so that data alone orders them.
+    """
+    return operator_name(node) in _BUFFER_WRITE_NAMES
 
 
 def is_empty(node: fx.Node) -> bool:
-    """Return whether a node makes memory and neither reads nor writes any."""
+    """Return whether a node allocates memory and neither reads nor writes it."""
     return operator_name(node) in _EMPTY_NAMES
 
 
-def writes(node: fx.Node) -> bool:
-    """Return whether a node writes to arguments that others read: data does not order it."""
+def mutates_arguments(node: fx.Node) -> bool:
+    """Return whether a node writes to arguments that others may read: data does not order it."""
     operator = find_operator(node)
-    if operator is None or fills(node):
+    if operator is None or is_buffer_write(node):
         return False
     return operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers; attention without dropout does not."""
+    """Return whether a node draws random numbers. Attention without dropout does not."""
     operator = find_operator(node)
     if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
         return False

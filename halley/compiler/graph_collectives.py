@@ -1,4 +1,4 @@
-"""Which operators of a graph communicate, and what ranks must agree on about them."""
+"""Find the collectives of a graph, and describe them so that ranks can compare their graphs."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ _FUNCTIONAL = "_c10d_functional"
 WAIT = f"{_FUNCTIONAL}::wait_tensor"
 ALL_TO_ALL = f"{_FUNCTIONAL}::all_to_all_single"
 
-# "reduce" ones bring gradients together: only outputs and the optimizer wait for them.
+# Only outputs and the optimizer wait for a "reduce" collective, so it may start later.
 _KINDS: dict[str, Kind] = {
     ALL_TO_ALL: "all_to_all",
     f"{_FUNCTIONAL}::all_reduce": "reduce",
@@ -29,18 +29,18 @@ _KINDS: dict[str, Kind] = {
     f"{_FUNCTIONAL}::all_gather_into_tensor": "gather",
     f"{_FUNCTIONAL}::all_gather_into_tensor_coalesced": "gather",
     f"{_FUNCTIONAL}::broadcast": "gather",
-    # Computation with communication inside, waited for inside: ranks meet in them.
+    # These operators compute and communicate, and return when both are done.
     "halley::fused_experts": "fused",
     "halley::fused_experts_backward": "fused",
 }
-# Namespaces whose other operators communicate in ways that are not known here.
+# Other operators of these namespaces communicate, but Halley does not know how.
 _COMMUNICATING = (
     _FUNCTIONAL, "c10d", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"
 )  # fmt: skip
 
 
 def find_operator(node: fx.Node) -> "OpOverload[..., Any] | None":
-    """Return the operator that a node calls; None if it calls something else, or nothing."""
+    """Return the operator that a node calls; None if it calls none."""
     target: object = node.target
     return cast("OpOverload[..., Any]", target) if isinstance(target, OpOverload) else None
 
@@ -52,19 +52,20 @@ def operator_name(node: fx.Node) -> str:
 
 
 def collective_kind(node: fx.Node) -> Kind | None:
-    """Return what kind of collective a node starts, or None."""
+    """Return the kind of the collective that a node starts, or None."""
     return _KINDS.get(operator_name(node))
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether a node waits for a collective that another has started."""
+    """Return whether a node waits for a collective that another node started."""
     return operator_name(node) == WAIT
 
 
-def merge_waits(graph: fx.Graph) -> None:
-    """Drop waits for what was waited for, each ten microseconds of the host.
+def remove_repeated_waits(graph: fx.Graph) -> None:
+    """Remove each wait whose input is the result of another wait.
 
-    Traced functional collectives wait by themselves, and then again where a model does.
+    A traced functional collective contains a wait, and a model may call a second one. Each wait
+    takes the host about 10 us.
     """
     for node in list(graph.nodes):
         if is_wait(node) and is_wait(source := node.all_input_nodes[0]):
@@ -73,7 +74,7 @@ def merge_waits(graph: fx.Graph) -> None:
 
 
 def unknown_collectives(graph: fx.Graph) -> list[str]:
-    """Return the operators of a graph that communicate in a way that is not known here."""
+    """Return the names of a graph's operators that communicate in a way unknown to Halley."""
     names = (operator_name(node) for node in graph.nodes)
     return sorted(
         {
@@ -85,10 +86,10 @@ def unknown_collectives(graph: fx.Graph) -> list[str]:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the name of the group that a collective is for, or None if it does not say.
+    """Return the name of a collective's process group, or None for other nodes.
 
-    It is the last argument of a functional collective: a name, or since torch 2.13 perhaps an
-    object that has one, which stands in the graph's module.
+    The last argument of a functional collective is the name. Since torch 2.13 it may be an object
+    with a name instead, an attribute of the graph's module.
     """
     if not node.args or operator_name(node).partition("::")[0] != _FUNCTIONAL:
         return None
@@ -103,25 +104,25 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def graph_groups(graph: fx.Graph) -> list[str]:
-    """Return the names of the groups of a graph's collectives, by first use."""
+    """Return the names of the process groups of a graph's collectives, in order of first use."""
     groups = (group_of(node) for node in graph.nodes if collective_kind(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 def group_sizes(graph: fx.Graph) -> list[int]:
-    """Return how many ranks are in each of the groups of a graph's collectives."""
+    """Return the number of ranks of each process group of a graph's collectives."""
     return [_resolve_process_group(name).size() for name in graph_groups(graph)]  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What ranks compare before they run a graph together.
+    """Description of a graph that ranks compare before they run it together.
 
     Attributes:
-        collectives: a line for each collective, in order. Ranks that differ here would wait for
+        collectives: one line for each collective, in order. Ranks whose lines differ would wait for
             each other for ever.
-        structure: hash of all operators and of which takes the results of which, without sizes. A
-            plan is a list of indices, and holds for graphs of one structure only.
+        structure: hash of all operators and of the edges between them, without sizes. A plan is a
+            list of indices of nodes, so it is valid only for graphs of one structure.
     """
 
     collectives: tuple[str, ...]
@@ -133,11 +134,11 @@ def signature(graph: fx.Graph, batch_inputs: Collection[str] = ()) -> Signature:
 
     Args:
         graph: of operators.
-        batch_inputs: inputs whose sizes count, as plans that divide the batch depend on them.
+        batch_inputs: names of inputs whose sizes are part of the structure, because a plan that
+            divides the batch depends on them.
 
-    Rows that ranks send and receive may differ, in graphs too, so of an all-to-all only dtype and
-    row shape count. Groups are numbered by first use: a group's name says nothing to the ranks of
-    another.
+    The numbers of rows that ranks send and receive may differ. Of an all-to-all, only dtype and row
+    shape are compared. Groups are numbered by first use: a group's name may differ between ranks.
     """
     groups = {name: index for index, name in enumerate(graph_groups(graph))}
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -149,26 +150,24 @@ def signature(graph: fx.Graph, batch_inputs: Collection[str] = ()) -> Signature:
         digest.update(f"{node.op} {_target(node)} {inputs} {sizes}\n".encode())
         if kind := collective_kind(node):
             group = groups.get(group_of(node) or "")
-            lines.append(f"{_target(node)} {_operands(node, kind)} group {group}")
+            # Of an all-to-all or all-gather, the number of rows may differ between ranks.
+            first = 0 if kind == "reduce" else 1
+            sources = " ".join(_operand(each, first=first) for each in node.all_input_nodes)
+            lines.append(f"{_target(node)} {sources} group {group}")
     return Signature(collectives=tuple(lines), structure=digest.hexdigest())
 
 
 def _target(node: fx.Node) -> str:
-    """Return what a node calls by a name that is the same in each process."""
+    """Return the name of the function that a node calls, the same in every process."""
     if node.op != "call_function":
-        return ""  # a placeholder's name is its own business
+        return ""  # names of placeholders may differ between ranks
     if operator := find_operator(node):
         return str(operator)
     return getattr(node.target, "__qualname__", type(node.target).__qualname__)
 
 
-def _operands(node: fx.Node, kind: Kind) -> str:
-    sources = node.all_input_nodes
-    return " ".join(_operand(source, first=0 if kind == "reduce" else 1) for source in sources)
-
-
 def _operand(node: fx.Node, *, first: int = 0) -> str:
-    """Return dtype and sizes of a node's tensor from a dimension on; "" for what is none."""
+    """Return dtype and sizes of a node's tensor from dimension ``first`` on; "" if it has none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""

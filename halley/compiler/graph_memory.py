@@ -1,4 +1,4 @@
-"""How many bytes a graph holds at its worst moment, in a given order."""
+"""Count the live bytes of a graph in a given order, and the peak of a training step."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast, final
@@ -6,28 +6,31 @@ from typing import Any, cast, final
 from torch import fx
 
 from halley.compiler.fusion import find_boundaries, inside_kernels
-from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, fills
-from halley.compiler.sizes import Sizes
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_buffer_write
+from halley.compiler.sizes import Sizes, result_of
 
 
 @final
 class LiveBytes:
-    """Counts what is alive in the orders of one graph.
+    """Live bytes of one graph in any order of its nodes.
 
-    A buffer is alive from the node that makes it to the last one that reads it or a view of it.
-    What a collective sends stays until its wait has ended. Inputs that the caller owns all the
-    while (parameters, and inputs of the model) do not count; others, activations kept for
-    backward, are let go after their last use. Outputs stay.
+    A buffer is alive from the node that makes it to the last node that reads it or a view of it.
+    Exceptions:
+
+    - The operand of a collective is alive until the wait has ended.
+    - The caller owns parameters and inputs of the model, so they count as 0 bytes.
+    - Activations saved for backward are inputs too. They are freed after their last reader.
+    - Outputs are alive until the end.
 
     Args:
         analysis: of the graph.
-        sizes: of what its nodes return.
-        inside: nodes whose results never come to memory, as they stay inside of kernels: who reads
-            one reads what it is made of.
+        sizes: bytes of results.
+        inside: nodes whose results stay inside of a kernel. They have no buffer, and a node that
+            reads one keeps the buffers alive from which the kernel computes it.
 
     Attributes:
-        readers: indices of the nodes that keep the buffer of each node alive, ascending.
-        num_bytes: of each node's buffer, 0 where it has none.
+        readers: for each node the indices of the nodes that keep its buffer alive, ascending.
+        num_bytes: of the buffer of each node, 0 if it has none.
     """
 
     def __init__(
@@ -37,36 +40,40 @@ class LiveBytes:
         self.readers: list[list[int]] = [[] for _ in analysis.nodes]
         self.num_bytes = [0] * len(analysis.nodes)
         position = {node: index for index, node in enumerate(analysis.nodes)}
-        held: list[set[int]] = []  # buffers that live as long as a node's result is read
+        held: list[set[int]] = []  # for each node the buffers that a reader of its result needs
         for index, node in enumerate(analysis.nodes):
             read = {buffer for source in node.all_input_nodes for buffer in held[position[source]]}
             for buffer in read:
                 self.readers[buffer].append(index)
             kind = analysis.kinds[index]
-            if kind is NodeKind.WAIT:  # what was sent may go
+            if kind is NodeKind.WAIT:  # the result is the buffer of the start, the operand is free
                 held.append({buffer for buffer in read if analysis.kinds[buffer] is NodeKind.START})
             elif kind is NodeKind.START:
                 held.append({index} | read)
+            # Neither has a buffer: readers keep the buffers alive that it is made from.
             elif kind is NodeKind.VIEW or node in inside:
                 held.append(read)
                 continue
-            elif fills(node):
+            elif is_buffer_write(node):
                 held.append(held[position[cast(fx.Node, node.args[0])]])
                 continue
             else:
                 held.append({index})
-            if kind not in (NodeKind.WAIT, NodeKind.OUTPUT) and not _is_owned(node):
-                self.num_bytes[index] = sizes.num_bytes(node.meta.get("val"))
+            # aot_autograd calls inputs that the caller owns "primals".
+            is_owned = kind is NodeKind.INPUT and node.name.startswith("primals")
+            if kind not in (NodeKind.WAIT, NodeKind.OUTPUT) and not is_owned:
+                self.num_bytes[index] = sizes.num_bytes(result_of(node))
 
     def peak(self, order: Sequence[int]) -> tuple[int, int]:
-        """Return the bytes alive at the worst moment and the position in ``order`` where it is."""
+        """Return the most live bytes, and the first position in ``order`` that has them."""
         alive = self.alive(order)
         peak = max(alive, default=0)
         return peak, alive.index(peak) if peak else 0
 
     def alive(self, order: Sequence[int]) -> list[int]:
-        """Return the bytes alive while each node of ``order`` runs."""
+        """Return the live bytes while each node of ``order`` runs."""
         place = {index: at for at, index in enumerate(order)}
+        # -1: a buffer without readers is freed by the node that makes it.
         last = [max((place[r] for r in readers), default=-1) for readers in self.readers]
         freed_after = [0] * len(order)
         for index, at in place.items():
@@ -81,28 +88,24 @@ class LiveBytes:
         return found
 
 
-def _is_owned(node: fx.Node) -> bool:
-    """Return whether the caller keeps an input: aot_autograd calls its own ones "primals"."""
-    return node.op == "placeholder" and node.name.startswith("primals")
-
-
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @final
 class StepPeak:
-    """Divides a joint graph as torch does, and counts the live bytes of both halves.
+    """Partition function of aot_autograd that also counts the live bytes of a training step.
 
-    A step's peak mostly stands at the beginning of backward, which begins with all that forward has
-    kept. Forward may come as high before the step needs more memory.
+    The peak of a step is mostly at the beginning of backward, when all saved activations are alive.
+    A pass may raise the peak of forward up to that of backward without need for more memory.
 
     Args:
-        unknown_size: taken for sizes that depend on data.
-        divide: a joint graph into forward and backward.
-        fuses: whether what compiles the halves makes kernels of several nodes, as Inductor does.
+        unknown_size: assumed for sizes that depend on data.
+        divide: partition function that divides a joint graph into forward and backward.
+        fuses: whether the inner compiler fuses nodes into kernels, as Inductor does.
 
     Attributes:
-        num_bytes: at the worst moment of both; 0 before the call, and without backward.
+        num_bytes: the larger peak of forward and backward. It is 0 before the call, and where no
+            joint graph exists because nothing needs a gradient.
     """
 
     def __init__(
@@ -118,13 +121,13 @@ class StepPeak:
         self._fuses = fuses
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
-        """Return forward and backward."""
+        """Return forward and backward as ``divide`` does, and set ``num_bytes``."""
         halves = self._divide(gm, joint_inputs, **kwargs)
         sizes = Sizes(self._unknown_size)
         for half in halves:
             analysis = GraphAnalysis(half.graph)
             boundaries = find_boundaries(half.graph, sizes) if self._fuses else {}
-            inside = inside_kernels(boundaries)
-            peak, _ = LiveBytes(analysis, sizes, inside=inside).peak(range(len(analysis.nodes)))
+            live = LiveBytes(analysis, sizes, inside=inside_kernels(boundaries))
+            peak, _ = live.peak(range(len(analysis.nodes)))
             self.num_bytes = max(self.num_bytes, peak)
         return halves

@@ -1,9 +1,9 @@
-"""What the ranks of groups measure together: all-to-alls, alone and beside computation."""
+"""Measure all-to-alls of the groups of a graph, alone and beside GEMMs, with all ranks together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import cast, final
+from typing import cast
 
 import torch
 from torch import fx
@@ -16,22 +16,21 @@ from halley.compiler.consensus import Consensus
 from halley.compiler.graph_collectives import ALL_TO_ALL, group_of, operator_name
 from halley.compiler.node_cost import exchanged_bytes
 from halley.compiler.sizes import Sizes
-from halley.cost.measure import Work, measure_contention, measure_curve
-from halley.cost.profiles import Curve, ProfileTable
+from halley.cost.profiles import Curve, ProfileTable, Work, measure_contention, measure_curve
 from halley.cost.simulate import Contention
 from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout
 
 
-_SMALLEST_BYTES = 4096  # of an all-to-all that is measured: below, all is latency
-# Products of this many rows and columns and of this inner size, in bfloat16 on a GPU, beside an
-# all-to-all of as many bytes: tenths of a millisecond beside some. Small results slow down more
-# than a model's where the wire takes processors: with 4 of an H200's 132 taken those of 2048 rows
-# and columns by 1.9, of 4096 by 1.55, of 8192 by 1.25.
+_MIN_BYTES = 4096  # of a measured all-to-all: the time of smaller ones is latency
+# Contention is measured with GEMMs of (side, inner) x (inner, side) beside an all-to-all of that
+# many bytes. A GEMM takes tenths of a millisecond, the all-to-all some milliseconds.
+# GEMMs must be as large as those of a model, because small ones suffer more from SMs that the
+# collective occupies: with 4 of the 132 SMs of an H200 occupied, a GEMM with a side of 2048 takes
+# 1.9 times as long, with 4096 1.55 times, with 8192 1.25 times.
 _CPU_SIDE, _CPU_INNER, _CPU_BYTES = 128, 128, 4 * 2**20
 _GPU_SIDE, _GPU_INNER, _GPU_BYTES = 8192, 2048, 256 * 2**20
-_NUM_GROUPS = 8
-# Multiprocessors for products to leave free.
-_SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)
+_NUM_EXPERTS = 8  # of the grouped GEMM
+_SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)  # numbers of SMs that GEMMs leave free, to try
 
 
 def measure_groups(
@@ -43,57 +42,60 @@ def measure_groups(
     sizes: Sizes,
     device: torch.device,
 ) -> None:
-    """Add what rank 0's table lacks of figures of groups; a collective of all of them.
+    """Measure the curves and the contention that the table of rank 0 lacks.
+
+    All ranks of the groups must call this together.
 
     Args:
-        graph: whose collectives there is to know about.
-        consensus_groups: of its groups, the largest first. Contention is that of the largest
-            group, and its rank 0 decides.
-        table: of this rank; that of rank 0 has a file.
-        keys: of their curves, as of ``curve_keys``.
-        sizes: of what nodes return.
-        device: of the tensors.
+        graph: measure all-to-alls of up to the bytes of its collectives.
+        consensus_groups: one for each group of the graph, the largest first. Contention is measured
+            in the largest group.
+        table: of this rank, gets the results. That of rank 0 has a file.
+        keys: key of the curve of each group, from ``curve_keys``.
+        sizes: bytes of results.
+        device: device of the measured tensors.
     """
-    lead = consensus_groups[0]
+    largest = consensus_groups[0]
 
     def measure() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # each thread has its own
-        # What rank 0 lacks all ranks measure: one that knows it must not stay away. Ranks of a
-        # smaller group may be told by several rank 0s, if the largest does not hold them all.
+            torch.cuda.set_device(device)  # the current device is a property of the thread
         for at, consensus in enumerate(consensus_groups):
             key = keys[consensus.group_name]
-            lacks = lead.share(f"curve {at}", lambda key=key: table.curve(key) is None)
-            if any(consensus.tell(f"lacks curve {at}", lacks)):
-                curve = measure_all_to_all(graph, consensus, sizes=sizes, device=device)
+            # Rank 0 decides: a rank that has the curve must take part if rank 0 lacks it.
+            lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
+            # Without a group that holds all ranks, ranks of a group may follow different rank 0s.
+            if any(consensus.all_gather(f"lacks curve {at}", lacks)):
+                curve = _measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)
-        if lead.share("contention", lambda: table.contention is None):
-            table.add_contention(_measure_contention(lead, device))
+        if largest.share("contention", lambda: table.contention is None):
+            table.add_contention(_measure_contention(largest, device))
 
-    # On a thread of its own, which traces nothing: started from a compiling thread, one of four
-    # runs stood still in a collective of gloo.
+    # A thread of its own, because the calling thread traces: there, one of four runs hung in a
+    # collective of gloo.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(measure).result()
 
 
 def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
-    """Return under which key a table has the all-to-all curve of each group, by its name.
+    """Return the key of the all-to-all curve of each group in a table, by group name.
 
-    A name says nothing in another run, but how many ranks a group has and where they stand in the
-    largest one does: links within a host are others than those between hosts.
+    Names of groups differ between runs. A key therefore holds the number of ranks and their first
+    and last rank in the largest group: links inside of a host differ from links between hosts.
 
     Args:
-        consensus_groups: of a graph's groups, the largest first; asked once for a graph.
+        consensus_groups: one for each group of a graph, the largest first. Call this once for a
+            graph.
 
     Raises:
-        RuntimeError: a rank of a group did not come in time.
+        RuntimeError: a rank of a group did not answer in time.
     """
     keys: dict[str, str] = {}
     for consensus in consensus_groups:
         if consensus is consensus_groups[0]:
             keys[consensus.group_name] = ALL_TO_ALL
             continue
-        places = consensus.tell("place", consensus_groups[0].rank)
+        places = consensus.all_gather("place", consensus_groups[0].rank)
         key = f"{ALL_TO_ALL} of {len(places)} ranks, {places[0]} to {places[-1]}"
         keys[consensus.group_name] = key
     return keys
@@ -101,23 +103,24 @@ def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
 
 def _measure_contention(consensus: Consensus, device: torch.device) -> Contention:
     on_gpu = device.type == "cuda"
-    sizes = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
-    side, inner, num_bytes = sizes
+    shape = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
+    side, inner, num_bytes = shape
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left = torch.ones(side, inner, dtype=dtype, device=device)
     right = torch.ones(inner, side, dtype=dtype, device=device)
-    exchange = _Exchange(consensus, num_bytes, device).start
     measure = partial(
         measure_contention,
-        exchange=exchange,
+        exchange=_make_all_to_all(consensus, num_bytes, device),
         device=device,
         reserved_sms=_SM_MARGINS if on_gpu and has_sm_carveout() else (0,),
     )
     dense = measure(partial(gemm_with_carveout, None, left, right, None))
     if not on_gpu:
         return dense
-    # Weight gradients of experts. Blocks of such products come in pairs: they have to leave more.
-    ends = torch.arange(1, _NUM_GROUPS + 1, dtype=torch.int32, device=device) * side // _NUM_GROUPS
+    # Weight-gradient GEMM of experts. A grouped GEMM runs its CTAs in clusters of two, so it has to
+    # leave more SMs free than a dense one.
+    ends = torch.arange(1, _NUM_EXPERTS + 1, dtype=torch.int32, device=device)
+    ends = ends * side // _NUM_EXPERTS
     grad = torch.ones(side, side, dtype=dtype, device=device)
     grouped = measure(partial(gemm_with_carveout, None, left.t(), grad, ends))
     return Contention(
@@ -128,17 +131,13 @@ def _measure_contention(consensus: Consensus, device: torch.device) -> Contentio
     )
 
 
-def measure_all_to_all(
+def _measure_all_to_all(
     graph: fx.Graph, consensus: Consensus, *, sizes: Sizes, device: torch.device
 ) -> Curve:
-    """Return the curve of equal all-to-alls, to beyond a group's largest; a collective of it.
+    """Return the time of a group's all-to-alls by bytes, up to its largest collective in a graph.
 
-    Args:
-        graph: whose collectives there is to know about. Others than all-to-alls are taken for such
-            of as many bytes on the wire; of them so many are measured as are beside products.
-        consensus: of the group.
-        sizes: of what nodes return.
-        device: of the tensors.
+    Other collectives count as all-to-alls of the same bytes on the wire, up to the bytes that
+    contention is measured with: an all-reduce of all gradients would take too long to measure.
     """
     most = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     sent = [
@@ -148,35 +147,19 @@ def measure_all_to_all(
         for node in graph.nodes
         if group_of(node) == consensus.group_name
     ]
-    points = [_SMALLEST_BYTES]
+    points = [_MIN_BYTES]
     while points[-1] < max(sent, default=0):
         points.append(points[-1] * 4)
-    exchanges = {size: _Exchange(consensus, size, device) for size in points}
-    return measure_curve(lambda size: exchanges[size].start().wait(), points, device=device)
+    starts = {size: _make_all_to_all(consensus, size, device) for size in points}
+    return measure_curve(lambda size: starts[size]().wait(), points, device=device)
 
 
-@final
-class _Exchange:
-    """An equal all-to-all of a group, always of the same tensors; one at a time."""
-
-    def __init__(self, consensus: Consensus, num_bytes: int, device: torch.device) -> None:
-        num_bytes = max(1, num_bytes // consensus.num_ranks) * consensus.num_ranks
-        self._sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
-        self._received = torch.empty_like(self._sent)
-        self._group = _resolve_process_group(consensus.group_name)  # pyright: ignore[reportArgumentType]
-        self._work: Work | None = None
-
-    def start(self) -> "_Exchange":
-        """Start it; return what to wait for."""
-        options = AllToAllOptions()
-        work = self._group.alltoall_base(self._received, self._sent, [], [], options)
-        self._work = cast(Work, work)
-        return self
-
-    def is_completed(self) -> bool:
-        assert self._work is not None
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        assert self._work is not None
-        self._work.wait()
+def _make_all_to_all(
+    consensus: Consensus, num_bytes: int, device: torch.device
+) -> Callable[[], Work]:
+    """Return a function that starts an equal all-to-all, always of the same tensors."""
+    num_bytes = max(1, num_bytes // consensus.num_ranks) * consensus.num_ranks
+    sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+    received = torch.empty_like(sent)
+    group = _resolve_process_group(consensus.group_name)  # pyright: ignore[reportArgumentType]
+    return lambda: cast(Work, group.alltoall_base(received, sent, [], [], AllToAllOptions()))

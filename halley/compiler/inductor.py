@@ -1,4 +1,4 @@
-"""The passes as Inductor's last pass over a graph, with their order pinned for its scheduler."""
+"""Run the passes inside Inductor, and keep the order that they chose through its scheduler."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -16,73 +16,72 @@ from torch._inductor.output_code import CompiledFxGraph, OutputCode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._ordered_set import OrderedSet
 
-from halley.compiler.gradient_ready import EarlyGradients
+from halley.compiler.gradient_ready import GradientHooks
 from halley.compiler.graph_analysis import GraphAnalysis, is_gemm
 from halley.compiler.graph_collectives import operator_name
 from halley.compiler.graph_memory import Halves, StepPeak
 from halley.compiler.options import Options
 from halley.compiler.pipeline import find_batch_inputs, is_backward, run_passes
-from halley.compiler.reserved_sms import leave_sms_beside
+from halley.compiler.reserved_sms import reserve_sms
 from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad.schedule import OrderReport
-from halley.compiler.writes import write_parts
-from halley.ops.library import MADE_OF_TORCH
+from halley.compiler.writes import lower_writes
+from halley.ops.library import DECOMPOSITIONS
 
 
-def keep_order(nodes: list[Any]) -> list[Any]:
-    """Return kernels each at the place of the last node that it computes, after what it needs.
+def order_kernels(nodes: list[Any]) -> list[Any]:
+    """Sort kernels by the last graph node that each computes, after the kernels they depend on.
 
-    Inductor puts it at the place of the first. It joins what is far apart, such as counts that a
-    loss wants with the end of that loss: then all that leads to the last node came ahead of all
-    that nothing waits for, and parts were written to their wholes behind forward and not beside its
-    all-to-alls. A buffer comes ahead of the kernels that write to it, which torch 2.11 does not
-    know of kernels that it joined.
+    Inductor sorts a fused kernel by its first node. It may fuse nodes that are far apart, such as
+    token counts with the end of the loss that reads them. The kernel of the loss would then come
+    first, and all kernels that it depends on before the in-place concats, which nothing waits for.
+    The concats would run after forward instead of under its all-to-alls.
 
     Args:
-        nodes: of Inductor's scheduler, as its ``_post_fusion_custom_pass`` gets them.
+        nodes: of Inductor's scheduler, as its ``_post_fusion_custom_pass`` receives them.
 
-    Contract: the same kernels, each after those whose results it reads or writes over.
+    Returns:
+        The same kernels. Each comes after those whose results it reads, and after the allocation of
+        a buffer that it writes to: torch 2.11 does not record the latter for fused kernels.
     """
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
     needs = {node: [makers[name] for name in _needs(node) if name in makers] for node in nodes}
     order: dict[Any, None] = {}
-    for node in sorted(nodes, key=_place):
-        todo = [node]
-        while todo:
-            missing = [need for need in needs[todo[-1]] if need not in order]
+    for node in sorted(nodes, key=_last_place):
+        stack = [node]
+        while stack:
+            missing = [need for need in needs[stack[-1]] if need not in order]
             if missing:
-                todo.append(min(missing, key=_place))
+                stack.append(min(missing, key=_last_place))
             else:
-                order[todo.pop()] = None
+                order[stack.pop()] = None
     return list(order)
 
 
 def _needs(node: Any) -> set[str]:
-    """Return the names of buffers that a kernel reads, or writes to without having made them."""
+    """Return the names of buffers that a kernel reads, or writes to without allocating them."""
     own = set(node.get_buffer_names())
     changed = {node.scheduler.mutation_real_name.get(name) for name in own}
     return ({need.name for need in node.unmet_dependencies} | changed) - own
 
 
-def _place(node: Any) -> int:
+def _last_place(node: Any) -> int:
     return node.max_order
 
 
-def expand(graph: fx.Graph) -> None:
-    """Put torch's operators in the place of Halley's that are made of them, on a GPU.
+def decompose(graph: fx.Graph) -> None:
+    """Replace Halley's operators on a GPU by the ATen operators that they consist of.
 
-    Inductor then fuses them with what stands around, and launches kernels instead of operators that
-    are written in Python. On a CPU they stay: experts' products read there where rows end. On a GPU
-    products of other dtypes than bfloat16 stay, which torch 2.11 runs, but cannot trace, and all of
-    experts where their calls are written in C++, as torch 2.11 has no such call of them.
+    Inductor can then fuse them with other operators, and calls kernels instead of operators that
+    are written in Python. Operators on a CPU stay: there, the expert GEMM reads group sizes.
 
     Args:
-        graph: of operators, changed. Its values have no data.
+        graph: of operators with fake tensors; changed in place.
     """
     for node in list(graph.nodes):
-        run = MADE_OF_TORCH.get(operator_name(node) or "")
-        if run is not None and _is_on_gpu(node) and (_is_traced(node) or not is_gemm(node)):
-            _replace(node, run)
+        run = DECOMPOSITIONS.get(operator_name(node) or "")
+        if run is not None and _is_on_gpu(node) and (_is_traceable_gemm(node) or not is_gemm(node)):
+            _inline(node, run)
     graph.lint()
 
 
@@ -91,13 +90,14 @@ def _is_on_gpu(node: fx.Node) -> bool:
     return all(value.device.type != "cpu" for value in values if isinstance(value, torch.Tensor))
 
 
-def _is_traced(product: fx.Node) -> bool:
-    is_bf16 = getattr(_value(product), "dtype", None) == torch.bfloat16
+def _is_traceable_gemm(gemm: fx.Node) -> bool:
+    # torch 2.11 traces grouped GEMMs of bfloat16 only, and its C++ wrapper cannot call them.
+    is_bf16 = getattr(_value(gemm), "dtype", None) == torch.bfloat16
     return is_bf16 and not config.cpp_wrapper
 
 
-def _replace(node: fx.Node, run: Any) -> None:
-    """Trace what an operator is made of on its operands, and let that make its result."""
+def _inline(node: fx.Node, run: Any) -> None:
+    """Replace a node by the trace of ``run`` on its operands."""
     assert not node.kwargs, f"{node.name} has arguments by name"
     sources = list(node.all_input_nodes)
 
@@ -112,19 +112,19 @@ def _replace(node: fx.Node, run: Any) -> None:
         traced = make_fx(torch.func.functionalize(call), select_decomp_table())(*values)
     traced.graph.eliminate_dead_code()
     inputs = traced.graph.find_nodes(op="placeholder")
-    copies = dict(zip(inputs, sources, strict=True))  # and, once copied, all other nodes
+    copies = dict(zip(inputs, sources, strict=True))  # graph_copy adds all other nodes
     with node.graph.inserting_before(node):
         made = node.graph.graph_copy(traced.graph, cast(Any, copies))
     if isinstance(made, fx.Node):
         node.replace_all_uses_with(made)
     else:
         results = cast(tuple[fx.Node, ...], made)
-        for user in list(node.users):  # each takes one of the results
+        for user in list(node.users):  # each is a getitem
             user.replace_all_uses_with(results[cast(int, user.args[1])])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
-    # What makes results that nobody reads goes: Inductor's scheduler of overlap in torch 2.11 fails
-    # on nodes without users.
+    # Erase nodes of unused results: Inductor's overlap scheduler in torch 2.11 fails on nodes
+    # without users.
     for each in reversed(copies):
         if each not in inputs and not copies[each].users:
             copies[each].graph.erase_node(copies[each])
@@ -134,9 +134,9 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-# Where Inductor writes the calls of kernels in C++, it tries kernels out on examples. Sizes that
-# depend on data are then such a share of what they may be: sums of several, as of the rows from
-# each rank, must not pass what they are taken of.
+# With its C++ wrapper, Inductor autotunes kernels on example tensors. A size that depends on data
+# is then ``unknown_size`` divided by this number: a sum of such sizes (the rows from all ranks)
+# must not exceed the size of the tensor that is split.
 _ROWS_SHARE = 64
 
 
@@ -146,33 +146,33 @@ def compile_by_inductor(
     *,
     options: Options,
     inputs: Sequence[int],
-    early: EarlyGradients,
-    keep: Callable[[OrderReport], None],
+    hooks: GradientHooks,
+    add_report: Callable[[OrderReport], None],
 ) -> Callable[..., Any]:
-    """Compile a graph by Inductor with the passes in it.
+    """Compile a graph by Inductor, with the passes as a step of it.
 
     Args:
-        gm: one of Dynamo's graphs.
-        example_inputs: of it.
+        gm: graph of Dynamo.
+        example_inputs: of the graph.
         options: of the passes.
-        inputs: positions of the example inputs that may have the batch.
-        early: gives parameters their gradients.
-        keep: called with the report of each graph that they change.
+        inputs: positions of the inputs that may have the batch as first dimension.
+        hooks: gradient-ready hooks of the graph's parameters.
+        add_report: called with the report of each graph that the passes change.
 
     Raises:
-        RuntimeError: Inductor has another pass in the same place already.
+        RuntimeError: Inductor's configuration has a custom pass already where Halley sets its own.
     """
     for name in ("post_grad_custom_post_pass", "_post_fusion_custom_pass"):
         if getattr(config, name) is not None:
-            raise RuntimeError(f"torch._inductor.config.{name} is set, and halley wants that place")
-    divide = config.custom_partitioner_fn or min_cut_rematerialization_partition
-    step_peak = StepPeak(options.unknown_size, early.dividing(divide), fuses=True)
+            raise RuntimeError(f"torch._inductor.config.{name} must be None: halley sets it")
+    split = config.custom_partitioner_fn or min_cut_rematerialization_partition
+    step_peak = StepPeak(options.unknown_size, hooks.wrap_split(split), fuses=True)
     patches: dict[str, Any] = {
         "post_grad_custom_post_pass": InductorPass(
-            options, inputs=inputs, step_peak=step_peak, early=early, keep=keep
+            options, inputs=inputs, step_peak=step_peak, hooks=hooks, add_report=add_report
         ),
         "custom_partitioner_fn": _Partitioner(step_peak),
-        "_post_fusion_custom_pass": keep_order,
+        "_post_fusion_custom_pass": order_kernels,
     }
     if config.cpp_wrapper:
         patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
@@ -182,16 +182,16 @@ def compile_by_inductor(
 
 
 def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
-    """Compile a graph that runs past autograd, which has nothing to record there.
+    """Compile a graph so that its operators skip the autograd dispatch key.
 
-    Collectives and Halley's operators are called by way of it in Python, which takes the host as
-    long as a kernel.
+    Autograd records nothing inside a compiled graph. For collectives and Halley's operators that
+    key runs Python code, which takes the host as long as a kernel.
     """
     reorders = config.reorder_for_peak_memory
     try:
         compiled = compile_fx_inner(*args, **kwargs)
     finally:
-        config.reorder_for_peak_memory = reorders  # which the pass may have turned off
+        config.reorder_for_peak_memory = reorders  # InductorPass may have set it
     if isinstance(compiled, CompiledFxGraph) and (run := compiled.current_callable):
 
         def call(inputs: Sequence[Any]) -> Any:
@@ -202,16 +202,27 @@ def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
     return compiled
 
 
+class _UncachedPass(CustomGraphPass):
+    """A pass that turns Inductor's graph cache off.
+
+    A rank that finds a graph in its cache does not run the passes, and the other ranks wait for it.
+    """
+
+    def uuid(self) -> object | None:
+        """Return None: the graph has no key in the cache."""
+        return None
+
+
 @final
-class InductorPass(CustomGraphPass):
-    """Runs the passes over a graph of Inductor's and pins what they decided.
+class InductorPass(_UncachedPass):
+    """Runs the passes over the last graph that Inductor lowers to kernels.
 
     Args:
         options: of the passes.
-        inputs: positions of the inputs of forward that may have the batch.
-        step_peak: called with the joint graph before.
-        early: gives parameters their gradients.
-        keep: called with the report of each graph that they change.
+        inputs: positions of the forward inputs that may have the batch as first dimension.
+        step_peak: has counted the live bytes of the step when the joint graph was split.
+        hooks: gradient-ready hooks of the graph's parameters.
+        add_report: called with the report of each graph that the passes change.
     """
 
     def __init__(
@@ -220,78 +231,70 @@ class InductorPass(CustomGraphPass):
         *,
         inputs: Sequence[int],
         step_peak: StepPeak,
-        early: EarlyGradients,
-        keep: Callable[[OrderReport], None],
+        hooks: GradientHooks,
+        add_report: Callable[[OrderReport], None],
     ) -> None:
         self._options = options
         self._inputs = inputs
         self._step_peak = step_peak
-        self._early = early
-        self._keep = keep
+        self._hooks = hooks
+        self._add_report = add_report
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change one graph, forward or backward."""
-        names = find_batch_inputs(graph, self._inputs)
+        """Make changes 2 to 9 of ``pipeline.py`` to a forward or backward graph."""
+        names, backward = find_batch_inputs(graph, self._inputs), is_backward(graph)
         step_peak = self._step_peak.num_bytes
         report = run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak)
-        expand(graph)
+        decompose(graph)  # change 5
         if report is not None:
             control_dependencies = find_control_dependencies(graph)
-            write_parts(graph, Sizes(self._options.unknown_size))
-            always = is_backward(graph) and self._early.hands_over
-            leave_sms_beside(graph, report.sm_margins, always=always)
-            pin_order(graph, control_dependencies)
-            if report.ranges:  # an order that hides nothing takes less memory
+            lower_writes(graph, Sizes(self._options.unknown_size))  # change 6
+            reserve_sms(graph, report.sm_margins, in_all=backward and self._hooks.has_any)  # 7
+            add_control_dependencies(graph, control_dependencies)  # change 8
+            if report.ranges:
+                # The plan has counted live bytes, and Inductor's reordering would undo the overlap.
                 config.reorder_for_peak_memory = False
-            self._keep(report)
-        if is_backward(graph):
-            self._early.take(graph)
-
-    def uuid(self) -> object | None:
-        """Return None, so that Inductor keeps no graph of ours in its cache.
-
-        A rank that found one there would not come to the council, where the others wait for it.
-        """
-        return None
+            self._add_report(report)
+        if backward:
+            self._hooks.insert(graph)  # change 9
 
 
 @final
-class ExpandPass(CustomGraphPass):
-    """Halley's operators as torch's own, for Inductor without the passes."""
+class DecomposePass(_UncachedPass):
+    """Decomposes Halley's operators, for Inductor without the passes."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Change one graph."""
-        expand(graph)
-
-    def uuid(self) -> object | None:
-        """Return None, as the passes do."""
-        return None
+        """Change one graph in place."""
+        decompose(graph)
 
 
 @final
 class _Partitioner(CustomPartitionerFn):
-    """Inductor's form of a function that divides a joint graph."""
+    """Adapts a function that splits a joint graph to Inductor's interface."""
 
-    def __init__(self, divide: StepPeak) -> None:
-        self._divide = divide
+    def __init__(self, split: StepPeak) -> None:
+        self._split = split
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
         """Return forward and backward."""
-        return self._divide(gm, joint_inputs, **kwargs)
+        return self._split(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> object | None:
-        """Return None, as the pass does."""
+        """Return None: the graph has no key in the cache."""
         return None
 
 
-ControlDependencies = dict[fx.Node, OrderedSet[fx.Node]]  # of nodes, those that must run before
+ControlDependencies = dict[fx.Node, OrderedSet[fx.Node]]  # by node, those that must run before it
 
 
 def find_control_dependencies(graph: fx.Graph) -> ControlDependencies:
-    """Return what ties the products behind the start of an all-to-all to it, and its wait to them.
+    """Return the dependencies that keep GEMMs inside the overlap windows of all-to-alls.
+
+    Each GEMM in a window gets the start of the all-to-all as a dependency, and the wait gets the
+    GEMM. Inductor's scheduler may move all other nodes.
 
     Args:
-        graph: whose nodes write to no arguments, in the order in which it is to run.
+        graph: in its final order, without nodes that write to their arguments.
     """
     analysis = GraphAnalysis(graph)
     control_dependencies: ControlDependencies = {}
@@ -308,20 +311,19 @@ def find_control_dependencies(graph: fx.Graph) -> ControlDependencies:
     return control_dependencies
 
 
-def pin_order(graph: fx.Graph, control_dependencies: ControlDependencies) -> None:
-    """Tie nodes to others by operands that are not read: else Inductor may move what it likes.
+def add_control_dependencies(graph: fx.Graph, control_dependencies: ControlDependencies) -> None:
+    """Wrap nodes in operators of torch that take their dependencies as unused operands.
 
     Args:
-        graph: changed.
-        control_dependencies: as of ``find_control_dependencies``; those of nodes that are gone
-            do not count.
+        graph: changed in place.
+        control_dependencies: as from ``find_control_dependencies``. Nodes that are no longer in the
+            graph are ignored.
     """
-    here = set(graph.nodes)
+    present = set(graph.nodes)
     kept = {
-        node: OrderedSet(each for each in control_dependencies[node] if each in here)
-        for node in control_dependencies
+        node: OrderedSet(each for each in needs if each in present)
+        for node, needs in control_dependencies.items()
+        if node in present
     }
-    preserve_node_ordering(
-        graph, {node: kept[node] for node in kept if node in here and kept[node]}
-    )
+    preserve_node_ordering(graph, {node: needs for node, needs in kept.items() if needs})
     graph.lint()

@@ -1,4 +1,4 @@
-"""Microseconds of a graph's nodes: measured where a profile knows them, predicted elsewhere."""
+"""Times of the nodes of a graph in microseconds: measured if a profile has them, else predicted."""
 
 import math
 import time
@@ -11,15 +11,21 @@ import torch
 from torch import fx
 
 from halley.compiler.fusion import (
-    WHOLE,
+    FULL_BATCH_NODE,
     Boundary,
     fused_us,
     inside_kernels,
+    is_concat,
     is_fused,
-    is_join,
     is_split_sum,
 )
-from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, fills, is_empty, is_gemm
+from halley.compiler.graph_analysis import (
+    GraphAnalysis,
+    NodeKind,
+    is_buffer_write,
+    is_empty,
+    is_gemm,
+)
 from halley.compiler.graph_collectives import (
     ALL_TO_ALL,
     collective_kind,
@@ -27,14 +33,13 @@ from halley.compiler.graph_collectives import (
     group_of,
     operator_name,
 )
-from halley.compiler.sizes import Sizes, with_values
+from halley.compiler.sizes import Sizes, result_of, with_values
 from halley.cost.hardware import Predictor
 from halley.cost.profiles import Curve, ProfileTable, operation_key
 from halley.cost.simulate import NO_CONTENTION, Operation, Role
 
 
-_ATTENTION = "aten::_scaled_dot_product_"
-_STEP = 7919  # a prime: neighbours' places are far apart
+_INDEX_STEP = 7919  # a prime, so that consecutive indices are far apart in the table
 NodeCost = Callable[[fx.Node], float]
 ROLES: dict[NodeKind, Role] = {
     NodeKind.INPUT: "free",
@@ -49,22 +54,23 @@ ROLES: dict[NodeKind, Role] = {
 
 @final
 class ProfiledCost:
-    """Gives nodes their time: from a table, else by measuring if it may, else predicted.
+    """Return the time of a node from a table, else by a measurement, else by a prediction.
 
     Args:
-        predictor: for what the table does not know.
-        sizes: of what nodes return.
-        table: measured times; None predicts all.
-        device: where to measure; None never measures.
-        curve_keys: which of the table's curves holds for a group, by its name; that of the largest
-            where there is none.
+        predictor: for nodes that are not in the table.
+        sizes: shapes and bytes of results.
+        table: measured times. None predicts all nodes.
+        device: where to measure nodes that are not in the table. None never measures.
+        curve_keys: key of the all-to-all curve of each group in the table, by group name. The curve
+            of the largest group serves groups without a curve.
 
     Attributes:
-        predicted: keys of the operations that no measurement stands behind; not of fused ones.
-        boundaries: of the nodes of the graph as it is now that Inductor fuses: they cost what
-            crosses the boundaries of kernels, and are not measured. None prices each operator.
-        measuring_s: what measurements have taken.
-        contention: of the table; none where it has no such figures.
+        predicted: keys of operations that were predicted although a table could have them. Nodes
+            that Inductor fuses are not among them.
+        boundaries: of the nodes that Inductor fuses in the current graph. Such nodes cost the bytes
+            that cross kernel boundaries, and are never measured. None prices each operator alone.
+        measuring_s: seconds spent on measurements.
+        contention: of the table, or ``NO_CONTENTION``.
     """
 
     def __init__(
@@ -93,9 +99,10 @@ class ProfiledCost:
             return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
         if is_read(node):
             return self._predictor.hardware.read_us
-        if not has_tensors(node):
-            return 0.0
-        if self.boundaries is not None and (is_fused(node) or is_join(node)):
+        results = (*map(result_of, node.all_input_nodes), result_of(node))
+        if not any(isinstance(result, torch.Tensor | tuple | list) for result in results):
+            return 0.0  # arithmetic on sizes, on the host
+        if self.boundaries is not None and (is_fused(node) or is_concat(node)):
             return fused_us(node, self.boundaries, predictor=self._predictor, sizes=self._sizes)
         key = node_key(node, self._sizes)
         if self._table is not None:
@@ -105,31 +112,32 @@ class ProfiledCost:
             if known is not None:
                 return known
         self.predicted.add(key)
-        return predict_us(node, self._predictor, self._sizes)
+        return _predict_us(node, self._predictor, self._sizes)
 
     @property
     def inside(self) -> frozenset[fx.Node]:
-        """Nodes whose results never come to memory, as they stay inside of kernels."""
+        """Nodes whose results stay inside of a kernel and take no memory."""
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     @property
     def graph_us(self) -> float:
-        """Microseconds of the host before it issues the first node."""
+        """Host microseconds from the call of the graph to its first node."""
         return self._predictor.hardware.graph_us
 
     def host_us(self, node: fx.Node) -> float:
-        """Return the microseconds that the host takes to issue a node."""
+        """Return the host microseconds to launch a node."""
         hardware = self._predictor.hardware
         if group_of(node) is not None:
             return hardware.collective_us
-        if self.boundaries is None or not (is_fused(node) or is_join(node)):
+        if self.boundaries is None or not (is_fused(node) or is_concat(node)):
             return hardware.call_us
-        whole = node.meta.get(WHOLE, node)
-        if is_split_sum(whole, self._sizes):
+        full_node = node.meta.get(FULL_BATCH_NODE, node)
+        if is_split_sum(full_node, self._sizes):
             return hardware.call_us
-        boundary = self.boundaries.get(whole)
-        is_kernel = boundary is None or boundary.writes
-        return hardware.call_us / 3 if is_kernel else 0.0
+        boundary = self.boundaries.get(full_node)
+        # One node of each kernel writes: the launch of the kernel counts there.
+        is_launched = boundary is None or boundary.writes
+        return hardware.call_us / 3 if is_launched else 0.0
 
     def _find_curve(self, group: str) -> Curve | None:
         if self._table is None:
@@ -141,9 +149,9 @@ class ProfiledCost:
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
     ) -> float | None:
         operator = find_operator(node)
-        # Operators of others may wait for other ranks. One without a result checks values, which
-        # examples are not, and on a GPU a failed check ends the process.
-        if operator is None or operator.namespace != "aten" or _value(node) is None:
+        # Operators outside of PyTorch may wait for other ranks. An operator without a result checks
+        # values: example arguments fail such checks, and on a GPU that ends the process.
+        if operator is None or operator.namespace != "aten" or result_of(node) is None:
             return None
         begin_s = time.perf_counter()
         found = None
@@ -151,7 +159,9 @@ class ProfiledCost:
             with with_values():
                 args, kwargs = example_arguments(node, device, self._sizes)
                 found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
-        except RuntimeError as error:  # of examples, or of memory; other ranks wait for this one
+        # The operator refuses the examples, or memory is full. Raising would block the other ranks,
+        # which wait for the plan of this one.
+        except RuntimeError as error:
             warnings.warn(
                 f"halley predicts {key}, as it failed when measured: {error}", stacklevel=2
             )
@@ -160,19 +170,18 @@ class ProfiledCost:
 
 
 def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
-    """Return the nodes of a graph as the cost model takes them."""
+    """Return the nodes of a graph as operations of the simulator, in the order of the graph."""
     found: list[Operation] = []
     begin_us = cost.graph_us if isinstance(cost, ProfiledCost) else 0.0
-    for index, node in enumerate(analysis.nodes):
-        role = ROLES[analysis.kinds[index]]
+    for node, kind, needs in zip(analysis.nodes, analysis.kinds, analysis.needs, strict=True):
+        role = ROLES[kind]
         duration_us = cost(node) if role in ("compute", "start") else 0.0
-        needs = analysis.needs[index] if role != "free" else _data_needs(analysis, index)
         found.append(
             Operation(
                 name=node.name,
                 role=role,
                 duration_us=duration_us,
-                needs=needs,
+                needs=() if kind is NodeKind.OUTPUT else needs,
                 host_us=begin_us + host_us(node, cost) if duration_us else 0.0,
                 is_read=is_read(node),
             )
@@ -182,47 +191,36 @@ def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
 
 
 def host_us(node: fx.Node, cost: NodeCost) -> float:
-    """Return the microseconds that the host takes to issue a node, where a cost knows them."""
+    """Return the host microseconds to launch a node; 0 for a cost without host times."""
     return cost.host_us(node) if isinstance(cost, ProfiledCost) else 0.0
 
 
 def is_read(node: fx.Node) -> bool:
-    """Return whether a node copies from a GPU to the host's memory: the host waits for it.
-
-    Where a plan is made for another device than the graph's, that is known by the name alone.
-    """
+    """Return whether a node copies from a GPU to host memory, so that the host waits for it."""
+    # A plan for another device has no CUDA tensors: this operator always reads.
     if operator_name(node) == "halley::read_counts":
         return True
-    values = [_value(source) for source in node.all_input_nodes]
-    from_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in values)
-    found = _value(node)
-    results = cast(Sequence[object], found) if isinstance(found, tuple | list) else (found,)
+    sources, result = map(result_of, node.all_input_nodes), result_of(node)
+    results = cast(Sequence[object], result) if isinstance(result, tuple | list) else (result,)
+    from_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in sources)
     to_host = any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in results)
     return from_gpu and to_host
 
 
-def is_attention(node: fx.Node) -> bool:
-    """Return whether a node is the whole of an attention, forward or backward."""
-    return operator_name(node).startswith(_ATTENTION)
-
-
-def has_tensors(node: fx.Node) -> bool:
-    """Return whether a node reads or returns tensors, and not numbers of the host alone."""
-    values = (*map(_value, node.all_input_nodes), _value(node))
-    return any(isinstance(value, torch.Tensor | tuple | list) for value in values)
+def _is_attention(node: fx.Node) -> bool:
+    return operator_name(node).startswith("aten::_scaled_dot_product_")
 
 
 def node_key(node: fx.Node, sizes: Sizes) -> str:
     """Return the key of a node in a table of profiles.
 
-    Attention has one key for all operators of it: which one a graph has depends on the machine
-    that traces, and a plan is made on another than it is for.
+    All attention operators share one key, because PyTorch chooses among them by the device on which
+    it traces, and a plan may be made on another device than it is for.
     """
     name, numbers = str(node.target), [v for v in node.args if isinstance(v, int | float | str)]
-    tensors = [
-        value for value in map(_value, node.all_input_nodes) if isinstance(value, torch.Tensor)
-    ]
-    if is_attention(node):
+    results = map(result_of, node.all_input_nodes)
+    tensors = [result for result in results if isinstance(result, torch.Tensor)]
+    if _is_attention(node):
         is_backward = operator_name(node).endswith("_backward")
         name = f"attention{'_backward' if is_backward else ''}"
         tensors = tensors[: 4 if is_backward else 3]  # gradient, queries, keys, values
@@ -231,65 +229,66 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
     return operation_key(name, shapes, dtypes, rest=" ".join(map(str, numbers)))
 
 
-def predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a node by a roofline: arithmetic of matrix products, or the bytes that it moves."""
-    values = [_value(source) for source in node.all_input_nodes]
+def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
+    """Predict a node by a roofline: the arithmetic of GEMMs, or the bytes that a node moves."""
     if collective_kind(node) == "fused":
-        return _fused_us(node, predictor, sizes)
-    if fills(node):  # reads a part and writes as much
-        return _memory_us(2 * sizes.num_bytes(values[1]), predictor)
+        return _fused_layer_us(node, predictor, sizes)
+    kernel_us = predictor.hardware.kernel_us
     if is_empty(node):
-        return predictor.hardware.kernel_us
-    moved = sum(map(sizes.num_bytes, values)) + sizes.num_bytes(_value(node))
-    memory_us = _memory_us(moved, predictor)
-    if not is_gemm(node) and not is_attention(node):
+        return kernel_us
+    sources = list(map(result_of, node.all_input_nodes))
+    if is_buffer_write(node):  # reads the microbatch and writes as many bytes
+        moved = 2 * sizes.num_bytes(sources[1])
+    else:
+        moved = sum(map(sizes.num_bytes, sources)) + sizes.num_bytes(result_of(node))
+    memory_us = max(predictor.memory_us(moved, num_ops=0), kernel_us)
+    if not is_gemm(node) and not _is_attention(node):
         return memory_us
     arithmetic_s = _gemm_flops(node, sizes) / predictor.hardware.gemm_flops_per_s
-    return max(memory_us, arithmetic_s * 1e6 + predictor.hardware.kernel_us)
+    return max(memory_us, arithmetic_s * 1e6 + kernel_us)
 
 
 def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Return the bytes a rank of the all-to-all that takes as long as a node's collective.
+    """Return the bytes per rank of an all-to-all that takes as long as a collective.
 
-    By what crosses the wire in a ring: what a gather returns, and an all-reduce's operands twice.
-    Source: NCCL's own tests, which compare bandwidths of collectives by these factors.
+    In a ring, an all-gather moves the bytes of its result, and an all-reduce moves those of its
+    operand twice. Source: the bus bandwidth factors of nccl-tests.
     """
     if "all_gather" in operator_name(node):
-        return sizes.num_bytes(_value(node))
-    sent = sum(sizes.num_bytes(_value(source)) for source in node.all_input_nodes)
+        return sizes.num_bytes(result_of(node))
+    sent = sum(sizes.num_bytes(result_of(source)) for source in node.all_input_nodes)
     return 2 * sent if "all_reduce" in operator_name(node) else sent
-
-
-def _memory_us(num_bytes: float, predictor: Predictor) -> float:
-    return max(predictor.memory_us(num_bytes, num_ops=0), predictor.hardware.kernel_us)
 
 
 def example_arguments(
     node: fx.Node, device: torch.device, sizes: Sizes
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a node's shapes, to run it alone.
+    """Return arguments of the shapes of a node, to run it alone.
 
-    Floats are random: an H200 multiplies ones an eighth faster, presumably with less power. Rows
-    that are looked up or added to are spread over the table, as most are: on a GPU sums that meet
-    wait for each other. Other integers are all 0.
+    Floats are random: an H200 multiplies matrices of ones an eighth faster, presumably with less
+    power. Indices into a table are spread over it, as most are in training: additions to the same
+    row would wait for each other on a GPU. Other integers are 0.
+
+    Raises:
+        ValueError: an input is a tuple of tensors.
     """
-    tables = _tables(node, sizes)
-    generator = torch.Generator(device).manual_seed(0)  # not that of the training run
+    table_sizes = _indexed_sizes(node, sizes)
+    generator = torch.Generator(device).manual_seed(0)  # leaves the generator of training alone
 
     def example(source: fx.Node) -> Any:
-        value = _value(source)
-        if isinstance(value, torch.Tensor):
-            shape = sizes.shape(value)
-            if source in tables:
-                places = torch.arange(math.prod(shape), device=device) * _STEP
-                return (places % tables[source]).view(shape)
-            if value.is_floating_point():
-                filled = torch.empty(shape, dtype=value.dtype, device=device)
+        result = result_of(source)
+        if isinstance(result, torch.Tensor):
+            shape = sizes.shape(result)
+            if source in table_sizes:
+                indices = torch.arange(math.prod(shape), device=device) * _INDEX_STEP
+                return (indices % table_sizes[source]).view(shape)
+            if result.is_floating_point():
+                filled = torch.empty(shape, dtype=result.dtype, device=device)
                 return filled.normal_(generator=generator)
-            return torch.zeros(shape, dtype=value.dtype, device=device)
-        if isinstance(value, tuple | list):
-            raise ValueError(f"{source.name} returns several tensors, and {node.name} takes all")
-        return sizes.number(cast(int | torch.SymInt, value))
+            return torch.zeros(shape, dtype=result.dtype, device=device)
+        if isinstance(result, tuple | list):
+            raise ValueError(f"{node.name} must not take the tuple of tensors of {source.name}")
+        return sizes.number(cast(int | torch.SymInt, result))
 
     return (
         cast(tuple[Any, ...], fx.map_arg(node.args, example)),
@@ -297,58 +296,46 @@ def example_arguments(
     )
 
 
-def _tables(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
-    """Return, for operands of int64 that are places in another operand, how many there are."""
-    table = _value(node.all_input_nodes[0]) if node.all_input_nodes else None
-    name, places = operator_name(node), node.args[1] if len(node.args) > 1 else None
+def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
+    """Return the int64 inputs that index a table, each with the size of the indexed dimension."""
+    table = result_of(node.all_input_nodes[0]) if node.all_input_nodes else None
+    name, indices = operator_name(node), node.args[1] if len(node.args) > 1 else None
     if not isinstance(table, torch.Tensor):
         return {}
-    if name == "aten::embedding" and isinstance(places, fx.Node):
-        return {places: sizes.shape(table)[0]}
-    if name not in ("aten::index", "aten::index_put") or not isinstance(places, Sequence):
+    if name == "aten::embedding" and isinstance(indices, fx.Node):
+        return {indices: sizes.shape(table)[0]}
+    if name not in ("aten::index", "aten::index_put") or not isinstance(indices, Sequence):
         return {}
     found: dict[fx.Node, int] = {}
-    for place, size in zip(cast(Sequence[object], places), sizes.shape(table), strict=False):
-        value = place.meta.get("val") if isinstance(place, fx.Node) else None
-        if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-            found[cast(fx.Node, place)] = size
+    for index, size in zip(cast(Sequence[object], indices), sizes.shape(table), strict=False):
+        result = result_of(index) if isinstance(index, fx.Node) else None
+        if isinstance(result, torch.Tensor) and result.dtype == torch.int64:
+            found[cast(fx.Node, index)] = size
     return found
 
 
-def _fused_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict an operator that communicates inside: of each half, what takes longer is the time.
+def _fused_layer_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
+    """Predict a fused layer, whose two halves each overlap a grouped GEMM with communication.
 
-    A half is a grouped product with the experts' matrices; beside it a row travels for each token
-    and expert. Of rows as many are taken as this rank's tokens choose experts.
+    A half takes the longer of the two. Rows are counted as if this rank received as many as its
+    tokens have choices, and as if each choice sent a row.
     """
-    given = _named_arguments(node)
-    shapes = {
-        name: sizes.shape(value)
-        for name, argument in given.items()
-        if isinstance(argument, fx.Node) and isinstance(value := _value(argument), torch.Tensor)
-    }
-    num_rows = next(iter(shapes.values()))[0]
-    if "topk_idx" in shapes:
-        num_rows = math.prod(shapes["topk_idx"])
-    elif isinstance(top_k := given.get("top_k"), int):
-        num_rows *= top_k
-    halves = [shape for shape in shapes.values() if len(shape) == 3]
-    matrices = [_value(source) for source in node.all_input_nodes]
-    itemsize = next(x.element_size() for x in matrices if isinstance(x, torch.Tensor))
-    # The first dimension of a matrix is the expert; up is (G, D), down (D, F).
-    widths = [shapes[name][at] for name, at in (("up", 2), ("down", 1)) if name in shapes]
+    arguments = _named_arguments(node)
+    up_LGD, down_LDF, topk_idx_TK = (
+        sizes.shape(cast(torch.Tensor, result_of(arguments[name])))
+        for name in ("up", "down", "topk_idx")
+    )
+    num_rows = math.prod(topk_idx_TK)
+    itemsize = cast(torch.Tensor, result_of(node.all_input_nodes[0])).element_size()
+    wire_us = predictor.all_to_all_us(num_rows * up_LGD[2] * itemsize)
     rate = predictor.hardware.gemm_flops_per_s
     return predictor.hardware.launch_us + sum(
-        max(
-            2e6 * num_rows * shape[1] * shape[2] / rate,
-            predictor.all_to_all_us(num_rows * width * itemsize),
-        )
-        for shape, width in zip(halves, widths, strict=True)
+        max(2e6 * num_rows * weight[1] * weight[2] / rate, wire_us) for weight in (up_LGD, down_LDF)
     )
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return what a node calls its operator with by position, by the operator's names."""
+    """Return the positional arguments of a node by the names in the schema of its operator."""
     operator = find_operator(node)
     assert operator is not None
     arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
@@ -356,33 +343,23 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
-    """Return two operations for each element of the left operand and column of the right.
+    """Return 2 FLOPs for each element of the left operand and each column of the right one.
 
-    This holds for all of a product's forms: dense, batched, and grouped with the groups along the
-    rows or along the inner dimension. Attention has two products of a batch, queries by keys and
-    that by values, and five backward, half of each where it is causal.
+    This holds for dense, batched and grouped GEMMs, with groups along rows or the inner dimension.
+    Attention has 2 batched GEMMs (queries by keys, scores by values), and its backward has 5. A
+    causal mask halves them.
     """
-    if is_attention(node):
+    if _is_attention(node):
         is_backward = operator_name(node).endswith("_backward")
-        query, key = (_value(each) for each in node.all_input_nodes[is_backward : is_backward + 2])
-        assert isinstance(query, torch.Tensor)
-        assert isinstance(key, torch.Tensor)
+        inputs = node.all_input_nodes[is_backward : is_backward + 2]  # after the gradient
+        query, key = (cast(torch.Tensor, result_of(each)) for each in inputs)
         share = 0.5 if _named_arguments(node).get("is_causal", False) else 1.0
         pairs = math.prod(sizes.shape(query)) * sizes.shape(key)[-2]
         return 2.0 * (5 if is_backward else 2) * share * pairs
     shapes = [
-        sizes.shape(value)
-        for value in map(_value, node.all_input_nodes)
-        if isinstance(value, torch.Tensor) and value.ndim >= 2
+        sizes.shape(result)
+        for result in map(result_of, node.all_input_nodes)
+        if isinstance(result, torch.Tensor) and result.ndim >= 2
     ]
-    left, right = (shapes * 2)[-2:]  # twice: a square's operands are one node
+    left, right = (shapes * 2)[-2:]  # twice: ``mm(x, x)`` has one input node
     return 2.0 * math.prod(left) * right[-1]
-
-
-def _value(node: fx.Node) -> object:
-    return node.meta.get("val")
-
-
-def _data_needs(analysis: GraphAnalysis, index: int) -> tuple[int, ...]:
-    """Return needs of a node that takes no time, without the order that the output brings."""
-    return () if analysis.kinds[index] is NodeKind.OUTPUT else analysis.needs[index]

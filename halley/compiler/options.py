@@ -1,4 +1,4 @@
-"""What a user may choose about the passes."""
+"""Options of the compiler passes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -7,11 +7,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args
 
-from halley.compiler.partition.axes import Rule
+from halley.compiler.partition.propagation import Rule
 from halley.cost.hardware import Hardware
 
 
-MAX_PARTS = 8  # Lancet's; in its paper more than 4 are never best
+# Microbatches of a segment. Lancet has the same limit; in its paper, more than 4 are never best.
+MAX_PARTS = 8
 Passes = Literal["none", "wgrad", "partition", "both"]
 Inner = Literal["eager", "inductor"]
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -32,21 +33,22 @@ class Options:
     """The options of ``torch.compile(model, backend="halley", options={...})``.
 
     Attributes:
-        passes: "wgrad" moves weight gradients behind all-to-alls, "partition" runs forward around
-            them in parts of the batch, "both" does both, "none" leaves graphs alone.
-        inner: what compiles the graphs then: "inductor", or "eager", which runs their operators.
-        memory_margin: by what share of the unpassed step's peak the passes may raise it.
-        profiles: file of measured times; "" predicts all of them. With ``hardware`` and without
-            ``measure`` those of that device count, of any versions.
-        measure: whether rank 0 measures what the file lacks, and all ranks their collectives.
-        num_parts: of the batch, for all ranges that can run in parts; 0 chooses ranges and numbers
-            by their predicted time.
-        rules: how operators run on parts of the batch, by ``namespace::name``; beside Halley's own.
-        hardware: whose figures times are predicted from; None for the graph's device.
-        unknown_size: taken for a size that depends on data, such as the rows that a rank receives.
-        agree: whether ranks compare their graphs and share rank 0's plan. Without, each makes its
-            own: for a single process, or for tests.
-        timeout_s: how long ranks wait for each other to come that far.
+        passes: "wgrad" schedules weight gradients under all-to-alls, "partition" runs segments of
+            forward in microbatches, "both" does both, "none" does neither.
+        inner: compiler of the graphs after the passes: "inductor", or "eager", which runs their
+            operators one by one.
+        memory_margin: share by which the passes may raise the peak memory of the step.
+        profiles: file of measured times; "" predicts all times. With ``hardware`` and without
+            ``measure``, the times of that device are used, of any versions.
+        measure: measure the times that the file lacks: rank 0 operators, all ranks collectives.
+        num_parts: number of microbatches of all segments that can run in microbatches; 0 chooses
+            segments and numbers by their predicted time.
+        rules: how operators run on a microbatch, by ``namespace::name``; added to Halley's rules.
+        hardware: device that times are predicted for; None for the device of the graph.
+        unknown_size: value for sizes that depend on data, such as the rows that a rank receives.
+        agree: let ranks compare their graphs and use the plan of rank 0. Otherwise each rank makes
+            its own plan: for a single process, or for tests.
+        timeout_s: time that a rank waits for the others to compile the same graph, in seconds.
     """
 
     passes: Passes = "wgrad"
@@ -65,7 +67,7 @@ class Options:
         """Check the values.
 
         Raises:
-            ValueError: one is not allowed.
+            ValueError: a value is not allowed.
         """
         for name, kinds in _TYPES.items():
             value = getattr(self, name)
@@ -100,10 +102,10 @@ class Options:
 
 
 def parse_options(values: dict[str, object] | None) -> Options:
-    """Return the options that a dict gives, defaults for the rest.
+    """Return the options of a dict, with defaults for the rest.
 
     Raises:
-        ValueError: a name is unknown, or a value not allowed.
+        ValueError: a name is unknown, or a value is not allowed.
     """
     known = {field.name for field in fields(Options)}
     if unknown := sorted(set(values or {}) - known):

@@ -1,4 +1,41 @@
-"""Runs passes over a graph: ranks agree, rank 0 plans, and each checks what came out."""
+"""Run the compiler passes over one graph: ranks compare it, rank 0 plans, every rank checks.
+
+Every change that Halley makes to a graph, in the order of execution. "Each" is the forward and the
+backward graph. Rows 2 to 4 are ``run_passes`` in this file; ``backend.py`` (inner compiler "eager")
+and ``inductor.py`` (inner compiler "inductor") call it, and then make the changes below it.
+
+    change                       file                 graph              inner compiler
+ 1  save hooked parameters       gradient_ready.py    joint              both
+ 2  remove repeated waits        graph_collectives.py each               both
+ 3  run segments in microbatches partition/           forward            both
+ 4  schedule weight gradients    wgrad/               each               both
+ 5  decompose operators          inductor.py          each               inductor, on a GPU
+ 6  lower in-place concat        writes.py            forward            inductor
+ 7  reserve SMs                  reserved_sms.py      each               both, on a GPU
+ 8  add control dependencies     inductor.py          each               inductor
+ 9  insert gradient-ready hooks  gradient_ready.py    backward           both
+10  order kernels                inductor.py          Inductor's kernels inductor
+
+ 1  May add outputs to forward and inputs to backward: parameters that have a hook. Runs when torch
+    splits the joint graph. Changes nothing unless backward has one gradient for each input.
+ 2  May remove a wait for a result that another wait has returned already.
+ 3  May run a segment once for each microbatch and write the results into one tensor for the full
+    batch (in-place concat). Checked: how often each operator is called; shapes, strides and dtypes
+    of the outputs. Passes "partition" and "both".
+ 4  May reorder nodes: weight gradients, all-reduces of gradients, concats and waits move. Checked:
+    each node is there once, after everything it needs; the same operators and outputs. Passes
+    "wgrad" and "both"; with "partition" alone, only a graph that change 3 has rewritten.
+ 5  May replace an operator of Halley by ATen operators. Checked: the graph is well formed (lint).
+ 6  May replace a write operator by ``copy_``, ``index_put_`` or a GEMM with ``out``. Checked: lint.
+ 7  May replace a GEMM by the same GEMM with an SM carve-out, if one was measured. Checked: lint.
+ 8  May wrap the nodes of an overlap window so that Inductor keeps them in it. They are found before
+    change 6: after it, a node that writes to its arguments depends on all nodes before it.
+ 9  May return None for a gradient and call the parameter's hook with it instead. Checked: lint.
+10  May reorder kernels after Inductor's fusion, each after the kernels that it depends on.
+
+Changes 6 to 8 are made only if ``run_passes`` returned a report. Rank 0 makes the plans of changes
+3, 4 and 7, and all ranks use them. Before that, the ranks compare their graphs (``consensus.py``).
+"""
 
 import time
 import warnings
@@ -6,8 +43,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from math import inf
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, final
 
 import torch
 from torch import fx
@@ -18,14 +56,14 @@ from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, apply_order
 from halley.compiler.graph_collectives import (
     graph_groups,
     group_sizes,
-    merge_waits,
+    remove_repeated_waits,
     signature,
     unknown_collectives,
 )
 from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.options import Options
-from halley.compiler.partition.choose import (
+from halley.compiler.partition.partition_plan import (
     PartitionPlan,
     fit_memory,
     fit_time,
@@ -46,244 +84,64 @@ _T = TypeVar("_T")
 def run_passes(
     graph: fx.Graph, options: Options, *, batch_inputs: Sequence[str] = (), step_peak: int = 0
 ) -> OrderReport | None:
-    """Run the passes that the options name, in place; a collective of the graph's groups.
+    """Run the passes that the options name on a graph; a collective of the graph's groups.
 
-    A graph without all-to-alls, or with an operator that communicates in a way unknown here (one
-    warning), stays as it is, and so does one whose structure differs between ranks (one warning).
-    Waits for what was waited for go from any.
+    A graph keeps its order if it has no all-to-all. It also does, after a warning, if it calls a
+    collective that Halley does not know, or if the ranks' graphs differ in their computation.
 
     Args:
-        graph: of operators, as aot_autograd or Inductor makes it.
-        options: which passes, and how.
-        batch_inputs: names of the inputs that have the batch as their first dimension, in a graph
-            of forward; without any, none of it runs in parts.
-        step_peak: bytes at the worst moment of the step that the graph is half of, where that is
-            known; ``memory_margin`` is then above this.
+        graph: of operators, from aot_autograd or Inductor; changed in place.
+        batch_inputs: names of the inputs whose first dimension is the batch, for a forward graph.
+            Without any, no segment runs in microbatches.
+        step_peak: peak of live bytes of the step to which the graph belongs; 0 if unknown.
+            ``memory_margin`` is relative to it or to the graph's own peak, whichever is higher.
 
     Returns:
-        What changed, or None where the graph stays as it is.
+        The report of the changes, or None if the graph keeps its order.
 
     Raises:
-        RuntimeError: ranks have different collectives, or one did not come in time; then before
-            the graph has run anywhere.
+        RuntimeError: the ranks' collectives differ, or a rank is missing; no rank runs the graph.
     """
-    merge_waits(graph)
-    divides = options.divides and bool(batch_inputs)
-    if not divides and not options.moves_gradients:
+    remove_repeated_waits(graph)  # change 2
+    if not options.divides:
+        batch_inputs = ()
+    if not batch_inputs and not options.moves_gradients:
         return None
     begin_s = time.perf_counter()
     analysis = GraphAnalysis(graph)
-    consensus_groups = _convene(graph, analysis, options, batch_inputs if divides else ())
-    if consensus_groups is None or not analysis.find_collectives("all_to_all"):
+    groups = _open_consensus(graph, analysis, options, batch_inputs)
+    if groups is None or not analysis.find_collectives("all_to_all"):
         return None
-    sizes = Sizes(options.unknown_size)
-    cost = _build_cost(graph, consensus_groups, options, sizes=sizes)
-    report = partial(report_order, cost=cost, sizes=sizes, contention=cost.contention)
-    before = report(analysis, range(len(analysis.nodes)), inside=cost.inside)
-    max_bytes = (1.0 + options.memory_margin) * max(before.peak_before, step_peak)
+    planner = _Planner(graph, options, groups)
+    before = planner.report(analysis, range(len(analysis.nodes)))
+    planner.max_bytes = (1.0 + options.memory_margin) * max(before.peak_before, step_peak)
     plan = PartitionPlan()
-    if divides:
-        plan = _partition(
-            graph,
-            consensus_groups,
-            options,
-            batch_inputs=batch_inputs,
-            cost=cost,
-            sizes=sizes,
-            max_bytes=max_bytes,
-        )
-        _update_boundaries(graph, options, cost, sizes)
+    if batch_inputs:  # change 3
+        plan = planner.partition(graph, batch_inputs)
         analysis = GraphAnalysis(graph)
     order = list(range(len(analysis.nodes)))
-    if options.moves_gradients or plan.ranges:  # what is put together of parts moves too
-        make = partial(_find_order, analysis, cost, sizes, max_bytes=max_bytes)
-        order = _share(consensus_groups, "order", make)
-    after = report(analysis, order, inside=cost.inside)
+    if options.moves_gradients or plan.ranges:  # change 4
+        order = planner.share("order", partial(planner.find_order, analysis))
     reorder(graph, analysis, order)
-    after = replace(_since(before, after, plan), sm_margins=_share_margins(consensus_groups, cost))
-    return _timed(after, cost, begin_s=begin_s)
-
-
-def _share_margins(consensus_groups: Sequence[Consensus], cost: ProfiledCost) -> tuple[int, int]:
-    """Return how many multiprocessors dense and grouped products leave, by rank 0's figures."""
-    margins = cost.contention.sm_margin, cost.contention.grouped_sm_margin
-    dense, grouped = _share(consensus_groups, "margins", lambda: list(margins))
-    return dense, grouped
-
-
-def _since(before: OrderReport, after: OrderReport, plan: PartitionPlan) -> OrderReport:
-    """Return the report of a graph with what it was like before some of it ran in parts."""
-    was = {name: getattr(before, name) for name in ("time_before", "spans_before", "peak_before")}
-    modules = before.modules | after.modules
-    return replace(after, modules=modules, ranges=plan.reports, skipped=plan.skipped, **was)
-
-
-def _timed(report: OrderReport, cost: ProfiledCost, *, begin_s: float) -> OrderReport:
-    """Return a report with what its costs were made of, and what the passes took until now."""
-    planning_s = time.perf_counter() - begin_s - cost.measuring_s
-    return replace(
-        report,
-        predicted=tuple(sorted(cost.predicted)),
-        planning_s=planning_s,
-        measuring_s=cost.measuring_s,
+    after = planner.report(analysis, order)
+    report = replace(
+        after,
+        modules=before.modules | after.modules,
+        time_before=before.time_before,
+        spans_before=before.spans_before,
+        peak_before=before.peak_before,
+        ranges=plan.reports,
+        skipped=plan.skipped,
+        sm_margins=planner.share_sm_margins(),
     )
-
-
-def report_as_is(graph: fx.Graph, options: Options) -> OrderReport:
-    """Return the report of a graph that no pass has changed, with predicted times."""
-    begin_s = time.perf_counter()
-    analysis, sizes = GraphAnalysis(graph), Sizes(options.unknown_size)
-    cost = _build_cost(graph, [], options, sizes=sizes)
-    report = report_order(analysis, range(len(analysis.nodes)), cost=cost, sizes=sizes)
-    return _timed(report, cost, begin_s=begin_s)
-
-
-def _convene(
-    graph: fx.Graph, analysis: GraphAnalysis, options: Options, batch_inputs: Sequence[str]
-) -> list[Consensus] | None:
-    """Open a consensus over each group of a graph, the largest group first.
-
-    None if the graph must stay as it is, after a warning.
-    """
-    if unknown := unknown_collectives(graph):
-        warnings.warn(
-            f"halley leaves a graph as it is: it does not know {', '.join(unknown)}", stacklevel=3
-        )
-        return None
-    if not analysis.find(NodeKind.START, NodeKind.FUSED):
-        return None
-    groups = graph_groups(graph) if options.agree else []
-    consensus_groups = [open_consensus(name, timeout_s=options.timeout_s) for name in groups]
-    consensus_groups.sort(key=lambda consensus: -consensus.num_ranks)
-    if _differing(consensus_groups, graph, batch_inputs):
-        warnings.warn(
-            "halley leaves a graph as it is: ranks have the same collectives in it, but other "
-            "computation, so that no plan fits all",
-            stacklevel=3,
-        )
-        return None
-    return consensus_groups
-
-
-def find_batch_inputs(graph: fx.Graph, positions: Sequence[int]) -> list[str]:
-    """Return the names of inputs of a graph of forward by position; none for one of backward."""
-    if is_backward(graph):
-        return []
-    inputs = graph.find_nodes(op="placeholder")
-    return [node.name for at, node in enumerate(inputs) if at in positions]
-
-
-def is_backward(graph: fx.Graph) -> bool:
-    """Return whether a graph is a backward half, which has gradients among its inputs."""
-    inputs = graph.find_nodes(op="placeholder")
-    return any(node.name.startswith("tangents") for node in inputs)
-
-
-def device_of(graph: fx.Graph) -> torch.device:
-    """Return the device of a graph's tensors: one that is no CPU, if there is any."""
-    values = (node.meta.get("val") for node in graph.nodes)
-    devices = (value.device for value in values if isinstance(value, torch.Tensor))
-    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
-
-
-def _partition(
-    graph: fx.Graph,
-    consensus_groups: Sequence[Consensus],
-    options: Options,
-    *,
-    batch_inputs: Sequence[str],
-    cost: ProfiledCost,
-    sizes: Sizes,
-    max_bytes: float,
-) -> PartitionPlan:
-    """Run ranges of forward in parts by rank 0's plan, and return that."""
-    divide = partial(
-        partition,
-        batch_inputs=batch_inputs,
-        rules=options.rules,
-        sizes=sizes,
-    )
-
-    def inside(whole: fx.Graph) -> Collection[fx.Node]:
-        _update_boundaries(whole, options, cost, sizes)
-        return cost.inside
-
-    def time_us(whole: fx.Graph) -> float:
-        _update_boundaries(whole, options, cost, sizes)
-        analysis = GraphAnalysis(whole)
-        order = _find_order(analysis, cost, sizes, max_bytes=max_bytes)
-        return graph_time(operations(analysis, cost), order, cost.contention).makespan_us
-
-    def make_plan() -> dict[str, object]:
-        plan = plan_partition(
-            graph,
-            batch_inputs=batch_inputs,
-            rules=options.rules,
-            cost=cost,
-            sizes=sizes,
-            num_parts=options.num_parts,
-            contention=cost.contention,
-        )
-        plan = fit_memory(graph, plan, divide, sizes=sizes, max_bytes=max_bytes, inside=inside)
-        return asdict(plan if options.num_parts else fit_time(graph, plan, divide, time_us))
-
-    plan = read_plan(_share(consensus_groups, "partition", make_plan))
-    divide(graph, plan.ranges)
-    return plan
-
-
-def _find_order(
-    analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, max_bytes: float
-) -> list[int]:
-    """Return the order of the weight-gradient pass, or that of the graph if none is faster.
-
-    The cost knows the graph as it is now.
-    """
-    order = plan_wgrad(
-        analysis,
-        cost=cost,
-        sizes=sizes,
-        max_bytes=max_bytes,
-        contention=cost.contention,
-        inside=cost.inside,
-        gemms_alone=cost.boundaries is not None,
-    )
-    as_is, todo = list(range(len(analysis.nodes))), operations(analysis, cost)
-    new, old = (graph_time(todo, each, cost.contention) for each in (order, as_is))
-    gains = (new.makespan_us, new.exposed_us) < (old.makespan_us, old.exposed_us)
-    return order if gains else as_is
-
-
-def _share(consensus_groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:
-    """Return what rank 0 of the largest group makes, on all ranks.
-
-    Raises:
-        RuntimeError: the ranks of a smaller group got different plans, as not all are in one group.
-    """
-    if not consensus_groups:
-        return make()
-    made = consensus_groups[0].share(what, make)
-    for consensus in consensus_groups[1:]:
-        if consensus.share(f"same {what}", lambda: made) != made:
-            raise RuntimeError(
-                "ranks of two groups would run a graph in different orders: the largest group of "
-                "a graph must hold all ranks that meet in it"
-            )
-    return made
+    return _add_planning_time(report, planner.cost, begin_s=begin_s)
 
 
 def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> None:
-    """Put a graph's nodes into an order and check what came out.
-
-    Args:
-        graph: changed.
-        analysis: of the graph before.
-        order: of all of its nodes.
-
-    Contract: the same operators as often, every node after what it needs, the same outputs.
+    """Put the nodes of a graph into an order, and check the result.
 
     Raises:
-        RuntimeError: the order is not legal; the graph is as it was.
+        RuntimeError: the order is not legal; the graph is not changed.
     """
     analysis.check_order(order)
     calls = Counter(str(node.target) for node in analysis.nodes)
@@ -295,29 +153,205 @@ def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> N
     graph.lint()
 
 
-def _differing(
-    consensus_groups: Sequence[Consensus], graph: fx.Graph, batch_inputs: Sequence[str]
-) -> bool:
-    """Return whether ranks have other computation; raise if they have other collectives."""
-    mine = signature(graph, batch_inputs)
-    others = [consensus.compare(mine) for consensus in consensus_groups]  # each must be asked
-    return any(others)
+def report_unchanged(graph: fx.Graph, options: Options) -> OrderReport:
+    """Return the report of a graph that no pass has changed, with predicted times."""
+    begin_s = time.perf_counter()
+    analysis, sizes = GraphAnalysis(graph), Sizes(options.unknown_size)
+    cost = _build_cost(graph, options, [], sizes=sizes)
+    report = report_order(analysis, range(len(analysis.nodes)), cost=cost, sizes=sizes)
+    return _add_planning_time(report, cost, begin_s=begin_s)
+
+
+def _add_planning_time(report: OrderReport, cost: ProfiledCost, *, begin_s: float) -> OrderReport:
+    return replace(
+        report,
+        predicted=tuple(sorted(cost.predicted)),
+        planning_s=time.perf_counter() - begin_s - cost.measuring_s,
+        measuring_s=cost.measuring_s,
+    )
+
+
+def find_batch_inputs(graph: fx.Graph, positions: Sequence[int]) -> list[str]:
+    """Return the names of a forward graph's inputs at some positions; none for a backward graph."""
+    if is_backward(graph):
+        return []
+    inputs = graph.find_nodes(op="placeholder")
+    return [node.name for at, node in enumerate(inputs) if at in positions]
+
+
+def is_backward(graph: fx.Graph) -> bool:
+    """Return whether a graph is a backward graph: aot_autograd names its gradients tangents."""
+    inputs = graph.find_nodes(op="placeholder")
+    return any(node.name.startswith("tangents") for node in inputs)
+
+
+def device_of(graph: fx.Graph) -> torch.device:
+    """Return the device of a graph's tensors: the first that is no CPU, if there is one."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    devices = (value.device for value in values if isinstance(value, torch.Tensor))
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+
+
+def _open_consensus(
+    graph: fx.Graph, analysis: GraphAnalysis, options: Options, batch_inputs: Sequence[str]
+) -> list[Consensus] | None:
+    """Compare a graph in each of its process groups; return one ``Consensus`` for each group.
+
+    The largest group comes first. None, after a warning, if the graph must stay as it is; None also
+    if it has no collective, and then no rank is asked.
+    """
+    if unknown := unknown_collectives(graph):
+        warnings.warn(
+            "halley does not change a graph, because it does not know how these operators "
+            f"communicate: {', '.join(unknown)}",
+            stacklevel=3,
+        )
+        return None
+    if not analysis.find(NodeKind.START, NodeKind.FUSED):
+        return None
+    names = graph_groups(graph) if options.agree else []
+    groups = [open_consensus(name, timeout_s=options.timeout_s) for name in names]
+    groups.sort(key=lambda consensus: -consensus.num_ranks)
+    own = signature(graph, batch_inputs)
+    # Compare in every group, also after a difference: its other ranks wait for this rank.
+    differing = [consensus.compare(own) for consensus in groups]
+    if any(differing):
+        warnings.warn(
+            "halley does not change a graph: the ranks have the same collectives in it, but "
+            "different computation, so no plan fits all ranks",
+            stacklevel=3,
+        )
+        return None
+    return groups
+
+
+@final
+class _Planner:
+    """Plans the passes over one graph. Rank 0 makes each plan and shares it with all ranks.
+
+    ``groups`` has one consensus for each process group of the graph, the largest first. It is empty
+    if this process plans alone.
+    """
+
+    def __init__(self, graph: fx.Graph, options: Options, groups: Sequence[Consensus]) -> None:
+        self.max_bytes = inf  # of live bytes
+        self._options = options
+        self._groups = groups
+        self._sizes = Sizes(options.unknown_size)
+        self.cost = _build_cost(graph, options, groups, sizes=self._sizes)
+
+    def share(self, what: str, make: Callable[[], _T]) -> _T:
+        """Return the result that ``make`` gives on rank 0 of the largest group, on all ranks.
+
+        Raises:
+            RuntimeError: the ranks of a smaller group got different results, because no group of
+                the graph holds all of them.
+        """
+        if not self._groups:
+            return make()
+        made = self._groups[0].share(what, make)
+        for consensus in self._groups[1:]:
+            if consensus.share(f"same {what}", lambda: made) != made:
+                raise RuntimeError(
+                    "ranks of two groups would run a graph in different orders: the largest group "
+                    "of a graph must hold all ranks that take part in it"
+                )
+        return made
+
+    def share_sm_margins(self) -> tuple[int, int]:
+        """Return how many SMs dense and grouped GEMMs leave free, as rank 0 measured it."""
+        found = self.cost.contention
+        dense, grouped = self.share("margins", lambda: [found.sm_margin, found.grouped_sm_margin])
+        return dense, grouped
+
+    def report(self, analysis: GraphAnalysis, order: Sequence[int]) -> OrderReport:
+        """Return the predicted effect of an order."""
+        return report_order(
+            analysis,
+            order,
+            cost=self.cost,
+            sizes=self._sizes,
+            contention=self.cost.contention,
+            inside=self.cost.inside,
+        )
+
+    def partition(self, graph: fx.Graph, batch_inputs: Sequence[str]) -> PartitionPlan:
+        """Run segments of a forward graph in microbatches; return the plan."""
+        run = partial(
+            partition, batch_inputs=batch_inputs, rules=self._options.rules, sizes=self._sizes
+        )
+
+        def make_plan() -> dict[str, object]:
+            plan = plan_partition(
+                graph,
+                batch_inputs=batch_inputs,
+                rules=self._options.rules,
+                cost=self.cost,
+                sizes=self._sizes,
+                num_parts=self._options.num_parts,
+                contention=self.cost.contention,
+            )
+            plan = fit_memory(
+                graph,
+                plan,
+                run,
+                sizes=self._sizes,
+                max_bytes=self.max_bytes,
+                inside=self._inside_kernels,
+            )
+            if not self._options.num_parts:  # a number that the user gives is used even if slower
+                plan = fit_time(graph, plan, run, self._time_us)
+            return asdict(plan)
+
+        plan = read_plan(self.share("partition", make_plan))
+        run(graph, plan.ranges)
+        _update_boundaries(graph, self._options, self.cost, self._sizes)
+        return plan
+
+    def _inside_kernels(self, graph: fx.Graph) -> Collection[fx.Node]:
+        _update_boundaries(graph, self._options, self.cost, self._sizes)
+        return self.cost.inside
+
+    def _time_us(self, graph: fx.Graph) -> float:
+        """Predict a forward graph in the order that ``find_order`` gives it."""
+        _update_boundaries(graph, self._options, self.cost, self._sizes)
+        analysis = GraphAnalysis(graph)
+        order = self.find_order(analysis)
+        return graph_time(operations(analysis, self.cost), order, self.cost.contention).makespan_us
+
+    def find_order(self, analysis: GraphAnalysis) -> list[int]:
+        """Return the order of the weight-gradient pass, or that of the graph if none is faster."""
+        cost = self.cost
+        order = plan_wgrad(
+            analysis,
+            cost=cost,
+            sizes=self._sizes,
+            max_bytes=self.max_bytes,
+            contention=cost.contention,
+            inside=cost.inside,
+            gemms_alone=cost.boundaries is not None,
+        )
+        unchanged, tasks = list(range(len(analysis.nodes))), operations(analysis, cost)
+        new, old = (graph_time(tasks, each, cost.contention) for each in (order, unchanged))
+        is_faster = (new.makespan_us, new.exposed_us) < (old.makespan_us, old.exposed_us)
+        return order if is_faster else unchanged
 
 
 def _build_cost(
-    graph: fx.Graph, consensus_groups: Sequence[Consensus], options: Options, *, sizes: Sizes
+    graph: fx.Graph, options: Options, groups: Sequence[Consensus], *, sizes: Sizes
 ) -> ProfiledCost:
-    """Return the cost of nodes; only that of the rank that plans knows the file of profiles."""
+    """Return the cost of the graph's nodes; only the rank that plans reads the file of profiles."""
     device = device_of(graph)
     predictor = Predictor(options.hardware or _hardware_of(device))
     if not options.profiles:
         cost = ProfiledCost(predictor, sizes=sizes)
         _update_boundaries(graph, options, cost, sizes)
         return cost
-    plans = not consensus_groups or consensus_groups[0].rank == 0
-    num_ranks = consensus_groups[0].num_ranks if consensus_groups else 1
+    plans = not groups or groups[0].rank == 0
+    num_ranks = groups[0].num_ranks if groups else 1
     environment = find_environment(device, topology=f"ranks {num_ranks}")
-    if options.hardware is not None and not options.measure:  # a plan for a device, from afar
+    if options.hardware is not None and not options.measure:
+        # The plan is for a device that this machine does not have: take its times of any versions.
         topology = f"ranks {max(group_sizes(graph), default=1)}"
         environment = Environment(device=options.hardware.name, versions="", topology=topology)
     table = ProfileTable(None, environment)
@@ -329,11 +363,12 @@ def _build_cost(
             raise ValueError(f"profiles ({path}) must be a file unless measure is set")
         table = ProfileTable(path, environment, offline=not options.measure)
 
-    _share(consensus_groups[:1], "profiles", read)
+    # An error of rank 0, such as a missing file, is raised on all ranks.
+    groups[0].share("profiles", read) if groups else read()
     begin_s = time.perf_counter()
-    keys = curve_keys(consensus_groups)
-    if consensus_groups and options.measure:
-        measure_groups(graph, consensus_groups, table, keys=keys, sizes=sizes, device=device)
+    keys = curve_keys(groups)
+    if groups and options.measure:
+        measure_groups(graph, groups, table, keys=keys, sizes=sizes, device=device)
     cost = ProfiledCost(
         predictor,
         sizes=sizes,
@@ -347,7 +382,7 @@ def _build_cost(
 
 
 def _update_boundaries(graph: fx.Graph, options: Options, cost: ProfiledCost, sizes: Sizes) -> None:
-    """Tell a cost what the inner compiler fuses of the graph as it is now."""
+    """Set the kernels that Inductor will make of the graph as it is now; nothing if eager."""
     if options.inner == "inductor":
         cost.boundaries = find_boundaries(graph, sizes)
 
@@ -357,5 +392,5 @@ def _hardware_of(device: torch.device) -> Hardware:
         return CPU
     try:
         return find_hardware(torch.cuda.get_device_name(device))
-    except ValueError:  # as strategies take a GPU without figures
+    except ValueError:  # a GPU whose rates Halley does not know: strategies assume an H200, too
         return H200

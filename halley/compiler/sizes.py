@@ -1,4 +1,4 @@
-"""Sizes of traced tensors, those guessed that only a run would tell."""
+"""Shapes and bytes of traced results, with an assumed value for sizes that depend on data."""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -11,13 +11,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, compute_unbacked_bindings
 
 
+_BINDINGS = (
+    "unbacked_bindings"  # key in ``node.meta``: Inductor reads the new symbols of a node here
+)
+
+
+def result_of(node: fx.Node) -> object:
+    """Return the traced result of a node: tensors without values, a number, or None."""
+    return node.meta.get("val")
+
+
 @final
 class Sizes:
-    """Tells shapes and bytes of what nodes return.
+    """Shapes and bytes of results, where some sizes are known only when the graph runs.
 
     Args:
-        unknown: taken for a size that depends on data, on all ranks alike. A sum of such sizes is
-            one size.
+        unknown: value to assume for a size that depends on data, the same on all ranks. A sum of
+            such sizes has this value too.
     """
 
     def __init__(self, unknown: int) -> None:
@@ -25,22 +35,23 @@ class Sizes:
         self._parts: dict[str, tuple[object, int]] = {}
 
     def note_part(self, size: torch.SymInt, part: object, *, num_parts: int) -> None:
-        """Remember that a size that depends on data is one of a part of a batch.
+        """Record that a size that depends on data belongs to one microbatch.
 
         Args:
-            size: of the part.
-            part: which; sums of sizes of one part are of that part.
-            num_parts: of the batch.
+            size: assumed to be ``unknown // num_parts``, like sums of sizes of one microbatch.
+            part: identifies the microbatch.
+            num_parts: number of microbatches.
         """
         for symbol in _symbols(size):
             self._parts[symbol] = part, num_parts
 
     def number(self, size: int | torch.SymInt) -> int:
-        """Return a size."""
+        """Return a size as an integer, assumed if it depends on data."""
         if isinstance(size, int):
             return size
         if not _is_unknown(size):
-            return cast(int, cast(Any, size).node.hint)
+            return cast(int, cast(Any, size).node.hint)  # the size in the traced example
+        # A size is a sum of symbols, for instance of the rows from all ranks.
         parts = {self._parts.get(symbol) for symbol in _symbols(size)}
         part = parts.pop() if len(parts) == 1 else None
         return self._unknown if part is None else max(1, self._unknown // part[1])
@@ -48,65 +59,62 @@ class Sizes:
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a tensor.
 
-        Of two sizes that depend on data the first is that of rows. The second, of what fused
-        kernels keep for each tile of a row, is small.
+        The first size that depends on data is a number of rows. A second one is assumed to be 1: in
+        results of fused layers it counts the few tiles of a row.
         """
         shape = cast(Sequence[int | torch.SymInt], tensor.shape)
         unknown = [at for at, size in enumerate(shape) if _is_unknown(size)]
         return tuple(1 if at in unknown[1:] else self.number(size) for at, size in enumerate(shape))
 
-    def num_bytes(self, value: object) -> int:
-        """Return the bytes of what a node returns: a tensor, several, or none."""
-        if isinstance(value, torch.Tensor):
-            count = value.element_size()
-            for size in self.shape(value):
+    def num_bytes(self, result: object) -> int:
+        """Return the bytes of a result: of a tensor, or of all tensors of a tuple; else 0."""
+        if isinstance(result, torch.Tensor):
+            count = result.element_size()
+            for size in self.shape(result):
                 count *= size
             return count
-        if isinstance(value, tuple | list):
-            return sum(map(self.num_bytes, cast(Sequence[object], value)))
+        if isinstance(result, tuple | list):
+            return sum(map(self.num_bytes, cast(Sequence[object], result)))
         return 0
 
 
 def _is_unknown(size: int | torch.SymInt) -> bool:
-    """Return whether a size depends on data: tracing has no example of it."""
+    """Return whether a size depends on data, so that tracing has no example of it."""
     if isinstance(size, int):
         return False
     return not isinstance(getattr(cast(object, getattr(size, "node", None)), "hint", None), int)
 
 
 def _symbols(size: torch.SymInt) -> list[str]:
-    expression = cast(Any, size.node).expr
-    return [str(symbol) for symbol in expression.free_symbols]
-
-
-_BINDINGS = "unbacked_bindings"  # where Inductor looks for the sizes that a node makes
+    return [str(symbol) for symbol in cast(Any, size.node).expr.free_symbols]
 
 
 def without_values() -> FakeTensorMode:
-    """Return a mode in which new tensors have no values, and sizes may depend on such values."""
+    """Return a mode that creates tensors without values, whose sizes may depend on data."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 @contextlib.contextmanager
 def with_values() -> Generator[None, None, None]:
-    """Let operators run, and new tensors have values, where a compiler traces without."""
+    """Run operators on real tensors, although a compiler traces without values around it."""
     with unset_fake_temporarily(), torch.no_grad():
         yield
 
 
 def trace_result(node: fx.Node) -> None:
-    """Set what a node returns, from what those that it reads were traced to return.
+    """Trace the operator of a node on the results of its inputs, and set ``node.meta["val"]``.
 
-    A size that depends on data is a new one; sizes are not negative.
+    A result size that depends on data gets a new symbol, which is not negative.
     """
-    args = cast(tuple[Any, ...], fx.map_arg(node.args, _value))
-    kwargs = cast(dict[str, Any], fx.map_arg(node.kwargs, _value))
+    args = cast(tuple[Any, ...], fx.map_arg(node.args, _operand))
+    kwargs = cast(dict[str, Any], fx.map_arg(node.kwargs, _operand))
     assert callable(node.target)
-    mode = detect_fake_mode([source.meta.get("val") for source in node.all_input_nodes])
+    mode = detect_fake_mode([result_of(source) for source in node.all_input_nodes])
     node.meta.pop(_BINDINGS, None)
     with torch.no_grad(), mode or contextlib.nullcontext():
         result = node.target(*args, **kwargs)
         if isinstance(result, torch.SymInt):
+            # Without this, later operators refuse the symbol as a size of a tensor.
             torch._check(result >= 0)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
     node.meta["val"] = result
     shape_env = None if mode is None else mode.shape_env
@@ -114,7 +122,7 @@ def trace_result(node: fx.Node) -> None:
         node.meta[_BINDINGS] = bindings
 
 
-def _value(node: fx.Node) -> Any:
+def _operand(node: fx.Node) -> Any:
     if node.op != "get_attr":
         return node.meta["val"]
     module = node.graph.owning_module

@@ -8,7 +8,7 @@ from halley.core.types import MAX_EXPERTS, Activation
 
 
 _MAX_SIZE = 2**31 - 1  # kernels and dispatch plans index rows with 32-bit integers
-_MAX_SEED = 2**63 - 1
+_MAX_SEED = 2**63 - 1  # torch.Generator takes 64-bit seeds
 
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
@@ -23,6 +23,28 @@ def _require_sizes(config: object, *names: str, least: int = 1, prefix: str = ""
         _require(size <= _MAX_SIZE, prefix + name, size, f"at most {_MAX_SIZE}")
 
 
+def _require_positive(config: object, *names: str, prefix: str = "") -> None:
+    for name in names:
+        value: float = getattr(config, name)
+        _require(value > 0, prefix + name, value, "above 0")
+
+
+def _require_not_negative(config: object, *names: str, prefix: str = "") -> None:
+    for name in names:
+        value: float = getattr(config, name)
+        _require(value >= 0, prefix + name, value, "at least 0")
+
+
+def _require_between(config: object, name: str, low: int, high: int, *, high_name: str) -> None:
+    value: int = getattr(config, name)
+    _require(low <= value <= high, name, value, f"between {low} and {high_name} ({high})")
+
+
+def _require_divisible(config: object, name: str, divisor: int, *, divisor_name: str) -> None:
+    value: int = getattr(config, name)
+    _require(value % divisor == 0, name, value, f"divisible by {divisor_name} ({divisor})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """How tokens choose experts.
@@ -33,10 +55,10 @@ class RouterConfig:
         normalize: divide the weights of a token's experts by their sum, for softmax and sigmoid.
             switch never does this, top2 always.
         capacity_factor: an expert accepts at most ``capacity_factor * T * K / E`` slots of a rank's
-            microbatch; further slots are dropped. 0 drops none.
-        priority: which slots an expert with a capacity accepts first: those of earlier tokens
+            microbatch. Further slots are dropped. 0 drops none.
+        priority: the slots that an expert with a capacity accepts first: those of earlier tokens
             ("order"), or those with a larger weight ("weight", batch prioritized routing).
-        num_groups, num_limited_groups: sigmoid only; experts are chosen from the best
+        num_groups, num_limited_groups: sigmoid only. Experts are chosen from the best
             ``num_limited_groups`` of ``num_groups`` groups.
         scaling_factor: sigmoid only; multiplies the weights.
         bias_update_rate: sigmoid only; change of the selection bias after each training step.
@@ -57,27 +79,16 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("capacity_factor", "bias_update_rate", "balance_coefficient", "z_coefficient"):
-            value = getattr(self, name)
-            _require(value >= 0, name, value, "at least 0")
-        _require(self.scaling_factor > 0, "scaling_factor", self.scaling_factor, "above 0")
+        _require_not_negative(self, "capacity_factor", "bias_update_rate")
+        _require_not_negative(self, "balance_coefficient", "z_coefficient")
+        _require_positive(self, "scaling_factor")
+        factor = self.capacity_factor
         if self.priority == "weight":
-            factor = self.capacity_factor
             _require(factor > 0, "capacity_factor", factor, "above 0 for priority weight")
         _require_sizes(self, "num_groups")
-        _require(
-            1 <= self.num_limited_groups <= self.num_groups,
-            "num_limited_groups",
-            self.num_limited_groups,
-            f"between 1 and num_groups ({self.num_groups})",
-        )
+        _require_between(self, "num_limited_groups", 1, self.num_groups, high_name="num_groups")
         if self.kind in ("switch", "top2"):
-            _require(
-                self.capacity_factor > 0,
-                "capacity_factor",
-                self.capacity_factor,
-                f"above 0 for the {self.kind} router",
-            )
+            _require(factor > 0, "capacity_factor", factor, f"above 0 for the {self.kind} router")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,25 +117,13 @@ class MoEConfig:
         _require_sizes(self, "shared_intermediate_size", least=0)
         rule = f"at most {MAX_EXPERTS}, the largest expert id that slots are sorted by"
         _require(self.num_experts <= MAX_EXPERTS, "num_experts", self.num_experts, rule)
-        _require(
-            1 <= self.top_k <= self.num_experts,
-            "top_k",
-            self.top_k,
-            f"between 1 and num_experts ({self.num_experts})",
-        )
-        _require(
-            self.num_experts % self.router.num_groups == 0,
-            "num_experts",
-            self.num_experts,
-            f"divisible by num_groups ({self.router.num_groups})",
-        )
-        allowed = self.num_experts // self.router.num_groups * self.router.num_limited_groups
-        _require(
-            self.top_k <= allowed,
-            "top_k",
-            self.top_k,
-            f"at most the experts of num_limited_groups groups ({allowed})",
-        )
+        _require_between(self, "top_k", 1, self.num_experts, high_name="num_experts")
+        num_groups = self.router.num_groups
+        _require_divisible(self, "num_experts", num_groups, divisor_name="num_groups")
+        allowed = self.num_experts // num_groups * self.router.num_limited_groups
+        rule = f"at most the experts of num_limited_groups groups ({allowed})"
+        _require(self.top_k <= allowed, "top_k", self.top_k, rule)
+        # The published routers "switch" and "top2" define the number of experts of a token.
         wanted = {"switch": 1, "top2": 2}.get(self.router.kind, self.top_k)
         _require(self.top_k == wanted, "top_k", self.top_k, f"{wanted} for {self.router.kind}")
 
@@ -135,11 +134,11 @@ class ModelConfig:
 
     Attributes:
         name: the named model that the sizes come from.
-        num_dense_layers: number of layers at the start with a dense feed-forward network.
-        moe_interval: of the layers after these, the last of every ``moe_interval`` is an MoE layer;
-            1 makes all of them MoE layers.
+        num_dense_layers: the first layers, which have a dense feed-forward network.
+        moe_interval: after these, every ``moe_interval``-th layer is an MoE layer; with 1, all are.
         dense_intermediate_size: intermediate size of the dense feed-forward networks.
-        qk_norm: RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMoE) or none.
+        qk_norm: RMSNorm of queries and keys: per "head" (Qwen3), over all heads ("full", OLMoE)
+            or "none".
         hf_family: the Hugging Face architecture with the same equations, or "" if there is none.
             Export needs one.
     """
@@ -166,33 +165,20 @@ class ModelConfig:
         names = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads")
         _require_sizes(self, *names, "moe_interval")
         _require_sizes(self, "dense_intermediate_size", least=0)
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_heads",
-            self.num_heads,
-            f"divisible by num_kv_heads ({self.num_kv_heads})",
-        )
-        _require(
-            self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, >= 2"
-        )
+        _require_divisible(self, "num_heads", self.num_kv_heads, divisor_name="num_kv_heads")
+        size = self.head_dim  # rotary embeddings rotate pairs of dimensions
+        _require(size >= 2 and size % 2 == 0, "head_dim", size, "even, >= 2")
         _require_sizes(self, "head_dim")
-        for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            _require(value > 0, name, value, "above 0")
-        _require(
-            0 <= self.num_dense_layers <= self.num_layers,
-            "num_dense_layers",
-            self.num_dense_layers,
-            f"between 0 and num_layers ({self.num_layers})",
-        )
+        _require_positive(self, "rope_theta", "norm_eps")
+        _require_between(self, "num_dense_layers", 0, self.num_layers, high_name="num_layers")
         size = self.dense_intermediate_size
         if self.num_moe_layers < self.num_layers:
             _require(size >= 1, "dense_intermediate_size", size, "at least 1 for dense layers")
 
     def is_moe_layer(self, index: int) -> bool:
         """Return whether layer ``index`` is an MoE layer."""
-        past_dense = index - self.num_dense_layers
-        return past_dense >= 0 and past_dense % self.moe_interval == self.moe_interval - 1
+        index_after_dense = index - self.num_dense_layers
+        return index_after_dense >= 0 and (index_after_dense + 1) % self.moe_interval == 0
 
     @property
     def num_moe_layers(self) -> int:
@@ -240,13 +226,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
-        rate = self.learning_rate
-        _require(rate > 0, "optimizer.learning_rate", rate, "above 0")
-        _require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
-        for name in ("weight_decay", "clip_norm", "final_fraction"):
-            value = getattr(self, name)
-            _require(value >= 0, f"optimizer.{name}", value, "at least 0")
+        _require_positive(self, "learning_rate", "eps", prefix="optimizer.")
+        names = ("warmup_steps", "weight_decay", "clip_norm", "final_fraction")
+        _require_not_negative(self, *names, prefix="optimizer.")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name}", value, "at least 0 and below 1")
@@ -263,8 +245,8 @@ class TrainConfig:
         dtype: dtype of parameters and activations; the optimizer state is always float32.
         activation_checkpointing: save only each layer's input and recompute the layer in backward,
             its communication included.
-        deterministic: give the same bits in every run. On GPUs this selects a slower kernel for the
-            attention gradient, whose usual kernel adds in varying order.
+        deterministic: give the same bits in every run. On GPUs this selects a slower kernel for
+            the gradient of attention, because the usual one adds in varying order.
         log_every: steps between log lines where stderr is not a terminal.
         tensorboard: also write TensorBoard events.
     """
@@ -307,8 +289,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="checkpoint.")
-        minutes = self.every_minutes
-        _require(minutes >= 0, "checkpoint.every_minutes", minutes, "at least 0")
+        _require_not_negative(self, "every_minutes", prefix="checkpoint.")
         _require_sizes(self, "every_steps", least=0, prefix="checkpoint.")
         _require_sizes(self, "keep", prefix="checkpoint.")
 
@@ -323,12 +304,12 @@ class RunConfig:
             layer, separated by commas; or "planned", which takes the fastest predicted ones.
         passes: graph passes of ``halley.compiler`` on the compiled model. All but "none" need
             strategies that a graph can contain: "functional", "unfused", "fused".
-        profiles: file of measured times that the passes plan with; ranks add missing entries.
-            "auto" is a file in the user's cache folder on GPUs, and none on CPUs. "" predicts all
-            times.
+        profiles: file of measured times, from which the passes plan; ranks add missing times.
+            "auto" is a file in the user's cache folder on GPUs, and no file on CPUs. With "", all
+            times are predicted.
         num_chunks: chunks of the chunked strategy; 0 lets the cost model choose.
-        max_load: buffer size of the fused strategy as a multiple of a balanced load. The host then
-            does not read counts from the device. 0 allows any load.
+        max_load: buffer size of the fused strategy as a multiple of a balanced load, so that the
+            host need not read counts from the device. 0 allows any load.
         ep_size: ranks over which the experts are distributed; 0 for all ranks.
         expert_tp_size: ranks that share each expert by its intermediate size (tensor parallelism).
         placement: file of ``halley plan balance`` with the experts of each rank; "" for contiguous
@@ -356,13 +337,12 @@ class RunConfig:
         check_fields(self)
         _require_sizes(self, "ep_size", "num_chunks", least=0)
         _require_sizes(self, "expert_tp_size")
-        _require(
-            self.max_load == 0 or self.max_load >= 1, "max_load", self.max_load, "0 or at least 1"
-        )
+        load = self.max_load
+        _require(load == 0 or load >= 1, "max_load", load, "0 or at least 1")
         num_experts, tp_size = self.model.moe.num_experts, self.expert_tp_size
         rule = f"at most {MAX_EXPERTS // num_experts} for model.moe.num_experts ({num_experts})"
         _require(num_experts * tp_size <= MAX_EXPERTS, "expert_tp_size", tp_size, rule)
-        num_rows = num_even_rows(self)
+        num_rows = num_even_rows(self)  # kernels index these rows with 32-bit integers
         name = "train.batch_size * data.seq_len * model.moe.top_k * expert_tp_size"
         _require(num_rows <= _MAX_SIZE, name, num_rows, f"at most {_MAX_SIZE}")
 
@@ -370,8 +350,8 @@ class RunConfig:
 def num_even_rows(config: RunConfig) -> int:
     """Return the rows that a rank's experts process in one layer under a balanced load.
 
-    A rank then receives as many rows as its own tokens choose experts. With ``expert_tp_size``
-    above 1, each row is sent to every rank that shares the expert.
+    Under a balanced load, a rank receives as many rows as it sends: K for each of its tokens. With
+    ``expert_tp_size`` above 1, each row goes to all ranks that share the expert.
     """
     num_tokens = config.train.batch_size * config.data.seq_len
     return num_tokens * config.model.moe.top_k * config.expert_tp_size

@@ -1,7 +1,8 @@
 """Record which operation this process runs, so that its watchdog can report it to other ranks.
 
-The record is one object per process. Custom ops and autograd threads have no argument to pass it
-through, and the watchdog's thread must see all of them.
+``CURRENT_OPERATION`` is global, because no caller could pass it on: PyTorch calls the custom ops
+and starts the autograd threads that write it. The watchdog's thread reads it. It changes no result:
+it appears in error messages only.
 """
 
 import time
@@ -10,31 +11,30 @@ from types import TracebackType
 from typing import Any, Final, final
 
 
-_POLL_LASTS_S = 1.0  # for this time after a poll, the kernel counts as waiting
+_POLL_LASTS_S = 1.0  # a process counts as waiting for this time after a poll
 
 
 @final
 class CurrentOperation:
-    """The operation that this process runs, and whether it waits for other ranks there.
-
-    The threads that run forward and backward write it. The watchdog's thread reads it.
+    """The operation that this process runs, and whether it waits for other ranks in it.
 
     Attributes:
         name: the operation that began last; "" before the first.
-        num_operations: how many operations have begun. The number is the same on all ranks
-            that run the same program.
+        num_operations: how many operations have begun. Ranks that run the same program have the
+            same number at the same point.
+        wait_depth: how many ``waiting`` contexts are open, one inside the other.
     """
 
     def __init__(self) -> None:
         self.name = ""
         self.num_operations = 0
-        self._wait_depth = 0
+        self.wait_depth = 0
         self._polled_s = -_POLL_LASTS_S
 
     @property
     def is_waiting(self) -> bool:
         """Whether the process is inside a ``waiting`` block or has just called ``poll``."""
-        return self._wait_depth > 0 or time.monotonic() - self._polled_s < _POLL_LASTS_S
+        return self.wait_depth > 0 or time.monotonic() - self._polled_s < _POLL_LASTS_S
 
     def begin(self, name: str) -> None:
         """Record that an operation begins. All ranks must run it."""
@@ -53,23 +53,16 @@ class CurrentOperation:
         return _Wait(self, name, inside or nullcontext())
 
     def poll(self) -> None:
-        """Record that an interpreted kernel read a flag that is not set yet."""
+        """Record that an interpreted kernel has read a flag that another rank has not yet set."""
         self._polled_s = time.monotonic()
-
-    def enter_wait(self, name: str) -> None:
-        """Begin to wait. A wait inside another wait belongs to the outer operation."""
-        if self._wait_depth == 0:
-            self.begin(name)
-        self._wait_depth += 1
-
-    def leave_wait(self) -> None:
-        """End the innermost wait."""
-        self._wait_depth -= 1
 
 
 @final
 class _Wait:
-    """The context that ``CurrentOperation.waiting`` returns; faster to enter than a generator."""
+    """The context of ``CurrentOperation.waiting``.
+
+    A class, because a ``contextmanager`` takes longer to enter, and each collective enters one.
+    """
 
     def __init__(
         self, operation: CurrentOperation, name: str, inside: AbstractContextManager[object]
@@ -77,7 +70,9 @@ class _Wait:
         self._operation, self._name, self._inside = operation, name, inside
 
     def __enter__(self) -> object:
-        self._operation.enter_wait(self._name)
+        if self._operation.wait_depth == 0:  # an inner wait belongs to the outer operation
+            self._operation.begin(self._name)
+        self._operation.wait_depth += 1
         return self._inside.__enter__()
 
     def __exit__(
@@ -86,7 +81,7 @@ class _Wait:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> Any:
-        self._operation.leave_wait()
+        self._operation.wait_depth -= 1
         return self._inside.__exit__(kind, error, trace)
 
 

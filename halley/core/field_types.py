@@ -18,7 +18,7 @@ Table = dict[str, object]
 Record = typing.TypeVar("Record")
 
 _MAX_SHOWN = 80  # characters of a wrong value in a message
-_NEAR = 2 / 3  # difflib ratio from which an unknown name counts as a misspelling
+_NEAR = 2 / 3  # from this difflib ratio, an unknown name counts as a misspelling
 
 
 def show(value: object) -> str:
@@ -58,8 +58,8 @@ def check_fields(record: object, *, prefix: str = "") -> None:
         prefix: prefix of the field names in messages, such as "train.".
 
     Raises:
-        ValueError: a field has another type, has a value that its ``Literal`` lacks, or is a float
-            that is not finite.
+        ValueError: a field has another type, has a value that is not in its ``Literal``, or is a
+            float that is not finite.
     """
     for name, kind in _hints(type(record)).items():
         check_type(getattr(record, name), kind, name=prefix + name)
@@ -84,7 +84,7 @@ def check_type(value: object, kind: object, *, name: str) -> None:
             raise ValueError(f"{name} ({show(value)}) must be a table")
         for key, each in typing.cast(Table, value).items():
             check_type(each, arguments[1], name=f"{name}.{show_name(key)}")
-    elif kind is not object:
+    elif kind is not object:  # ``object`` allows any value
         _check_plain(value, typing.cast(type[object], kind), name=name)
 
 
@@ -97,8 +97,8 @@ def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
         prefix: prefix of the field names in messages, such as "model.moe.".
 
     Raises:
-        ValueError: it is not a table, a key is unknown or missing, a value has the wrong type, or
-            the class refuses a value.
+        ValueError: ``table`` is no table, a key is unknown or missing, a value has the wrong type,
+            or the class refuses a value.
     """
     if not isinstance(table, dict):
         name = prefix.removesuffix(".") or "value"
@@ -135,8 +135,8 @@ def unknown_name(
     """Return the message for an unknown name; it suggests a known name with similar spelling.
 
     Args:
-        prefix: prefix of all names in the message, such as "train."; spelling is compared without
-            it.
+        prefix: prefix of all names in the message, such as "train.". Spelling is compared
+            without it.
         what: the kind of name.
     """
     known = list(known)
@@ -198,14 +198,14 @@ def _hints(cls: type[object]) -> dict[str, object]:
 def parse_device(
     device: object, *, types: tuple[str, ...] = ("cpu", "cuda"), name: str = "device"
 ) -> torch.device:
-    """Return a device given by name or as a ``torch.device``.
+    """Return the ``torch.device`` for a device or its name, after a check of its type.
 
     Args:
         types: allowed device types.
         name: name of the argument in messages.
 
     Raises:
-        ValueError: it is neither, torch does not know the device, or its type is not allowed.
+        ValueError: it is no device or name, torch does not know it, or its type is not allowed.
     """
     if isinstance(device, str):
         try:

@@ -1,7 +1,6 @@
 """Read JSON and text files from untrusted sources, with limits on size and nesting.
 
-Each function raises a ValueError of one line. The line names the purpose of the file, its path and
-the rule that it breaks. Nothing that these functions read is executed.
+Errors are ValueErrors of one line. It names the purpose of the file, its path and the broken rule.
 """
 
 import json
@@ -22,7 +21,7 @@ def read_text(path: Path, *, what: str, max_bytes: int) -> str:
     """Read a UTF-8 text file that is not larger than a limit.
 
     The null device (``os.devnull``) reads as an empty file. Other devices, pipes and sockets are
-    refused before a read could block.
+    an error, because reading them can block.
 
     Args:
         what: purpose of the file, the first word of each message, such as "placement".
@@ -65,7 +64,7 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
     except FileNotFoundError:
         return
     except (OSError, ValueError):
-        pass  # read_text raises the error
+        pass  # read_text meets the same error and raises it with a clear message
     lines = read_text(path, what=what, max_bytes=max_bytes).split("\n")
     if not lines[-1]:
         del lines[-1]  # the last line ends with a newline
@@ -134,7 +133,7 @@ def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:
         if not stat.S_ISREG(info.st_mode):
             kind = "Is a directory" if stat.S_ISDIR(info.st_mode) else "Not a regular file"
             raise ValueError(f"{what} ({path}) must be a readable file: {kind}")
-        content = file.read(max_bytes + 1)
+        content = file.read(max_bytes + 1)  # files of /proc have a size of 0 but content
     if len(content) > max_bytes:
         raise ValueError(
             f"{what} ({path}) must have at most {max_bytes} bytes and has "
@@ -163,6 +162,7 @@ def _finite_float(text: str) -> float:
 
 
 def _is_deeper(value: object, *, max_depth: int) -> bool:
+    """Return whether lists and objects are nested deeper than ``max_depth``."""
     if isinstance(value, dict):
         value = list(cast(dict[str, object], value).values())
     if not isinstance(value, list):

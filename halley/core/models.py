@@ -1,14 +1,25 @@
-"""Named models: the published shapes that papers and benchmarks use, each with its source.
+"""Named models, each with its source, and run configurations that start from one of them.
 
-An entry says where Halley's model lacks a part of the published model. Such an entry has no
-``hf_family``; it serves benchmarks, and weights cannot be exported. Balance coefficients are the
-published ones. Their effect differs: Halley's loss is 1 per balanced layer. Hugging Face pools the
-layers and counts each of the K choices, so an equal effect takes the coefficient times K / layers.
+A comment at an entry says where Halley's model lacks a part of the published model. Such an entry
+has no ``hf_family``: it serves benchmarks, and its weights cannot be exported.
+
+Balance coefficients are the published ones, but they have another effect here. Halley's loss is 1
+for each balanced layer. Hugging Face pools the layers and counts each of the K choices. For an
+equal effect, multiply the coefficient by K and divide it by the number of layers.
 """
 
-from halley.core.config import ModelConfig, MoEConfig, RouterConfig
-from halley.core.field_types import unknown_name
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import cast
 
+from halley.core.config import ModelConfig, MoEConfig, RouterConfig, RunConfig
+from halley.core.field_types import Table, build, show, show_name, unknown_name
+from halley.core.json_file import read_text
+
+
+_MAX_BYTES = 2**16  # of a configuration file; usual ones have some thousand bytes
+_MAX_DOTS = 200  # on a line; the time of tomllib is quadratic in the dots of a key
 
 NAMED_MODELS: dict[str, ModelConfig] = {
     model.name: model
@@ -178,3 +189,91 @@ def find_model(name: str) -> ModelConfig:
     if name in NAMED_MODELS:
         return NAMED_MODELS[name]
     raise ValueError(unknown_name(name, NAMED_MODELS, what="model"))
+
+
+def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
+    """Read the configuration of a run.
+
+    ``model`` is a table with ``name``, one of ``NAMED_MODELS``, and any fields to change. A string
+    is short for a table with that name.
+
+    Args:
+        path: a TOML file; None for defaults and the tiny model.
+        overrides: texts such as ``"train.num_steps=100"``. A value that is not TOML is a string.
+
+    Raises:
+        ValueError: the file is missing or not TOML, a key is unknown (the message suggests a
+            similar one), a value has the wrong type or breaks a rule.
+    """
+    table: Table = {} if path is None else _read_toml(path)
+    for text in overrides:
+        _apply_override(table, text)
+    model = table.setdefault("model", "tiny")
+    if isinstance(model, str):
+        model = {"name": model}
+    if not isinstance(model, dict):
+        raise ValueError(f"model ({show(model)}) must be a name or a table")
+    model = cast(Table, model)
+    name = model.get("name", "tiny")
+    if not isinstance(name, str):
+        raise ValueError(f"model.name ({show(name)}) must be of type str")
+    base: Table = dataclasses.asdict(find_model(name))
+    _merge(base, model, prefix="model.")
+    table["model"] = base
+    return build(RunConfig, table)
+
+
+def _read_toml(path: Path) -> Table:
+    text = read_text(path, what="config", max_bytes=_MAX_BYTES)
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"config ({path}) must have at most {_MAX_DOTS} dots on a line")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"config ({path}) must be TOML with fewer nested lists") from error
+    except ValueError as error:
+        raise ValueError(f"config ({path}) must be TOML: {error}") from error
+
+
+def _apply_override(table: Table, text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"--set ({show_name(text)}) must be KEY=VALUE")
+    parsed = _parse_value(value)
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = table.setdefault(parent, {})
+        if isinstance(child, str) and parent == "model":  # "model=NAME" is short for a table
+            child = table[parent] = {"name": child}
+        if not isinstance(child, dict):
+            raise ValueError(
+                f"--set ({show_name(text)}) must name a key below a table, "
+                f"{show_name(parent)} is none"
+            )
+        table = cast(Table, child)
+    if last == "model" and isinstance(table.get(last), dict) and isinstance(parsed, str):
+        # A name that comes after changes of the model must not discard them.
+        parsed = {**cast(Table, table[last]), "name": parsed}
+    table[last] = parsed
+
+
+def _parse_value(text: str) -> object:
+    """Return the value of a TOML text, or the text itself if it is not a TOML value."""
+    if text.count(".") > _MAX_DOTS:
+        return text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text  # a text of several lines sets more keys
+
+
+def _merge(base: Table, changes: Table, *, prefix: str) -> None:
+    for key, value in changes.items():
+        if key not in base:
+            raise ValueError(unknown_name(key, base, prefix=prefix))
+        old = base[key]
+        if isinstance(old, dict) and isinstance(value, dict):
+            _merge(cast(Table, old), cast(Table, value), prefix=f"{prefix}{key}.")
+        else:
+            base[key] = value

@@ -6,8 +6,8 @@ same number of them.
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -21,7 +21,9 @@ from halley.core.types import DROPPED, MAX_EXPERTS
 
 
 _COUNTS_VERSION = 1
-_MAX_COUNTS_BYTES = 16 * 2**20  # room for 2**20 counts of 15 digits
+_MAX_COUNTS_BYTES = 16 * 2**20  # 2**20 counts of 15 digits
+_PLACEMENT_VERSION = 1
+_MAX_PLACEMENT_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas take 13 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +52,18 @@ def write_counts(
     }
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_text(json.dumps(table) + "\n", encoding="ascii")
-    draft.replace(path)  # atomic: a crash leaves the old file or the new one
+    draft.replace(path)  # a rename is atomic: after a crash, the old or the new file is complete
 
 
 def read_counts(path: Path) -> list[list[float]]:
-    """Return the counts of each expert of each layer.
+    """Return the number of routed slots of each expert of each MoE layer, ``(M, E)``.
 
     Args:
         path: a file of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
             numbers (one list per layer).
 
     Raises:
-        ValueError: the file is missing or has another form, a count is negative, the layers have
+        ValueError: the file is missing or malformed, a count is negative, the layers have
             different numbers of experts, or all counts of a layer are 0.
     """
     where = f"counts ({path})"
@@ -93,24 +95,16 @@ def read_counts(path: Path) -> list[list[float]]:
 
 
 def _check_number(value: object, *, where: str) -> float:
-    try:
+    with suppress(ValueError):
         check_type(value, float, name="count")
-    except ValueError:
-        is_number = False
-    else:
-        is_number = cast(float, value) >= 0
-    if not is_number:
-        raise ValueError(f"{where} must be numbers of at least 0, and {show(value)} is none")
-    return cast(float, value)
-
-
-_VERSION = 1
-_MAX_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas take 13 MB
+        if cast(float, value) >= 0:
+            return cast(float, value)
+    raise ValueError(f"{where} must be numbers of at least 0, and {show(value)} is none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementFile:
-    """The content of a file of ``save_placements``; ``layers[m][w]`` are expert ids."""
+    """The content of a file of ``save_placements``; ``layers[m][w]`` are the experts of rank w."""
 
     version: int
     num_experts: int
@@ -127,8 +121,8 @@ class ExpertPlacement:
             ``experts_WL[w][l]``.
 
     Raises:
-        ValueError: ranks hold different numbers of experts or none, a rank holds an expert twice or
-            an unknown one, or no rank holds some expert.
+        ValueError: ranks hold different numbers of experts, or no experts. A rank holds an expert
+            twice, or an unknown expert. Some expert is on no rank.
     """
 
     num_experts: int
@@ -187,8 +181,7 @@ class ExpertPlacement:
     @property
     def replicated(self) -> list[int]:
         """The experts that more than one rank holds, ascending."""
-        num_replicas = Counter(expert for experts in self.experts_WL for expert in experts)
-        return sorted(expert for expert, number in num_replicas.items() if number > 1)
+        return [e for e in range(self.num_experts) if len(self.ranks_of(e)) > 1]
 
     def replica_on(self, rank: int, expert: int) -> int:
         """Return the number of an expert's replica on a rank that holds it."""
@@ -196,17 +189,16 @@ class ExpertPlacement:
 
 
 def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each expert, the replicas that the tokens of a rank may be sent to.
+    """Return, for each expert, the replicas to which a rank may send its tokens.
 
-    A rank that holds an expert uses its own replica only, so that no row crosses the link.
+    A rank that holds an expert uses only its own replica, so that no row crosses the link.
 
     Returns:
         ``choices_EC``, the replicas of each expert, ``(E + 1, C)`` int64, whose last row is for
         ``DROPPED``; and the number of valid columns of each row, ``(E + 1,)`` int64.
 
-    Example: ranks hold (0, 1), (0, 2), (0, 3). On rank 0, expert 0 has the choice 0 alone. If rank
-    0
-    held (1, 4) instead, expert 0 would have the choices 2 and 4.
+    Example: ranks hold (0, 1), (0, 2), (0, 3). On rank 0, expert 0 has the single choice 0. If
+    rank 0 held (1, 4) instead, expert 0 would have the choices 2 and 4.
     """
     choices: list[list[int]] = []
     for expert in range(placement.num_experts):
@@ -215,7 +207,7 @@ def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Ten
             ranks = [rank]
         choices.append([placement.replica_on(each, expert) for each in ranks])
     choices.append([DROPPED])
-    width = max(map(len, choices))
+    width = max(map(len, choices))  # shorter rows are padded: a tensor has rows of one length
     padded = [[*row, *row[:1] * (width - len(row))] for row in choices]
     return torch.tensor(padded), torch.tensor([len(row) for row in choices])
 
@@ -227,10 +219,10 @@ def choose_replicas(
     *,
     rank: int,
 ) -> torch.Tensor:
-    """Return the replica that each slot is sent to, ``(T, K)`` int64, without a read by the host.
+    """Return the replica of each slot, ``(T, K)`` int64; the host reads nothing from the device.
 
     Tokens use the replicas of an expert round-robin by token index, and each rank starts with
-    another replica. So ranks that send an expert equally many tokens load its replicas equally.
+    another replica. If all ranks send an expert equally many tokens, its replicas get equally many.
 
     Args:
         topk_idx_TK: expert ids, or ``DROPPED``, which is returned unchanged.
@@ -249,7 +241,7 @@ def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
         ValueError: the file cannot be written.
     """
     table = {
-        "version": _VERSION,
+        "version": _PLACEMENT_VERSION,
         "num_experts": placements[0].num_experts,
         "layers": [placement.experts_WL for placement in placements],
     }
@@ -275,10 +267,19 @@ def load_placements(
     Raises:
         ValueError: the file is missing, damaged, of another version, or does not match the sizes.
     """
-    layers = _read_layers(path, num_experts=num_experts)
+    where = f"placement ({path})"
+    value = read_json(path, what="placement", max_bytes=_MAX_PLACEMENT_BYTES)
+    table = check_version(value, version=_PLACEMENT_VERSION, where=where)
+    rule = f"{where} must be as halley plan balance writes it:"
+    record = build_record(_PlacementFile, table, where=rule)
+    if record.num_experts != num_experts:
+        raise ValueError(
+            f"{where} must be for num_experts {num_experts} and is for {record.num_experts}"
+        )
+    layers = record.layers
     if len(layers) not in (1, num_layers):
         raise ValueError(
-            f"placement ({path}) must have {num_layers} layers, the model's MoE layers, or one for "
+            f"{where} must have {num_layers} layers, the model's MoE layers, or one for "
             f"all of them, and has {len(layers)}"
         )
     placements: list[ExpertPlacement] = []
@@ -286,31 +287,13 @@ def load_placements(
         try:
             placement = ExpertPlacement(num_experts=num_experts, experts_WL=experts_WL)
         except ValueError as error:
-            raise ValueError(
-                f"placement ({path}) must be right in layer {index}: {error}"
-            ) from None
+            raise ValueError(f"{where} must be right in layer {index}: {error}") from None
         if placement.num_ranks != num_ranks:
             raise ValueError(
-                f"placement ({path}) must be for ep_size {num_ranks} and is for "
-                f"{placement.num_ranks} ranks"
+                f"{where} must be for ep_size {num_ranks} and is for {placement.num_ranks} ranks"
             )
         placements.append(placement)
     return placements * num_layers if len(placements) == 1 else placements
-
-
-def _read_layers(path: Path, *, num_experts: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    where = f"placement ({path})"
-    table = check_version(
-        read_json(path, what="placement", max_bytes=_MAX_BYTES), version=_VERSION, where=where
-    )
-    record = build_record(
-        _PlacementFile, table, where=f"{where} must be as halley plan balance writes it:"
-    )
-    if record.num_experts != num_experts:
-        raise ValueError(
-            f"{where} must be for num_experts {num_experts} and is for {record.num_experts}"
-        )
-    return record.layers
 
 
 def _check_num_experts(num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""The MoE layer in plain PyTorch on one process: the definition that tests compare with."""
+"""The MoE layer in plain PyTorch on one process: the definition with which tests compare."""
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +43,11 @@ def moe_reference(
     gradients of ``x_TD``, of the routing weights and of the experts' weights.
 
     Args:
-        x_TD: tokens. They are rounded to the dtype of the experts' weights before each expert, so
-            that float32 tokens get gradients summed in float32.
+        x_TD: tokens. Each expert rounds them to the dtype of its weights. So the gradients of
+            float32 tokens are summed over the experts in float32.
         routing: experts and weights of each token; dropped slots add nothing.
         experts: experts ``first_expert`` to ``first_expert + L``. If these are not all experts, the
-            result is a partial sum; the partial sums of all ranks add up to the layer's output.
+            result is a partial sum. The sum over all ranks is the layer's output.
 
     Returns:
         ``(T, D)`` in float32, not rounded to the dtype of ``x_TD``.

@@ -12,12 +12,12 @@ _BYTE = 256  # number of values of a one-byte key
 def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:
     """Check shapes and dtypes of a routing, and on CPUs its expert ids.
 
-    On a GPU, reading the ids would make the host wait. Inside ``torch.compile`` there are no
-    values.
+    The ids are not checked on a GPU, because the host would wait for it, nor inside
+    ``torch.compile``, which traces without values.
 
     Raises:
-        ValueError: a shape or dtype is wrong, top_k is larger than num_experts, or an id is not
-            that of an expert.
+        ValueError: a shape or dtype is wrong, top_k is larger than num_experts, or an id belongs
+            to no expert.
     """
     idx, weights = routing.topk_idx_TK, routing.topk_weights_TK
     if idx.ndim != 2 or idx.shape[0] != num_tokens:
@@ -97,8 +97,8 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     """Sort the slots by expert, and within an expert by token; dropped slots come last.
 
     Returns:
-        The sorted keys ``(N,)`` (expert ids; a larger value for dropped slots), and the slots in
-        that order, ``(N,)`` int64.
+        The sorted keys, ``(N,)``: expert ids, and a larger value for dropped slots. Then the slots
+        in that order, ``(N,)`` int64.
 
     Raises:
         ValueError: there are more than ``MAX_EXPERTS`` experts.
@@ -111,7 +111,8 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
             f"{MAX_EXPERTS}"
         )
     key_N = topk_idx_TK.flatten()
-    # A radix sort makes one pass per key byte. As uint8, DROPPED (-1) is the largest key.
+    # The radix sort on a GPU makes one pass per byte of the key, so the narrowest dtype is fastest.
+    # As uint8, DROPPED (-1) becomes 255, the largest key.
     if num_experts < _BYTE:
         keys_N, slots_N = key_N.to(torch.uint8).sort(stable=True)
     else:
@@ -123,7 +124,9 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 def order_by_chunk(
     slots_N: torch.Tensor, starts_E1: np.ndarray, *, ep_size: int, num_chunks: int
 ) -> torch.Tensor:
-    """Reorder slots sorted by expert: by chunk, then by destination rank; dropped slots stay last.
+    """Reorder slots sorted by expert into the order of chunk, then destination rank, then expert.
+
+    Dropped slots stay last.
 
     Args:
         slots_N: slots as ``sort_keys`` returns them.
@@ -144,9 +147,9 @@ def order_by_chunk(
 
 
 def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return where each expert's slots begin among sorted keys, and where the last one's end.
+    """Return the index of each expert's first slot among sorted keys, then the end of the last.
 
-    A search computes them, without atomics and without a read by the host.
+    A binary search finds them, without atomics and without a read by the host.
 
     Args:
         keys_N: keys as ``sort_keys`` returns them.
@@ -183,16 +186,12 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
     start = 0
     for size in chunk_sizes(num_local, num_chunks):
         end = start + size
+        sent_W = starts_WE1[rank, end::num_local] - starts_WE1[rank, start:-1:num_local]
+        received_W = starts_WE1[:, own + end] - starts_WE1[:, own + start]
         plan = DispatchPlan(
             num_local=size,
-            send_splits=[
-                int(starts_WE1[rank, first + end]) - int(starts_WE1[rank, first + start])
-                for first in range(0, num_experts, num_local)
-            ],
-            recv_splits=[
-                int(starts_WE1[source, own + end]) - int(starts_WE1[source, own + start])
-                for source in range(num_ranks)
-            ],
+            send_splits=sent_W.tolist(),
+            recv_splits=received_W.tolist(),
             starts_WL1=starts_WE1[:, own + start : own + end + 1],
         )
         plans.append(plan)
@@ -211,9 +210,9 @@ def order_by_expert(
         out: memory for the results, ends first, ``(L + 2 * R,)`` int32; allocated if None.
 
     Returns:
-        The permutation and its inverse, ``(2, R)`` int32: the arrival index of each row in order of
-        expert, and the index in order of expert of each arriving row. Then the end of each expert's
-        rows in order of expert, ``(L,)`` int32.
+        orders: ``(2, R)`` int32. Row 0 gives the arrival index of each row in order of expert.
+            Row 1, the inverse, gives the index in order of expert of each arriving row.
+        ends_L: the end of each expert's rows in order of expert, ``(L,)`` int32.
 
     Example: 2 sources, 2 experts, counts [[1, 2], [1, 0]]: rows arrive as s0e0 s0e1 s0e1 s1e0.
     Order of expert reads rows 0, 3, 1, 2, and the experts end at 2 and 4.
@@ -226,7 +225,8 @@ def order_by_expert(
     counts_LW = np.ascontiguousarray(counts_WL.T)
     arrival_end_WL = counts_WL.cumsum().reshape(counts_WL.shape)
     expert_end_LW = counts_LW.cumsum().reshape(counts_LW.shape)
-    shift_WL = expert_end_LW.T - arrival_end_WL  # starts shift alike, as counts are equal
+    # All rows of one (source, expert) pair move by the same distance, so their ends give it.
+    shift_WL = expert_end_LW.T - arrival_end_WL
     rows_R = np.arange(num_recv, dtype=np.int32)
     np.subtract(rows_R, np.repeat(shift_WL.T, counts_LW.ravel()), out=orders[0], casting="unsafe")
     np.add(rows_R, np.repeat(shift_WL, counts_WL.ravel()), out=orders[1], casting="unsafe")

@@ -1,9 +1,9 @@
-"""Expert tensor parallelism: several ranks share an expert, each with a slice of its weights.
+"""Expert tensor parallelism: several ranks share an expert, each with a shard of its weights.
 
-The intermediate size is divided. The shards of an expert are experts themselves. A token that is
-sent to all of them with the same weight gets the sum of their outputs, which is the output of the
-whole expert. So a layer of E experts, each shared by P ranks, runs as a layer of E * P experts
-with K * P experts per token.
+A shard is a slice of the intermediate size, and is itself an expert. Each token goes to all shards
+of its experts with the same weight. The sum of the shards' outputs is the output of the expert. So
+a layer of E experts, each shared by P ranks, runs as a layer of E * P experts with K * P experts
+per token.
 
 Source: Megatron-LM (arXiv:1909.08053), section 3, for a network of two matrices.
 """
@@ -31,15 +31,15 @@ def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
 
 
 def shard_experts(experts: Experts, *, tp_rank: int, tp_size: int) -> Experts:
-    """Return one rank's shard of experts, contiguous.
+    """Return one rank's shard of each expert, in contiguous tensors.
 
     Args:
-        experts: whole experts, without biases.
+        experts: complete experts, without biases.
         tp_rank: index of the shard.
         tp_size: number of shards.
 
     Raises:
-        ValueError: the intermediate size is not divisible, or there are biases.
+        ValueError: ``tp_size`` does not divide the intermediate size, or there are biases.
     """
     intermediate_size = experts.down_LDF.shape[2]
     shard_size(intermediate_size, tp_size=tp_size)
@@ -60,14 +60,14 @@ class ShardedDim:
 
     Attributes:
         dim: index of the dimension, counted from the end, below 0.
-        parts: number of matrices stacked in it (2 for gate and up), each of which is divided.
+        parts: number of matrices stacked in it (2 for gate and up). Each of them is divided.
     """
 
     dim: int
     parts: int
 
     def shard(self, weight: torch.Tensor, *, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """Return one shard of a whole weight.
+        """Return one shard of a complete weight.
 
         Example: of gate rows 0 to 3 and up rows 4 to 7, shard 1 of 2 is rows 2, 3, 6, 7.
         """
@@ -75,7 +75,7 @@ class ShardedDim:
         return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
 
     def apart(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view with one dimension for the stacked matrices, so that shards are slices."""
+        """Return a view with an own dimension for the stacked matrices; shards are slices of it."""
         return self._divide(weight, self.parts) if self.parts > 1 else weight
 
     def _divide(self, weight: torch.Tensor, *sizes: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def shard_size(intermediate_size: int, *, tp_size: int) -> int:
     """Return the intermediate size of a shard.
 
     Raises:
-        ValueError: the intermediate size is not divisible.
+        ValueError: ``tp_size`` does not divide the intermediate size.
     """
     if intermediate_size % tp_size:
         raise ValueError(
@@ -119,14 +119,15 @@ def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routin
     Returns:
         ``(T, K * tp_size)``; the shards of one choice are adjacent.
 
-    Example: 2 experts per rank and 2 shards: expert 3 is the second expert of ranks 2 and 3, so its
-    shards are 2 * 2 + 1 and 3 * 2 + 1.
+    Example: with 2 experts per rank and 2 shards, expert 3 is the second expert of ranks 2 and 3.
+    So its shards are 2 * 2 + 1 and 3 * 2 + 1.
     """
     if tp_size == 1:
         return routing
     idx_TK = routing.topk_idx_TK
     first = idx_TK // num_local * tp_size * num_local + idx_TK % num_local
     shard = torch.arange(tp_size, device=idx_TK.device) * num_local
+    # DROPPED, the only negative id, stays as it is.
     shards = torch.where(idx_TK[:, :, None] < 0, idx_TK[:, :, None], first[:, :, None] + shard)
     return Routing(
         topk_idx_TK=shards.flatten(1),

@@ -1,6 +1,6 @@
-"""Spans: the timed pieces of work that the simulator, the profiler and the recorder produce.
+"""Spans: pieces of work with start and duration, from the simulator, profiler and recorder.
 
-All three use the same type, so the same functions measure overlap and write Chrome traces.
+All three sources use the same type, so the same functions measure overlap and write Chrome traces.
 """
 
 import gzip
@@ -30,10 +30,9 @@ class Span:
     Attributes:
         name: name of the work.
         rank: the rank that ran it.
-        stream: "compute", "comm", "exposed" (the rank waits for communication), or any other row of
-            the timeline. Further compute streams are "compute 7" and so on.
+        stream: row of the timeline: "compute", "comm", "exposed" (the rank waits for
+            communication), or any other name. Further compute streams are "compute 7" and so on.
         start_us: start time; all spans of one timeline have the same origin.
-        duration_us: duration.
     """
 
     name: str
@@ -44,27 +43,25 @@ class Span:
 
     @property
     def end_us(self) -> float:
-        """The end time."""
         return self.start_us + self.duration_us
 
 
 @final
 class Recorder:
-    """Times the marked parts of a step.
+    """Records spans of a step: the wall clock times them on a CPU, CUDA events on a GPU.
 
-    On a CPU a part is timed by the wall clock. On a GPU it is timed by two events on the current
-    stream, which only ``collect`` reads, so that marking never makes the host wait. The profiler
-    shows the same parts as ``halley::<name>``. Any thread may mark parts, such as the one that runs
+    The host reads the events only in ``collect``, so marking a span never makes it wait. A profiler
+    shows the same spans as ``halley::<name>``. Any thread may mark spans, also the thread that runs
     backward.
 
     Args:
-        device: where the parts run, a CPU or a CUDA device, or its name.
+        device: the device that runs the work, a CPU or a CUDA device, or its name.
         rank: the rank written into the spans.
-        enabled: if false, parts are shown to the profiler but not recorded. It may be changed
+        enabled: if false, spans are shown to the profiler but not recorded. It may be changed
             between steps.
 
     Raises:
-        ValueError: the device is neither, or an argument has the wrong type.
+        ValueError: the device has another type, or an argument has the wrong type.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0, enabled: bool = True) -> None:
@@ -73,48 +70,48 @@ class Recorder:
         check_type(enabled, bool, name="enabled")
         self._rank = rank
         self.enabled = enabled
-        self._parts: list[tuple[str, str, _Moment, _Moment]] = []
+        self._marks: list[tuple[str, str, _Moment, _Moment]] = []  # name, stream, start, end
 
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
-        """Return a context that marks the code inside ``with`` as one part.
+        """Return a context that records the ``with`` block as one span.
 
-        A part inside ``torch.compile`` is not marked, and a part inside a CUDA graph capture is
-        shown to the profiler only. In both cases the work does not run when the ``with`` block
-        does.
+        Nothing is recorded inside ``torch.compile``. Inside a CUDA graph capture, only the profiler
+        shows the span. In both cases the ``with`` block runs at another time than its work.
 
         Args:
-            name: name of the part; names of waits end in ".wait".
+            name: name of the span; names of waits end in ".wait".
             stream: row of the timeline; "exposed" for time spent waiting for communication.
         """
         if torch.compiler.is_compiling():
             return nullcontext()
         if stream == "exposed":
-            return CURRENT_OPERATION.waiting(name, self._part(name, stream))
-        return self._part(name, stream)
+            return CURRENT_OPERATION.waiting(name, self._mark(name, stream))
+        return self._mark(name, stream)
 
-    def _part(self, name: str, stream: str) -> AbstractContextManager[object]:
-        if self.enabled and not self._is_capturing():
+    def _mark(self, name: str, stream: str) -> AbstractContextManager[object]:
+        is_gpu = self._device.type == "cuda"
+        if self.enabled and not (is_gpu and torch.cuda.is_current_stream_capturing()):
             return self._timed(name, stream)
-        # A mark costs some microseconds of host time even without a profiler. PyTorch has no public
-        # function that says whether a profiler runs.
+        # record_function takes some microseconds of host time even without a profiler. PyTorch has
+        # no public function that tells whether a profiler runs.
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return record_function(f"halley::{name}")
         return nullcontext()
 
     def collect(self) -> list[Span]:
-        """Return the parts that ended since the last call, by start time; the first starts at zero.
+        """Return the spans that ended since the last call, by start time; the first starts at 0.
 
         Waits for the device.
         """
-        parts, self._parts = self._parts, []
-        if not parts:
+        marks, self._marks = self._marks, []
+        if not marks:
             return []
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        origin = parts[0][2]
+        origin = marks[0][2]
         # Starts and ends are both measured from one origin. So rounding cannot move the end of an
-        # inner part past the end of the outer part.
-        times_us = [(_elapsed_us(origin, a), _elapsed_us(origin, b)) for _, _, a, b in parts]
+        # inner span past the end of the outer span.
+        times_us = [(_elapsed_us(origin, a), _elapsed_us(origin, b)) for _, _, a, b in marks]
         first_us = min(start_us for start_us, _ in times_us)
         spans = [
             Span(
@@ -124,7 +121,7 @@ class Recorder:
                 start_us=start_us - first_us,
                 duration_us=end_us - start_us,
             )
-            for (name, stream, _, _), (start_us, end_us) in zip(parts, times_us, strict=True)
+            for (name, stream, _, _), (start_us, end_us) in zip(marks, times_us, strict=True)
         ]
         return sorted(spans, key=_outer_first)
 
@@ -135,10 +132,7 @@ class Recorder:
             try:
                 yield
             finally:
-                self._parts.append((name, stream, start, self._now()))
-
-    def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                self._marks.append((name, stream, start, self._now()))
 
     def _now(self) -> _Moment:
         if self._device.type == "cpu":
@@ -148,22 +142,9 @@ class Recorder:
         return event
 
 
-def total_us(
-    spans: Iterable[Span], *, name_prefix: str | None = None, stream: str | None = None
-) -> float:
-    """Return the sum of the spans' durations; overlapping time counts more than once.
-
-    Args:
-        spans: spans of any rank.
-        name_prefix: count only spans whose name has this prefix.
-        stream: count only spans of this stream.
-    """
-    return sum(
-        span.duration_us
-        for span in spans
-        if (name_prefix is None or span.name.startswith(name_prefix))
-        and (stream is None or span.stream == stream)
-    )
+def total_us(spans: Iterable[Span]) -> float:
+    """Return the sum of the spans' durations; overlapping time counts more than once."""
+    return sum(span.duration_us for span in spans)
 
 
 def union(spans: Iterable[Span]) -> list[Interval]:
@@ -183,57 +164,52 @@ def union_us(spans: Iterable[Span]) -> float:
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return the parts of ``intervals`` outside ``cover``.
+    """Return the time of ``intervals`` that ``cover`` does not cover, as intervals.
 
     Args:
-        intervals: disjoint and in order, as ``union`` returns them.
-        cover: likewise.
+        intervals, cover: disjoint and in order, as ``union`` returns them.
     """
-    left: list[Interval] = []
-    first = 0
+    uncovered: list[Interval] = []
+    first = 0  # a cover that ends before an interval ends before the later intervals too
     for start_us, end_us in intervals:
         while first < len(cover) and cover[first][1] <= start_us:
             first += 1
         index = first
         while index < len(cover) and cover[index][0] < end_us:
             if cover[index][0] > start_us:
-                left.append((start_us, cover[index][0]))
+                uncovered.append((start_us, cover[index][0]))
             start_us = cover[index][1]
             index += 1
         if end_us > start_us:
-            left.append((start_us, end_us))
-    return left
+            uncovered.append((start_us, end_us))
+    return uncovered
 
 
 def waited_us(spans: Iterable[Span]) -> float | None:
     """Return how long a rank waited for communication, or None if its layers do not mark waits.
 
-    Layers that communicate inside kernels or inside a compiled graph mark no waits; only a profiler
-    shows them. Such a step still marks waits for gradient sums and replicas, but these are the
-    smaller share, so the result is None.
+    Layers that communicate inside kernels, or inside a compiled graph, mark no waits. Their step
+    still marks the waits for gradient sums and replicas. These alone would be misleading, so the
+    result is None.
 
     Args:
         spans: recorded spans of one rank.
     """
     waits = [span for span in spans if span.stream == "exposed"]
-    tells = any(not span.name.startswith(("gradients", "replicas")) for span in waits)
-    return total_us(waits) if tells else None
+    is_known = any(not span.name.startswith(("gradients", "replicas")) for span in waits)
+    return total_us(waits) if is_known else None
 
 
 def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
-    """Return how long communication runs while no computation runs.
-
-    Args:
-        comm: communication of one rank.
-        compute: computation of the same rank.
-    """
+    """Return how long the communication of a rank runs while no computation of it runs."""
     return sum(end_us - start_us for start_us, end_us in subtract(union(comm), union(compute)))
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """Cut nested spans into pieces so that each moment belongs to the innermost span.
+    """Cut nested spans into pieces, so that the pieces of inner and outer spans do not overlap.
 
-    Where two spans overlap without nesting, the moment belongs to the later one.
+    Each moment belongs to the innermost span. Where two spans overlap without nesting, it belongs
+    to the span that starts later.
 
     Args:
         spans: spans of one rank and one thread.
@@ -266,8 +242,8 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
     """Return the spans as a Chrome trace with one process per rank and one row per stream.
 
-    A viewer shows events of one row as nested calls. So spans of a stream that overlap without
-    nesting go into further rows, "comm (2)" and so on.
+    A viewer shows the events of a row as nested calls. Spans of a stream that overlap without
+    nesting therefore get further rows, "comm (2)" and so on.
     """
     by_lane: dict[tuple[int, str], list[Span]] = {}
     for span in spans:
@@ -284,7 +260,10 @@ def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
             row_name = stream if index == 0 else f"{stream} ({index + 1})"
             events.append(_metadata("thread_name", rank, tid=tid, name=row_name))
             events.append(_metadata("thread_sort_index", rank, tid=tid, sort_index=tid))
-            events += [_complete_event(span, tid) for span in row]
+            for span in row:
+                times = {"ts": span.start_us, "dur": span.duration_us}
+                place = {"pid": rank, "tid": tid}
+                events.append({"ph": "X", "name": span.name, "cat": stream, **place, **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -318,6 +297,7 @@ def _outer_first(span: Span) -> Interval:
 
 
 def _nesting_rows(spans: list[Span]) -> list[list[Span]]:
+    """Divide spans into rows in which any two spans are disjoint or nested."""
     rows: list[list[Span]] = []
     open_ends_us: list[list[float]] = []
     for span in sorted(spans, key=_outer_first):
@@ -337,15 +317,3 @@ def _nesting_rows(spans: list[Span]) -> list[list[Span]]:
 def _metadata(kind: str, rank: int, *, tid: int | None = None, **args: object) -> dict[str, object]:
     event: dict[str, object] = {"ph": "M", "name": kind, "pid": rank, "args": args}
     return event if tid is None else {**event, "tid": tid}
-
-
-def _complete_event(span: Span, tid: int) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.stream,
-        "pid": span.rank,
-        "tid": tid,
-        "ts": span.start_us,
-        "dur": span.duration_us,
-    }

@@ -10,6 +10,10 @@ Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T
   B  sequences of a batch          S  positions of a sequence
   C  chunks of a pipelined layer   V  vocabulary
   M  MoE layers of a model         X  any further dimensions
+  P  token copies of this rank     J  column tiles of a GEMM
+  H  halves of the send buffer, 2  A  tokens of all ranks, padded
+
+In a GEMM kernel, M, N and K are the rows, the columns and the depth of one expert's output.
 
 A suffix 1 means one more: ``starts_E1`` has E + 1 entries.
 """
@@ -25,8 +29,9 @@ from halley.core.field_types import check_choice
 
 
 Activation = Literal["swiglu", "gelu"]
-# Saved activations of a fused layer. "all": the experts' input rows and the activation's input.
-# "inputs": each received row once. "recompute": none; backward dispatches the rows again.
+# Activations that a fused layer saves for backward. "all": the input rows of the experts and the
+# input of the activation. "inputs": each received row once. "recompute": none, so backward
+# dispatches the rows again.
 Save = Literal["all", "inputs", "recompute"]
 MAX_EXPERTS = 2**15 - 1  # sort keys are int16
 DROPPED = -1  # expert id of a slot beyond an expert's capacity
@@ -53,7 +58,7 @@ class Routing:
 class Experts:
     """The weights of one rank's experts, or of a contiguous range of them.
 
-    The layout is that of Hugging Face's stacked experts: gate rows first, then up rows.
+    The layout equals that of Hugging Face's stacked experts: gate rows first, then up rows.
 
     Attributes:
         up_LGD: weights of the first GEMM, ``(L, 2F, D)`` for swiglu, ``(L, F, D)`` for gelu.
@@ -73,7 +78,8 @@ class Experts:
     activation: Activation = "swiglu"
 
     def __post_init__(self) -> None:
-        if self.activation not in ("swiglu", "gelu"):  # torch.compile sees a constant
+        # torch.compile evaluates this comparison while tracing, so it need not trace check_choice.
+        if self.activation not in ("swiglu", "gelu"):
             check_choice(self.activation, get_args(Activation), name="activation")
 
     @property
@@ -104,17 +110,17 @@ class Experts:
 class DispatchPlan:
     """How many routed rows each rank sends and receives, for one range of local experts.
 
-    The range is the same on every rank. A rank sends its rows sorted by expert, and so in order of
-    destination rank. Rows arrive sorted by source rank, then by expert. ``routing.order_by_expert``
-    gives the order in which the rows of one expert are contiguous, as a grouped GEMM needs them.
+    The range is the same on every rank. A rank sends its rows sorted by expert, which is also the
+    order of destination ranks. Rows arrive sorted by source rank, then by expert. A grouped GEMM
+    needs the rows of each expert to be contiguous: ``routing.order_by_expert`` gives that order.
     Dispatch, combine and backward use the same plan.
 
     Attributes:
         num_local: number of local experts in the range.
         send_splits: rows sent to each rank.
         recv_splits: rows received from each rank.
-        starts_WL1: int64; for each source rank, the first row of each expert among all rows that
-            the source sends, then the end of the last expert's rows.
+        starts_WL1: int64. For each source rank, it holds the index of each expert's first row among
+            all rows that the source sends, then the end of the last expert's rows.
     """
 
     num_local: int

@@ -18,20 +18,21 @@ class Hardware:
     Attributes:
         name: the device name of the driver.
         gemm_flops_per_s: rate of a large bfloat16 matmul (float32 on a CPU).
-        peak_flops_per_s: dense rate of the vendor, the denominator of MFU; None if unknown.
+        peak_flops_per_s: dense rate in the vendor's data sheet, the denominator of MFU; None if
+            there is none.
         memory_bytes_per_s: rate of a large copy, bytes read plus bytes written.
-        fused_bytes_per_s: the same for fused kernels of a compiler, which also compute.
+        fused_bytes_per_s: the same for kernels that a compiler fuses, which also compute.
         link_bytes_per_s: rate of an all-to-all, bytes out of each device.
         link_latency_us: time of the shortest all-to-all.
         launch_us: host time to launch one operation of a layer that is not compiled.
         graph_us: host time from the call of a compiled graph to its first operator.
-        call_us: host time of a compiled graph to call one operator. A kernel that the compiler
-            generates takes a third.
+        call_us: host time of a compiled graph to call one operator. The launch of a generated
+            kernel takes a third of it.
         collective_us: host time to start one collective.
         kernel_us: time of the shortest kernel and the gap before the next one.
-        split_sum_us: time of the second kernel of a sum over many rows. It adds the partial sums of
-            the first kernel: few CTAs, few bytes.
-        read_us: time until the host has read a value from the device.
+        split_sum_us: time of the second kernel of a sum over many rows, which adds the partial sums
+            of the first kernel with few CTAs.
+        read_us: time in which the host reads a value from the device.
     """
 
     name: str
@@ -50,12 +51,13 @@ class Hardware:
     read_us: float
 
 
-# Measured on four GPUs of one host with torch 2.11 and NCCL 2.28: a grouped GEMM, and an NCCL
-# all-to-all of 32 MiB per peer. The peak is from the vendor's data sheet (SXM, dense bfloat16).
-# Host times: fitted to forward of GPT2-L-MoE compiled by Inductor in two microbatches, 47 ms. Six
-# of its layers in one batch take 12.7 to 13.1 ms; the prediction is 13.6 ms.
+# Rates: measured on four GPUs of one host with torch 2.11 and NCCL 2.28, by a grouped GEMM and an
+# NCCL all-to-all of 32 MiB per peer. Peak: the vendor's data sheet (SXM, dense bfloat16).
+# Host times: fitted to the forward of GPT2-L-MoE, compiled by Inductor in two microbatches (47 ms).
+# Check: six of its layers in one batch take 12.7 to 13.1 ms, and the prediction is 13.6 ms.
 # graph_us: gaps in traces before the first kernel and between forward and backward, 0.9 and 0.8 ms.
-# fused_bytes_per_s: kernels of Inductor in GPT2-S-MoE take 6.0 ms; a copy of their bytes takes 4.7.
+# fused_bytes_per_s: kernels of Inductor in GPT2-S-MoE take 6.0 ms. A copy of their bytes takes
+# 4.7 ms.
 H200 = Hardware(
     name="NVIDIA H200",
     gemm_flops_per_s=700e12,
@@ -72,9 +74,9 @@ H200 = Hardware(
     split_sum_us=15.0,
     read_us=20.0,
 )
-# The same chip with slower memory.
+# The H100 is the same chip as the H200, with slower memory.
 H100 = replace(H200, name="NVIDIA H100", memory_bytes_per_s=3.0e12, fused_bytes_per_s=2.4e12)
-# Rates: data sheet times the share of it that an H200 reaches. Latencies: those of the H200.
+# Rates: data sheet times the fraction of its data sheet that an H200 reaches. Latencies: H200.
 A100 = replace(
     H200,
     name="NVIDIA A100",
@@ -84,7 +86,7 @@ A100 = replace(
     fused_bytes_per_s=1.35e12,
     link_bytes_per_s=180e9,
 )
-# One core per rank and gloo over loopback. Only the order of magnitude matters.
+# One core per rank and gloo over loopback. Only the order of magnitude matters on a CPU.
 CPU = Hardware(
     name="cpu",
     gemm_flops_per_s=5e10,
@@ -155,13 +157,8 @@ class Predictor:
 def peak_flops_per_s(device: torch.device) -> float | None:
     """Return the dense bfloat16 rate of a GPU, the denominator of model FLOPs utilisation (MFU).
 
-    Takes the vendor's rate of a known GPU, and measures some matmuls on an unknown one.
-
-    Args:
-        device: of this rank.
-
-    Returns:
-        FLOP/s of one device; None for a CPU, for which no vendor publishes a rate.
+    It is the vendor's rate for a known GPU, and that of measured matmuls for an unknown GPU. The
+    result is None for a CPU, because vendors publish no rate for CPUs.
     """
     if device.type == "cpu":
         return None

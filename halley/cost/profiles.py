@@ -1,4 +1,4 @@
-"""Measured times of operations and collectives, kept in a file of JSON lines.
+"""Measure the times of operations and collectives, and keep them in a file of JSON lines.
 
 Several runs may append to the file at the same time. Each line is valid for one environment
 (device, versions, topology), and a table ignores the lines of other environments. The tables that
@@ -6,34 +6,219 @@ ship with the package are read with ``offline=True``, so that they are never ext
 """
 
 import json
+import math
 import os
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import cast, final
+from statistics import median
+from typing import Protocol, cast, final
 
 import torch
 from torch.cuda import nccl
 
-from halley.core.field_types import build_record, check_fields
+from halley.core.field_types import build_record, check_fields, show
 from halley.core.json_file import read_json_lines
-from halley.cost.measure import Curve, measure_us
 from halley.cost.simulate import Contention
 
 
-_MAX_FILE_BYTES = 64 * 2**20  # a line has about 300
+_MAX_FILE_BYTES = 64 * 2**20  # a line has about 300 bytes
+_WARMUP = 10
+_COUNT = 10
+_FLUSH_BYTES = 64 * 2**20  # larger than the L2 cache of any GPU
+_BUSY_CYCLES = 1_000_000  # keep the GPU busy for 0.5 ms, so that the host launches ahead of it
+_TRIALS = 5
+# The fewest reserved SMs within 2 % of the best are chosen: more can add a wave to some GEMMs.
+_AS_GOOD = 1.02
+_GEMMS_PER_COLLECTIVE = 2  # GEMM time over collective time, so that GEMMs overlap all of it
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The time of a collective as a function of its bytes, interpolated between measured points.
+
+    The points are pairs (bytes, microseconds), at least one, all above 0, in ascending order.
+    Example with the points (1000, 10) and (4000, 20): 2000 bytes take 14.1 us, halfway between the
+    points on logarithmic scales. Fewer than 1000 bytes take 10 us, the latency. Above 4000 bytes,
+    the straight line through the last two points continues: 7000 bytes take 30 us.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        sizes = [num_bytes for num_bytes, _ in self.points]
+        if not sizes or sizes[0] <= 0 or sizes != sorted(set(sizes)):
+            rule = "must be positive, distinct and ascending"
+            raise ValueError(f"points' bytes ({show(sizes)}) {rule}")
+        if (least_us := min(duration_us for _, duration_us in self.points)) <= 0:
+            raise ValueError(f"points' microseconds ({least_us}) must be above 0")
+
+    def at(self, num_bytes: float) -> float:
+        """Return the microseconds of ``num_bytes``, interpolated between the points."""
+        sizes = [size for size, _ in self.points]
+        if num_bytes <= sizes[0]:
+            return self.points[0][1]
+        index = bisect_left(sizes, num_bytes)
+        if index < len(sizes):
+            (left, left_us), (right, right_us) = self.points[index - 1 : index + 1]
+            share = math.log(num_bytes / left) / math.log(right / left)
+            return left_us * (right_us / left_us) ** share
+        last, last_us = self.points[-1]
+        if len(self.points) == 1:
+            return last_us * num_bytes / last
+        before, before_us = self.points[-2]
+        return last_us + max(0.0, last_us - before_us) / (last - before) * (num_bytes - last)
+
+
+class Work(Protocol):
+    """The methods of a started collective (``torch.distributed.Work``) that are used here."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
+    """Return the mean of 10 runs without the fastest and the slowest, in microseconds.
+
+    10 runs of warm-up precede them. On a GPU, CUDA events measure the time, and each run starts
+    with an overwritten L2 cache. The GPU is kept busy until the host has launched the run, so host
+    time does not count.
+
+    Source: Lancet (arXiv:2404.19429), whose code profiles an operation by 10 runs after 10.
+    """
+    for _ in range(_WARMUP):
+        run()
+    timed = _event_us if device.type == "cuda" else _wall_us
+    samples = sorted(timed(run, device) for _ in range(_COUNT))
+    return sum(samples[1:-1]) / (_COUNT - 2)
+
+
+def measure_curve(
+    run: Callable[[int], object], sizes: Sequence[int], *, device: torch.device
+) -> Curve:
+    """Return the times of a collective for several sizes. Collective.
+
+    Args:
+        run: runs the collective; its argument is the number of bytes that each rank sends.
+        sizes: bytes, in ascending order.
+    """
+    times_us = [measure_us(partial(run, size), device=device) for size in sizes]
+    return Curve(tuple(zip(sizes, times_us, strict=True)))
+
+
+def measure_contention(
+    gemm: Callable[[int], object],
+    exchange: Callable[[], Work],
+    *,
+    device: torch.device,
+    reserved_sms: Sequence[int] = (0,),
+) -> Contention:
+    """Return the factors by which a GEMM and a collective slow each other down. Collective.
+
+    GEMMs run one after another while the collective is in flight. The factors divide the time of
+    one GEMM, and of the collective, by the time that it takes alone.
+
+    Args:
+        gemm: runs one GEMM, much shorter than the collective. Its argument is the number of SMs to
+            leave free.
+        exchange: starts the collective and returns it.
+        reserved_sms: numbers of SMs to try, in ascending order. The result is for the first number
+            that is about as good as the best one.
+    """
+    gemm_us = measure_us(lambda: gemm(0), device=device)
+    alone_us = measure_us(lambda: exchange().wait(), device=device)
+    most = _GEMMS_PER_COLLECTIVE * alone_us / gemm_us
+    found: list[Contention] = []
+    for num_sms in reserved_sms:
+        count, both_us = _measure_overlap(partial(gemm, num_sms), exchange, most, device)
+        each_us = both_us / max(1.0, count)
+        compute, comm = max(1.0, each_us / gemm_us), max(1.0, both_us / alone_us)
+        found.append(Contention(compute=compute, comm=comm, sm_margin=num_sms))
+    best = min(each.compute * each.comm for each in found)
+    return next(each for each in found if each.compute * each.comm <= _AS_GOOD * best)
+
+
+def _measure_overlap(
+    gemm: Callable[[], object], exchange: Callable[[], Work], most: float, device: torch.device
+) -> tuple[float, float]:
+    """Return the GEMMs that end during a collective, and its microseconds: medians of 5 trials."""
+    overlap = _overlap_on_gpu if device.type == "cuda" else _overlap_on_cpu
+    trials: list[tuple[float, float]] = []
+    for _ in range(_TRIALS):
+        exchange().wait()  # synchronises the ranks: a late rank would make the next one look slow
+        trials.append(overlap(gemm, exchange, most))
+    return median(count for count, _ in trials), median(us for _, us in trials)
+
+
+def _overlap_on_cpu(
+    gemm: Callable[[], object], exchange: Callable[[], Work], most: float
+) -> tuple[float, float]:
+    begin = time.perf_counter_ns()
+    work, count = exchange(), 0
+    while not work.is_completed():
+        gemm()
+        count += 1
+    duration_us = (time.perf_counter_ns() - begin) / 1e3
+    work.wait()
+    return count, duration_us
+
+
+def _overlap_on_gpu(
+    gemm: Callable[[], object], exchange: Callable[[], Work], most: float
+) -> tuple[float, float]:
+    side = torch.cuda.Stream()
+    begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(max(2, round(most)))]
+    torch.cuda.synchronize()
+    begin.record()
+    side.wait_event(begin)
+    with torch.cuda.stream(side):
+        exchange().wait()
+        done.record()
+    for end in ends:
+        gemm()
+        end.record()
+    torch.cuda.synchronize()
+    duration_us = begin.elapsed_time(done) * 1e3
+    ends_us = [begin.elapsed_time(end) * 1e3 for end in ends]
+    count = sum(end_us <= duration_us for end_us in ends_us)
+    if count == len(ends_us):  # the collective took longer than all GEMMs, so extrapolate
+        return duration_us * count / ends_us[-1], duration_us
+    before_us = ends_us[count - 1] if count else 0.0
+    return count + (duration_us - before_us) / (ends_us[count] - before_us), duration_us
+
+
+def _wall_us(run: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+def _event_us(run: Callable[[], object], device: torch.device) -> float:
+    torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device).zero_()
+    torch.cuda._sleep(_BUSY_CYCLES)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Device, versions and topology, on which a measured time depends.
+    """The device, versions and topology on which a measured time depends.
 
     Attributes:
         device: name of the GPU, or the type of another device, such as "cpu".
         versions: of torch, and on GPUs of CUDA and NCCL. "" matches all versions, and all devices
             whose names start with ``device``.
-        topology: of the ranks, such as "ranks 8"; "" for a single rank. Only the times of
-            collectives depend on it.
+        topology: of the ranks, such as "ranks 8"; "" for a single rank. Only times of collectives
+            depend on it.
     """
 
     device: str
@@ -43,43 +228,34 @@ class Environment:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def takes(self, other: "Environment") -> bool:
-        """Return whether times of operations from another environment are valid in this one."""
+    def accepts(self, other: "Environment") -> bool:
+        """Return whether times of operations in another environment are valid in this one."""
         if self.versions:
             return (self.device, self.versions) == (other.device, other.versions)
         return other.device.startswith(self.device)
 
 
 def find_environment(device: torch.device, *, topology: str = "") -> Environment:
-    """Return the environment of this process.
-
-    Args:
-        device: the device that is measured.
-        topology: of the ranks, as in ``Environment``.
-    """
+    """Return the environment of this process, for measurements on a device."""
+    torch_version = f"torch {torch.__version__}"
     if device.type != "cuda":
-        versions = f"torch {torch.__version__}"
-        return Environment(device=device.type, versions=versions, topology=topology)
+        return Environment(device=device.type, versions=torch_version, topology=topology)
     numbers = cast(tuple[int, ...], nccl.version())  # pyright: ignore[reportUnknownMemberType]
     nccl_version = ".".join(map(str, numbers))
     return Environment(
         device=torch.cuda.get_device_name(device),
-        versions=f"torch {torch.__version__}, cuda {torch.version.cuda}, nccl {nccl_version}",
+        versions=f"{torch_version}, cuda {torch.version.cuda}, nccl {nccl_version}",
         topology=topology,
     )
 
 
 def default_path() -> Path:
-    """Return the path of profiles for which the user gives no path."""
+    """Return the path of the profiles if the user gives none."""
     return Path.home() / ".cache" / "halley" / "profiles.jsonl"
 
 
 def shipped_path(device_name: str) -> Path | None:
-    """Return the table of a device that ships with the package, or None.
-
-    Args:
-        device_name: ``Hardware.name``, such as "NVIDIA H200".
-    """
+    """Return the table in the package for a device (``Hardware.name``), or None."""
     path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '-')}.jsonl"
     return path if path.exists() else None
 
@@ -87,12 +263,9 @@ def shipped_path(device_name: str) -> Path | None:
 def operation_key(
     name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, rest: str = ""
 ) -> str:
-    """Return the key of an operation; operations that take equally long have equal keys.
+    """Return the key of an operation in the table; equal keys mean equal times.
 
-    Args:
-        name: the operator with its overload, such as "aten.mm.default".
-        shapes, dtypes: of its tensor arguments, in order.
-        rest: the other arguments, if the time depends on them.
+    ``name`` is an operator, such as "aten.mm.default". ``rest`` describes the other arguments.
     """
     operands = [
         f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
@@ -143,8 +316,7 @@ class ProfileTable:
         environment: lines of other environments are ignored.
         offline: never measure an operation that is missing in the file.
 
-    Attributes:
-        contention: of computation and communication; None if it is unknown.
+    ``contention`` is None if it is unknown.
 
     Raises:
         ValueError: a line of the file is malformed, or ``offline`` is set without a file.
@@ -162,9 +334,8 @@ class ProfileTable:
         self._curves: dict[str, Curve] = {}
         self.contention: Contention | None = None
         if path is not None:
-            lines = read_json_lines(path, what="profiles", max_bytes=_MAX_FILE_BYTES)
-            for where, value in lines:
-                self._read(value, where=where)
+            for line in read_json_lines(path, what="profiles", max_bytes=_MAX_FILE_BYTES):
+                self._read(*line)
 
     def time_us(self, key: str) -> float | None:
         """Return the time of an operation, or None if it is unknown."""
@@ -175,29 +346,26 @@ class ProfileTable:
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return the time of an operation; measure it if it is missing and the table is online.
+        """Return the time of an operation; measure it if it is missing and not ``offline``.
 
-        Args:
-            key: the result of ``operation_key``.
-            run: runs the operation once.
-            device: the device of the operation.
+        ``key`` is a result of ``operation_key``.
         """
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)
 
     def add_time(self, key: str, duration_us: float) -> None:
-        """Store the time of an operation; it replaces an earlier one."""
+        """Store the time of an operation in place of an earlier one."""
         self._times_us[key] = duration_us
         self._write({"op": key, "us": duration_us})
 
     def add_curve(self, key: str, curve: Curve) -> None:
-        """Store the curve of a collective; it replaces an earlier one."""
+        """Store the curve of a collective in place of an earlier one."""
         self._curves[key] = curve
         self._write({"collective": key, "points": curve.points})
 
     def add_contention(self, contention: Contention) -> None:
-        """Store by what factors computation and communication slow each other down."""
+        """Store the contention in place of an earlier one."""
         self.contention = contention
         self._write({"contention": asdict(contention)})
 
@@ -208,19 +376,18 @@ class ProfileTable:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+                file.write(f"{line}\n")  # one write, so that lines of several runs do not mix
         except OSError as error:
-            raise ValueError(
-                f"profiles ({self._path}) must be a file to write: {error.strerror}"
-            ) from error
+            rule = f"must be a file to write: {error.strerror}"
+            raise ValueError(f"profiles ({self._path}) {rule}") from error
 
-    def _read(self, value: object, *, where: str) -> None:
-        """Store a line of the file if it is valid for this environment."""
+    def _read(self, where: str, value: object) -> None:
+        """Store the value of a line if it is valid for this environment."""
         table = cast(dict[str, object], value) if isinstance(value, dict) else {}
         kinds = {"op": _OperationLine, "contention": _ContentionLine}
         kind = next((kinds[key] for key in kinds if key in table), _CurveLine)
         line = build_record(kind, cast(object, value), where=where)
-        if not self.environment.takes(line.environment):
+        if not self.environment.accepts(line.environment):
             return
         if isinstance(line, _OperationLine):
             self._times_us[line.op] = line.us

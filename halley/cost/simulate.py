@@ -11,16 +11,16 @@ from halley.core.timeline import Span, exposed_us, total_us
 
 _COMM = "comm"
 HOST = "host"
-_ROUNDING_US = 1e-6
+_ROUNDING_US = 1e-6  # a task with less remaining time has ended: subtractions leave such errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Work to simulate.
+    """A piece of work for the simulator.
 
     Attributes:
         name: unique in the list of tasks.
-        stream: "compute", "comm" or "host". Tasks of one stream of one rank never overlap.
+        stream: "compute", "comm" or "host". Tasks of one stream of one rank run one at a time.
         duration_us: the time that the task takes alone.
         needs: names of tasks, of any rank, that must end before this one starts.
         rank: the rank that runs the task.
@@ -76,30 +76,27 @@ def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[
     Args:
         tasks: in the order in which each stream issues them.
         contention: applies while the "comm" stream and any compute stream of one rank are busy at
-            the same time. The host stream slows down nothing.
+            the same time. The "host" stream slows down no other stream.
 
     Raises:
-        ValueError: a name is used twice, or a task needs one that is not listed before it.
+        ValueError: two tasks have the same name, or a task needs one that is not listed before it.
     """
+    _check(tasks)
     if contention != NO_CONTENTION:
-        _check(tasks)
         return _Contended(tasks, contention).run()
     free_us: dict[tuple[int, str], float] = defaultdict(float)
     spans: dict[str, Span] = {}
-    _check(tasks)
     for task in tasks:
         lane = (task.rank, task.stream)
         start_us = max([free_us[lane], *(spans[name].end_us for name in task.needs)])
-        span = Span(
-            name=task.name,
-            rank=task.rank,
-            stream=task.stream,
-            start_us=start_us,
-            duration_us=task.duration_us,
-        )
+        span = spans[task.name] = _span(task, start_us=start_us, duration_us=task.duration_us)
         free_us[lane] = span.end_us
-        spans[task.name] = span
     return list(spans.values())
+
+
+def _span(task: Task, *, start_us: float, duration_us: float) -> Span:
+    name, rank, stream = task.name, task.rank, task.stream
+    return Span(name=name, rank=rank, stream=stream, start_us=start_us, duration_us=duration_us)
 
 
 def _check(tasks: Sequence[Task]) -> None:
@@ -114,7 +111,7 @@ def _check(tasks: Sequence[Task]) -> None:
 
 @final
 class _Contended:
-    """Simulation with contention: rates change whenever a task starts or ends."""
+    """Simulation with contention: the speed of each task changes when another starts or ends."""
 
     def __init__(self, tasks: Sequence[Task], contention: Contention) -> None:
         self._tasks = tasks
@@ -122,30 +119,28 @@ class _Contended:
         self._lanes: dict[tuple[int, str], deque[Task]] = defaultdict(deque)
         for task in tasks:
             self._lanes[task.rank, task.stream].append(task)
-        self._left_us: dict[tuple[int, str], float] = {}  # of the running task of each lane
+        # Remaining time of the running task of each lane, as if it ran alone.
+        self._left_us: dict[tuple[int, str], float] = {}
         self._starts_us: dict[str, float] = {}
         self._ends_us: dict[str, float] = {}
 
     def run(self) -> list[Span]:
+        """Advance the time from one end of a task to the next, and return the spans."""
         now_us = 0.0
         while len(self._ends_us) < len(self._tasks):
             if self._begin(now_us):
                 continue
+            # All rates are constant until the next task ends.
             rates = {lane: self._rate(lane) for lane in self._left_us}
             step_us = min(left / rates[lane] for lane, left in self._left_us.items())
             now_us += step_us
             for lane, rate in rates.items():
                 self._left_us[lane] -= step_us * rate
             self._end(now_us)
+        times_us = ((self._starts_us[task.name], self._ends_us[task.name]) for task in self._tasks)
         return [
-            Span(
-                name=task.name,
-                rank=task.rank,
-                stream=task.stream,
-                start_us=self._starts_us[task.name],
-                duration_us=self._ends_us[task.name] - self._starts_us[task.name],
-            )
-            for task in self._tasks
+            _span(task, start_us=start_us, duration_us=end_us - start_us)
+            for task, (start_us, end_us) in zip(self._tasks, times_us, strict=True)
         ]
 
     def _begin(self, now_us: float) -> bool:
@@ -188,12 +183,12 @@ class Operation:
 
     Attributes:
         name: unique in the graph.
-        role: "compute" occupies the compute stream, "start" starts a collective, "wait" blocks the
-            compute stream until the operations that it needs have ended, "free" takes no time.
+        role: "compute" occupies the compute stream. "start" starts a collective. "wait" blocks the
+            compute stream until the operations in ``needs`` have ended. "free" takes no time.
         duration_us: of the computation or the collective; 0 for "wait" and "free".
         needs: indices of the operations whose results this one takes.
         host_us: host time to launch the operation.
-        is_read: whether the host waits for the end of the operation, because it reads its result.
+        is_read: the host reads the result, so it waits for the end of the operation.
     """
 
     name: str
@@ -204,7 +199,7 @@ class Operation:
     is_read: bool = False
 
     def __post_init__(self) -> None:
-        # A plan creates thousands of operations: call the slow check only for a wrong role.
+        # A plan creates thousands of operations, so the slow check runs only for a wrong role.
         if self.role not in get_args(Role):
             check_choice(self.role, get_args(Role), name="role")
 
@@ -225,11 +220,11 @@ class GraphTime:
 
 
 def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[Task]:
-    """Return the operations as tasks of the simulator, in the order in which the host launches.
+    """Return the operations as tasks of the simulator, in the order of their launch.
 
-    A collective starts after all computation that was launched before it, needed or not, because
-    its stream waits for the compute stream at the time of the launch. So a weight-gradient GEMM
-    that is launched before a collective delays it. No operation starts before its launch.
+    No operation starts before the host has launched it. At the launch of a collective, its stream
+    waits for the compute stream. So it starts after all computation that was launched before, even
+    if it needs none of it. A weight-gradient GEMM that is launched before a collective delays it.
 
     Args:
         operations: of the graph.
@@ -241,13 +236,14 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
     for index in order:
         operation = operations[index]
         needs = tuple(dict.fromkeys(name for need in operation.needs for name in ends[need]))
-        if operation.role == "free":
+        if operation.role == "free":  # its result is there when its own needs have ended
             ends[index] = needs
             continue
-        stream = "comm" if operation.role == "start" else "compute"
+        stream = _COMM if operation.role == "start" else "compute"
+        # At its launch, the stream of a collective waits for the compute stream.
         if operation.role == "start" and last_compute and last_compute not in needs:
             needs = (*needs, last_compute)
-        if operation.host_us or last_read:
+        if operation.host_us or last_read:  # the host launches after it has read ``last_read``
             issue = Task(
                 name=f"{operation.name} issued",
                 stream=HOST,
@@ -257,14 +253,8 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
             tasks.append(issue)
             needs = (*needs, issue.name)
             last_read = ""
-        tasks.append(
-            Task(
-                name=operation.name,
-                stream=stream,
-                duration_us=operation.duration_us,
-                needs=needs,
-            )
-        )
+        name, duration_us = operation.name, operation.duration_us
+        tasks.append(Task(name=name, stream=stream, duration_us=duration_us, needs=needs))
         ends[index] = (operation.name,)
         if stream == "compute":
             last_compute = operation.name
@@ -278,7 +268,7 @@ def graph_spans(
     order: Sequence[int],
     contention: Contention = NO_CONTENTION,
 ) -> list[Span]:
-    """Return the span of each operation, without the host and without operations of no duration."""
+    """Return the span of each operation that takes time, without the tasks of the host."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 
@@ -294,7 +284,7 @@ def graph_time(
 
 def time_of(spans: Sequence[Span]) -> GraphTime:
     """Return the time of a graph, given the spans of its operations on one rank."""
-    comm = [span for span in spans if span.stream == "comm"]
+    comm = [span for span in spans if span.stream == _COMM]
     compute = [span for span in spans if span.stream == "compute"]
     return GraphTime(
         makespan_us=max((span.end_us for span in spans), default=0.0),

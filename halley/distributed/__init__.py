@@ -1,4 +1,5 @@
 """Process groups and device mesh, the launcher, and the watchdog that reports lost ranks.
 
-Start with ``world.py`` (join and leave a run), then ``mesh.py`` (which rank holds which experts).
+Start with ``mesh.py``: it joins a run (``join_world``) and divides the ranks into groups
+(``ParallelGroups``).
 """

@@ -1,15 +1,17 @@
-"""Report the failure of a rank to the user, and report it once if several ranks fail alike.
+"""Report the failure of a rank to the user, only once if several ranks fail for the same cause.
 
-The launcher passes a file name to its ranks. Each rank appends its failure to the file as one JSON
-line, and the launcher prints each different failure once. Without that file, a rank writes to
-standard error itself.
+The launcher passes the name of a file to its ranks. Each rank appends its failure to the file as
+one JSON line, and the launcher prints each different failure once. Without the file, the rank
+prints the failure on standard error.
+
+``OperationReport`` describes the operation that a rank runs, for messages of the watchdog.
 """
 
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +27,10 @@ from halley.distributed.peers import name_ranks
 FAILURES_VARIABLE = "HALLEY_FAILURES"
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which prints the file
-_MAX_SHOWN = 4  # different causes; a hundred ranks may fail in a hundred ways
+_MAX_SHOWN = 4  # different causes, since a hundred ranks may report a hundred of them
 _MAX_DETAILS = 20_000  # characters of a traceback
+# Module of the functions of torch.distributed that block with gloo.
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,7 @@ class Failure:
     Attributes:
         text: the message, one line.
         rank: None for a process without a launcher.
-        is_mistake: the user can fix it with another command line, configuration or file.
+        is_mistake: the user can avoid it by another command line, configuration or file.
         details: a traceback to show above the line, or "".
     """
 
@@ -58,22 +62,18 @@ class Failure:
 
     @property
     def cause(self) -> tuple[bool, str]:
-        """A key that is equal for ranks that fail alike; their own number is left out."""
+        """A key that is equal for ranks with the same cause: the text without the own rank."""
         return self.is_mistake, self.text.removeprefix(f"rank {self.rank} ")
 
 
 def tell_failure_from_thread(text: str) -> None:
-    """Report a failure while the main thread hangs and may hold locks.
-
-    Args:
-        text: the message, one line.
-    """
+    """Report a failure, given as one line, while the main thread hangs and may hold locks."""
     failure = Failure(text=text, rank=_own_rank())
     if path := os.environ.get(FAILURES_VARIABLE):
         with suppress(OSError):
             _append(path, json.dumps(asdict(failure)) + "\n")
             return
-    # Write to the descriptor, because the hanging thread may hold the lock of sys.stderr.
+    # Write to the descriptor, because the main thread may hold the lock of sys.stderr.
     os.write(2, failure.format().encode())
 
 
@@ -84,16 +84,16 @@ def tell_failure(
     error: BaseException | None = None,
     details: str = "",
 ) -> None:
-    """Report how this process failed, to the launcher or to the user.
+    """Report the failure of this process, to the launcher or to the user.
 
-    If ``halley`` started this rank, the launcher prints the report. Under another launcher, all
-    ranks of a host see the same mistake, so only local rank 0 prints it. A failure of another local
-    rank goes to torchrun's error file, or to standard error if there is none.
+    If ``halley`` started this rank, its launcher prints the report. Under another launcher, all
+    ranks of a host make the same mistake, so only local rank 0 prints it. Failures of other local
+    ranks go to torchrun's error file, or to standard error if there is no such file.
 
     Args:
         text: any text; line ends become spaces.
         is_mistake, details: see ``Failure``.
-        error: the exception, for torchrun.
+        error: the exception, for torchrun's error file.
     """
     failure = Failure(
         text=" ".join(text.split()),
@@ -107,15 +107,14 @@ def tell_failure(
         except OSError:  # the disk is full, or the launcher has ended
             sys.stderr.write(failure.format())
         return
-    if os.environ.get("LOCAL_RANK", "0" if failure.rank is None else str(failure.rank)) == "0":
+    if os.environ.get("LOCAL_RANK", str(failure.rank or 0)) == "0":
         sys.stderr.write(failure.format())
+    elif is_mistake:
         return
-    if is_mistake:
-        return
-    if error is not None and os.environ.get(_ERROR_FILE_VARIABLE):
+    elif error is not None and os.environ.get(_ERROR_FILE_VARIABLE):
         get_error_handler().record_exception(error)
-        return
-    sys.stderr.write(failure.format())
+    else:
+        sys.stderr.write(failure.format())
 
 
 @final
@@ -127,29 +126,23 @@ class FailureReader:
         ranks: ranks that have reported a failure.
     """
 
-    def __init__(self, path: Path, *, write: Callable[[str], object] | None = None) -> None:
-        """Create the empty file.
-
-        Args:
-            path: the file, in a folder that exists.
-            write: function that prints text for the user; standard error if None.
-
-        Raises:
-            OSError: the file cannot be created.
-        """
+    def __init__(self, path: Path) -> None:
+        """Create the empty file, in a folder that exists."""
         path.touch()
         self.path = path
         self.ranks: set[int] = set()
-        self._write = write or sys.stderr.write
         self._causes: set[tuple[bool, str]] = set()
         self._position = 0
 
     def show_new(self) -> None:
-        """Print the failures reported since the last call, at most four causes in all."""
+        """Print the failures that ranks have reported since the last call.
+
+        All calls together print at most four causes.
+        """
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
-                if not line.endswith(b"\n"):  # a full disk cut the line
+                if not line.endswith(b"\n"):  # incomplete, because the disk is full
                     break
                 self._position += len(line)
                 self._show(Failure(**json.loads(line)))
@@ -161,9 +154,9 @@ class FailureReader:
             return
         self._causes.add(failure.cause)
         if len(self._causes) <= _MAX_SHOWN:
-            self._write(failure.format())
+            sys.stderr.write(failure.format())
         else:
-            self._write("halley: more ranks failed, each in a way of its own: not shown\n")
+            sys.stderr.write("halley: more ranks failed for other causes, which are not shown\n")
 
 
 def _own_rank() -> int | None:
@@ -172,15 +165,13 @@ def _own_rank() -> int | None:
 
 
 def _append(path: str, line: str) -> None:
-    # One write, so that lines of two ranks do not mix. No O_CREAT: the launcher deletes the file.
+    # One write for the line, so that lines of two ranks do not mix. O_CREAT would create the file
+    # again after the launcher has deleted it.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
-
-
-_COLLECTIVES = "torch.distributed.distributed_c10d"  # its functions block with gloo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +180,9 @@ class OperationReport:
 
     Attributes:
         step: training step, 0 if steps are not counted.
-        num_operations: see ``core.current_operation``.
-        name: name of the operation; "" before the first.
-        is_waiting: the rank waits there for other ranks and computes nothing.
-        is_busy: its GPU has unfinished work, as far as is known.
+        num_operations, name: see ``CurrentOperation``.
+        is_waiting: the rank waits in the operation for other ranks and computes nothing.
+        is_busy: its GPU is known to have unfinished work.
     """
 
     step: int
@@ -210,25 +200,23 @@ class OperationReport:
         """Return the report that ``to_json`` wrote."""
         return cls(**json.loads(text))
 
-    def describe(self, *, num_ranks: int) -> str:
-        """Return the report in words, as the predicate of that many ranks."""
-        if self.is_waiting:
-            verb = "waits in" if num_ranks == 1 else "wait in"
-        else:
-            verb = "is in or behind" if num_ranks == 1 else "are in or behind"
+    def describe(self, ranks: list[int]) -> str:
+        """Return the report of these ranks as a clause: "rank 3 waits in dispatch (...)"."""
+        verb = ("waits in" if len(ranks) == 1 else "wait in") if self.is_waiting else "last began"
         step = f"step {self.step}, " if self.step else ""
-        return f"{verb} {self.name or 'no operation'} ({step}operation {self.num_operations})"
+        place = f"({step}operation {self.num_operations})"
+        return f"{name_ranks(ranks)} {verb} {self.name or 'no operation'} {place}"
 
 
 def report_operation(step: int, *, busy_device: int | None = None) -> OperationReport:
     """Return the report of this process.
 
-    If the main thread is inside a call of ``torch.distributed``, that call is reported as an
-    operation that waits, because such a call blocks with gloo.
+    If the main thread is inside a function of ``torch.distributed``, the report names it as an
+    operation that waits, because such functions block with gloo.
 
     Args:
         step: training step, 0 if steps are not counted.
-        busy_device: index of the GPU to ask for unfinished work; None asks none.
+        busy_device: index of the GPU that is asked for unfinished work; None asks no GPU.
     """
     name, is_waiting = CURRENT_OPERATION.name, CURRENT_OPERATION.is_waiting
     if not is_waiting:
@@ -246,16 +234,13 @@ def report_operation(step: int, *, busy_device: int | None = None) -> OperationR
 
 
 def differ(reports: Iterable[OperationReport]) -> bool:
-    """Return whether ranks run different operations; whether they wait is not compared."""
+    """Return whether ranks run different operations; ``is_waiting`` is not compared."""
     return len({(report.step, report.num_operations, report.name) for report in reports}) > 1
 
 
 def describe_reports(reports: Mapping[int, OperationReport]) -> str:
-    """Return in words what the ranks run, grouping equal reports."""
+    """Return the reports of ranks in words; ranks with equal reports share one clause."""
     ranks_of: dict[OperationReport, list[int]] = {}
     for rank, report in sorted(reports.items()):
         ranks_of.setdefault(report, []).append(rank)
-    return ", ".join(
-        f"{name_ranks(ranks)} {report.describe(num_ranks=len(ranks))}"
-        for report, ranks in ranks_of.items()
-    )
+    return ", ".join(report.describe(ranks) for report, ranks in ranks_of.items())

@@ -1,4 +1,4 @@
-"""Start the ranks of one host, pass signals on to them, and report the rank that failed first."""
+"""Start the ranks of one host, forward signals to them, and report the rank that failed first."""
 
 import math
 import os
@@ -19,17 +19,17 @@ import torch
 from halley.distributed.failures import FAILURES_VARIABLE, FailureReader
 
 
-USER_ERROR = 2  # exit code for a mistake of the user; the rank prints the message itself
-READER_GONE = 141  # exit code for a closed output, 128 + SIGPIPE: `halley ... | head -1`
+USER_ERROR = 2  # exit code for a mistake of the user; the rank prints the message
+READER_GONE = 141  # 128 + SIGPIPE: exit code after a closed output, as in `halley ... | head -1`
 
 _POLL_S = 0.1
 _KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
 _SIGNAL_PATIENCE_S = 600.0  # after the user's first signal, so that ranks can save a checkpoint
-_HINT_AFTER_S = 3.0  # after a signal, the launcher then prints that it waits for the ranks
+_HINT_AFTER_S = 3.0  # after a signal, until the launcher prints that it waits for the ranks
 
-# A small program that sets PR_SET_PDEATHSIG and then executes the rank, so that Linux kills the
-# rank when the launcher dies. Popen's preexec_fn could do this too, but it is not safe with
-# threads.
+# This program sets PR_SET_PDEATHSIG and then executes the rank, so that Linux kills the rank when
+# the launcher dies. The argument preexec_fn of Popen could do this too, but it is not safe with
+# threads. The launcher may die before the call of prctl, so the program compares its parent.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -65,7 +65,7 @@ def run_ranks(command: list[str], *, num_processes: int, patience_s: float = 30.
     """Run a command on several ranks of this host and wait for all of them.
 
     Failures that ranks report with ``tell_failure`` are printed once per cause. The first SIGINT or
-    SIGTERM is passed to all ranks, which then have ten minutes to end. The second one kills them.
+    SIGTERM is forwarded to all ranks, which then have ten minutes to end. The second kills them.
 
     Args:
         command: program and arguments, the same for every rank.
@@ -90,7 +90,8 @@ def run_ranks(command: list[str], *, num_processes: int, patience_s: float = 30.
         environment = _environment(num_processes) | {FAILURES_VARIABLE: str(failures.path)}
         try:
             for rank in range(num_processes):
-                # In its own process group, a rank gets Ctrl-C only once, from this launcher.
+                # The terminal sends Ctrl-C to the process group of the launcher. A rank in a group
+                # of its own gets only the signal that the launcher forwards.
                 process = subprocess.Popen(
                     command,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -114,7 +115,7 @@ def _wait(
     failures: FailureReader,
     patience_s: float,
 ) -> int:
-    """Wait for all ranks, print which one failed first and return its exit code."""
+    """Wait for all ranks, print the rank that failed first and return its exit code."""
     failed: int | None = None
     interrupted_by: int | None = None
     deadline_s = hint_s = math.inf
@@ -139,37 +140,34 @@ def _wait(
         if failed is not None and deadline_s == math.inf:
             deadline_s = now_s + patience_s
         if now_s > hint_s:
-            _say(_describe_wait(codes))
+            num_running = codes.count(None)
+            running = f"{num_running} {'rank' if num_running == 1 else 'ranks'}"
+            _say(
+                f"waiting up to {_SIGNAL_PATIENCE_S:g} s for {running} to end; another signal "
+                "kills them at once"
+            )
             hint_s = math.inf
         if now_s > deadline_s:
             _send(ranks, next_signal)
             deadline_s, next_signal = now_s + _KILL_AFTER_S, signal.SIGKILL
         time.sleep(_POLL_S)
     if failed is not None:
-        return _report(failed, ranks[failed].returncode, is_told=failed in failures.ranks)
+        return _report(failed, ranks[failed].returncode, is_reported=failed in failures.ranks)
     return 0 if interrupted_by is None else 128 + interrupted_by
 
 
-def _describe_wait(codes: list[int | None]) -> str:
-    num_running = codes.count(None)
-    return (
-        f"waiting up to {_SIGNAL_PATIENCE_S:g} s for {num_running} "
-        f"{'rank' if num_running == 1 else 'ranks'} to end; another signal kills them at once"
-    )
-
-
 def _find_failure(codes: list[int | None]) -> int | None:
-    # A rank killed by a signal is the first cause: it did not fail because another rank did.
+    # A rank that a signal killed is the cause: the failure of another rank kills no rank.
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     ended = [rank for rank, code in enumerate(codes) if code is not None and code > 0]
     return min(killed or ended, default=None)
 
 
-def _report(rank: int, code: int, *, is_told: bool) -> int:
+def _report(rank: int, code: int, *, is_reported: bool) -> int:
     if code < 0:
         _say(f"rank {rank} was killed by {_name_signal(-code)}")
         return 128 - code
-    if code not in (USER_ERROR, READER_GONE) and not is_told:
+    if code not in (USER_ERROR, READER_GONE) and not is_reported:
         _say(f"rank {rank} ended with exit code {code}")
     return code
 
@@ -191,8 +189,9 @@ def _send(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _pause(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Stop the ranks and this process, as Ctrl-Z asks, until the shell sends SIGCONT."""
     _send(ranks, signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGSTOP)  # until the shell sends SIGCONT
+    os.kill(os.getpid(), signal.SIGSTOP)
     _send(ranks, signal.SIGCONT)
 
 
@@ -201,7 +200,7 @@ def _environment(num_processes: int) -> dict[str, str]:
         port = server.getsockname()[1]
     return {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
-        # Otherwise C++ warnings about a lost store print long stack traces.
+        # At the default level, torch prints long C++ stack traces when the store is lost.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "KINETO_LOG_LEVEL": "99",  # the profiler prints its messages to stdout
         **os.environ,  # the user's own values win over those above

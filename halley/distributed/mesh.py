@@ -1,4 +1,4 @@
-"""The device mesh of data and expert parallelism, and gradient sums over it."""
+"""Join a distributed run, divide its ranks into a device mesh, and sum gradients over the mesh."""
 
 import datetime
 import os
@@ -16,30 +16,33 @@ from halley.core.field_types import check_choice, check_type
 from halley.core.sharding import check_tp_size
 
 
-BUCKET_BYTES = 64 * 2**20  # large enough for full link bandwidth, small enough to start early
+# Of one all-reduce: large enough for full link bandwidth, small enough to start during backward.
+BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
     """The process groups of expert parallelism inside data parallelism.
 
-    Every rank trains on its own sequences. The ranks form a mesh ("edp", "ep"). The ranks of one
-    "ep" row together hold all experts of a layer. The ranks of one "edp" column hold the same
+    Every rank trains on its own sequences. The ranks form a mesh ("edp", "ep"). The ranks of an
+    "ep" group together hold all experts of a layer. The ranks of an "edp" group hold the same
     experts. All other parameters are replicated on all ranks.
+
+    Example: with 4 ranks and ``ep_size`` 2, the "ep" groups are (0, 1) and (2, 3), and the "edp"
+    groups are (0, 2) and (1, 3).
 
     Attributes:
         rank, num_ranks: in the whole mesh.
-        ep_rank, ep_size: in the expert-parallel group.
-        tp_size: ranks of that group that share each expert, by its intermediate size.
-        world: all ranks; None for a single process.
-        ep: the group whose ranks together hold all experts; None for ``ep_size`` 1.
-        edp: the group whose ranks hold the same experts as this rank; None for a group of one.
+        ep_rank, ep_size: in the "ep" group.
+        tp_size: ranks of the "ep" group that share each expert by its intermediate size.
+        world: the group of all ranks; None for a single process.
+        ep: the "ep" group of this rank; None if it is the only member.
+        edp: the "edp" group of this rank; None if it is the only member.
         sums: a second group of all ranks, for gradient sums; None for a single process. NCCL runs
-            the collectives of one group in order, so sums in their own group overlap with
-            all-to-alls.
+            the collectives of a group in order. In their own group, sums overlap with all-to-alls.
         mesh: the mesh; None for a single process.
-        expert_mesh: the mesh for expert weights. With ``tp_size`` above 1 its dimension "ep" is
-            split into "ep" and "etp", where "etp" holds the ranks that share experts.
+        expert_mesh: the mesh for expert weights. With ``tp_size`` above 1, its dimension "ep" is
+            split into "ep" and "etp". The ranks along "etp" share experts.
 
     Raises:
         ValueError: a size is below 1, a rank is not below the size of its group, or ``tp_size``
@@ -82,7 +85,8 @@ class ParallelGroups:
             tp_size: ranks of "ep" that share each expert.
 
         Raises:
-            ValueError: the mesh has other dimensions, or ``tp_size`` does not divide "ep".
+            ValueError: the mesh has other dimensions, or ``tp_size`` does not divide the size of
+                "ep".
         """
         if mesh.mesh_dim_names != ("edp", "ep"):
             raise ValueError(f"mesh_dim_names ({mesh.mesh_dim_names}) must be ('edp', 'ep')")
@@ -92,7 +96,7 @@ class ParallelGroups:
         if tp_size > 1:
             ranks = mesh.mesh.view(edp_size, ep_size // tp_size, tp_size)
             expert_mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("edp", "ep", "etp"))
-        sums = dist.new_group() if mesh.size() > 1 else None
+        sums = dist.new_group() if mesh.size() > 1 else None  # a collective of all ranks
         assert sums is None or isinstance(sums, dist.ProcessGroup)
         return ParallelGroups(
             rank=dist.get_rank(),
@@ -150,14 +154,14 @@ def sync_gradients(
     """Average gradients over all ranks, in place. Collective.
 
     Each rank's gradients must be those of its own mean loss. A dense gradient is summed over all
-    ranks. An expert's gradient already contains the tokens of its whole expert-parallel group, so
-    it is summed over the ranks that hold the same expert. Both are divided by the number of ranks.
+    ranks. The gradient of an expert already contains the tokens of the whole "ep" group, so it is
+    summed over the "edp" group only. Both are divided by the number of ranks.
 
     Args:
         dense, expert: contiguous gradients.
 
     Raises:
-        ValueError: ``groups`` is of another type.
+        ValueError: ``groups`` has another type.
     """
     check_type(groups, ParallelGroups, name="groups")
     _sum_over(dense, group=groups.world if groups.num_ranks > 1 else None, scale=groups.num_ranks)
@@ -174,7 +178,7 @@ def global_norm(
         expert: gradients of this rank's experts, each expert on one rank only: with replicas, the
             results of ``GroupedExperts.without_replicas``.
     """
-    dense_sum, expert_sum = (_sum_of_squares(dense), _sum_of_squares(expert))
+    dense_sum, expert_sum = _sum_of_squares(dense), _sum_of_squares(expert)
     if groups.ep is not None and expert_sum is not None:
         dist.all_reduce(expert_sum, group=groups.ep)
     sums = [value for value in (dense_sum, expert_sum) if value is not None]
@@ -184,6 +188,7 @@ def global_norm(
 
 
 def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    # In float32: a sum of many bfloat16 squares would lose most of its summands.
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
     return torch.stack(norms).square().sum() if norms else None
 
@@ -191,6 +196,7 @@ def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
 def _sum_over(
     gradients: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None, scale: int
 ) -> None:
+    """Sum gradients over the group in buckets, and divide them by ``scale``, in place."""
     bucket: list[torch.Tensor] = []
     num_bytes = 0
     for gradient in gradients:
@@ -208,6 +214,7 @@ def _sum_bucket(bucket: list[torch.Tensor], *, group: dist.ProcessGroup | None, 
         if scale > 1:
             torch._foreach_div_(bucket, scale)  # pyright: ignore[reportPrivateImportUsage]
         return
+    # One all-reduce for the bucket, because each all-reduce has a fixed latency.
     flat = torch.cat([gradient.flatten() for gradient in bucket])
     dist.all_reduce(flat, group=group)
     flat /= scale
@@ -218,12 +225,13 @@ def _sum_bucket(bucket: list[torch.Tensor], *, group: dist.ProcessGroup | None, 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank and its run.
+    """This process as one rank of a run; ``join_world`` yields it.
 
     Attributes:
-        rank, num_ranks: as set by the launcher; 0 and 1 without one.
-        device: the device that this rank computes on.
-        store: the store of the rendezvous; None without a launcher.
+        rank, num_ranks: the values of the launcher; 0 and 1 without a launcher.
+        device: the device on which this rank computes.
+        store: the key-value store through which the ranks found each other; None without a
+            launcher.
     """
 
     rank: int
@@ -233,7 +241,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which prints and writes for all ranks."""
+        """Whether this is rank 0, which prints messages and writes files for all ranks."""
         return self.rank == 0
 
 
@@ -246,7 +254,7 @@ def check_launcher() -> None:
     """Check the environment variables that a launcher has set for this rank, if there is one.
 
     Raises:
-        ValueError: a variable is missing, is not a number or does not fit the others.
+        ValueError: a variable is missing, is not a number or contradicts another variable.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if not given:
@@ -271,6 +279,7 @@ def check_launcher() -> None:
 
 def _read_number(name: str, *, least: int, below: int | None = None) -> int:
     text = os.environ[name]
+    # isdecimal accepts digits of other scripts, and int raises another error for very long texts.
     value = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
     if value < least or (below is not None and value >= below):
         rule = f"at least {least}" + ("" if below is None else f" and below {below}")
@@ -293,16 +302,17 @@ def pick_device(choice: str) -> torch.device:
     if choice == "cpu" or (choice == "auto" and num_devices == 0):
         return torch.device("cpu")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local_size > num_devices:  # all ranks of a host raise alike
+    if local_size > num_devices:  # the same on all ranks of a host, so all of them raise
         raise ValueError(f"nproc ({local_size}) must be at most the number of GPUs ({num_devices})")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextmanager
 def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[World]:
-    """Initialize the process group (NCCL on CUDA, gloo on CPU) and destroy it at the end.
+    """Initialize the process group (NCCL on CUDA, gloo on CPU), and destroy it after the block.
 
-    Without a launcher there is one rank and no process group.
+    Without a launcher there is one rank and no process group. After an error in the block, the
+    process group is not destroyed: that call would wait for lost ranks.
 
     Args:
         device_choice: as for ``pick_device``.
@@ -316,15 +326,16 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
         yield World(rank=0, num_ranks=1, device=device)
         return
     store, rank, num_ranks = next(rendezvous("env://"))
+    # The time limit of a group is read from its store, see ``peers.time_limit``.
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("world", store),
+        store=PrefixStore("world", store),  # World.store keeps the keys without prefix
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     yield World(rank=rank, num_ranks=num_ranks, device=device, store=store)
-    # Not in a finally block: after the loss of a rank this call would wait for it.
+    # Deliberately not in a ``finally`` block, see the docstring.
     dist.destroy_process_group()

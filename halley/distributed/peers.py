@@ -1,9 +1,9 @@
 """Process-group helpers: collectives with clear errors, object gathers, and checks across ranks.
 
-When ranks differ or one is missing, a plain collective aborts, hangs or gives wrong numbers,
+When ranks differ or a rank is missing, a plain collective aborts, hangs or gives wrong numbers,
 depending on the backend. These helpers find out which ranks differ or are missing. They exchange
-values through the key-value store of the group. The store needs no matching call on other ranks,
-so it still works after a collective has failed.
+values through the key-value store of the group. A call of the store needs no matching call on
+other ranks, so the store works even after a collective has failed.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from halley.core.current_operation import CURRENT_OPERATION
 T = TypeVar("T")
 
 _REPORT_WAIT_S = 3.0  # after a failed collective, the time to wait for reports of other ranks
-_HOST_STAYS_S = 1.0  # rank 0 stays longer, since its process may host the store
-_ANSWER_WAIT_S = 10.0  # a store that does not answer in this time is lost
-_VERDICT_MARGIN_S = 2.0  # other ranks wait longer than rank 0, which compares
+_HOST_STAYS_S = 1.0  # rank 0 ends later than the others, because its process may host the store
+_ANSWER_WAIT_S = 10.0  # a store that does not answer within this time is lost
+_VERDICT_MARGIN_S = 2.0  # rank 0 compares the values, so the other ranks wait longer than rank 0
 _POLL_S = 0.02
-_FOLDER_OPERATION = "work on the run's folder"  # name in messages
+_FOLDER_OPERATION = "work on the run's folder"  # name of the operation in messages
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -49,8 +49,8 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
 class Collective:
     """A context for one collective; its error names the operation and the ranks that failed.
 
-    An error of the backend becomes a RuntimeError. It says which ranks failed in which operation,
-    and which ranks sent no report.
+    An error of the backend is raised again as a RuntimeError. The message names the ranks that
+    failed, their operations, and the ranks that sent no report.
 
     Args:
         operation: name of the collective in messages.
@@ -164,16 +164,16 @@ def compare_ranks(
 ) -> None:
     """Check that all ranks of the group reached the same point with the same values. Collective.
 
-    The values go through the store of the group, not through its backend. So a rank that does not
-    arrive is an error within the time limit of the group. Rank 0 of the group compares.
+    The values go through the store of the group, not through its backend. So a missing rank is an
+    error after the time limit of the group, not a hang. Rank 0 of the group compares the values.
 
     Args:
-        what: the point in the program, in messages.
+        what: name of the point in the program, for messages.
         values: values by name; their ``str`` is compared.
         group: the ranks; None for a single process.
 
     Raises:
-        ValueError: on all ranks: the values differ. Names the ranks and their values.
+        ValueError: the values differ; names the ranks and their values. Raised on all ranks.
         RuntimeError: a rank did not arrive within the time limit.
     """
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
@@ -181,38 +181,35 @@ def compare_ranks(
     store, rank = group.get_group_store(), dist.get_rank(group)
     names = dist.get_process_group_ranks(group)
     limit_s = time_limit(group).total_seconds()
-    # Each rank counts its comparisons. Ranks that run the same program have the same count.
+    # Keys need a number, because the store keeps the keys of earlier comparisons. Each rank counts
+    # its own comparisons, and ranks that run the same program have the same count.
     number = store.add(f"halley/compared/{rank}", 1)
     keys = [f"halley/compared/{number}/{each}" for each in range(len(names))]
     verdict_key = f"halley/compared/{number}/verdict"
     own = {"what": what} | {name: str(value) for name, value in values.items()}
     store.set(keys[rank], json.dumps(own))
     with CURRENT_OPERATION.waiting(f"the comparison of {what}"):
-        if rank == 0:
-            verdict = ""
-            if _wait_for(store, keys, limit_s=limit_s):
-                values_W = [json.loads(store.get(key)) for key in keys]
-                verdict = _difference(what, values_W, names=names)
-                store.set(verdict_key, verdict)
-                is_complete = True
-            else:
-                is_complete = False
-        else:
-            is_complete = _wait_for(store, [verdict_key], limit_s=limit_s + _VERDICT_MARGIN_S)
-            verdict = store.get(verdict_key).decode() if is_complete else ""
-    if not is_complete:
+        if rank == 0 and _wait_for(store, keys, limit_s=limit_s):
+            values_W = [json.loads(store.get(key)) for key in keys]
+            store.set(verdict_key, _difference(what, values_W, names=names))
+        limit_s_here = 0.0 if rank == 0 else limit_s + _VERDICT_MARGIN_S
+        has_verdict = _wait_for(store, [verdict_key], limit_s=limit_s_here)
+    if not has_verdict:
         missing = [names[peer] for peer, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(
             f"rank {names[rank]}: {name_ranks(missing or [names[0]])} did not come to the first "
             f"call of {what} within {limit_s:g} s: all ranks of a group must run the same layers, "
             "in the same order"
         )
-    if verdict:
+    if verdict := store.get(verdict_key).decode():
         raise ValueError(verdict)
 
 
 def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
-    """Return whether all keys are set within the limit. It polls: a blocking wait holds a lock."""
+    """Return whether all keys are set within the limit.
+
+    It polls, because ``Store.wait`` blocks other threads that use the same connection.
+    """
     deadline_s, pause_s = time.monotonic() + limit_s, _POLL_S / 10
     while not store.check(keys):
         if time.monotonic() > deadline_s:
@@ -235,13 +232,13 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
             shown = ", ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in ranks_of.items())
             title = "the layer" if name == "what" else name
             found.append(f"{title} ({shown})")
-            if name == "what":  # different layers have different values
+            if name == "what":  # the other values belong to different layers
                 break
     return f"{'; '.join(found)} must be the same on all ranks that run {what} together"
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return the error of a collective with the ranks that failed elsewhere or are silent."""
+    """Return the error of a collective, extended by failures and missing reports of other ranks."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]
@@ -273,19 +270,17 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Send the operation in which this rank failed, and return the reports of all ranks.
-
-    It waits a few seconds for the others.
+    """Publish the operation in which this rank failed, and return the reports that arrive.
 
     Returns:
-        Reports by rank, with that of this rank; empty if the store never answered.
+        Reports by rank, this rank included; empty if the store never answered.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     reports: dict[int, dict[str, object]] = {}
     stays_s = _HOST_STAYS_S if rank == 0 else 0.0
 
     def exchange() -> None:
-        # A new connection: the group's own may be blocked in a call that does not return.
+        # A new connection, because a blocked call of another thread may hold the group's own.
         store: Any = group.get_group_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
         store.set(f"halley/failed/{rank}", json.dumps(own))
         end_s = time.monotonic() + _REPORT_WAIT_S
@@ -298,10 +293,10 @@ def _collect_reports(
         time.sleep(stays_s)
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError):  # stores raise it when their host is gone
+        with contextlib.suppress(RuntimeError):  # a store raises it when its host has ended
             exchange()
 
-    # In a thread, because a call to a store whose host is stopped never returns.
+    # In a thread with a time limit, because a call to a store whose host is stopped never returns.
     thread = threading.Thread(target=run, name="halley-report", daemon=True)
     thread.start()
     thread.join(_REPORT_WAIT_S + stays_s + _ANSWER_WAIT_S)

@@ -1,13 +1,17 @@
 """End a run, with the responsible rank in the message, when ranks are lost or deadlocked.
 
-Every rank increments a heartbeat counter in the store and writes a report of its current operation
-next to it. Rank 0 watches all ranks and writes its verdict into the store. The other ranks watch
+Every rank increments a heartbeat counter in the store, and stores a report of its current
+operation. Rank 0 watches all ranks and writes its verdict into the store. The other ranks watch
 rank 0 and read the verdict. So traffic is linear in the number of ranks, and all ranks name the
-same one. If the store cannot be reached, its host is lost.
+same lost rank. If the store does not answer, the process that hosts it is lost.
 
 A rank is lost if its heartbeats stop. Ranks are deadlocked if they run different operations and no
-rank has begun another operation for some time. The time is short if every rank waits, because
-then no rank can continue. It is the time limit of collectives if only some ranks wait.
+rank has begun another operation for some time. If every rank waits, none can continue, and a short
+time is enough. If only some ranks wait, it is the time limit of collectives.
+
+                 rank 1                        store                     rank 0
+                 heartbeat, report  ------->  beat/1, report/1  ------>  compares all ranks
+                 raises or exits    <-------  verdict           <------  "lost rank 2 (...)"
 """
 
 import atexit
@@ -33,11 +37,11 @@ from halley.distributed.peers import rank_and_size, time_limit
 
 EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: the run may succeed when started again
 
-_LEFT = 1 << 40  # added to the counter of a rank that leaves; heartbeats never count so far
-_ASK_GPU_AFTER_S = 5.0  # without a new operation
+_LEFT = 1 << 40  # a rank that leaves adds this to its counter; heartbeats never reach it
+_ASK_GPU_AFTER_S = 5.0  # without a new operation, until the rank asks its GPU for unfinished work
 _LOST = "lost "  # start of a verdict about lost ranks
 _FINISHED = "its training was over"
-_NUM_BEATS_ALIVE = 4  # heartbeats after an error that prove that a rank is not lost
+_NUM_BEATS_ALIVE = 4  # a rank with so many heartbeats after an error is not lost
 
 
 @final
@@ -50,8 +54,8 @@ class Watchdog:
             train()
 
     A RuntimeError that leaves the block is replaced by one that names the lost rank, or the
-    operation of each rank. A rank that hangs in a C++ call is ended with exit code 75, after one
-    line on stderr.
+    operation of each rank. If this rank hangs in a C++ call, the watchdog writes one line to stderr
+    and ends the process with exit code 75.
 
     Attributes:
         step: training step in messages, from 1; the training loop sets it.
@@ -72,16 +76,16 @@ class Watchdog:
         """Create the watchdog of this rank; every rank must enter one right after rendezvous.
 
         Args:
-            store: any store shared by all ranks; the watchdog opens its own connection.
+            store: any store shared by all ranks; the watchdog opens a connection of its own.
             rank: this rank.
             num_ranks: ranks that enter a watchdog on this store.
             interval_s: seconds between two heartbeats.
-            timeout_s: seconds without a heartbeat after which a rank is lost.
-            grace_s: seconds from the verdict until the watchdog ends the process itself.
-            deadlock_s: seconds without a new operation on any rank after which ranks that all wait,
-                in different operations, are deadlocked.
-            stall_s: the same limit if only some of the ranks wait, or if GPUs have unfinished work:
-                the others may compute or write a checkpoint. It should be below the time limit of
+            timeout_s: a rank without a heartbeat for so many seconds is lost.
+            grace_s: seconds from the verdict until the watchdog ends the process.
+            deadlock_s: seconds without a new operation on any rank, after which ranks that all wait
+                in different operations are deadlocked.
+            stall_s: the same limit if only some ranks wait, or if GPUs have unfinished work. The
+                other ranks may compute or write a checkpoint. It should be below the time limit of
                 the process group.
 
         Raises:
@@ -104,7 +108,7 @@ class Watchdog:
         self._reports: list[OperationReport | None] = [None] * num_ranks
         self._num_unchanged = [0] * num_ranks  # rounds since the report last changed
         self._num_unanswered = 0  # rounds since the store last answered
-        self._explained: BaseException | None = None
+        self._explained: BaseException | None = None  # the last result of ``explain``
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._exit_reasons: dict[int, str] = {}
         self._verdict: str | None = None
@@ -140,11 +144,12 @@ class Watchdog:
         return cls(group.get_group_store(), rank=rank, num_ranks=num_ranks, **options)
 
     def __enter__(self) -> Self:
-        # All ranks enter equally often, so this prefix separates successive runs on one store.
+        # All ranks enter equally often. So the count separates successive runs on one store.
         start = self._store.add(f"halley/watchdog/starts/{self._rank}", 1)
         self._store = PrefixStore(f"halley/watchdog/{start}", self._store)
         self._send_report()
-        atexit.register(self.stop)  # no thread may use the store at interpreter exit
+        # A thread that uses the store while the interpreter exits would crash the process.
+        atexit.register(self.stop)
         self._heartbeat_thread.start()
         self._exit_thread.start()
         return self
@@ -165,8 +170,7 @@ class Watchdog:
     def stop(self, error: BaseException | None = None) -> None:
         """Stop watching, and tell the other ranks why this rank leaves.
 
-        If this rank has lost another one and hangs, it is still ended ``grace_s`` after the
-        verdict.
+        If there is a verdict and this rank hangs, the process still ends ``grace_s`` later.
 
         Args:
             error: the error that ended the training; None for a normal end.
@@ -177,7 +181,7 @@ class Watchdog:
             self._exit_reason = _describe(error)
         self._stopped.set()
         atexit.unregister(self.stop)
-        # With a time limit, because the thread may hang in a store that does not answer.
+        # With a time limit, because a store that does not answer blocks the thread.
         self._heartbeat_thread.join(timeout=2 * self._linger_s)
 
     def explain(self, error: Exception) -> RuntimeError:
@@ -188,7 +192,7 @@ class Watchdog:
 
         Returns:
             The error to raise instead. It names the lost rank and the step. If no rank is lost, it
-            repeats ``error`` and names the operations that the ranks run.
+            repeats ``error`` and adds the operations of all ranks.
         """
         self._explained = self._explain(error)
         return self._explained
@@ -224,7 +228,8 @@ class Watchdog:
         return 2 * self._interval_s + 1.0
 
     def _message(self, verdict: str) -> str:
-        when = self._when if verdict.startswith(_LOST) else ""  # a deadlock verdict has the steps
+        # A verdict about a deadlock already contains the step of each rank.
+        when = self._when if verdict.startswith(_LOST) else ""
         return f"rank {self._rank} {verdict}{when}"
 
     @property
@@ -236,13 +241,14 @@ class Watchdog:
             while not self._stopped.wait(self._interval_s):
                 self._exchange()
             self._leave()
-        except RuntimeError:  # every store raises it on a lost connection
-            # When rank 0 has finished normally, its process and the store end: no rank is lost.
+        except RuntimeError:  # every store raises it when the connection is lost
+            # After a normal end of rank 0, its process and the store end: no rank is lost.
             expected = self._stopped.is_set() or self._exit_reasons.get(0) == _FINISHED
             if not expected and self._verdict is None:
                 self._verdict = f"{_LOST}{_store_host()} (connection lost)"
 
     def _exchange(self) -> None:
+        """Send a heartbeat, read those of the watched ranks, and judge."""
         self._send_report()
         watches_all = self._rank == 0 or self._explaining
         for peer in range(self._num_ranks) if watches_all else [0]:
@@ -263,11 +269,11 @@ class Watchdog:
             self._judge()
 
     def _send_report(self) -> None:
-        # Only after some time: querying a stream would break a CUDA graph capture.
+        # The query of a stream would break a CUDA graph capture, which is over after some seconds.
         is_unchanged = self._num_unchanged[self._rank] * self._interval_s >= _ASK_GPU_AFTER_S
         report = report_operation(self.step, busy_device=self._gpu if is_unchanged else None)
         self._store_report(self._rank, report)
-        # Before the heartbeat, so that a rank that sees the heartbeat finds the report.
+        # The report comes first, so that every rank that sees the heartbeat finds the report.
         self._store.set(f"report/{self._rank}", report.to_json())
         self._store.add(_beat_key(self._rank), 1)
 
@@ -281,14 +287,14 @@ class Watchdog:
         if self._rank != 0 and self._store.check(["verdict"]):
             self._verdict = self._store.get("verdict").decode()
             return
-        # Counts rounds, not seconds, so that a suspended job can continue.
+        # Silence is counted in rounds, not in seconds, so that a suspended job can continue.
         limit = self._timeout_s / self._interval_s
         silent = [
             f"rank {peer} (no heartbeat for {self._timeout_s:g} s)"
             for peer in range(self._num_ranks)
             if peer not in self._exit_reasons and self._num_silent[peer] >= limit
         ]
-        # A rank that finished is only a loss for ranks that still need it in a collective.
+        # A rank that finished is lost only for ranks that still need it in a collective.
         departed = [
             f"rank {peer} (rank {peer} ended early: {exit_reason})"
             for peer, exit_reason in sorted(self._exit_reasons.items())
@@ -335,6 +341,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _end_if_lost(self) -> None:
+        """End the process some time after a verdict. A thread, since the main thread may hang."""
         while (
             self._heartbeat_thread.is_alive()
             and not self._stopped.is_set()

@@ -2,8 +2,8 @@
 
 Kernels, all on the current stream:
 
-1. With save "inputs" or "recompute": fetch the rows again, locally or from the peers, and repeat
-   the first GEMM.
+1. With save "inputs" or "recompute": repeat fetch and first GEMM. "inputs" fetches from saved token
+   copies, "recompute" from the peers after another publication of the tokens.
 2. Publish the output's gradients to all ranks.
 3. Fetch and GEMM with the second projection, side by side (``dispatch_dgrad``).
 4. GEMM with the first projection and combine, side by side (``dgrad_combine``).
@@ -25,7 +25,7 @@ from halley.fused.replay import Results, release
 from halley.ops.kernels.weight_gemm import weight_gemm
 
 
-# Places in the list of input tensors.
+# Indices in the list of input tensors. The list is mutable, so that an input can be released early.
 _DY, _SAVED, _PLAN, _PRE, _UP, _DOWN, _IDX = range(7)
 
 
@@ -33,9 +33,7 @@ class BackwardOptions(NamedTuple):
     """Options of one backward pass.
 
     Attributes:
-        gated: whether the activation is gated.
-        fused: whether kernels run side by side.
-        save: mode in which forward saved its activations.
+        gated, fused, save: as in the forward call.
         needs_up, needs_down: whether the projections need gradients.
     """
 
@@ -47,7 +45,7 @@ class BackwardOptions(NamedTuple):
 
 
 class TokenGradients(NamedTuple):
-    """Results of the backward pass without weight gradients; R rows as in the forward's plan.
+    """Results of the backward pass without weight gradients; R is as in ``LayerResult``.
 
     Attributes:
         dx_TD: gradients of this rank's tokens.
@@ -67,22 +65,22 @@ class TokenGradients(NamedTuple):
 
 
 def run_backward(
-    owner: Workspaces,
+    workspaces: Workspaces,
     plan_id: int,
     inputs: list[Any],
     options: BackwardOptions,
     main_grads: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> Results:
-    """Run a layer backward; a collective of the ranks.
+    """Run the backward pass of a layer; a collective of the ranks.
 
     Args:
-        owner: buffers of the forward.
+        workspaces: buffers of the forward.
         plan_id: of the forward's ``LayerResult``.
-        inputs: gradients of the output; saved rows (with save "recompute" the tokens), plan and
-            pre-activations of the forward; both projections; expert ids. The saved rows are
-            removed from the list after their last use.
+        inputs: gradient of the output; saved rows (with save "recompute", the tokens), plan and
+            ``pre_RG`` of the forward; both projections; expert ids. After their last use, saved
+            token copies are replaced by None.
         options: see the class.
-        main_grads: buffers of both projections that their gradients are added to, or None.
+        main_grads: for each projection, the buffer to which its gradient is added, or None.
 
     Returns:
         Gradients of tokens, of routing weights in float32, and of both projections. None for a
@@ -91,7 +89,7 @@ def run_backward(
     Raises:
         RuntimeError: the buffers were closed, or a peer did not begin the same pass in time.
     """
-    workspace, layout = owner.find_plan(plan_id)
+    workspace, layout = workspaces.find_plan(plan_id)
     inputs += [buffer for buffer in main_grads if buffer is not None]
     dy_TD, saved = inputs[_DY], inputs[_SAVED]
     key = (
@@ -99,7 +97,7 @@ def run_backward(
         inputs[_PRE].shape[0], saved.shape, dy_TD.shape, dy_TD.dtype, inputs[_UP].shape,
         inputs[_DOWN].shape, inputs[_IDX].dtype,
     )  # fmt: skip
-    del saved
+    del saved  # so that ``release`` drops the last reference
     workspace.begin_pass()
     recording = workspace.launches.find(key, inputs)
     if recording is not None:
@@ -122,14 +120,14 @@ def launch_backward(
         workspace, layout, inputs, gated=options.gated, fused=options.fused, save=options.save
     )
     dup = ddown = None
-    where = {"workspace": workspace, "layout": layout, "plan": plan}
+    plan_of = {"workspace": workspace, "layout": layout, "plan": plan}
     if options.needs_down:
         ddown = launch_weight_gradient(
-            dy_RD, weighted_RF, down_LDF.shape[0], main_grads[1], **where
+            dy_RD, weighted_RF, down_LDF.shape[0], main_grads[1], **plan_of
         )
-    del dy_RD, weighted_RF  # memory for the gradient of the first projection
+    del dy_RD, weighted_RF  # frees memory for the gradient of the first projection
     if options.needs_up:
-        dup = launch_weight_gradient(dpre_RG, rows_RD, up_LGD.shape[0], main_grads[0], **where)
+        dup = launch_weight_gradient(dpre_RG, rows_RD, up_LGD.shape[0], main_grads[0], **plan_of)
     return dx_TD, dweights_TK, dup, ddown
 
 
@@ -153,21 +151,21 @@ def launch_token_gradients(
     weighted_RF = pre_RG.new_empty(num_rows, inner_size)
     dy_RD = pre_RG.new_empty(num_rows, dy_TD.shape[1])
     columns = num_dweight_columns(inner_size, workspace.config)
-    dweight_RC = pre_RG.new_empty(num_rows, columns, dtype=torch.float32)
+    dweight_RJ = pre_RG.new_empty(num_rows, columns, dtype=torch.float32)
     dispatch_dgrad(
         context,
         plan,
         dy_RD=dy_RD,
         dpre_RG=dpre_RG,
         weighted_RF=weighted_RF,
-        dweight_RC=dweight_RC,
+        dweight_RJ=dweight_RJ,
         pre_RG=pre_RG,
         weight_R=weight_R,
         down_LDF=down_LDF,
         gated=gated,
         fused=fused,
     )
-    del pre_RG, weight_R  # recomputed pre-activations are not needed again
+    del pre_RG, weight_R  # frees a recomputed pre_RG
     dx_TD = dy_TD.new_empty(topk_idx_TK.shape[0], up_LGD.shape[2])
     dweights_TK = dy_TD.new_empty(topk_idx_TK.shape, dtype=torch.float32)
     dgrad_combine(
@@ -177,7 +175,7 @@ def launch_token_gradients(
         dweights_TK=dweights_TK,
         z_RD=workspace.rows_RD,
         dpre_RG=dpre_RG,
-        dweight_RC=dweight_RC,
+        dweight_RJ=dweight_RJ,
         up_LGD=up_LGD,
         topk_idx_TK=topk_idx_TK,
         fused=fused,
@@ -203,7 +201,7 @@ def launch_weight_gradient(
         grad_RM: gradients of the projection's outputs.
         rows_RN: inputs of the projection.
         num_experts: experts of this rank, L.
-        main_grad: buffer ``(L, M, N)`` to add the gradient to, or None.
+        main_grad: buffer ``(L, M, N)`` to which the gradient is added, or None.
         workspace, layout, plan: of the forward.
 
     Returns:
@@ -238,8 +236,8 @@ def _recompute(
     """Repeat the first GEMM; return its input rows and its outputs before the activation.
 
     Args:
-        fetches: True publishes and fetches the tokens again. False reads the token copies that
-            forward saved, without the peers, and releases them.
+        fetches: True publishes the tokens and fetches them from the peers again. False reads the
+            token copies that forward saved, and then releases them.
     """
     saved, plan, up_LGD = inputs[_SAVED], inputs[_PLAN], inputs[_UP]
     num_rows = inputs[_PRE].shape[0]
@@ -251,12 +249,12 @@ def _recompute(
         context,
         plan,
         x_RD=rows_RD,
-        h_RF=saved.new_empty(num_rows, up_LGD.shape[1] // (2 if gated else 1)),  # not used again
+        h_RF=saved.new_empty(num_rows, up_LGD.shape[1] // (2 if gated else 1)),  # not used
         pre_RG=pre_RG,
         up_LGD=up_LGD,
         gated=gated,
         fused=fused,
-        copies_SD=None if fetches else saved,
+        copies_PD=None if fetches else saved,
         copies_saved=not fetches,
     )
     if not fetches:

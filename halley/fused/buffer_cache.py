@@ -1,4 +1,4 @@
-"""Workspaces of one group of ranks, one for each buffer shape, made when first needed."""
+"""Workspaces of a group of ranks: one for each buffer shape, made at its first use."""
 
 import itertools
 import weakref
@@ -31,15 +31,15 @@ def open_heap(
     on_map: RangeHook | None = None,
     on_unmap: RangeHook | None = None,
 ) -> AbstractSymmHeap:
-    """Open a heap for the ranks of a group: GPU memory on CUDA, shared memory on CPU. Collective.
+    """Open a symmetric heap: GPU memory on CUDA, shared memory on CPU; a collective of the ranks.
 
     Args:
-        group: the ranks; None for a rank on its own.
-        device: this rank's, of one type on all ranks.
-        on_map, on_unmap: told the ranges of all copies, on CPU only.
+        group: the ranks; None for a single rank.
+        device: device of this rank; all ranks have devices of one type.
+        on_map, on_unmap: called with the address ranges of all copies, on CPU only.
 
     Raises:
-        ValueError: the device is neither.
+        ValueError: the device is neither a CPU nor a CUDA device.
         RuntimeError: the ranks cannot address each other's memory.
     """
     device = torch.device(device)
@@ -50,7 +50,8 @@ def open_heap(
     raise ValueError(f"device ({device}) must be a cpu or a cuda device")
 
 
-# Schemas of torch operators take no Python objects: operators name their buffers by an integer.
+# The schema of a torch operator has no type for Python objects, so operators get an integer handle.
+# The references are weak: the strategy owns the buffers.
 _BY_HANDLE: "weakref.WeakValueDictionary[int, Workspaces]" = weakref.WeakValueDictionary()
 _next_handle = itertools.count(1)
 
@@ -59,25 +60,25 @@ _next_handle = itertools.count(1)
 class Workspaces:
     """Buffers of the fused layers of one group of ranks.
 
-    Layers share memory by sharing this object. ``close``, or dropping the last reference, frees it.
+    Layers with the same object share memory. ``close``, or the end of the last reference, frees it.
 
     Args:
         group: ranks that share the experts; None for a single rank.
         device: of this rank.
-        tp_size: consecutive ranks that share each expert, split by intermediate size.
-        max_tokens: tokens of a rank for which buffers are made at first; 0 takes the largest
-            number of the first call. A call with more tokens makes the buffers grow.
-        max_load: 0, or the capacity for rows as a multiple of the balanced load. With a capacity
-            the host never reads the number of rows, so that layers can be captured in a CUDA
-            graph. More rows or tokens than that raise an error. Equal on all ranks.
-        timeout_s: seconds that a kernel waits for a peer. The default is that of NCCL, because
-            ranks are minutes apart when one of them compiles or writes a checkpoint.
-        config: settings of the kernels; None uses tuned ones (``tuned.py``), or the defaults.
+        tp_size: consecutive ranks that hold shards of the same experts, split by intermediate size.
+        max_tokens: first capacity in tokens of a rank; 0 takes the largest number of the first
+            call. A call with more tokens makes the buffers grow.
+        max_load: 0, or the capacity in rows as a multiple of the balanced load, equal on all ranks.
+            With a capacity, the host never reads the number of rows, so that a CUDA graph can
+            capture layers. More rows or tokens than the capacity are an error.
+        timeout_s: time limit of a kernel's wait for a peer, in seconds. The default is that of
+            NCCL: ranks are minutes apart when one of them compiles or writes a checkpoint.
+        config: settings of the kernels; None uses tuned ones (``config.py``), or the defaults.
 
     Attributes:
         num_ranks: ranks of the group.
-        handle: integer by which operators name this object.
-        ordering_token: one int32 that keeps passes of compiled graphs in order, see ``op.py``.
+        handle: integer that ``find_workspaces`` maps to this object.
+        ordering_token: one int32 that keeps the passes of compiled graphs in order; see ``op.py``.
 
     Raises:
         ValueError: a size is out of range.
@@ -111,7 +112,7 @@ class Workspaces:
             environment = tuning_environment(device, num_ranks=self.num_ranks, tp_size=tp_size)
             self._tuned = ConfigTable(config_path(), environment)
         self.handle = next(_next_handle)
-        with torch.inference_mode(mode=False):  # training may use it after inference
+        with torch.inference_mode(mode=False):  # training writes the token after inference
             self.ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
         self._heap: AbstractSymmHeap | None = None
         self._by_shape: dict[BufferShape, Workspace] = {}
@@ -119,13 +120,13 @@ class Workspaces:
         _BY_HANDLE[self.handle] = self
 
     def num_experts(self, num_local: int) -> int:
-        """Return the experts of all ranks if each rank holds, or shares, ``num_local``."""
+        """Return the number of experts of all ranks if each rank holds ``num_local`` of them."""
         return num_local * self.num_ranks // self.tp_size
 
     def find(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, up_LGD: torch.Tensor
     ) -> Workspace:
-        """Return the workspace for a layer; a collective if it must be made.
+        """Return the workspace of a layer; a collective if the workspace does not exist yet.
 
         Args:
             x_TD: tokens of this rank.
@@ -150,9 +151,8 @@ class Workspaces:
             RuntimeError: the workspace is closed.
         """
         for workspace in self._by_shape.values():
-            layout = workspace.find_layout(plan_id)
-            if layout is not None:
-                return workspace, layout
+            if plan_id in workspace.layouts:
+                return workspace, workspace.layouts[plan_id]
         raise RuntimeError("the workspaces of this plan were closed before its backward")
 
     def all(self) -> list[Workspace]:
@@ -160,7 +160,7 @@ class Workspaces:
         return list(self._by_shape.values())
 
     def check(self) -> None:
-        """Raise a failure that a kernel has reported, see ``Workspace.check``."""
+        """Raise a failure that a kernel has reported; see ``Workspace.check``."""
         for workspace in self._by_shape.values():
             workspace.check()
 
@@ -174,22 +174,22 @@ class Workspaces:
     def _make(self, shape: BufferShape, num_tokens: int) -> Workspace:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a layer must run once before it is captured in a CUDA graph")
-        # Both kinds of execution, fused and unfused, share the workspaces.
+        # "fused" also for layers of strategy unfused, because both share the workspaces.
         values = {"strategy": "fused", **shape._asdict(), "max_load": self.max_load}
         values |= {"device": self.device.type, "workspaces": len(self._by_shape)}
         compare_ranks("an MoE layer", values, group=self.group)
         if self._heap is None:
             self._heap = self._open_heap()
         own = (num_tokens, self._find_config(shape, num_tokens))
-        told = all_gather_objects(
+        by_rank = all_gather_objects(
             own, group=self.group, operation="the making of buffers for a fused layer"
         )
-        most = max(num_tokens for num_tokens, _ in told)
+        most_tokens = max(num_tokens for num_tokens, _ in by_rank)
         self._by_shape[shape] = Workspace(
             shape,
             heap=self._heap,
-            config=told[0][1],  # of the first rank: the formats that ranks exchange depend on it
-            max_tokens=max(self.max_tokens, most, 1),
+            config=by_rank[0][1],  # of the first rank, because the layout of records depends on it
+            max_tokens=max(self.max_tokens, most_tokens, 1),
             timeout_s=self.timeout_s,
             plan_ids=self._plan_ids,
             max_load=self.max_load,
@@ -211,7 +211,7 @@ class Workspaces:
     def _open_heap(self) -> AbstractSymmHeap:
         hooks: dict[str, RangeHook] = {}
         if self.device.type == "cpu":
-            # Optional: only interpreted kernels need the sanitizer.
+            # Imported here because only interpreted kernels need the sanitizer.
             from halley.interpreter.sanitizer import register, unregister
 
             mapped: set[int] = set()
@@ -224,9 +224,9 @@ class Workspaces:
                 unregister(address)
                 mapped.remove(address)
 
-            # Without a close, the process may map other memory at these addresses later.
-            gone = weakref.finalize(self, lambda: [unregister(address) for address in mapped])
-            gone.atexit = False
+            # If nobody calls ``close``, the process may later map other memory at these addresses.
+            finalizer = weakref.finalize(self, lambda: [unregister(address) for address in mapped])
+            finalizer.atexit = False
             hooks = {"on_map": on_map, "on_unmap": on_unmap}
         try:
             return open_heap(self.group, self.device, **hooks)
@@ -236,14 +236,14 @@ class Workspaces:
 
 
 def find_workspaces(handle: int) -> Workspaces:
-    """Return the object with that handle.
+    """Return the ``Workspaces`` object whose attribute ``handle`` has this value.
 
     Raises:
-        RuntimeError: it no longer exists.
+        RuntimeError: the object no longer exists, because its strategy was deleted.
     """
     found = _BY_HANDLE.get(handle)
     if found is None:
-        raise RuntimeError(f"workspaces ({handle}) are gone with the strategy that they were of")
+        raise RuntimeError(f"workspaces ({handle}) no longer exist: their strategy was deleted")
     return found
 
 

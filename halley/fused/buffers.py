@@ -24,9 +24,9 @@ from halley.ops.kernels.launch import current_stream
 from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor
 
 
-_CPU_BLOCK_SLOTS = 64
-_FAILURE, _ROWS, _NEEDED_TOKENS, _COPIES = range(4)  # words of host_status, see kernels/status.py
-_STEPS = 64  # row counts are rounded to 1/64 to 1/128 of themselves
+_CPU_BLOCK_SLOTS = 64  # fewer than on a GPU: the interpreter's time grows with their square
+_FAILURE, _ROWS, _NEEDED_TOKENS, _COPIES = range(4)  # words of host_status, see kernels/peer.py
+_STEPS = 64  # row counts are rounded in steps of 1/128 to 1/64 of the count
 _GROWTH = 1.25  # a buffer grows to this multiple of the size that is needed
 _TOKEN_MULTIPLE = 64
 
@@ -47,9 +47,9 @@ class PlanSize:
 
     Attributes:
         num_rows: rows of this rank's experts, padded to whole tiles, at least one tile.
-        num_copies: token copies that this rank receives, padded to whole tasks. A token crosses
-            once to each rank, whatever number of its experts live there.
-        needed_tokens: tokens of the rank with most tokens if the buffers are too small for them,
+        num_copies: length of the fetch list: token copies that this rank receives, and unused
+            entries.
+        needed_tokens: the largest number of tokens of a rank if the buffers are too small for it,
             else 0.
     """
 
@@ -60,7 +60,7 @@ class PlanSize:
 
 @dataclass(frozen=True, kw_only=True)
 class _SymmetricBuffers:
-    """Buffers that peers address; allocated together and replaced together."""
+    """Buffers that peers address; they are allocated and replaced together."""
 
     layout: Layout
     plan_id: torch.Tensor
@@ -75,28 +75,30 @@ class _SymmetricBuffers:
 
 @final
 class Workspace:
-    """Memory of one buffer shape. Layers use it one pass at a time, in stream order.
+    """Memory of one buffer shape, shared by layers that run one pass at a time in stream order.
 
-    A pass is one forward, one recompute dispatch or one backward of a layer. All ranks begin the
-    same passes in the same order.
+    A pass is a forward, a recompute dispatch or a backward of a layer. All ranks begin the same
+    passes in the same order.
 
     Args:
         shape: sizes of the layers.
-        heap: allocates the symmetric buffers; owns their memory.
+        heap: allocates the symmetric buffers and owns their memory.
         config: settings of the kernels.
-        max_tokens: most tokens of a rank, equal on all ranks; the buffers grow beyond it.
-        max_load: 0, or the capacity for rows as a multiple of the balanced load. With a capacity
+        max_tokens: capacity in tokens of a rank, equal on all ranks. The buffers grow when a call
+            has more.
+        max_load: 0, or the capacity in rows as a multiple of the balanced load. With a capacity,
             the host never reads the number of rows, and more rows are an error.
-        timeout_s: seconds that a kernel waits for a peer.
-        plan_ids: numbers for the layouts of plans, each used once.
+        timeout_s: time limit of a kernel's wait for a peer, in seconds.
+        plan_ids: yields a new id for each layout.
 
     Attributes:
-        status, host_status: see ``kernels/status.py``.
-        counters: progress of the plan kernel, and the number of passes; see ``kernels/layout.py``.
-        max_rows: rows of each call if ``max_load`` is set, else 0.
-        rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second.
+        status, host_status: see ``kernels/peer.py``.
+        counters: see ``kernels/layout.py``.
+        layouts: layouts of plans, by plan id. It keeps old ones for the backward of old calls.
+        max_rows: capacity in rows if ``max_load`` is set, else 0.
+        rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second GEMM.
         launches: recorded launches of earlier passes.
-        compiled: kinds of layers whose kernels are compiled.
+        compiled: kinds of layers whose kernels are compiled; ``FusedStrategy`` fills it.
     """
 
     def __init__(
@@ -116,17 +118,18 @@ class Workspace:
         if self.num_sms == 0:
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         on_gpu = device.type == "cuda"
+        # Training may use tensors that were allocated under inference mode, and must write them.
         with torch.inference_mode(mode=False):
             self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64, device=device)
             self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
             self.host_status = torch.zeros(HOST_STATUS_WORDS, dtype=torch.int64, pin_memory=on_gpu)
-        self._told = self.host_status.numpy()  # same memory; reading it costs less than a tensor
+        self._host_words = self.host_status.numpy()  # same memory; a tensor would be slower to read
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         self._plan_event = torch.cuda.Event() if on_gpu and not max_load else None
         self._plan_ids = plan_ids
-        self._layouts: dict[int, Layout] = {}
-        self._last = PlanSize(num_rows=0, num_copies=0)
-        self._last_by_layer: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.layouts: dict[int, Layout] = {}
+        self._last_size = PlanSize(num_rows=0, num_copies=0)
+        self._last_size_by_layer: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.launches = LaunchCache()
         self.compiled: set[tuple[object, ...]] = set()
         self._buffers = self._allocate(max_tokens)
@@ -150,19 +153,20 @@ class Workspace:
     def plan_id(self) -> torch.Tensor:
         """Id of ``layout``, one int64 on the CPU.
 
-        It is saved for backward beside each plan. A checkpointed forward may run again after the
-        buffers have grown, so that an attribute of the autograd context could be out of date.
+        It is a tensor because it is saved for backward beside each plan. Under activation
+        checkpointing, forward may run again after the buffers have grown. Then the saved tensors
+        are replaced, but attributes of the autograd context are not.
         """
         return self._buffers.plan_id
 
     @property
     def epoch(self) -> int:
-        """Number of the pass that began last; waits for the device."""
+        """Number of the last pass; waits for the device."""
         return int(self.counters[EPOCH.value])
 
     @property
     def row_capacity(self) -> int:
-        """Rows of the scratch ``rows_RD``."""
+        """Capacity in rows of the scratch ``rows_RD``."""
         return self.rows_RD.shape[0]
 
     @property
@@ -171,10 +175,10 @@ class Workspace:
         return sum(tensor.local.nbytes for tensor in self._buffers.tensors())
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return the buffers and settings that all launches of a pass take.
+        """Return the buffers and settings that are arguments of all launches of a pass.
 
         Args:
-            layout: of the plan; None for the current one.
+            layout: layout of the plan; None for the current one.
         """
         buffers = self._buffers
         return KernelContext(
@@ -192,16 +196,12 @@ class Workspace:
             timeout_ns=int(self.timeout_s * 1e9),
         )
 
-    def find_layout(self, plan_id: int) -> Layout | None:
-        """Return the layout of a plan, or None if another workspace made the plan."""
-        return self._layouts.get(plan_id)
-
     def begin_pass(self) -> None:
-        """Begin a pass: check for failures, and order it behind passes of other streams.
+        """Begin a pass: raise earlier failures, and order the pass after passes of other streams.
 
         Raises:
             RuntimeError: an earlier wait failed. The workspace stays unusable, because the ranks
-                are no longer in step.
+                may have run different numbers of passes.
         """
         self.check()
         CURRENT_OPERATION.begin("a pass of a fused layer")
@@ -210,44 +210,44 @@ class Workspace:
         device = self.heap.device
         if current_stream(device.index) != self._stream.cuda_stream:
             stream = torch.cuda.current_stream(device)
-            # The other stream may still use the scratch. Replays of a graph are ordered by the
-            # caller.
+            # The other stream may still use the scratch. A captured graph cannot wait for it: the
+            # caller orders the replays of a graph.
             if not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._stream)
                 self._stream = stream
 
     def record_plan_event(self) -> None:
-        """Record that the work queued so far makes the plan; ``read_plan`` waits for it."""
+        """Record an event after the plan kernel; ``read_plan`` waits for it."""
         if self._plan_event is not None:
             self._plan_event.record(self._stream)
 
     def persistent_tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the workspace; their addresses change only when it grows."""
+        """Return all tensors of the workspace. Their addresses change only when it grows."""
         symmetric = [part for each in self._buffers.tensors() for part in (each.local, each.ptrs_W)]
         return [self.status, self.counters, self.host_status, self.rows_RD, *symmetric]
 
     def check(self) -> None:
-        """Raise a failure that a finished kernel has reported; does not wait for running kernels.
+        """Raise a failure that a kernel has reported; does not wait for running kernels.
 
         Raises:
-            RuntimeError: a wait of this rank failed; names rank, peer and operation. All later
-                calls raise it too.
+            RuntimeError: a wait of this rank failed; the message names rank, peer and operation.
+                All later calls raise it too.
         """
-        if self._told[_FAILURE]:
+        if self._host_words[_FAILURE]:
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def predict_size(self, up_LGD: torch.Tensor) -> PlanSize:
-        """Return sizes that are probably enough for a layer's next plan; 0 rows if unknown.
+        """Predict the sizes of a layer's next plan; 0 rows if there was no plan yet.
 
-        The prediction is the layer's last plan plus a margin, or the last plan of any layer. It
-        lets the host launch a pass before it can read the plan.
+        The prediction is the size of the layer's last plan plus a margin, or that of the last plan
+        of any layer. With it, the host launches a pass before it can read the plan.
 
         Args:
-            up_LGD: first projection of the layer, by which its last plan is found.
+            up_LGD: first projection of the layer. It identifies the layer.
         """
         if self.max_rows:
             return self._bounded_size()
-        last: PlanSize = self._last_by_layer.get(up_LGD) or self._last
+        last: PlanSize = self._last_size_by_layer.get(up_LGD) or self._last_size
         return PlanSize(
             num_rows=rows_with_margin(last.num_rows, multiple=self.config.block_m),
             num_copies=rows_with_margin(last.num_copies, multiple=TASK_ROWS),
@@ -256,11 +256,11 @@ class Workspace:
     def read_plan(self, up_LGD: torch.Tensor | None = None) -> PlanSize:
         """Return the size of the newest plan, rounded up in coarse steps.
 
-        Waits until the plan is made, not for later work. With ``max_load`` it does not wait, and
-        returns the capacity.
+        Waits for the plan kernel, but not for later kernels. With ``max_load`` it returns the
+        capacity without waiting.
 
         Args:
-            up_LGD: first projection of the layer; its next prediction uses this plan.
+            up_LGD: first projection of the layer, for its next prediction; None for no layer.
 
         Raises:
             RuntimeError: a peer did not publish its routing, or a CUDA graph is being captured and
@@ -280,22 +280,21 @@ class Workspace:
         self.check()
         block_m = self.config.block_m
         size = PlanSize(
-            num_rows=round_up_rows(max(int(self._told[_ROWS]), block_m), multiple=block_m),
-            num_copies=round_up_rows(int(self._told[_COPIES]), multiple=TASK_ROWS),
-            needed_tokens=int(self._told[_NEEDED_TOKENS]),
+            num_rows=round_up_rows(max(int(self._host_words[_ROWS]), block_m), multiple=block_m),
+            num_copies=round_up_rows(int(self._host_words[_COPIES]), multiple=TASK_ROWS),
+            needed_tokens=int(self._host_words[_NEEDED_TOKENS]),
         )
         if not size.needed_tokens:
-            self._last = size
+            self._last_size = size
             if up_LGD is not None:
-                self._last_by_layer[up_LGD] = size
+                self._last_size_by_layer[up_LGD] = size
         return size
 
     def grow_tokens(self, num_tokens: int) -> None:
         """Replace the symmetric buffers by buffers for more tokens; a collective.
 
         Raises:
-            MemoryError: a rank has too little memory. Raised on all ranks, which keep their old
-                buffers.
+            MemoryError: a rank has too little memory. All ranks raise it and keep the old buffers.
         """
         old, self._buffers = self._buffers, self._allocate(token_capacity(num_tokens))
         self.launches.clear()
@@ -303,9 +302,8 @@ class Workspace:
 
     def grow_rows(self, num_rows: int) -> None:
         """Replace the scratch rows by more rows; concerns this rank only."""
-        self.rows_RD = self._make_rows(
-            max(num_rows, min(int(_GROWTH * num_rows), self._most_rows()))
-        )
+        grown = min(int(_GROWTH * num_rows), self._most_rows())
+        self.rows_RD = self._make_rows(max(num_rows, grown))
         self.launches.clear()
 
     def _bounded_size(self) -> PlanSize:
@@ -316,10 +314,8 @@ class Workspace:
         return self.layout.max_tiles * self.config.block_m
 
     def _make_rows(self, num_rows: int) -> torch.Tensor:
-        shape = (
-            round_up_rows(num_rows, multiple=self.config.block_m),
-            self.shape.hidden_size,
-        )
+        num_rows = round_up_rows(num_rows, multiple=self.config.block_m)
+        shape = (num_rows, self.shape.hidden_size)
         return torch.empty(shape, dtype=self.shape.dtype, device=self.heap.device)
 
     def _allocate(self, max_tokens: int) -> _SymmetricBuffers:
@@ -330,25 +326,25 @@ class Workspace:
             num_experts=shape.num_experts,
             top_k=shape.top_k,
             tp_size=shape.tp_size,
-            # Kernels are compiled for a layout; powers of two keep the number of layouts small.
+            # Kernels are compiled for each layout. Powers of two keep the number of layouts small.
             max_tokens=1 << (max_tokens - 1).bit_length(),
             block_m=self.config.block_m,
             **sizes,
         )
-        made: list[SymmTensor] = []
+        tensors: list[SymmTensor] = []
         try:
-            made.append(self.heap.zeros((layout.routing_words,), torch.int32))
+            tensors.append(self.heap.zeros((layout.routing_words,), torch.int32))
             for count in (2, num_ranks):
-                made.append(self.heap.zeros((count, max_tokens, shape.hidden_size), shape.dtype))
-            made.append(self.heap.zeros((num_ranks, max_tokens, shape.top_k), torch.float32))
+                tensors.append(self.heap.zeros((count, max_tokens, shape.hidden_size), shape.dtype))
+            tensors.append(self.heap.zeros((num_ranks, max_tokens, shape.top_k), torch.float32))
         except MemoryError:
-            self._free(*made)
+            self._free(*tensors)
             raise
         number = next(self._plan_ids)
-        self._layouts[number] = layout
+        self.layouts[number] = layout
         with torch.inference_mode(mode=False):  # inference tensors cannot be saved for backward
             plan_id = torch.tensor([number])
-        routing, send, combine, dweights = made
+        routing, send, combine, dweights = tensors
         return _SymmetricBuffers(
             layout=layout,
             plan_id=plan_id,
@@ -364,7 +360,7 @@ class Workspace:
 
 
 def rows_with_margin(num_rows: int, *, multiple: int) -> int:
-    """Return the predicted row count after a plan of ``num_rows``: 1/64 more, rounded up."""
+    """Predict the row count of the plan after one of ``num_rows``: 1/64 more, rounded up."""
     return round_up_rows(num_rows + num_rows // _STEPS, multiple=multiple)
 
 
@@ -379,5 +375,5 @@ def round_up_rows(num_rows: int, *, multiple: int) -> int:
 
 
 def token_capacity(num_tokens: int) -> int:
-    """Return the tokens for which the buffers grow when a rank has ``num_tokens``."""
+    """Return the capacity in tokens to which the buffers grow when a rank has ``num_tokens``."""
     return -(-int(_GROWTH * num_tokens) // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE

@@ -1,6 +1,7 @@
-"""Configuration of the fused kernels: tile shapes, and how many CTAs run which work.
+"""Configuration of the fused kernels, and the file of tuned configurations.
 
-``halley tune`` measures these settings; ``tuned.py`` stores the fastest ones.
+``halley tune`` measures the settings of ``KernelConfig`` and appends the fastest ones to the file.
+Layers read it when they allocate their buffers.
 """
 
 import json
@@ -19,7 +20,7 @@ from halley.core.field_types import build_record, check_fields, show, show_name
 from halley.core.json_file import read_json_lines
 from halley.cost.profiles import Environment, default_path, find_environment
 from halley.ops.kernels.tiles import GemmTile
-from halley.symm_mem.access import link_kind
+from halley.symm_mem.heap import link_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +31,20 @@ class KernelConfig:
     results, because it changes the order of the summation.
 
     Attributes:
-        num_programs: CTAs of a persistent launch; 0 means one for each SM.
+        num_programs: SMs that a persistent launch uses; 0 means all.
         block_m: rows of a tile of both forward GEMMs and of their backward GEMMs.
         up, down: tiles of the forward GEMMs.
         down_grad, up_grad: tiles of the backward GEMMs with the transposed weights.
         weight: tile of the weight-gradient GEMMs; its ``block_k`` divides ``block_m``.
-        combiners_beside: combining CTAs on each SM that run next to the GEMM's CTAs.
-        combiners_after: more combining CTAs for each SM, which start when GEMM CTAs have ended.
-        fetch_elements: elements that a warp keeps in flight while it fetches rows of other ranks.
+        combiners_beside: combining CTAs on each SM that run beside the GEMM's CTAs.
+        combiners_after: further combining CTAs for each SM, which begin when GEMM CTAs have ended.
+        fetch_elements: elements that a warp has in flight while it fetches rows.
         combine_rows: token copies that a combining CTA sums at once; divides ``TASK_ROWS``.
-        combine_stages: steps in flight of that summation, one row of each token copy a step; 1
-            loads all rows of the token copies at once.
-        chunk_columns: columns of the second GEMM that are combined at once: a power of two and a
-            multiple of ``down.block_n`` and ``up_grad.block_n``.
-        sum_rows: tokens of one task of the final sum on the token's own rank.
+        combine_stages: pipeline stages of this sum; a step adds one row of each token copy. 1 loads
+            all rows of the token copies at once.
+        chunk_columns: columns of a column chunk of the second GEMM: a power of two and a multiple
+            of ``down.block_n`` and ``up_grad.block_n``.
+        sum_rows: tokens of one task of the sum at the source rank.
     """
 
     num_programs: int = 0
@@ -62,7 +63,7 @@ class KernelConfig:
     sum_rows: int = 8
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
-        """Return rows and columns of the block that a fetching CTA keeps in flight."""
+        """Return rows and columns of the block that a fetching CTA has in flight."""
         elements = self.fetch_elements * num_warps
         columns = min(4096, 1 << (hidden_size - 1).bit_length(), elements)
         return min(64, elements // columns), columns
@@ -90,14 +91,14 @@ class KernelConfig:
         return config
 
     def settings(self, base: "KernelConfig") -> list[str]:
-        """Return the settings that differ from ``base``, in the form that ``changed`` takes."""
+        """Return the settings that differ from ``base``, as arguments of ``changed``."""
         others = _by_name(base)
         return [
             f"{name}={value}" for name, value in _by_name(self).items() if value != others[name]
         ]
 
 
-# An interpreted program takes the same time for any block size: use few programs and few tasks.
+# The interpreter takes about the same time for any block size: use few CTAs and few tasks.
 CPU_CONFIG = KernelConfig(
     num_programs=2,
     block_m=16,
@@ -162,7 +163,7 @@ class TunedShape:
             raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
-        """Return the octaves between the numbers of tokens; infinity if other sizes differ."""
+        """Return abs(log2) of the ratio of the token counts; infinity if other sizes differ."""
         mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
         if mine != others:
             return math.inf

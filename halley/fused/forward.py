@@ -2,11 +2,12 @@
 
 Kernels, all on the current stream:
 
-1. plan: publish tokens and routing to all ranks, and make this rank's plan from theirs.
+1. plan: publish tokens and routing to all ranks, and make this rank's plan from their routing.
 2. fetch and first GEMM, side by side (``kernels/dispatch.py``).
 3. second GEMM and combine, side by side (``kernels/combine.py``).
 
-The host launches all of them with predicted sizes, and reads the true sizes meanwhile.
+The host launches all of them with predicted sizes. Then it reads the true sizes, and launches the
+GEMMs again if the predicted sizes were too small.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ SaveOrNone: TypeAlias = Save | Literal["none"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """Inputs of one forward call, see ``op.fused_experts``."""
+    """Inputs of one forward call; see ``op.fused_experts``."""
 
     x_TD: torch.Tensor
     topk_weights_TK: torch.Tensor
@@ -45,14 +46,14 @@ class LayerCall:
 class LayerResult(NamedTuple):
     """Output of a forward call, and the tensors that its backward needs.
 
-    R is the number of rows in the plan and S its number of token copies, both rounded up.
+    R is the number of rows in the plan and P its number of token copies, both rounded up.
 
     Attributes:
         y_TD: output.
         plan: dispatch plan, int32; offsets in ``kernels/layout.py``.
-        plan_id: number of the plan's layout, one int64 on the CPU.
-        rows: with save "all", input rows of the first GEMM, ``(R, D)``; with "inputs", each
-            received token once, ``(S, D)``; else ``(R, 0)``.
+        plan_id: id of the plan's layout, one int64 on the CPU.
+        rows: saved rows. With save "all", the input rows of the first GEMM, ``(R, D)``; with
+            "inputs", each received token once, ``(P, D)``; else ``(R, 0)``.
         pre_RG: with save "all", outputs of the first GEMM before the activation; else ``(R, 0)``.
     """
 
@@ -63,53 +64,51 @@ class LayerResult(NamedTuple):
     pre_RG: torch.Tensor
 
 
-def run_forward(owner: Workspaces, call: LayerCall) -> LayerResult:
-    """Run a layer forward; a collective of the ranks.
+def run_forward(workspaces: Workspaces, call: LayerCall) -> LayerResult:
+    """Run the forward pass of a layer; a collective of the ranks.
 
     Raises:
         RuntimeError: a peer did not publish its routing in time, or an earlier wait failed.
     """
-    workspace = owner.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
+    workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
         predicted = workspace.predict_size(call.up_LGD)
-        if call.save == "none":  # nothing outlives the call, so use all rows there are
+        if call.save == "none":  # no tensor of this size outlives the call: use the full capacity
             predicted = replace(predicted, num_rows=workspace.row_capacity)
         elif predicted.num_rows > workspace.row_capacity:
             workspace.grow_rows(predicted.num_rows)
-        plan, *made = _launch_all(workspace, call, predicted)
+        plan, *results = _launch_all(workspace, call, predicted)
         size = workspace.read_plan(call.up_LGD)
         if not size.needed_tokens:
             break
-        del made
+        del results
         workspace.grow_tokens(size.needed_tokens)  # all ranks read the same number
     if size.num_rows > workspace.row_capacity:
         workspace.grow_rows(size.num_rows)
-    if not (made and _fits(size, predicted, save=call.save)):
-        del made  # as large as the tensors that replace them
-        made = _launch_gemms(workspace, call, plan, size)
+    if not (results and _fits(size, predicted, save=call.save)):
+        del results  # frees memory for the tensors that replace them
+        results = _launch_gemms(workspace, call, plan, size)
     if not call.x_TD.is_cuda:  # interpreted kernels have finished
         workspace.check()
-    y_TD, rows, pre_RG = made
-    # Saved tensors get a size that depends on the plan alone: a checkpoint compares the sizes of
-    # the first run and of the recomputation.
+    y_TD, rows, pre_RG = results
+    # The sizes of saved tensors must depend on the plan only, not on the prediction. Activation
+    # checkpointing compares the sizes of the first run and of the recomputation.
     num_saved = size.num_copies if call.save == "inputs" else size.num_rows
     return LayerResult(y_TD, plan, workspace.plan_id, rows[:num_saved], pre_RG[: size.num_rows])
 
 
 def _fits(size: PlanSize, predicted: PlanSize, *, save: SaveOrNone) -> bool:
-    """Return whether kernels that were launched with predicted sizes have done their work."""
+    """Return whether predicted sizes were large enough; otherwise the kernels did nothing."""
     copies_fit = save != "inputs" or size.num_copies <= predicted.num_copies
     return size.num_rows <= predicted.num_rows and copies_fit
 
 
 def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[Any]:
-    """Launch all kernels, or replay them; return the plan, then the tensors of ``_launch_gemms``.
+    """Launch or replay all kernels; return the plan, then the results of ``_launch_gemms``.
 
-    Kernels for which the sizes are too small do nothing. With 0 rows only the plan is made.
+    With 0 rows only the plan kernel is launched.
     """
-    inputs = [
-        call.x_TD, call.topk_idx_TK, call.topk_weights_TK, call.up_LGD, call.down_LDF
-    ]  # fmt: skip
+    inputs = [call.x_TD, call.topk_idx_TK, call.topk_weights_TK, call.up_LGD, call.down_LDF]
     key = (
         "forward", call.gated, call.fused, call.save, size.num_rows, size.num_copies,
         call.x_TD.shape, call.x_TD.dtype, call.topk_idx_TK.dtype, call.topk_weights_TK.dtype,
@@ -168,7 +167,7 @@ def _launch_gemms(
         up_LGD=up_LGD,
         gated=call.gated,
         fused=call.fused,
-        copies_SD=rows if save == "inputs" else None,
+        copies_PD=rows if save == "inputs" else None,
     )
     y_TD = x_TD.new_empty(x_TD.shape[0], call.down_LDF.shape[1])
     gemm_combine(

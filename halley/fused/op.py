@@ -1,17 +1,17 @@
 """The fused MoE layer as torch operators with gradients.
 
 Eager code calls ``fused_experts``, which runs ``forward.py`` directly and registers the backward
-with autograd. ``torch.compile`` sees these operators of the library ``halley``:
+with autograd. Under ``torch.compile`` the graph has these operators of the library ``halley``:
 
 - ``fused_experts``: the forward pass, with a gradient.
 - ``fused_experts_backward``: the backward pass without weight gradients.
 - ``weight_gemm``: the gradient of one projection. No rank waits for it, so that compiler passes
   can move it under a collective.
-- ``end_pass``: makes the ordering token depend on a pass.
+- ``end_pass``: returns a new value for the ordering token, which depends on a pass.
 
-Each pass is a collective: all ranks must run their passes in the same order, but a compiler may
-reorder operators that share no tensor. Each pass therefore reads the ordering token of its
-workspaces, and ``end_pass`` writes it.
+Each pass is a collective, so all ranks must run their passes in the same order. But a compiler may
+reorder operators that share no tensor. Therefore each pass reads the ordering token of its
+workspaces, and the result of ``end_pass`` is copied to the token.
 
 Source: COMET (arXiv:2502.19811).
 """
@@ -43,7 +43,7 @@ def fused_experts(
     gated: bool,
     fused: bool,
     save: SaveOrNone,
-    workspaces: int,
+    workspaces_handle: int,
     ordering_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum over each token's experts, ``(T, D)``; a collective of the ranks.
@@ -61,11 +61,13 @@ def fused_experts(
         down_LDF: second projection, contiguous.
         gated: True for SwiGLU, False for GELU.
         fused: False runs the same kernels one after the other.
-        save: activations that are saved for backward. "all" saves the rows and the pre-activations
-            of the first GEMM. "inputs" saves each received token once and repeats the first GEMM.
-            "recompute" saves none and repeats dispatch and first GEMM. "none" has no backward.
-        workspaces: handle of the buffers.
-        ordering_token: of the workspaces; required under ``torch.compile``.
+        save: activations that forward saves for backward.
+            "all": the input rows of the first GEMM, and its outputs before the activation.
+            "inputs": each received token once; backward repeats the first GEMM.
+            "recompute": none; backward repeats dispatch and first GEMM.
+            "none": none, and the result has no gradient.
+        workspaces_handle: ``Workspaces.handle`` of the buffers.
+        ordering_token: ``Workspaces.ordering_token``; required under ``torch.compile``.
 
     Raises:
         RuntimeError: a peer did not begin the same pass in time.
@@ -73,23 +75,22 @@ def fused_experts(
     """
     if ordering_token is not None and torch.compiler.is_compiling():
         results = torch.ops.halley.fused_experts.default(
-            x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save, workspaces,
-            ordering_token,
+            x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save,
+            workspaces_handle, ordering_token,
         )  # fmt: skip
         _end_pass(ordering_token, results[0])
         return results[0]
-    call = LayerCall(
-        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save
-    )  # fmt: skip
-    owner = find_workspaces(workspaces)
+    call = LayerCall(x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save)
+    workspaces = find_workspaces(workspaces_handle)
     if save == "none":
-        return run_forward(owner, call).y_TD
+        return run_forward(workspaces, call).y_TD
     for weight in (up_LGD, down_LDF):
         _check_main_grad(weight)
-    with torch.no_grad():  # launch the kernels before autograd, which takes longer than some
-        result = run_forward(owner, call)
+    # Autograd takes longer on the host than small kernels run, so the kernels are launched first.
+    with torch.no_grad():
+        result = run_forward(workspaces, call)
     return _FusedExperts.apply(  # pyright: ignore[reportReturnType]
-        x_TD, topk_weights_TK, up_LGD, down_LDF, call, owner, result
+        x_TD, topk_weights_TK, up_LGD, down_LDF, call, workspaces, result
     )
 
 
@@ -103,42 +104,40 @@ def compile_fused_experts(
     gated: bool,
     fused: bool,
     save: SaveOrNone,
-    workspaces: int,
+    workspaces_handle: int,
 ) -> None:
     """Compile all kernels of a layer, forward and backward, in parallel; launch none.
 
-    Otherwise Triton compiles them one after the other, each at its first launch. For the arguments
-    see ``fused_experts``.
+    Without this call, Triton compiles each kernel at its first launch, one after another. The
+    arguments are those of ``fused_experts``.
     """
-    owner = find_workspaces(workspaces)
-    call = LayerCall(
-        x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save
-    )  # fmt: skip
-    with compile_only(owner.num_ranks), torch.no_grad():
-        result = run_forward(owner, call)
+    workspaces = find_workspaces(workspaces_handle)
+    call = LayerCall(x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save)
+    with compile_only(workspaces.num_ranks), torch.no_grad():
+        result = run_forward(workspaces, call)
         if call.save == "none":
             return
         options = BackwardOptions(
             gated, fused, call.save, up_LGD.requires_grad, down_LDF.requires_grad
         )
         inputs = [
-            torch.empty_like(result.y_TD), _saved(call, result), result.plan, result.pre_RG,
+            torch.empty_like(result.y_TD), _saved_input(call, result), result.plan, result.pre_RG,
             up_LGD, down_LDF, topk_idx_TK,
         ]  # fmt: skip
-        workspace, layout = owner.find_plan(int(result.plan_id))
+        workspace, layout = workspaces.find_plan(int(result.plan_id))
         main_grads = (_main_grad(up_LGD), _main_grad(down_LDF))
         launch_backward(workspace, layout, inputs, options, main_grads)
 
 
 class _FusedExperts(torch.autograd.Function):
-    """Autograd node of an eager call, whose forward pass has run before."""
+    """Autograd node of an eager call; ``fused_experts`` has run the forward pass before."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        _, _, up_LGD, down_LDF, call, owner, result = args
-        _save(ctx, call, result)
-        ctx.owner = owner  # keeps the buffers if the layer is deleted before its backward
-        # Unpacked tensors may be other objects, without the attributes of the saved ones.
+        _, _, up_LGD, down_LDF, call, workspaces, result = args
+        _save_for_backward(ctx, call, result)
+        ctx.workspaces = workspaces  # keeps the buffers if the layer is deleted before its backward
+        # Saved-tensor hooks may return other tensor objects, which have no ``main_grad``.
         ctx.with_main_grad = tuple(
             weight if _main_grad(weight) is not None else None for weight in (up_LGD, down_LDF)
         )
@@ -150,8 +149,8 @@ class _FusedExperts(torch.autograd.Function):
             raise RuntimeError("gradients of fused layers have no gradients: create_graph is True")
         plan_id, *saved = ctx.saved_tensors
         inputs = [gradients[0], *saved]
-        # Unless the graph is retained, our list now holds the only references: saved rows can be
-        # freed while the pass runs.
+        # Unless the graph is retained, ``inputs`` then holds the only references to the saved rows.
+        # So ``run_backward`` can free them after their last use.
         ctx.maybe_clear_saved_tensors()
         del saved
         up, down = ctx.with_main_grad
@@ -159,7 +158,7 @@ class _FusedExperts(torch.autograd.Function):
         main_grads = (_main_grad(up), _main_grad(down))
         options = BackwardOptions(ctx.gated, ctx.fused, ctx.save, needs_up, needs_down)
         dx_TD, dweights_TK, dup, ddown = run_backward(
-            ctx.owner, int(plan_id), inputs, options, main_grads
+            ctx.workspaces, int(plan_id), inputs, options, main_grads
         )
         assert dweights_TK is not None
         for weight, is_needed in ((up, needs_up), (down, needs_down)):
@@ -168,18 +167,18 @@ class _FusedExperts(torch.autograd.Function):
         return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, None, None, None
 
 
-def _save(ctx: Any, call: LayerCall, result: LayerResult) -> None:
-    """Save in an autograd context what both kinds of backward need."""
+def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
+    """Save the tensors and options that eager and compiled backward need."""
     ctx.save_for_backward(
-        result.plan_id, _saved(call, result), result.plan, result.pre_RG,
+        result.plan_id, _saved_input(call, result), result.plan, result.pre_RG,
         call.up_LGD, call.down_LDF, call.topk_idx_TK,
     )  # fmt: skip
     ctx.gated, ctx.fused, ctx.save = call.gated, call.fused, call.save
     ctx.weights_dtype = call.topk_weights_TK.dtype
 
 
-def _saved(call: LayerCall, result: LayerResult) -> torch.Tensor:
-    """Return the saved rows, or the tokens if their dispatch is recomputed."""
+def _saved_input(call: LayerCall, result: LayerResult) -> torch.Tensor:
+    """Return the saved rows, or the tokens if backward recomputes the dispatch."""
     return call.x_TD if call.save == "recompute" else result.rows
 
 
@@ -202,17 +201,17 @@ def _check_main_grad(weight: torch.Tensor) -> None:
 
 
 def _end_pass(ordering_token: torch.Tensor, result: torch.Tensor) -> None:
-    """Order all later readers of the token behind the pass that made ``result``."""
+    """Make all later readers of the token depend on the pass that computed ``result``."""
     ordering_token.copy_(torch.ops.halley.end_pass.default(result.detach()))
 
 
-# Operators. Their arguments are those of ``fused_experts``; the schemas at the end name them.
+# Operators. The schemas at the end of the file name their arguments.
 
 
 def _forward_op(*args: Any) -> tuple[torch.Tensor, ...]:
-    *call, workspaces = args[:9]
-    result = run_forward(find_workspaces(workspaces), LayerCall(*call))
-    # Cloned: a compiled graph may overwrite tensors that an operator returns.
+    *call, workspaces_handle = args[:9]
+    result = run_forward(find_workspaces(workspaces_handle), LayerCall(*call))
+    # Cloned because a compiled graph may overwrite tensors that an operator returns.
     return result._replace(plan_id=result.plan_id.clone())
 
 
@@ -221,7 +220,7 @@ def _fake_forward(
 ) -> tuple[torch.Tensor, ...]:
     save: SaveOrNone = others[4]
     ctx = torch.library.get_ctx()
-    # The length of a plan grows with the tokens of other ranks.
+    # Dynamic: the length of a plan depends on the number of tokens of other ranks.
     plan = x.new_empty(ctx.new_dynamic_size(), dtype=torch.int32)
     num_rows = ctx.new_dynamic_size()
     if save == "inputs":
@@ -229,26 +228,22 @@ def _fake_forward(
     else:
         rows = x.new_empty(num_rows, x.shape[1] if save == "all" else 0)
     pre_RG = x.new_empty(num_rows, up.shape[1] if save == "all" else 0)
-    return x.new_empty(x.shape), plan, _fake_plan_id(), rows, pre_RG
-
-
-def _fake_plan_id() -> torch.Tensor:
-    return torch.empty(1, dtype=torch.int64, device="cpu")
+    plan_id = torch.empty(1, dtype=torch.int64, device="cpu")
+    return x.new_empty(x.shape), plan, plan_id, rows, pre_RG
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *call, workspaces, ctx.ordering_token = inputs
-    _save(ctx, LayerCall(*call), LayerResult(*output))
-    ctx.workspaces = workspaces
+    *call, ctx.workspaces_handle, ctx.ordering_token = inputs
+    _save_for_backward(ctx, LayerCall(*call), LayerResult(*output))
 
 
 def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of a compiled call, by operators."""
+    """Compute the gradients of a compiled call with operators."""
     plan_id, saved, plan, pre_RG, up_LGD, down_LDF, topk_idx_TK = ctx.saved_tensors
     dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = (
         torch.ops.halley.fused_experts_backward.default(
             dy_TD, saved, plan, pre_RG, up_LGD, down_LDF, topk_idx_TK, plan_id,
-            ctx.gated, ctx.fused, ctx.save, ctx.workspaces, ctx.ordering_token,
+            ctx.gated, ctx.fused, ctx.save, ctx.workspaces_handle, ctx.ordering_token,
         )
     )  # fmt: skip
     if ctx.ordering_token is not None:
@@ -256,22 +251,24 @@ def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Te
     dup = ddown = None
     num_experts, weight_gemm = up_LGD.shape[0], torch.ops.halley.weight_gemm.default
     if ctx.needs_input_grad[3]:
-        ddown = weight_gemm(dy_RD, weighted_RF, plan, plan_id, num_experts, ctx.workspaces)
+        ddown = weight_gemm(dy_RD, weighted_RF, plan, plan_id, num_experts, ctx.workspaces_handle)
     if ctx.needs_input_grad[2]:
         rows_RD = saved if ctx.save == "all" else rows_RD
-        dup = weight_gemm(dpre_RG, rows_RD, plan, plan_id, num_experts, ctx.workspaces)
+        dup = weight_gemm(dpre_RG, rows_RD, plan, plan_id, num_experts, ctx.workspaces_handle)
     return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 6
 
 
 def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    *tensors, plan_id, gated, fused, save, workspaces = args[:11]
-    workspace, layout = find_workspaces(workspaces).find_plan(int(plan_id))
+    *tensors, plan_id, gated, fused, save, workspaces_handle = args[:11]
+    workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
     workspace.begin_pass()
-    made = launch_token_gradients(
+    gradients = launch_token_gradients(
         workspace, layout, [dy, *tensors], gated=gated, fused=fused, save=save
     )
-    # An operator must not return one of its inputs.
-    return made._replace(rows_RD=dy.new_empty(0, dy.shape[1])) if save == "all" else made
+    if save != "all":
+        return gradients
+    # The rows are an input with save "all", and an operator must not return one of its inputs.
+    return gradients._replace(rows_RD=dy.new_empty(0, dy.shape[1]))
 
 
 def _fake_backward(
@@ -301,9 +298,9 @@ def _weight_gemm_op(
     plan: torch.Tensor,
     plan_id: torch.Tensor,
     num_experts: int,
-    workspaces: int,
+    workspaces_handle: int,
 ) -> torch.Tensor | None:
-    workspace, layout = find_workspaces(workspaces).find_plan(int(plan_id))
+    workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
     return launch_weight_gradient(
         grad, rows, num_experts, None, workspace=workspace, layout=layout, plan=plan
     )
@@ -311,7 +308,7 @@ def _weight_gemm_op(
 
 def _fake_weight_gemm(
     grad: torch.Tensor, rows: torch.Tensor, plan: torch.Tensor, plan_id: torch.Tensor,
-    num_experts: int, workspaces: int,
+    num_experts: int, workspaces_handle: int,
 ) -> torch.Tensor:  # fmt: skip
     return rows.new_empty(num_experts, grad.shape[1], rows.shape[1])
 
@@ -322,7 +319,7 @@ def _new_token(after: torch.Tensor) -> torch.Tensor:
 
 define(
     "fused_experts(Tensor x, Tensor weights, Tensor up, Tensor down, Tensor topk_idx, bool gated, "
-    "bool fused, str save, int workspaces, Tensor? ordering_token=None) "
+    "bool fused, str save, int workspaces_handle, Tensor? ordering_token=None) "
     "-> (Tensor y, Tensor plan, Tensor plan_id, Tensor rows, Tensor pre)",
     _forward_op,
     _fake_forward,
@@ -332,14 +329,14 @@ define(
 define(
     "fused_experts_backward(Tensor dy, Tensor saved, Tensor plan, Tensor pre, Tensor up, "
     "Tensor down, Tensor topk_idx, Tensor plan_id, bool gated, bool fused, str save, "
-    "int workspaces, Tensor? ordering_token=None) "
+    "int workspaces_handle, Tensor? ordering_token=None) "
     "-> (Tensor dx, Tensor dweights, Tensor dpre, Tensor weighted, Tensor dy_rows, Tensor rows)",
     _backward_op,
     _fake_backward,
 )
 define(
     "weight_gemm(Tensor grad, Tensor rows, Tensor plan, Tensor plan_id, int num_experts, "
-    "int workspaces) -> Tensor",
+    "int workspaces_handle) -> Tensor",
     _weight_gemm_op,
     _fake_weight_gemm,
 )

@@ -1,8 +1,8 @@
 """Record the launches of a pass once, and replay them on other tensors of the same sizes.
 
-The launches of a pass differ from call to call only in the addresses of its tensors, as long as
-the sizes stay equal. The Python code that prepares them takes longer than small kernels run, so it
-runs once. On a CPU nothing is recorded.
+While the sizes stay equal, the launches of a pass differ from call to call only in the addresses of
+its tensors. The Python code that prepares launches takes longer than small kernels run. So it runs
+once, and later passes only replace addresses. On a CPU nothing is recorded.
 """
 
 import threading
@@ -29,7 +29,7 @@ from halley.ops.kernels.launch import (
 
 Results: TypeAlias = Sequence[torch.Tensor | None]
 _Range: TypeAlias = tuple[int, int]  # first address, number of bytes
-_MOST_RECORDINGS = 512
+_MAX_RECORDINGS = 512
 
 
 @final
@@ -61,14 +61,14 @@ class LaunchCache:
     ) -> Generator[list[torch.Tensor | None], None, None]:
         """Record the launches of the block under a key; the block fills the list of outputs.
 
-        Nothing is recorded where a replay could not find the tensors again: in the interpreter, for
-        inputs that a launcher must copy, and for inputs that share memory.
+        A recording finds tensors by their addresses. So nothing is recorded for inputs that a
+        launcher must copy, or that share memory; nor in the interpreter, which has no launches.
 
         Args:
             key: see the class.
             inputs: tensors that the pass receives.
-            persistent: tensors of the workspace, whose addresses stay. The pass allocates all other
-                tensors of its launches itself.
+            persistent: tensors of the workspace, whose addresses do not change. The pass allocates
+                all other tensors of its launches itself.
 
         Raises:
             RuntimeError: a launch reads memory beyond the inputs and persistent tensors.
@@ -78,26 +78,27 @@ class LaunchCache:
         if not (is_recorded and all(map(is_aligned, inputs)) and not share_memory(inputs)):
             yield outputs
             return
-        # Copied: an input that the pass releases must keep its address until all is recorded.
+        # The copy keeps inputs that the pass releases: their memory must not be allocated again
+        # before all addresses are recorded.
         inputs, steps = list(inputs), []
         set_recording(steps)
         try:
             yield outputs
         finally:
             set_recording(None)
-        if len(self._recordings) == _MOST_RECORDINGS:
+        if len(self._recordings) == _MAX_RECORDINGS:
             self._recordings.clear()
         self._recordings[key] = Recording(steps, inputs, persistent, outputs)
 
 
 def release(inputs: list[Any], index: int) -> None:
-    """Drop the reference to an input after its last use; replays drop it at the same place."""
+    """Drop the reference to an input after its last use, now and in every replay."""
     note_step(_Release(index))
     inputs[index] = None
 
 
 def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether some of the tensors overlap, as in ``y.backward(x)``."""
+    """Return whether some of the tensors overlap in memory, as in ``y.backward(x)``."""
     ranges = sorted(_range_of(tensor) for tensor in tensors if tensor.numel())
     return any(begin + size > after for (begin, size), (after, _) in pairwise(ranges))
 
@@ -121,15 +122,17 @@ class _Allocation:
 
 @dataclass(kw_only=True, slots=True)
 class _LaunchStep:
-    """One launch, and which of its parameters depend on the address of which tensor.
+    """One launch, and the tensors on whose addresses its parameters depend.
 
     Attributes:
-        launch: the kernel; ``prepared`` holds the parameters of this recording.
-        allocations: tensors that this launch is the first to use.
-        frees: slots of tensors that are not used after this launch and are no outputs.
+        launch: the kernel.
+        prepared: the parameters of this recording.
+        allocations: tensors that no earlier launch uses.
+        frees: slots of tensors that no later launch uses and that are no outputs.
         addresses: for each pointer: parameter number, slot of the tensor, offset in bytes.
         maps: for each TMA map: the same, then index and descriptor of the argument.
-        slots: slots of these tensors; ``current``, their addresses of the previous replay.
+        slots: slots of all these tensors.
+        current: addresses of these tensors in the previous replay.
     """
 
     launch: DirectLaunch
@@ -153,8 +156,8 @@ class _LaunchStep:
 class Recording:
     """The launches of one pass for tensors of fixed sizes.
 
-    Every tensor has a slot: first the inputs, then the outputs, then temporary tensors. While it is
-    recorded, a launch argument belongs to the tensor whose memory contains it.
+    Every tensor has a number, its slot: first the inputs, then the outputs, then temporary tensors.
+    A launch argument belongs to the tensor whose memory contains it.
 
     Args:
         steps: launches with their arguments, host calls and releases, in order.
@@ -172,7 +175,7 @@ class Recording:
         self._num_inputs = len(inputs)
         self._slots = [_range_of(tensor) for tensor in inputs]
         self._persistent = [_range_of(tensor) for tensor in persistent]
-        self._unused: list[_Allocation] = []  # outputs that no launch has used yet
+        self._unused: list[_Allocation] = []  # outputs that no launch uses (so far)
         self._output_slots: list[int | None] = []
         for tensor in outputs:
             self._output_slots.append(None if tensor is None else len(self._slots))
@@ -191,7 +194,7 @@ class Recording:
             inputs: in the recorded order; a release sets its element to None.
         """
         stream = current_stream(inputs[0].device.index)
-        made: dict[int | None, torch.Tensor | None] = {None: None}
+        tensors: dict[int | None, torch.Tensor | None] = {None: None}
         with self._lock:
             addresses = [tensor.data_ptr() for tensor in inputs] + self._no_addresses
             for step in self._steps:
@@ -203,17 +206,17 @@ class Recording:
                     continue
                 for each in step.allocations:
                     tensor = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-                    made[each.slot], addresses[each.slot] = tensor, tensor.data_ptr()
+                    tensors[each.slot], addresses[each.slot] = tensor, tensor.data_ptr()
                 used = [addresses[slot] for slot in step.slots]
-                if used != step.current:  # mostly the allocator returns the same addresses
+                if used != step.current:  # the allocator often returns the same addresses
                     step.move(addresses)
                     step.current = used
                 step.prepared(stream)
                 for slot in step.frees:
-                    del made[slot]
+                    del tensors[slot]
         for each in self._unused:
-            made[each.slot] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-        return [made[slot] for slot in self._output_slots]
+            tensors[each.slot] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+        return [tensors[slot] for slot in self._output_slots]
 
     def _add(self, tensor: torch.Tensor) -> _Allocation:
         self._slots.append(_range_of(tensor))
@@ -254,9 +257,9 @@ class Recording:
         return step
 
     def _find_frees(self) -> None:
-        """Note the launch after which each temporary tensor is free.
+        """Find the launch after which each temporary tensor is free.
 
-        An overlapping launch runs beside the previous one, whose tensors it therefore keeps.
+        An overlapping launch runs beside the previous one, so that launch's tensors stay in use.
         """
         lasts: dict[int, _LaunchStep] = {}
         running: list[int] = []

@@ -1,4 +1,6 @@
 """Plug-ins: Halley runs the experts of Transformers, torchtitan, Megatron-Core and DeepSpeed.
 
-Each plug-in has ``enable``, imports its framework and no other. Start with ``contract.py``.
+Each plug-in imports its framework and no other. Its ``enable`` changes the framework (Transformers,
+DeepSpeed) or returns a changed configuration (torchtitan, Megatron-Core). Start with
+``contract.py``.
 """

@@ -1,7 +1,7 @@
-"""The part that all plug-ins share: run a framework's routed experts by a strategy of Halley.
+"""The code that all plug-ins share: run a framework's routed experts by a strategy of Halley.
 
-A plug-in converts its framework's weights to ``LocalExperts`` and calls ``ExpertRunner.run``.
-``Framework`` checks beforehand that the installed version has the names that the plug-in uses.
+A plug-in converts the weights of its framework to ``LocalExperts`` and calls ``ExpertRunner.run``.
+When it is imported, ``Framework`` checks that the installed version has all names it uses.
 """
 
 import importlib
@@ -26,8 +26,8 @@ from halley.strategies.base import AbstractStrategy, under_autocast
 from halley.strategies.registry import build_strategy, check_strategy
 
 
-# The framework's own expert computation. From received token copies (R, D) and the local expert id
-# of each (R,) int64 to the expert outputs (R, D), without routing weights. Differentiable.
+# The framework's own experts, differentiable. Arguments: rows (R, D), and the local expert
+# id of each row (R,), int64. Result: expert outputs (R, D), without routing weights.
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _DESCRIPTION = "halley_description"  # attribute of a module, not in its state dict
@@ -40,8 +40,8 @@ class LocalExperts:
     Attributes:
         num_local: L, the number of experts of this rank. Rank r of the group holds the experts
             ``[r * L, (r + 1) * L)``.
-        function: the framework's own computation, used if no strategy can run these experts.
-        stacked: views of the weights in the layout of strategies, in a dtype of
+        function: the framework's own computation, used if the strategy cannot run these experts.
+        stacked: the weights in the layout of strategies, as views where possible, in a dtype of
             ``core.types.DTYPES``; None if no strategy can run these experts.
         reason: why ``stacked`` is None, as in "the activation is ReLU".
     """
@@ -103,7 +103,8 @@ class ExpertRunner:
             ValueError: shapes or expert ids do not fit; or ``strict``, and the strategy cannot run
                 these experts.
         """
-        group = None if group is None or dist.get_world_size(group) == 1 else group
+        if group is not None and dist.get_world_size(group) == 1:
+            group = None
         if experts.stacked is not None:
             experts = replace(experts, stacked=under_autocast(experts.stacked))
         problem = self.find_problem(experts, top_k=routing.topk_idx_TK.shape[1], group=group)
@@ -145,16 +146,16 @@ class ExpertRunner:
         return strategy.find_problem(experts.stacked, top_k=top_k)
 
     def check_supported(self, problem: str) -> None:
-        """Warn, or raise if strict, that the strategy given by name cannot run some experts.
+        """Report that the strategy cannot run some experts: an error if strict, else a warning.
 
-        With "auto" and "sequential" this does nothing: the framework's own expert code between
-        dispatch and combine is then a valid choice.
+        The strategies "auto" and "sequential" report nothing: for them, the framework's own expert
+        code between dispatch and combine is a valid choice.
 
         Args:
             problem: as from ``find_problem``.
 
         Raises:
-            ValueError: ``strict``, and the strategy is another one.
+            ValueError: ``strict``, and the strategy is neither "auto" nor "sequential".
         """
         if self.strategy not in ("auto", "sequential"):
             self.warn_or_raise(
@@ -163,11 +164,11 @@ class ExpertRunner:
             )
 
     def warn_or_raise(self, problem: str, *, fallback: str) -> None:
-        """Raise the problem if strict; else warn of it once, on the first rank.
+        """Raise an error if strict; else warn once, on the first rank.
 
         Args:
             problem: a sentence without its full stop.
-            fallback: a sentence that says what happens instead of an error.
+            fallback: a sentence that says which code runs instead.
 
         Raises:
             ValueError: ``strict``.
@@ -193,9 +194,9 @@ class ExpertRunner:
 
 @cache
 def shared_runner(strategy: str, strict: bool) -> ExpertRunner:
-    """Return the one runner of these options, so that all layers share the fused kernels' buffers.
+    """Return the runner of these options, the same at each call, so that layers share its buffers.
 
-    For frameworks whose layer configurations can hold strings and booleans only.
+    For frameworks whose layer configurations can only hold strings and booleans.
     """
     return ExpertRunner(strategy, strict=strict)
 
@@ -206,7 +207,8 @@ def _apply_function(
     """Return the framework's expert outputs for rows sorted by local expert."""
     num_rows = x_RD.shape[0]
     if num_rows == 0:
-        # One row of zeros, so that backward reaches the weights and the dispatch on this rank too.
+        # One row of zeros: without it, this rank's backward would not reach the weights and the
+        # dispatch, whose gradient is a collective.
         row_1D = x_RD.sum(0, keepdim=True)
         return experts.function(row_1D, ends_L.new_zeros(1, dtype=torch.int64))[:0]
     counts_L = torch.diff(ends_L, prepend=ends_L.new_zeros(1))
@@ -215,15 +217,15 @@ def _apply_function(
 
 
 def set_description(module: nn.Module, text: str) -> None:
-    """Store on a module how its experts run, for ``describe``; the state dict does not change."""
+    """Store how the experts of a module run, for ``describe``; the state dict does not change."""
     vars(module)[_DESCRIPTION] = text
 
 
 def describe(model: nn.Module) -> dict[str, str]:
     """Return how the experts of each module of a model run, by module name.
 
-    Experts that Halley runs appear after their first forward pass, as in "halley: fused". Modules
-    that the plug-in leaves to the framework have its name and the reason, as in
+    Modules that Halley runs appear after their first forward pass, as in "halley: fused". A module
+    that the plug-in leaves to the framework appears with the reason, as in
     "megatron: fp8 (e4m3) must be None".
     """
     return {
@@ -234,9 +236,9 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def warn_deprecated(old: str, new: str) -> None:
-    """Warn the caller's caller that a name will be removed in the next release.
+    """Warn the caller of a deprecated function that the next release will remove it.
 
-    A ``FutureWarning``: Python hides a ``DeprecationWarning`` outside of the main script.
+    A ``FutureWarning``, because Python hides a ``DeprecationWarning`` outside of the main script.
     """
     warnings.warn(f"{old} is deprecated: use {new}", FutureWarning, stacklevel=3)
 
@@ -247,7 +249,7 @@ class Framework:
 
     Attributes:
         package: the name to import.
-        install: the requirement for pip.
+        install: arguments of ``pip install``.
         newest: major and minor version.
     """
 
@@ -284,7 +286,7 @@ class Framework:
         except ValueError as error:
             raise ImportError(str(error)) from error
         self.warn_if_newer(version)
-        found: dict[str, Any] = {}
+        found = SimpleNamespace()
         for name, module_name in modules.items():
             module = find_module(module_name, name)
             if module is None:
@@ -292,11 +294,11 @@ class Framework:
                     f"{self.package} ({version}) must be {self._newest}, which Halley is tested "
                     f"with: this one has no {module_name}.{name}"
                 )
-            found[name] = getattr(module, name)
-        return SimpleNamespace(**found)
+            setattr(found, name, getattr(module, name))
+        return found
 
     def warn_if_newer(self, version: str) -> None:
-        """Warn if the version is past the newest minor version that the tests run with."""
+        """Warn if the version is newer than any that the tests run with."""
         major, minor = (int(part) for part in version.split(".")[:2])
         if (major, minor) > self.newest:
             warnings.warn(
@@ -329,11 +331,14 @@ def find_module(name: str, attribute: str) -> ModuleType | None:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not _is_inside(name, error.name):
-            raise  # the module exists, but a package that it imports does not
+            raise
         return None
     return module if hasattr(module, attribute) else None
 
 
 def _is_inside(name: str, missing: str | None) -> bool:
-    """Return whether a missing module is the named module or one of its parent packages."""
+    """Return whether the missing module is the named module or one of its parent packages.
+
+    If it is not, the named module exists, and a package that it imports is missing.
+    """
     return f"{name}.".startswith(f"{missing}.")

@@ -42,7 +42,7 @@ def enable(strategy: str = "auto", *, strict: bool = False) -> str:
     Args:
         strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
             saved activations as well, as in "fused:inputs".
-        strict: raise where the default warns once and leaves a layer to DeepSpeed.
+        strict: raise an error where the default warns once and leaves a layer to DeepSpeed.
 
     Returns:
         A sentence that says what was enabled.
@@ -61,7 +61,7 @@ def enable(strategy: str = "auto", *, strict: bool = False) -> str:
 
 
 def disable() -> None:
-    """Make AutoEP build its own layers again; engines that were made before keep Halley's."""
+    """Make AutoEP build its own layers again; existing engines keep Halley's."""
     _deepspeed.auto_ep_layer.AutoEPMoELayer = _deepspeed.AutoEPMoELayer
 
 
@@ -100,7 +100,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
     def _find_problem(self) -> str:
         """Return why DeepSpeed must run the layer, or "".
 
-        Also called in forward, because DeepSpeed sets some of these attributes after ``__init__``.
+        ``_forward`` calls it again, because DeepSpeed sets some attributes after ``__init__``.
         """
         if self.score_apply != "post":
             return f"score_apply ({self.score_apply}) must be post"
@@ -128,7 +128,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
             gate, down, up = (
                 weight.to(dtype) for weight in (self.experts.w1, self.experts.w2, self.experts.w3)
             )
-            # Strategies read gate and up as one operand, and AutoEP has two parameters: a copy.
+            # A copy: strategies read gate and up as one operand, AutoEP has two parameters.
             stacked = Experts(up_LGD=torch.cat([gate, up], dim=1), down_LDF=down)
         return LocalExperts(
             num_local=self.num_local_experts,

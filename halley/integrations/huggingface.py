@@ -1,12 +1,7 @@
 """Deprecated name of ``halley.integrations.transformers``."""
 
-import warnings
-
+from halley.integrations.contract import warn_deprecated
 from halley.integrations.transformers import *  # noqa: F403
 
 
-warnings.warn(
-    "halley.integrations.huggingface is deprecated: use halley.integrations.transformers",
-    FutureWarning,
-    stacklevel=2,
-)
+warn_deprecated("halley.integrations.huggingface", "halley.integrations.transformers")

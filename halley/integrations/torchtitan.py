@@ -23,7 +23,7 @@ from halley.integrations.contract import (
 __all__ = ["FRAMEWORK", "HalleyRoutedExperts", "describe", "enable", "halley"]
 
 FRAMEWORK = Framework(package="torchtitan", install="torchtitan", newest=(0, 3))
-_DTYPE = torch.bfloat16  # torchtitan's grouped GEMMs cast to it, whatever dtype the weights have
+_DTYPE = torch.bfloat16  # torchtitan's grouped GEMMs cast weights of any dtype to it
 
 _titan = FRAMEWORK.import_names(
     {
@@ -50,8 +50,8 @@ FRAMEWORK.check_parameters(
 class HalleyRoutedExperts(_titan.RoutedExperts):
     """torchtitan's routed experts with dispatch, experts and combine run by a strategy.
 
-    Parameters, their names and their meshes are those of torchtitan's class. Of the token
-    dispatcher, only the mesh is used.
+    Parameters, their names and their meshes are those of torchtitan's class. The token dispatcher
+    only provides the mesh.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
         Attributes:
             strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
                 saved activations as well, as in "fused:inputs".
-            strict: raise where the default warns once.
+            strict: raise an error where the default warns once.
         """
 
         strategy: str = "auto"
@@ -87,7 +87,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())
         super().parallelize(parallel_dims)
 
-    # torchtitan finds the sharding of each argument by its name, so the names must stay.
+    # torchtitan finds the sharding of each argument by its name, so the names must not change.
     def forward(
         self,
         x_BLD: torch.Tensor,
@@ -123,7 +123,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
                 _to_local(weight).to(_DTYPE)
                 for weight in (inner.w1_EFD, inner.w2_EDF, inner.w3_EFD)
             )
-            # Strategies read gate and up as one operand, and torchtitan has two parameters: a copy.
+            # A copy: strategies read gate and up as one operand, torchtitan has two parameters.
             stacked = Experts(up_LGD=torch.cat([gate, up], dim=1), down_LDF=down)
         return LocalExperts(
             num_local=self._num_local_experts(),
@@ -145,8 +145,9 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
 def enable(cfg: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
     """Return the configuration of routed experts that Halley runs, for torchtitan's overrides.
 
-    torchtitan calls this function for each MoE layer if ``--override.imports`` names it. Options
-    follow the name as JSON: ``halley.integrations.torchtitan.enable={"strategy": "fused"}``.
+    It changes nothing by itself: torchtitan calls it for each MoE layer if ``--override.imports``
+    names it, and builds the layer from the result. Options follow the name as JSON:
+    ``halley.integrations.torchtitan.enable={"strategy": "fused"}``.
 
     Args:
         cfg: torchtitan's ``RoutedExperts.Config``.

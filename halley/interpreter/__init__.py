@@ -1,7 +1,7 @@
 """Run Triton kernels of several ranks on a CPU: correct bfloat16, schedules, and bounds checks.
 
-Triton's own interpreter has three defects: it rounds bfloat16 wrongly; it runs the programs of a
-launch one after another, so that most missing waits have no effect; and it lets kernels access any
+Triton's own interpreter has three defects. It rounds bfloat16 wrongly. It runs the programs of a
+launch one after another, so that most missing waits have no effect. It lets kernels access any
 memory. ``install.py`` repairs them for the whole process. Start with ``scheduler.py``, which runs
 ranks and programs as threads in an order that a seed determines.
 """

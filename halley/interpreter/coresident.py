@@ -29,9 +29,10 @@ from halley.interpreter.sanitizer import Allowed, allow
 from halley.interpreter.scheduler import current_scheduler, switch_point
 
 
-_Index = tuple[int, ...]
-_Launch = tuple[Callable[[_Index], None], list[_Index]]
+_Index = tuple[int, ...]  # ids of a program along the axes of its grid
+_Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs to call it with
 
+# Context variables, because each rank and each program of a scheduler is a thread of its own.
 _GRID: contextvars.ContextVar[_Index] = contextvars.ContextVar("grid")
 _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
 # Launches of an open ``together`` block.
@@ -66,6 +67,8 @@ def install() -> None:
 
 
 def _switching(original: Callable[..., Any], is_switch: Callable[..., bool]) -> Callable[..., Any]:
+    """Return a memory access after which the scheduler may switch to another thread."""
+
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if is_switch(*args, **kwargs):
@@ -75,12 +78,13 @@ def _switching(original: Callable[..., Any], is_switch: Callable[..., bool]) -> 
     return access
 
 
+# Triton's own version patches ``triton.language`` in each call; ``install`` has patched it already.
 def _call_device_function(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     return self.rewrite()(*args, **kwargs)
 
 
 def _launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
-    # Other keywords, such as num_warps, are options of the compiler.
+    # Other keywords, such as num_warps, are options of Triton's compiler.
     kwargs = {name: value for name, value in kwargs.items() if name in self.arg_names}
     for hook in self.pre_run_hooks:
         hook(*args, **kwargs)

@@ -1,9 +1,12 @@
-"""Repair Triton's interpreter, and refuse a Triton whose interpreter still gives wrong values."""
+"""Repair Triton's interpreter, and refuse a Triton whose interpreter still gives wrong values.
+
+In this file: ``install``, the check with a small kernel, inline assembly, and caches for speed.
+"""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,154 +24,23 @@ from halley.interpreter import coresident, numerics, sanitizer
 from halley.interpreter.scheduler import current_scheduler, switch_point
 
 
-_Init = Callable[..., None]
-
 # Values of these types contain no tl.constexpr.
 _PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.block_type})
 
-
-def cache_types() -> None:
-    """Replace the functions that compute types."""
-    language: Any = core  # private names of Triton
-    runtime: Any = interpreter
-    language._unwrap_if_constexpr = _make_unwrap(language._unwrap_if_constexpr)
-    runtime._get_np_dtype = _make_np_dtype(runtime._get_np_dtype)
-    methods: list[tuple[type, Callable[[_Init], _Init]]] = [
-        (tl.block_type, _make_init_of_block),
-        (tl.tensor, _make_init_of_tensor),
-    ]
-    for owner, make in methods:
-        setattr(owner, "__init__", make(owner.__init__))  # noqa: B010
-
-
-def _make_unwrap(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def unwrap(value: Any) -> Any:
-        kind = type(value)
-        if kind is tl.constexpr:
-            return value.value
-        return value if kind in _PLAIN else original(value)
-
-    return unwrap
-
-
-def _make_np_dtype(original: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
-    known: dict[str, np.dtype[Any]] = {}
-
-    def np_dtype(dtype: Any) -> np.dtype[Any]:
-        scalar = dtype.scalar
-        found = known.get(scalar.name)
-        if found is None:
-            found = known[scalar.name] = original(scalar)
-        return found
-
-    return np_dtype
-
-
-def _make_init_of_block(original: _Init) -> _Init:
-    known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
-
-    def init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
-        sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
-        key = element_ty.name, sizes
-        if key not in known:
-            original(self, element_ty, shape)
-            known[key] = self.shape, self.numel, self.name
-        self.element_ty = element_ty
-        self.shape, self.numel, self.name = known[key]
-
-    return init
-
-
-def _make_init_of_tensor(original: _Init) -> _Init:
-    known: dict[str, tuple[Any, Any]] = {}
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        if type.name not in known:
-            original(self, handle, type)
-            known[type.name] = self.shape, self.numel
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[type.name]
-
-    return init
-
-
 _SWITCH_NS = 100_000  # virtual time of one switch between threads
 
-
-# These have no effect in the interpreter, which completes each memory access before the next one.
-# They return their first operand.
+# These instructions have no effect here: the interpreter completes each memory access before the
+# next one. They return their first operand.
 _WITHOUT_EFFECT = ("fence.proxy.async", "cp.async.bulk.wait_group", "prefetch.global")
-
-
-@dataclass(frozen=True)
-class _Results:
-    """Results of one call of inline assembly, in the form that Triton expects."""
-
-    handles: Sequence[TensorHandle]
-
-    def get_result(self, index: int) -> TensorHandle:
-        return self.handles[index]
-
-
-def interpret_assembly() -> None:
-    """Make the interpreter run the inline assembly of the kernels."""
-    InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _create_inline_asm(
-    self: InterpreterBuilder,
-    text: str,
-    constraints: str,
-    values: Sequence[TensorHandle],
-    types: Sequence[tl.dtype],
-    is_pure: bool,
-    pack: int,
-) -> _Results:
-    if "%globaltimer" in text:
-        return _Results([_full(type_, _clock_ns()) for type_ in types])
-    if "nanosleep" in text:
-        switch_point()
-    elif "st.release.sys" in text:
-        return _Results([_store_release(self, *values)])
-    elif not any(name in text for name in _WITHOUT_EFFECT):
-        raise NotImplementedError(f"the interpreter does not support this assembly: {text}")
-    return _Results(list(values) or [_full(type_, 0) for type_ in types])
-
-
-def _store_release(
-    builder: InterpreterBuilder, address: TensorHandle, value: TensorHandle
-) -> TensorHandle:
-    """Store by an atomic exchange, at which the scheduler switches and the sanitizer checks."""
-    ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
-    mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
-    builder.create_atomic_rmw(
-        ir.ATOMIC_OP.XCHG, ptr, value, mask, ir.MEM_SEMANTIC.RELEASE, ir.MEM_SYNC_SCOPE.SYSTEM
-    )
-    return value
-
-
-def _clock_ns() -> int:
-    """Return the time in ns; under a scheduler, virtual time that does not depend on the load."""
-    scheduler = current_scheduler()
-    if scheduler is None:
-        CURRENT_OPERATION.poll()  # kernels ask for the time only while they wait
-        return time.monotonic_ns()
-    return scheduler.num_switches * _SWITCH_NS
-
-
-def _full(type_: tl.dtype, value: int) -> TensorHandle:
-    shape = list(map(int, type_.shape)) if isinstance(type_, tl.block_type) else [1]
-    data = np.full(shape, value, dtype=interpreter._get_np_dtype(type_))
-    return TensorHandle(data, type_.scalar)
 
 
 @cache
 def install() -> None:
     """Repair Triton's interpreter for the rest of this process.
 
-    A second call does nothing, nor does a call in a process in which Triton compiles. The repairs
-    replace internals of Triton. Therefore the results of a small kernel are compared with known
-    values. All this takes about 40 ms.
+    A second call does nothing. Neither does a call in a process in which Triton compiles. The
+    repairs replace internals of Triton, so a small kernel is run and its results are compared with
+    known values. All this takes about 40 ms.
 
     Raises:
         RuntimeError: TRITON_INTERPRET was set after triton was imported, or the interpreter of
@@ -178,6 +50,7 @@ def install() -> None:
         if knobs.runtime.interpret:
             raise RuntimeError("TRITON_INTERPRET=1 must be set before triton is first imported")
         return
+    name = f"the interpreter of triton {triton.__version__}"
     try:
         numerics.install()
         interpret_assembly()
@@ -186,13 +59,9 @@ def install() -> None:
         cache_types()
         wrong = _find_wrong_values()
     except Exception as error:
-        raise RuntimeError(f"{_describe()} cannot be repaired: {error!r}") from error
+        raise RuntimeError(f"{name} cannot be repaired: {error!r}") from error
     if wrong:
-        raise RuntimeError(f"{_describe()} gives wrong values: {', '.join(wrong)}")
-
-
-def _describe() -> str:
-    return f"the interpreter of triton {triton.__version__}"
+        raise RuntimeError(f"{name} gives wrong values: {', '.join(wrong)}")
 
 
 @triton.jit
@@ -236,3 +105,117 @@ def _is_caught(tensors: tuple[torch.Tensor, ...]) -> bool:
     except IndexError:
         return True
     return False
+
+
+def interpret_assembly() -> None:
+    """Make the interpreter run the inline assembly of the kernels."""
+    InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _create_inline_asm(
+    self: InterpreterBuilder,
+    text: str,
+    constraints: str,
+    values: Sequence[TensorHandle],
+    types: Sequence[tl.dtype],
+    is_pure: bool,
+    pack: int,
+) -> Any:
+    """Run inline assembly; return an object with ``get_result(index)``, as Triton expects."""
+    results = list(values) or [_full(type_, 0) for type_ in types]
+    if "%globaltimer" in text:
+        results = [_full(type_, _clock_ns()) for type_ in types]
+    elif "nanosleep" in text:
+        switch_point()
+    elif "st.release.sys" in text:
+        results = [_store_release(self, *values)]
+    elif not any(name in text for name in _WITHOUT_EFFECT):
+        raise NotImplementedError(f"the interpreter does not support this assembly: {text}")
+    return SimpleNamespace(get_result=results.__getitem__)
+
+
+def _store_release(
+    builder: InterpreterBuilder, address: TensorHandle, value: TensorHandle
+) -> TensorHandle:
+    """Store by an atomic exchange, at which the scheduler switches and the sanitizer checks."""
+    ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
+    mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
+    builder.create_atomic_rmw(
+        ir.ATOMIC_OP.XCHG, ptr, value, mask, ir.MEM_SEMANTIC.RELEASE, ir.MEM_SYNC_SCOPE.SYSTEM
+    )
+    return value
+
+
+def _clock_ns() -> int:
+    """Return the time in ns; under a scheduler, virtual time that does not depend on the load."""
+    scheduler = current_scheduler()
+    if scheduler is None:
+        CURRENT_OPERATION.poll()  # kernels ask for the time only while they wait
+        return time.monotonic_ns()
+    return scheduler.num_switches * _SWITCH_NS
+
+
+def _full(type_: tl.dtype, value: int) -> TensorHandle:
+    shape = list(map(int, type_.shape)) if isinstance(type_, tl.block_type) else [1]
+    data = np.full(shape, value, dtype=interpreter._get_np_dtype(type_))
+    return TensorHandle(data, type_.scalar)
+
+
+def cache_types() -> None:
+    """Cache what Triton computes for each type; it repeats this for each intermediate value."""
+    language: Any = core  # private names of Triton
+    runtime: Any = interpreter
+    language._unwrap_if_constexpr = _make_unwrap(language._unwrap_if_constexpr)
+    runtime._get_np_dtype = _make_np_dtype(runtime._get_np_dtype)
+    language.block_type.__init__ = _make_init_of_block(language.block_type.__init__)
+    language.tensor.__init__ = _make_init_of_tensor(language.tensor.__init__)
+
+
+def _make_unwrap(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        return value if kind in _PLAIN else original(value)
+
+    return unwrap
+
+
+def _make_np_dtype(original: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
+    known: dict[str, np.dtype[Any]] = {}
+
+    def np_dtype(dtype: Any) -> np.dtype[Any]:
+        scalar = dtype.scalar
+        if scalar.name not in known:
+            known[scalar.name] = original(scalar)
+        return known[scalar.name]
+
+    return np_dtype
+
+
+def _make_init_of_block(original: Callable[..., None]) -> Callable[..., None]:
+    known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+        sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
+        key = element_ty.name, sizes
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    return init
+
+
+def _make_init_of_tensor(original: Callable[..., None]) -> Callable[..., None]:
+    known: dict[str, tuple[Any, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            original(self, handle, type)
+            known[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[type.name]
+
+    return init

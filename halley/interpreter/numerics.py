@@ -2,7 +2,7 @@
 
 Triton's interpreter stores bfloat16 as uint16 and lets numpy compute with the integers. So sums,
 multiplications and comparisons are wrong, and casts to bfloat16 truncate. Conversions to float8
-are not repaired: they round wrongly in 2 of 100 values.
+are not repaired: they round 2 of 100 values wrongly.
 """
 
 from collections.abc import Callable
@@ -57,10 +57,6 @@ def _is_bfloat16(handle: TensorHandle) -> bool:
     return handle.dtype.scalar == tl.bfloat16
 
 
-def _values(handle: TensorHandle) -> npt.NDArray[Any]:
-    return widen(handle.data) if _is_bfloat16(handle) else handle.data
-
-
 def _widened(handle: TensorHandle) -> TensorHandle:
     return TensorHandle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
 
@@ -70,9 +66,10 @@ def _rounded(values: npt.NDArray[Any]) -> TensorHandle:
 
 
 def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype) -> TensorHandle:
+    values = _widened(src).data
     if dst_type.scalar == tl.bfloat16:
-        return _rounded(_values(src))
-    return TensorHandle(_values(src).astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+        return _rounded(values)
+    return TensorHandle(values.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
 
 
 def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
@@ -91,7 +88,7 @@ def _make_convert_float(original: Callable[..., TensorHandle]) -> Callable[..., 
             return original(self, _widened(src), dst_type, rounding_mode)
         if src.dtype.scalar.is_fp8():
             src = original(self, src, tl.float32, rounding_mode)
-        if rounding_mode == ir.ROUNDING_MODE.RTZ:
+        if rounding_mode == ir.ROUNDING_MODE.RTZ:  # round towards zero: cut the low half off
             bits = src.data.astype(np.float32).view(np.uint32) >> np.uint32(16)
             return TensorHandle(bits.astype(np.uint16), tl.bfloat16)
         return _rounded(src.data)

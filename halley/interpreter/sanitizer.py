@@ -1,8 +1,8 @@
 """Address sanitizer: a kernel may access only its arguments' memory and registered memory.
 
 On a GPU, a load past the end of a tensor or a store through a wrong pointer often goes unnoticed.
-Here it is an error that names the program. One case is not detected: an access past the end of an
-argument that falls into another argument.
+Here it is an error that names the program. One case is not detected: an access past the end of one
+argument whose address lies in another argument.
 """
 
 from bisect import bisect_right
@@ -145,8 +145,8 @@ def _add_spans(argument: object, spans: list[tuple[int, int]]) -> None:
     """Append start and end of the memory of each tensor in ``argument``."""
     argument = interpreter._unwrap_tensor(argument)
     if isinstance(argument, tuple):
-        for part in argument:
-            _add_spans(part, spans)
+        for item in argument:
+            _add_spans(item, spans)
     elif isinstance(argument, TensorDescriptor):
         _add_spans(argument.base, spans)
     elif isinstance(argument, torch.Tensor) and argument.numel():

@@ -2,10 +2,10 @@
 
 Exactly one thread runs at any time. It may switch to another one after an atomic operation, after a
 volatile load, and between two programs. So every order in which programs can see each other's flags
-is possible. Each seed gives one of these orders, and gives it again in the next run.
+is possible. A seed gives one of these orders, the same in each run.
 
-Memory is sequentially consistent. So a missing fence or a missing release has no effect here;
-tests/fused/test_compiled.py checks these in the PTX.
+Memory is sequentially consistent here, so a missing fence or a missing release has no effect.
+tests/fused/test_compiled.py checks both in the PTX.
 """
 
 import os
@@ -24,7 +24,7 @@ _MAX_STARVED_SWITCHES = 500
 
 
 class _Stop(BaseException):
-    """Ends a thread after another one failed; no Exception, so that tests do not catch it."""
+    """Ends a thread after another one failed; ``except Exception`` of a test does not catch it."""
 
 
 @final
@@ -88,14 +88,14 @@ class Scheduler:
 
     Args:
         seed: determines the order.
-        resident: programs of one launch that run concurrently, as on a GPU with this many places.
-            Programs start in the order of their ids. If a program waits for one that cannot start,
-            the run ends after ``max_switches``.
-        starve: probability with which a picked thread pauses for a long time instead.
-        max_switches: switches of one ``run_ranks`` after which it is an error.
+        resident: how many programs of a launch run concurrently, as on a GPU that holds this many
+            CTAs. Programs start in the order of their ids. If a program waits for one that cannot
+            start, the run ends after ``max_switches``.
+        starve: probability with which a picked thread pauses for a long time instead of running.
+        max_switches: a ``run_ranks`` with more switches between threads is an error.
 
     Attributes:
-        trace: threads picked in the last ``run_ranks``, numbered in the order of creation.
+        trace: the threads picked in the last ``run_ranks``, numbered in the order of creation.
 
     Raises:
         ValueError: an argument is out of range.
@@ -164,11 +164,11 @@ class Scheduler:
             if not waiting:
                 return
             run_program, programs = waiting.pop(0)
-            todo = iter(enumerate(programs, start=1))
+            todo = iter(enumerate(programs, start=1))  # shared by all workers of this launch
 
             def work() -> None:
                 for number, program in todo:
-                    if number == len(programs):
+                    if number == len(programs):  # the last program begins, so the next launch may
                         begin_next()
                     run_program(program)
                     self.step()
@@ -187,7 +187,7 @@ class Scheduler:
         if not waiting:
             return
         begin_next()
-        self._runnable.remove(launcher)
+        self._runnable.remove(launcher)  # ``end_worker`` adds it again
         self._switch_from(launcher)
 
     def step(self) -> None:
@@ -281,7 +281,7 @@ class Scheduler:
         self._raise_if_failed()
 
     def _next(self) -> _Task:
-        if not self._runnable:
+        if not self._runnable:  # all threads left are at the barrier: a deadlock
             names = ", ".join(task.name for task in self._at_barrier)
             self._fail(
                 RuntimeError(f"{names} of {self._num_ranks} ranks wait at a barrier for the others")
@@ -289,6 +289,7 @@ class Scheduler:
         return self._pick()
 
     def _pick(self) -> _Task:
+        """Pick a thread at random; with probability ``starve`` it pauses, and another is picked."""
         while True:
             awake = self._runnable
             if self.starve:

@@ -4,7 +4,7 @@ Parameter names are those of Hugging Face's models.
 """
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -19,12 +19,12 @@ _T = TypeVar("_T")
 
 
 def compiled_on_gpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Compile a function of tensors for calls on a GPU, where it would be many small kernels.
+    """Compile a function of tensors for calls on a GPU, so that its operators become one kernel.
 
     On a CPU it runs eagerly. Inside a compiled model it becomes part of the model's graph.
     """
 
-    @cache
+    @cache  # compiled at the first call, because an import must not start the compiler
     def compiled() -> Callable[_P, _T]:
         return torch.compile(function)
 
@@ -50,7 +50,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel on a GPU
+        # One kernel on a GPU; the formula in PyTorch operators would be several.
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class FeedForward(nn.Module):
@@ -66,10 +67,7 @@ class FeedForward(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-
-        def linear(inner: int, outer: int) -> nn.Linear:
-            return nn.Linear(inner, outer, bias=False, dtype=dtype, device=device)
-
+        linear = partial(nn.Linear, bias=False, dtype=dtype, device=device)
         self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
         self.up_proj = linear(hidden_size, intermediate_size)
         self.down_proj = linear(intermediate_size, hidden_size)
@@ -87,14 +85,11 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-
-        def linear(inner: int, outer: int, bias: bool) -> nn.Linear:
-            return nn.Linear(inner, outer, bias=bias, dtype=dtype, device=device)
-
-        self.q_proj = linear(config.hidden_size, size, config.attention_bias)
-        self.k_proj = linear(config.hidden_size, kv_size, config.attention_bias)
-        self.v_proj = linear(config.hidden_size, kv_size, config.attention_bias)
-        self.o_proj = linear(size, config.hidden_size, False)
+        linear = partial(nn.Linear, dtype=dtype, device=device)
+        self.q_proj = linear(config.hidden_size, size, bias=config.attention_bias)
+        self.k_proj = linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = linear(size, config.hidden_size, bias=False)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm != "none":
@@ -106,7 +101,7 @@ class Attention(nn.Module):
     def forward(self, x_BSD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         """Return the attention output, ``(B, S, D)``; ``rotary`` is from ``rotary_table``."""
         q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
-        full = self.config.qk_norm == "full"
+        full = self.config.qk_norm == "full"  # a norm over all heads, else one for each head
         if self.q_norm is not None and self.k_norm is not None and full:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = self._heads(q), self._heads(k), self._heads(self.v_proj(x_BSD))
@@ -146,8 +141,7 @@ def next_token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch
     """Return the mean cross-entropy in nats, computed in float32, as a scalar.
 
     Args:
-        logits_BSV: any floating dtype. On a GPU the compiled function makes no float32 copy, which
-            would be the largest tensor of a training step.
+        logits_BSV: any floating dtype.
         targets_BS: int64, below V.
     """
     return _cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
@@ -155,4 +149,5 @@ def next_token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch
 
 @compiled_on_gpu
 def _cross_entropy(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    # Compiled, it makes no float32 copy of the logits, the largest tensor of a training step.
     return F.cross_entropy(logits_TV.float(), targets_T)

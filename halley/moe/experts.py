@@ -1,4 +1,4 @@
-"""The module that holds the weights of a rank's experts, or the rank's shards of them."""
+"""The module that holds the weights of the experts of one rank, or its shards of them."""
 
 import torch
 from torch import nn
@@ -15,16 +15,17 @@ from halley.ops.replicas import Replicas
 class GroupedExperts(nn.Module):
     """The stacked weights of this rank's experts, with the names and layout of Hugging Face.
 
-    Its parameters differ between the ranks of an expert-parallel group, and are equal on the ranks
-    of an "edp" group. ``expert_parameter_names`` lists them. If ranks share experts, each rank has
-    a slice of the intermediate size; see ``core.sharding``.
+    The parameters differ between the ranks of an expert-parallel group and are equal on the ranks
+    of an "edp" group. If ``tp_size`` ranks share each expert, a rank holds one shard of it: a slice
+    of the intermediate size, see ``core.sharding``.
 
     Attributes:
         expert_ids: expert id of each slice along the first dimension of the parameters.
-        placement: the experts of each rank, or of each set of ranks that share experts.
-        replicas: the experts that other ranks of the group also hold; None if no expert has
-            replicas.
-        sharded_dims: the dimension, by parameter name, that is the intermediate size.
+        placement: the experts of each rank, or of each tensor-parallel group.
+        replicas: the experts of this rank that other ranks of the group also hold; None if no
+            expert has replicas.
+        sharded_dims: the dimension that is the intermediate size, by parameter name. Biases have
+            none, because ranks cannot share experts with biases.
     """
 
     def __init__(
@@ -47,12 +48,17 @@ class GroupedExperts(nn.Module):
         if self.tp_size > 1 and (bias or placement is not None):
             name = "expert_bias (true) must be false" if bias else "placement must be None"
             raise ValueError(f"{name} where ranks share experts")
-        num_sets = groups.ep_size // self.tp_size
+        num_sets = groups.ep_size // self.tp_size  # tensor-parallel groups
         if placement is None:
             local_experts(num_experts, ep_size=groups.ep_size, tp_size=self.tp_size)
             placement = ExpertPlacement.plain(num_experts, num_ranks=num_sets)
         check_type(placement, ExpertPlacement, name="placement")
-        _check_placement(placement, num_experts=num_experts, ep_size=num_sets)
+        found = placement.num_experts
+        if found != num_experts:
+            raise ValueError(f"placement ({found} experts) must be for num_experts {num_experts}")
+        if placement.num_ranks != num_sets:
+            found = placement.num_ranks
+            raise ValueError(f"placement ({found} ranks) must be for ep_size {num_sets}")
         self.placement = placement
         self.expert_ids = placement.experts_WL[groups.ep_rank // self.tp_size]
         self.replicas: Replicas | None = None
@@ -80,19 +86,28 @@ class GroupedExperts(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the ranks hold consecutive ranges of experts, in order of rank."""
+        """Whether each rank holds a consecutive range of experts, in the order of the ranks."""
         experts = [expert for held in self.placement.experts_WL for expert in held]
         return experts == list(range(self.placement.num_experts))
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """Return the unsharded shape of one expert's parameter."""
+        """Return the shape of one expert's parameter before it is divided into shards."""
         shape = list(self.get_parameter(name).shape[1:])
         if name in self.sharded_dims:
             shape[self.sharded_dims[name].dim] *= self.tp_size
         return tuple(shape)
 
     def local_shard(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of an unsharded parameter of one expert, or of several."""
+        """Cut this rank's shard out of a full weight.
+
+        Args:
+            name: name of the parameter that the weight is for.
+            weight: shape ``full_shape(name)``, also with leading dimensions for several experts.
+
+        Returns:
+            The slice of the intermediate size that this rank holds. The whole weight if ranks do
+            not share experts, or if the parameter has no intermediate size.
+        """
         if name not in self.sharded_dims:
             return weight
         dim = self.sharded_dims[name]
@@ -101,31 +116,19 @@ class GroupedExperts(nn.Module):
     def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of a parameter, or of its optimizer state, in the layout of checkpoints.
 
-        In that layout, the shards of ranks that share experts are contiguous.
+        Gate and up rows are in different dimensions there. So the shards of all ranks are
+        consecutive ranges of one dimension.
         """
         dim = self.sharded_dims.get(name)
         return tensor if dim is None else dim.apart(tensor)
 
     def without_replicas(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the slices of the experts that no lower rank holds.
-
-        Over all ranks this is each expert once.
+        """Select the experts that no lower rank holds, so that all ranks count each expert once.
 
         Args:
-            gradient: gradient of one of the parameters.
+            gradient: gradient of one of the parameters, ``(L, ...)``.
         """
-        if self.replicas is None:
-            return gradient
-        return gradient[self.replicas.first]
-
-
-def _check_placement(placement: ExpertPlacement, *, num_experts: int, ep_size: int) -> None:
-    if placement.num_experts != num_experts:
-        raise ValueError(
-            f"placement ({placement.num_experts} experts) must be for num_experts {num_experts}"
-        )
-    if placement.num_ranks != ep_size:
-        raise ValueError(f"placement ({placement.num_ranks} ranks) must be for ep_size {ep_size}")
+        return gradient if self.replicas is None else gradient[self.replicas.first]
 
 
 def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:

@@ -30,7 +30,8 @@ _STD = 0.02
 def init_parameters(model: nn.Module, *, seed: int) -> None:
     """Initialize a model, or one layer: matrices normal with std 0.02, norms 1, biases 0.
 
-    Parameters that ranks share, and replicas of an expert, get equal values on all ranks.
+    The values of a parameter depend on the seed and on its name, those of an expert also on its id.
+    So they are the same for every number of ranks, and equal on all ranks that hold a copy.
     """
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -54,6 +55,7 @@ def init_parameters(model: nn.Module, *, seed: int) -> None:
 
 def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device)
+    # crc32 because Python's hash of strings differs between processes.
     generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     values = torch.empty(shape, dtype=torch.float32, device=device)
     return values.normal_(0.0, _STD, generator=generator)
@@ -66,7 +68,7 @@ class MoEOutput(NamedTuple):
         y: output, with the shape and dtype of the input.
         router_loss: balance and z loss times their coefficients, a float32 scalar to add to the
             model's loss.
-        counts_E: slots that the router gave each expert on this rank, int64.
+        counts_E: slots that the router gave to each expert on this rank, int64.
     """
 
     y: torch.Tensor
@@ -86,7 +88,7 @@ class MoELayer(nn.Module):
             initialize: call ``init_parameters`` or load a checkpoint.
         placement: the experts of each rank; None for consecutive ranges. Replicas of an expert
             must have equal initial values.
-        recorder: takes the span of waiting for the gradients of replicas.
+        recorder: records the time of waiting for the gradients of replicas.
 
     Raises:
         ValueError: the experts do not divide over the ranks, the placement is for other sizes,
@@ -137,7 +139,7 @@ class MoELayer(nn.Module):
             recorder=recorder,
         )
         self.ep_rank = groups.ep_rank
-        self._register_choices(device)
+        self._register_replica_tables(device)
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if config.shared_intermediate_size:
@@ -153,8 +155,13 @@ class MoELayer(nn.Module):
                     hidden_size, 1, bias=False, dtype=dtype, device=device
                 )
 
-    def _register_choices(self, device: torch.device) -> None:
-        """Register the replicas that tokens may choose, as buffers outside of checkpoints."""
+    def _register_replica_tables(self, device: torch.device) -> None:
+        """Register the tables that map an expert id to the replicas a token may be sent to.
+
+        They are buffers, so that they move with the module to another device. They are not in
+        checkpoints, because they follow from the placement. None if no expert is moved or
+        replicated.
+        """
         choices_EC = num_choices_E = None
         if not self.experts.is_plain:
             tables = replica_choices(self.experts.placement, rank=self.ep_rank)
@@ -188,18 +195,17 @@ class MoELayer(nn.Module):
         rows_TD = x_TD.to(experts.up_LGD.dtype) if is_cast else x_TD
         y_TD = self.strategy.forward(rows_TD, self._to_replicas(routed.routing), experts)
         if self.shared_expert is not None:
-            y_TD = y_TD + self._apply_shared(x_TD)
+            shared_TD = self.shared_expert(x_TD)
+            if self.shared_expert_gate is not None:
+                shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
+            y_TD = y_TD + shared_TD
         return MoEOutput(y_TD.view_as(x), routed.loss, routed.counts_E)
 
-    def _apply_shared(self, x_TD: torch.Tensor) -> torch.Tensor:
-        assert self.shared_expert is not None
-        shared_TD = self.shared_expert(x_TD)
-        if self.shared_expert_gate is not None:
-            shared_TD = self.shared_expert_gate(x_TD).sigmoid() * shared_TD
-        return shared_TD
-
     def local_experts(self) -> Experts:
-        """Return this rank's experts in the form that strategies take; views of the parameters."""
+        """Return this rank's experts in the form that strategies take; views of the parameters.
+
+        If experts have replicas, backward sums the gradients over the replicas of each expert.
+        """
         parameters = self.experts
         experts = Experts(
             up_LGD=parameters.gate_up_proj,
@@ -208,14 +214,11 @@ class MoELayer(nn.Module):
             down_bias_LD=parameters.down_proj_bias,
             activation=self.config.activation,
         )
-        return (
-            experts
-            if parameters.replicas is None
-            else share_gradients(experts, parameters.replicas)
-        )
+        replicas = parameters.replicas
+        return experts if replicas is None else share_gradients(experts, replicas)
 
     def _to_replicas(self, routing: Routing) -> Routing:
-        """Return the routing with ids of replicas instead of ids of experts."""
+        """Replace each expert id by the id of the replica to which the token is sent."""
         if self.choices_EC is None or self.num_choices_E is None:
             return routing
         replicas_TK = choose_replicas(

@@ -1,7 +1,7 @@
-"""Raise an error for a model that cannot fit into device memory, before allocating anything.
+"""Raise an error for a model that cannot fit into device memory, before memory is allocated.
 
-The estimates are lower bounds. A model that passes may still run out of memory, and a model that
-fails could not have been built.
+The estimates are lower bounds. A model that passes the check may still run out of memory. A model
+that fails it cannot be built.
 """
 
 import os
@@ -26,7 +26,7 @@ def check_memory(
     Args:
         config: configuration of the run.
         num_ranks: ranks of the run.
-        device: device of one rank; a GPU gets a CUDA context in the calling process.
+        device: device of one rank. For a GPU, the check creates a CUDA context in this process.
         num_sharing: ranks that share the device's memory, such as all CPU ranks of a host.
 
     Raises:
@@ -80,7 +80,7 @@ def check_layer_memory(
     Args:
         config: configuration of experts and router.
         hidden_size: D.
-        num_local: experts that the rank holds, alone or shared.
+        num_local: experts of which the rank holds a shard; with ``tp_size`` 1, the whole expert.
         tp_size: ranks that share each expert.
 
     Raises:
@@ -161,7 +161,8 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def _check_fits(needed: int, sizes: dict[str, int], *, device: torch.device, use: str) -> None:
-    is_real = type(torch.empty(0)) is torch.Tensor  # fake tensors take no memory
+    # Under FakeTensorMode, torch.empty returns a subclass, which allocates no memory.
+    is_real = type(torch.empty(0)) is torch.Tensor
     available = total_memory(device) if is_real else None
     if available is not None and needed > available:
         listed = ", ".join(f"{name} ({size})" for name, size in sizes.items())

@@ -1,4 +1,4 @@
-"""``halley.MoE``: an MoE layer that sets itself up, for use without the rest of Halley."""
+"""``halley.MoE``: an MoE layer that builds its own groups, strategy and initial weights."""
 
 from typing import final
 
@@ -28,9 +28,9 @@ from halley.strategies.registry import build_strategy
 class MoE(nn.Module):
     """A mixture of experts whose experts are spread over the ranks of a process group.
 
-    Constructing it is a collective of the group, and so is every call, forward and backward. Ranks
-    may have different numbers of tokens. Expert gradients include the tokens of all ranks; the
-    other parameters are copies, whose gradients the user sums::
+    The constructor and every call, forward and backward, are collectives of the group. The number
+    of tokens may differ between ranks. Gradients of experts include the tokens of all ranks. Every
+    rank has a copy of the other parameters, and ``sync_gradients`` sums their gradients::
 
         layer = halley.MoE(hidden_size=1024, num_experts=64, top_k=8, intermediate_size=512)
         y = layer(x)  # (tokens, 1024) or (batch, seq, 1024)
@@ -49,23 +49,24 @@ class MoE(nn.Module):
         group: the ranks over which the experts are spread. None for all ranks: those of the
             default process group, which is initialized from torchrun's environment if necessary
             (NCCL on CUDA, gloo on CPU). Without torchrun there is one rank and no process group.
-        strategy: how the experts run, by a name of ``build_strategy``, or a strategy made for
-            ``group``. "auto" measures several in the first call.
+        strategy: how the experts run: a name, see ``build_strategy``, or a strategy built for
+            ``group``. "auto", the default, measures several strategies in the first call and keeps
+            the fastest. (``halley train`` has another default, "sequential".)
         activation: "swiglu" or "gelu".
         shared_intermediate_size: intermediate size of a shared expert; 0 for none.
         router: kind, losses and capacity of the router.
         dtype: dtype of the parameters; None for torch's default.
         device: device of the parameters. None for the GPU of this rank, or the CPU if there is no
             GPU or the group's backend is gloo.
-        seed: seed of the initial weights, which do not depend on the number of ranks. None takes
-            one from torch's default generator on the first rank.
+        seed: seed of the initial weights, which do not depend on the number of ranks. None draws a
+            seed from torch's default generator on the first rank.
 
     Attributes:
         aux_loss: balance and z loss of the last call times their coefficients, a float32 scalar to
             add to the loss. It keeps the graph of that call alive.
-        expert_counts: slots that the router gave each expert in the last call on this rank, int64
-            ``(E,)``.
-        groups: the ranks, for ``sync_gradients``.
+        expert_counts: slots that the router gave to each expert in the last call on this rank,
+            int64 ``(E,)``.
+        groups: the process groups, for ``halley.sync_gradients``.
 
     Raises:
         ValueError: a size does not fit, or an argument has the wrong type.
@@ -128,8 +129,8 @@ class MoE(nn.Module):
 
         Args:
             x: ``(..., hidden_size)``, in the dtype of the parameters or under autocast.
-            return_aux: return the loss and the counts beside the output. Required inside
-                activation checkpointing, which calls the layer twice.
+            return_aux: also return the loss and the counts. Required inside activation
+                checkpointing, because its second call of the layer replaces ``aux_loss``.
 
         Returns:
             The output, with the shape of ``x``; or a ``MoEOutput`` of output, ``aux_loss`` and
@@ -143,10 +144,10 @@ class MoE(nn.Module):
         return output if return_aux else output.y
 
     def sync_gradients(self) -> None:
-        """Turn gradients of each rank's mean loss into those of the mean over all ranks, in place.
+        """Average gradients over the ranks in place, for a loss that is a mean on each rank.
 
-        A collective of the group: gradients of shared parameters are summed over the ranks, and all
-        are divided by the number of ranks. Parameters without a gradient are skipped.
+        A collective of the group. Gradients of shared parameters are summed over the ranks. Then
+        all gradients are divided by the number of ranks. Parameters without a gradient are skipped.
         """
         shared, expert = (
             [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -160,7 +161,7 @@ class MoE(nn.Module):
         return [parameter for name, parameter in self.named_parameters() if name in names]
 
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of which every rank has a copy: router and shared expert."""
+        """Return the parameters that are copied on every rank: router and shared expert."""
         names = expert_parameter_names(self)
         return [parameter for name, parameter in self.named_parameters() if name not in names]
 
@@ -188,7 +189,7 @@ def _pick_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _groups_of(group: dist.ProcessGroup | None) -> ParallelGroups:
-    """Return groups in which the experts are spread over all ranks."""
+    """Return groups in which the experts are spread over all ranks of ``group``."""
     rank, num_ranks = rank_and_size(group)
     if num_ranks == 1:
         return ParallelGroups()

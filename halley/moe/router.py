@@ -21,7 +21,7 @@ class RouterOutput(NamedTuple):
     Attributes:
         routing: expert ids and weights of each token.
         loss: balance and z loss, each times its coefficient, a float32 scalar.
-        counts_E: slots of each expert, before capacity drops any, int64.
+        counts_E: slots of each expert before the capacity drops slots, int64.
     """
 
     routing: Routing
@@ -30,7 +30,9 @@ class RouterOutput(NamedTuple):
 
 
 class AbstractRouter(nn.Module, abc.ABC):
-    """A linear layer in float32, then a choice of experts, with losses. Subclasses are final.
+    """Compute logits in float32, choose the experts of each token, and return the router losses.
+
+    Subclasses are final.
 
     Args:
         config: configuration of the MoE layer.
@@ -59,6 +61,7 @@ class AbstractRouter(nn.Module, abc.ABC):
         """Route each token of ``x_TD``."""
         router = self.config.router
         num_experts = self.config.num_experts
+        # In a 16-bit dtype, rounding can change the choice of an expert.
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = F.linear(x_TD.float(), self.weight.float())
             idx_TK, weights_TK, probs_TE = self.choose(logits_TE)
@@ -85,10 +88,11 @@ class AbstractRouter(nn.Module, abc.ABC):
 
 @final
 class SoftmaxRouter(AbstractRouter):
-    """Softmax over all experts, then top-k.
+    """Choose the top-k experts by softmax over all experts.
 
     With ``normalize``, the weights of a token sum to 1 (Mixtral, Qwen3). The kind "switch" is top-1
-    without normalization, "top2" is GShard's top-2 with normalization; both have a capacity.
+    without normalization. The kind "top2" is GShard's top-2 with normalization. Both have a
+    capacity.
 
     Source: Mixtral (arXiv:2401.04088), section 2.1; Switch (arXiv:2101.03961), section 2.1;
     GShard (arXiv:2006.16668), section 2.2, without its random drop of second experts.
@@ -105,11 +109,11 @@ class SoftmaxRouter(AbstractRouter):
 
 @final
 class SigmoidRouter(AbstractRouter):
-    """Sigmoid scores, then top-k among the experts of the best groups.
+    """Choose the top-k experts by sigmoid scores, among the experts of the best groups.
 
-    A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises it
-    for experts below the mean load and lowers it for the others, which balances the load without a
-    loss.
+    A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises
+    the bias of experts below the mean load and lowers the bias of the others. This balances the
+    load without a loss.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum of its
     two best expert scores, as in the released model.

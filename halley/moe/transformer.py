@@ -1,6 +1,7 @@
 """A decoder-only transformer with MoE layers; parameter names are those of Hugging Face."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -36,7 +37,7 @@ class ModelOutput(NamedTuple):
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then a dense or an MoE feed-forward network, each normed."""
+    """A transformer block: norm and attention, then norm and a dense or MoE network."""
 
     def __init__(
         self,
@@ -53,13 +54,10 @@ class Block(nn.Module):
         super().__init__()
         self.recorder = recorder
         place = {"dtype": dtype, "device": device}
-        self.input_layernorm = RMSNorm(
-            config.hidden_size, eps=config.norm_eps, dtype=dtype, device=device
-        )
-        self.self_attn = Attention(config, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, eps=config.norm_eps, dtype=dtype, device=device
-        )
+        norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps, **place)
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, **place)
+        self.post_attention_layernorm = norm()
         self.mlp: MoELayer | FeedForward
         if config.is_moe_layer(index):
             assert strategy is not None
@@ -96,12 +94,13 @@ class MoETransformer(nn.Module):
 
     Args:
         config: sizes of the model.
-        strategy: runs the routed experts of all MoE layers; or one strategy a layer, in order.
+        strategy: runs the routed experts of all MoE layers; or a sequence with one strategy for
+            each MoE layer.
         groups: the ranks over which the experts are spread.
-        recorder: takes the spans of the blocks.
+        recorder: records the spans of the blocks.
         dtype, device: dtype and device of the parameters.
         activation_checkpointing: recompute each block in backward.
-        placements: expert placement of each MoE layer, in order; None for consecutive ranges.
+        placements: expert placement of each MoE layer; None for consecutive ranges.
 
     Raises:
         ValueError: the experts do not divide over the ranks, placements are for other sizes, the
@@ -124,17 +123,16 @@ class MoETransformer(nn.Module):
         super().__init__()
         device = parse_device(device, types=("cpu", "cuda", "meta"))
         check_type(config, ModelConfig, name="config")
+        place = {"dtype": dtype, "device": device}
         sizes = {"ep_size": groups.ep_size, "tp_size": groups.tp_size}
-        check_model_memory(config, dtype=dtype, device=device, **sizes)
+        check_model_memory(config, **sizes, **place)
         placement_of = _by_layer(config, placements, name="placements")
         one = isinstance(strategy, AbstractStrategy)
         strategies = [strategy] * config.num_moe_layers if one else strategy
         strategy_of = _by_layer(config, strategies, name="strategies")
         self.config = config
         self.activation_checkpointing = activation_checkpointing
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
-        )
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **place)
         self.layers = nn.ModuleList(
             Block(
                 config,
@@ -142,16 +140,13 @@ class MoETransformer(nn.Module):
                 strategy=strategy_of.get(index),
                 groups=groups,
                 recorder=recorder,
-                dtype=dtype,
-                device=device,
                 placement=placement_of.get(index),
+                **place,
             )
             for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, device=device)
-        self.lm_head = nn.Linear(
-            config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device
-        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, **place)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **place)
 
     def forward(self, tokens_BS: torch.Tensor) -> ModelOutput:
         """Return next-token logits of ``tokens_BS``, int64; a collective of the group."""
@@ -178,12 +173,12 @@ class MoETransformer(nn.Module):
         )
 
     def init_weights(self, *, seed: int) -> None:
-        """Initialize all parameters from ``seed``, alike for every number of ranks."""
+        """Initialize all parameters from ``seed``; the values do not depend on the ranks."""
         init_parameters(self, seed=seed)
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Return a dict from the index of each MoE layer to its item of ``given``.
+    """Return the items of ``given`` by the index of their MoE layer in the model.
 
     Raises:
         ValueError: the number of items is not that of the MoE layers.
@@ -199,8 +194,8 @@ def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> 
 def flops_per_token(config: ModelConfig, *, seq_len: int) -> float:
     """Return the floating-point operations of forward and backward for one token.
 
-    Six per parameter that a token uses (of the experts, only its top-k), and the two GEMMs of
-    causal attention over half the sequence on average.
+    Each parameter that a token uses counts six operations. Of the experts, these are only its top-k
+    and the shared expert. The two GEMMs of causal attention read half the sequence on average.
 
     Source: Kaplan et al. (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
     """

@@ -1,9 +1,9 @@
-"""Collectives of rows with gradients: all-to-all with uneven splits, all-gather, reduce-scatter.
+"""Differentiable moves of rows: collectives between ranks, and permutations on one rank.
 
-An all-to-all is split into start and wait, so that other work can run in between. The two halves
-are each other's gradient: the backward of ``wait`` starts the all-to-all of the gradient, and the
-backward of ``start`` waits for it. Autograd runs backward in the reverse order of forward, so code
-that pipelines the forward pass pipelines the backward pass too.
+An all-to-all is split into start and wait, so that other work can run in between. The backward of
+``wait`` starts the all-to-all of the gradient, and the backward of ``start`` waits for it. Autograd
+runs backward in the reverse order of forward, so code that pipelines the forward pass pipelines the
+backward pass too.
 
 Every collective may raise ``RuntimeError``, which names the operation and the ranks.
 """
@@ -31,9 +31,9 @@ class Exchange:
         recv_splits: rows from each rank.
         group: the ranks; None for a single rank, which then keeps its rows.
         received: buffer for the rows received in forward; None allocates one.
-        name: name of the spans that time the host's waits, "<name>.wait" and
-            "<name>.backward.wait" on the stream "exposed".
-        recorder: takes these spans.
+        recorder: records the host's waits as spans "<name>.wait" and "<name>.backward.wait" of the
+            stream "exposed".
+        name: see ``recorder``; errors contain it too.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Exchange:
         send_splits, recv_splits = self.send_splits, self.recv_splits
         if backward:
             send_splits, recv_splits = recv_splits, send_splits
-        # Dropped after use: the graph of a buffer given by the caller refers to this exchange.
+        # Keep no reference to the buffer: its autograd graph refers to this exchange, a cycle.
         buffer, self.received = self.received, None
         if buffer is None:
             buffer = rows.new_empty(sum(recv_splits), rows.shape[1])
@@ -126,7 +126,7 @@ class _Start(torch.autograd.Function):
         return exchange.launch(rows, backward=False)
 
     @staticmethod
-    def backward(ctx, grad):  # autograd passes grad for its order; the all-to-all has the values
+    def backward(ctx, grad):  # ``grad`` only fixes the order: the all-to-all received the values
         return ctx.exchange.finish(backward=True), None
 
 
@@ -158,8 +158,8 @@ class _Run(torch.autograd.Function):
 
 class _ConcatInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, buffer, *parts):
-        ctx.sizes = [part.shape[0] for part in parts]
+    def forward(ctx, buffer, *slices):
+        ctx.sizes = [rows.shape[0] for rows in slices]
         ctx.mark_dirty(buffer)
         return buffer
 
@@ -168,21 +168,21 @@ class _ConcatInPlace(torch.autograd.Function):
         return None, *grad.split(ctx.sizes)
 
 
-def concat_in_place(buffer_ND: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return ``buffer_ND`` as the concatenation of ``parts``, without a copy; differentiable.
+def concat_in_place(buffer_ND: torch.Tensor, slices: list[torch.Tensor]) -> torch.Tensor:
+    """Return ``buffer_ND`` as the concatenation of its slices, without a copy; differentiable.
 
     Args:
         buffer_ND: a buffer that requires no gradient.
-        parts: its consecutive slices, which exchanges have received.
+        slices: consecutive slices of the buffer that exchanges have received; all rows of it.
     """
-    return _ConcatInPlace.apply(buffer_ND, *parts)  # pyright: ignore[reportReturnType]
+    return _ConcatInPlace.apply(buffer_ND, *slices)  # pyright: ignore[reportReturnType]
 
 
 def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All-gather the values of all ranks, as many on each; return ``(W, V)``. No gradient.
+    """All-gather the values of all ranks; return ``(W, V)``. Not differentiable.
 
     Args:
-        values_V: values of this rank.
+        values_V: values of this rank, equally many on all ranks.
         group: the ranks; None for a single rank.
     """
     if group is None:
@@ -196,38 +196,34 @@ def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> 
 def all_gather_rows(
     rows_TX: torch.Tensor, *, max_rows: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """All-gather rows, uneven in number; return ``(W * max_rows, X)``. Differentiable.
+    """All-gather different numbers of rows; return ``(W * max_rows, X)``. Differentiable.
 
     Args:
         rows_TX: rows of this rank.
-        max_rows: the largest number of rows of any rank; zeros pad the rows of each rank to it.
+        max_rows: the largest number of rows of any rank. Shorter ones are padded with zeros.
         group: the ranks; None for a single rank, which gets its own rows.
     """
     if group is None:
         return rows_TX
-    out = _AllGatherRows.apply(rows_TX, max_rows, group)
-    assert isinstance(out, torch.Tensor)
-    return out
+    return _AllGatherRows.apply(rows_TX, max_rows, group)  # pyright: ignore[reportReturnType]
 
 
 def reduce_scatter_rows(
     rows_AX: torch.Tensor, *, num_rows: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Sum each rank's rows over all ranks; return those of this rank, ``(num_rows, X)``.
+    """Sum the rows over all ranks; return the sums for this rank, ``(num_rows, X)``.
 
-    Differentiable: the gradient is an all-gather. An all-to-all and a float32 sum in order of rank,
-    because a reduction inside the network is not deterministic on every network.
+    Differentiable: the gradient is an all-gather. It uses an all-to-all and a float32 sum in order
+    of rank: NCCL may reduce inside the network, which is not deterministic on every network.
 
     Args:
-        rows_AX: a partial sum for each row of each rank, in the layout of ``all_gather_rows``.
+        rows_AX: a partial sum for each row of each rank, as ``all_gather_rows`` orders the rows.
         num_rows: rows of this rank.
         group: the ranks; None for a single rank.
     """
     if group is None:
         return rows_AX
-    out = _ReduceScatterRows.apply(rows_AX, num_rows, group)
-    assert isinstance(out, torch.Tensor)
-    return out
+    return _ReduceScatterRows.apply(rows_AX, num_rows, group)  # pyright: ignore[reportReturnType]
 
 
 def _all_gather(rows: torch.Tensor, max_rows: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -248,24 +244,24 @@ def _reduce_scatter(rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup)
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, max_rows: int, group: dist.ProcessGroup):
+    def forward(ctx, rows, max_rows, group):
         ctx.num_rows, ctx.group = rows.shape[0], group
         return _all_gather(rows, max_rows, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return _reduce_scatter(gradients[0], ctx.num_rows, ctx.group), None, None
+    def backward(ctx, grad):
+        return _reduce_scatter(grad, ctx.num_rows, ctx.group), None, None
 
 
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, num_rows: int, group: dist.ProcessGroup):
+    def forward(ctx, rows, num_rows, group):
         ctx.max_rows, ctx.group = rows.shape[0] // dist.get_world_size(group), group
         return _reduce_scatter(rows, num_rows, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor):
-        return _all_gather(gradients[0], ctx.max_rows, ctx.group), None, None
+    def backward(ctx, grad):
+        return _all_gather(grad, ctx.max_rows, ctx.group), None, None
 
 
 class _PermuteRows(torch.autograd.Function):
@@ -321,7 +317,7 @@ def invert_permutation(order_N: torch.Tensor) -> torch.Tensor:
 def reorder_rows(
     rows_RD: torch.Tensor, order_R: torch.Tensor, *, inverse_R: torch.Tensor
 ) -> torch.Tensor:
-    """Return the rows in the given order, ``rows_RD[order_R]``, ``(R, D)``."""
+    """Return ``rows_RD[order_R]``, ``(R, D)``; ``inverse_R`` is the inverse permutation."""
     return _PermuteRows.apply(rows_RD, order_R, inverse_R)  # pyright: ignore[reportReturnType]
 
 
@@ -354,7 +350,7 @@ def combine_tokens(
 
     Args:
         rows_ND: row i belongs to slot ``slots_N[i]``.
-        weights_TK: one weight a slot, rounded to the dtype of the rows.
+        weights_TK: one weight for each slot, rounded to the dtype of the rows.
         slots_N: a permutation of all slots, as for ``gather_tokens``.
         inverse_N: its inverse.
     """

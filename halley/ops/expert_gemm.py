@@ -1,8 +1,8 @@
-"""Expert GEMMs on rows that are sorted by expert: grouped GEMMs around the activation.
+"""Run experts on rows that are sorted by expert: grouped GEMM, activation, grouped GEMM.
 
 ``apply_experts`` calls torch's grouped GEMM, for eager code. ``apply_experts_traceable`` uses the
-operator ``halley::expert_gemm``, whose weight gradient is an operator of its own, so that a
-compiler can schedule it under an all-to-all.
+operator ``halley::expert_gemm``. Its weight gradient is a separate operator, so that a compiler can
+schedule it under an all-to-all.
 """
 
 import torch
@@ -14,8 +14,8 @@ from halley.ops.library import define
 
 
 ROW_ALIGNMENT = 16  # bytes; torch's grouped GEMM requires it of each row of its operands
-# A CPU GEMM of few rows is another kernel, with other rounding, than one of many rows. Padding to a
-# multiple keeps the result of a row independent of the number of rows beside it.
+# On a CPU, GEMMs of few and of many rows use different kernels, which round differently. Padding to
+# a multiple makes the result of a row independent of the number of other rows.
 _CPU_ROW_MULTIPLE = 16
 
 
@@ -72,7 +72,7 @@ def grouped_linear(
 
     Args:
         x_RI: rows sorted by group.
-        weight_LOI: one matrix a group, in the layout of ``torch.nn.Linear``.
+        weight_LOI: one matrix for each group, in the layout of ``torch.nn.Linear``.
         ends_L: end of each group's rows, int32.
     """
     return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=ends_L)
@@ -98,7 +98,7 @@ def add_bias(x_RO: torch.Tensor, bias_LO: torch.Tensor, *, ends_L: torch.Tensor)
 
     Args:
         x_RO: rows sorted by group.
-        bias_LO: one bias a group.
+        bias_LO: one bias for each group.
         ends_L: end of each group's rows, int32.
     """
     return _AddBias.apply(x_RO, bias_LO, ends_L)  # pyright: ignore[reportReturnType]
@@ -113,7 +113,7 @@ def expert_gemm(
 
     Args:
         rows_RI: rows sorted by expert.
-        weights_LIO: one matrix an expert, of any strides.
+        weights_LIO: one matrix for each expert, of any strides.
         ends_L: end of each expert's rows, int32, non-decreasing; an expert may have no rows.
     """
     return _call_expert_gemm(rows_RI, weights_LIO, ends_L)
@@ -132,12 +132,6 @@ def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
             out[begin:end] = padded[: group.shape[0]]
         begin = end
     return out
-
-
-def _fake_expert_gemm(
-    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[2])
 
 
 def _setup(ctx, inputs, output):
@@ -163,23 +157,17 @@ def _expert_weight_gemm(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tens
     return torch.stack([rows[group].t() @ grad[group] for group in groups])
 
 
-def _fake_expert_weight_gemm(
-    rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
-    return rows.new_empty(ends.shape[0], rows.shape[1], grad.shape[1])
-
-
 _call_expert_gemm = define(
     "expert_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
     _expert_gemm,
-    _fake_expert_gemm,
+    fake=lambda rows, weights, ends: rows.new_empty(rows.shape[0], weights.shape[2]),
     setup_context=_setup,
     backward=_backward,
-    made_of_torch=True,
+    decomposable=True,
 )
 define(
     "expert_weight_gemm(Tensor rows, Tensor grad, Tensor ends) -> Tensor",
     _expert_weight_gemm,
-    _fake_expert_weight_gemm,
-    made_of_torch=True,
+    fake=lambda rows, grad, ends: rows.new_empty(ends.shape[0], rows.shape[1], grad.shape[1]),
+    decomposable=True,
 )

@@ -66,12 +66,6 @@ def _rows_of_microbatch(
     return row_R + shift_S.index_select(0, torch.searchsorted(ends_S, row_R, right=True))
 
 
-def _fake_rows_of_microbatch(
-    counts: torch.Tensor, num_microbatches: int, index: int, num_rows: int
-) -> torch.Tensor:
-    return counts.new_empty(num_rows)
-
-
 def _concat_order(counts: torch.Tensor, num_microbatches: int, num_rows: int) -> torch.Tensor:
     """Return the index that sorts concatenated microbatches as the full batch, int64.
 
@@ -83,10 +77,6 @@ def _concat_order(counts: torch.Tensor, num_microbatches: int, num_rows: int) ->
     return group_rows(counts.view(num_microbatches, -1), num_rows=num_rows).order_R
 
 
-def _fake_concat_order(counts: torch.Tensor, num_microbatches: int, num_rows: int) -> torch.Tensor:
-    return counts.new_empty(num_rows)
-
-
 _define_write(
     "write_slice(Tensor(a!) full, Tensor part, int dim, SymInt start) -> Tensor(a!)", _write_slice
 )
@@ -94,12 +84,12 @@ _define_write("write_rows(Tensor(a!) full, Tensor part, Tensor places) -> Tensor
 define(
     "rows_of_microbatch(Tensor counts, int num_microbatches, int index, SymInt num_rows) -> Tensor",
     _rows_of_microbatch,
-    _fake_rows_of_microbatch,
+    lambda counts, num_microbatches, index, num_rows: counts.new_empty(num_rows),
 )
 define(
     "concat_order(Tensor counts, int num_microbatches, SymInt num_rows) -> Tensor",
     _concat_order,
-    _fake_concat_order,
+    lambda counts, num_microbatches, num_rows: counts.new_empty(num_rows),
 )
 write_slice = torch.ops.halley.write_slice.default
 write_rows = torch.ops.halley.write_rows.default

@@ -1,7 +1,7 @@
 """Define Halley's operators in ``torch.library`` with little overhead for each call.
 
-Operators are defined on the library directly: ``torch.library.custom_op`` adds 4 us to a call.
-Outside of tracing and autograd, calls bypass the dispatcher, which takes 9 us.
+Operators are defined on the library directly, because ``torch.library.custom_op`` adds 4 us to a
+call. Outside of tracing and autograd, calls bypass the dispatcher, which takes 9 us.
 """
 
 import sys
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 
-# Operators that can be decomposed into ATen operators, by name. Halley's compiler passes need one
-# node for each operator; afterwards Inductor decomposes them so that it can fuse them.
-MADE_OF_TORCH: dict[str, Callable[..., Any]] = {}
+# Implementations of the operators that can be decomposed into ATen operators, by name. Compiler
+# passes need one node for each operator. Afterwards Inductor decomposes the nodes to fuse them.
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
 _library = torch.library.Library("halley", "FRAGMENT")
 _TAGS = (
@@ -33,17 +33,17 @@ def define(
     *,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-    made_of_torch: bool = False,
+    decomposable: bool = False,
 ) -> Callable[..., Any]:
     """Define ``halley::<schema>`` and return a function that calls it with little overhead.
 
     Args:
-        schema: name, arguments and results in the form of torch.
+        schema: name, arguments and results, as ``torch.library.Library.define`` takes them.
         run: implementation for real tensors.
         fake: implementation for fake tensors, which computes shapes and dtypes only.
-        setup_context, backward: the gradient, in the form of ``torch.library.register_autograd``;
-            None makes a backward through the operator an error.
-        made_of_torch: True if ``run`` consists of ATen operators on a GPU and can be traced.
+        setup_context, backward: the gradient, as ``torch.library.register_autograd`` takes it;
+            without ``backward``, a backward through the operator is an error.
+        decomposable: True if ``run`` consists of ATen operators on a GPU and can be traced.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
@@ -53,8 +53,8 @@ def define(
         f"halley::{name}", backward or _refuse, setup_context=setup_context, lib=_library
     )
     operator = getattr(torch.ops.halley, name).default
-    if made_of_torch:
-        MADE_OF_TORCH[f"halley::{name}"] = run
+    if decomposable:
+        DECOMPOSITIONS[f"halley::{name}"] = run
 
     def call(first: torch.Tensor, *others: object) -> Any:
         return (run if _is_plain(first) else operator)(first, *others)
@@ -79,8 +79,8 @@ def _compiles_kernels() -> bool:
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper that hides an implementation from Dynamo, which traces behind graph breaks.
 
-    The wrapper does not import Dynamo, which takes seconds and imports Triton. Before Triton's
-    first import, ``interpreter/switch.py`` must have chosen how kernels run.
+    The wrapper does not import Dynamo itself, because that takes seconds and imports Triton. Before
+    Triton's first import, ``interpreter/switch.py`` must have chosen how kernels run.
     """
     hidden: list[Callable[..., Any]] = []
 

@@ -20,7 +20,7 @@ class Replicas:
         rank: rank in the expert-parallel group.
         group: the expert-parallel group.
         device: device of the experts.
-        recorder: takes the span "replicas.wait", the host's wait.
+        recorder: records the host's wait as the span "replicas.wait".
 
     Attributes:
         first: local indices of the experts of this rank that no lower rank holds, int64.
@@ -68,22 +68,23 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients, those of replicas copied from the first rank; a collective.
+        """Return the gradients, those of replicas copied from their first rank; a collective.
 
-        For gradients that were summed further, with possibly different rounding on each rank.
+        For gradients that were reduced again after ``sum``: ranks may have rounded differently.
 
         Args:
             gradients: ``(L, ...)`` each, of one dtype.
         """
-        return self._merge(gradients, _take_first_into)
+        return self._merge(gradients, lambda out, sources: out.copy_(sources[0]))
 
     def _merge(
         self,
         gradients: Sequence[torch.Tensor],
-        merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], None],
+        merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
     ) -> list[torch.Tensor]:
-        """Return copies of the gradients, in which ``merge`` has combined those of replicas."""
+        """Return copies of the gradients; ``merge`` computes those of replicated experts."""
         received = self._exchange(gradients)
+        # A contiguous copy, since ``view`` below needs one.
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
         for place, ranks in self._ranks.items():
             for index, gradient in enumerate(gradients):
@@ -97,15 +98,15 @@ class Replicas:
     ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
         """Return the gradients of the other replicas, by (other rank, local index).
 
-        One all-to-all for all gradients; the gradients of an expert are adjacent in it.
+        One all-to-all sends all gradients; those of one expert are adjacent in its buffer.
         """
         flat = [gradient.flatten(1) for gradient in gradients]
-        sizes = [part.shape[1] for part in flat]
+        sizes = [gradient.shape[1] for gradient in flat]
         splits = [0] * self.group.size()
         for other, _ in self._pairs:
             splits[other] += sum(sizes)
-        parts = [part[place] for _, place in self._pairs for part in flat]
-        sent = torch.cat(parts) if parts else gradients[0].new_empty(0)
+        rows = [gradient[place] for _, place in self._pairs for gradient in flat]
+        sent = torch.cat(rows) if rows else gradients[0].new_empty(0)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(
             received, sent, splits, splits, group=self.group, async_op=True
@@ -113,22 +114,19 @@ class Replicas:
         assert work is not None
         with self.recorder.span("replicas.wait", stream="exposed"):
             work.wait()
-        of_pairs = received.split(sum(sizes))
-        return {pair: part.split(sizes) for pair, part in zip(self._pairs, of_pairs, strict=False)}
+        # Not strict: an empty tensor splits into one empty piece.
+        pieces = zip(self._pairs, received.split(sum(sizes)), strict=False)
+        return {pair: piece.split(sizes) for pair, piece in pieces}
 
 
 def _sum_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    if len(sources) == 2:  # float32 inside, rounded once, one pass over memory
+    if len(sources) == 2:  # one pass over memory; torch.add adds in float32 and rounds once
         torch.add(sources[0], sources[1], out=out)
         return
     total = sources[0].to(torch.float32, copy=True)  # a copy: the input stays unchanged
     for source in sources[1:]:
         total += source
     out.copy_(total)
-
-
-def _take_first_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    out.copy_(sources[0])
 
 
 class _ShareGradients(torch.autograd.Function):
@@ -145,8 +143,9 @@ class _ShareGradients(torch.autograd.Function):
 def share_gradients(experts: Experts, replicas: Replicas) -> Experts:
     """Return the experts; in backward, sum the gradients of replicas over their ranks.
 
-    Equal replicas receive equal gradients, so they stay equal with any optimizer. One all-to-all a
-    backward pass: a rank sends only gradients of replicated experts, once to each other replica.
+    Equal replicas receive equal gradients, so they stay equal with any optimizer. Each backward
+    pass has one all-to-all. A rank sends only gradients of replicated experts, once to each other
+    replica.
 
     Raises:
         ValueError: a weight has a ``main_grad``, to which fused layers add without autograd.

@@ -1,10 +1,10 @@
 """Routing as torch.library operators: sort slots, gather and combine rows, group them by expert.
 
 For code that ``torch.compile`` traces into one graph. Each step is one node, so a compiler pass can
-recognise it. The pass that splits a batch into microbatches needs this: rows sorted by expert are
-no contiguous slice of a microbatch, and their order follows from the counts beside them.
+recognise it. The pass that splits a batch into microbatches needs this. Since rows are sorted by
+expert, the rows of a microbatch are no slice of the rows of the full batch.
 
-Numbers of rows may be symbolic sizes. Eager code uses ``permute`` instead.
+Numbers of rows may be symbolic sizes. Eager code uses ``exchange.py`` instead.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from halley.ops.library import define, takes_kernels
 
 
 class GroupedRows(NamedTuple):
-    """The order by expert of rows that were received by source rank. L experts, W ranks, R rows.
+    """How to sort received rows by expert: L experts, W source ranks, R rows.
 
     Attributes:
         order_R: ``received[order_R]`` is sorted by expert, int64.
@@ -49,9 +49,9 @@ def sort_slots(topk_idx_TK: torch.Tensor, *, num_experts: int) -> tuple[torch.Te
 def read_counts(
     sent_WL: torch.Tensor, received_WL: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the rows sent to each rank and received from each rank to the host, ``(W,)`` each.
+    """Copy the numbers of rows sent to and received from each rank to the host, ``(W,)`` each.
 
-    Both use one copy, so the host waits for the device once.
+    Both numbers travel in one copy, so the host waits for the device once.
 
     Args:
         sent_WL: rows for each local expert of each rank, int64.
@@ -63,16 +63,13 @@ def read_counts(
 def gather_rows(
     x_TD: torch.Tensor, slots_N: torch.Tensor, *, num_rows: int, top_k: int
 ) -> torch.Tensor:
-    """Return the token of each of the first ``num_rows`` slots; differentiable in ``x_TD``.
+    """Return the token of each slot, ``(num_rows, D)``; differentiable in ``x_TD``.
 
     Args:
         x_TD: tokens.
-        slots_N: as from ``sort_slots``.
+        slots_N: as from ``sort_slots``; only the first ``num_rows`` are used.
         num_rows: number of slots that are not dropped.
         top_k: K.
-
-    Returns:
-        ``(num_rows, D)``.
     """
     return _call_gather_rows(x_TD, slots_N, num_rows, top_k)
 
@@ -85,20 +82,20 @@ def combine_rows(
     Args:
         rows_ND: row i belongs to slot ``slots_N[i]``; slots without a row add nothing.
         slots_N: as from ``sort_slots``.
-        weights_TK: one weight a slot, rounded to the dtype of the rows.
+        weights_TK: one weight for each slot, rounded to the dtype of the rows.
     """
     return _call_combine_rows(rows_ND, slots_N, weights_TK)
 
 
 def group_rows(counts_WL: torch.Tensor, *, num_rows: int) -> GroupedRows:
-    """Return how to sort by expert rows that were received by source rank, then expert.
+    """Return how to sort received rows by expert; they arrive sorted by source rank, then expert.
 
     Args:
         counts_WL: rows of each source rank for each local expert, int64.
         num_rows: their sum.
 
-    Example: counts [[1, 2], [1, 0]]: the rows are received as s0e0 s0e1 s0e1 s1e0. The order by
-    expert is 0, 3, 1, 2, and the experts end at 2 and 4.
+    Example: counts [[1, 2], [1, 0]] describe the rows s0e0 s0e1 s0e1 s1e0 (source rank, expert).
+    The order by expert is 0, 3, 1, 2, and the rows of the experts end at 2 and 4.
     """
     return GroupedRows(*_call_group_rows(counts_WL, num_rows))
 
@@ -119,30 +116,13 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return slots, expert_starts(keys, num_experts).diff()
 
 
-def _fake_sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return topk_idx.new_empty(topk_idx.numel()), topk_idx.new_empty(num_experts)
-
-
 def _read_counts(sent: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     both = torch.stack([sent.sum(1), received.sum(1)]).cpu()
     return both[0].clone(), both[1].clone()
 
 
-def _fake_read_counts(
-    sent: torch.Tensor, received: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    own, others = (counts.new_empty(counts.shape[0], device="cpu") for counts in (sent, received))
-    return own, others
-
-
 def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
     return x.index_select(0, _first(slots, num_rows) // top_k)
-
-
-def _fake_gather_rows(
-    x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int
-) -> torch.Tensor:
-    return x.new_empty(num_rows, x.shape[1])
 
 
 def _gather_setup(ctx, inputs, output):
@@ -159,19 +139,9 @@ def _gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -
     return _by_slot(grad, slots).view(-1, top_k, grad.shape[1]).sum(1)
 
 
-def _fake_gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -> torch.Tensor:
-    return grad.new_empty(slots.shape[0] // top_k, grad.shape[1])
-
-
 def _combine_rows(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     by_slot = _by_slot(rows, slots).view(*weights.shape, rows.shape[1])
     return (by_slot * weights.to(rows.dtype).unsqueeze(2)).sum(1)
-
-
-def _fake_combine_rows(
-    rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    return rows.new_empty(weights.shape[0], rows.shape[1])
 
 
 def _combine_setup(ctx, inputs, output):
@@ -193,12 +163,6 @@ def _combine_rows_backward(
     return grad_of_row * weight_of_row.unsqueeze(1), grad_weights.view_as(weights).to(weights.dtype)
 
 
-def _fake_combine_rows_backward(
-    grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
-
-
 def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Return the rows in order of slot, with zeros for dropped slots."""
     out = rows.new_zeros(slots.shape[0], rows.shape[1])
@@ -206,9 +170,10 @@ def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the first ``number`` values; by index where that is a symbolic size.
+    """Return the first ``number`` values.
 
-    Torch gives a slice a new symbolic size, and cannot prove that it equals ``number``.
+    A symbolic number needs an index: torch gives a slice a new symbolic size and cannot prove that
+    it equals ``number``.
     """
     if isinstance(number, int):
         return values[:number]
@@ -237,21 +202,8 @@ def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) ->
     return values.flatten().index_select(0, segments)
 
 
-def _fake_group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
-    num_ranks, num_local = counts.shape
-    ends = counts.new_empty(num_local, dtype=torch.int32)
-    by_expert = counts.new_empty(num_local, num_ranks)
-    return counts.new_empty(num_rows), counts.new_empty(num_rows), ends, by_expert
-
-
 def _permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, order)
-
-
-def _fake_permute_rows(
-    rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
-) -> torch.Tensor:
-    return rows.new_empty(order.shape[0], rows.shape[1])
 
 
 def _permute_setup(ctx, inputs, output):
@@ -266,54 +218,62 @@ def _permute_backward(ctx, grad):
 _call_sort_slots = define(
     "sort_slots(Tensor topk_idx, int num_experts) -> (Tensor slots, Tensor counts)",
     _sort_slots,
-    _fake_sort_slots,
+    fake=lambda topk_idx, num_experts: (
+        topk_idx.new_empty(topk_idx.numel()),
+        topk_idx.new_empty(num_experts),
+    ),
 )
 _call_read_counts = define(
     "read_counts(Tensor sent, Tensor received) -> (Tensor sent_splits, Tensor received_splits)",
     _read_counts,
-    _fake_read_counts,
-    made_of_torch=True,
+    fake=lambda *counts: tuple(each.new_empty(each.shape[0], device="cpu") for each in counts),
+    decomposable=True,
 )
 _call_gather_rows = define(
     "gather_rows(Tensor x, Tensor slots, SymInt num_rows, int top_k) -> Tensor",
     _gather_rows,
-    _fake_gather_rows,
+    fake=lambda x, slots, num_rows, top_k: x.new_empty(num_rows, x.shape[1]),
     setup_context=_gather_setup,
     backward=_gather_backward,
-    made_of_torch=True,
+    decomposable=True,
 )
 define(
     "gather_rows_backward(Tensor grad, Tensor slots, int top_k) -> Tensor",
     _gather_rows_backward,
-    _fake_gather_rows_backward,
-    made_of_torch=True,
+    fake=lambda grad, slots, top_k: grad.new_empty(slots.shape[0] // top_k, grad.shape[1]),
+    decomposable=True,
 )
 _call_combine_rows = define(
     "combine_rows(Tensor rows, Tensor slots, Tensor weights) -> Tensor",
     _combine_rows,
-    _fake_combine_rows,
+    fake=lambda rows, slots, weights: rows.new_empty(weights.shape[0], rows.shape[1]),
     setup_context=_combine_setup,
     backward=_combine_backward,
-    made_of_torch=True,
+    decomposable=True,
 )
 define(
     "combine_rows_backward(Tensor grad, Tensor rows, Tensor slots, Tensor weights)"
     " -> (Tensor grad_rows, Tensor grad_weights)",
     _combine_rows_backward,
-    _fake_combine_rows_backward,
-    made_of_torch=True,
+    fake=lambda grad, rows, slots, weights: (torch.empty_like(rows), torch.empty_like(weights)),
+    decomposable=True,
 )
 _call_group_rows = define(
     "group_rows(Tensor counts, SymInt num_rows)"
     " -> (Tensor order, Tensor inverse, Tensor ends, Tensor counts_by_expert)",
     _group_rows,
-    _fake_group_rows,
+    fake=lambda counts, num_rows: (
+        counts.new_empty(num_rows),
+        counts.new_empty(num_rows),
+        counts.new_empty(counts.shape[1], dtype=torch.int32),
+        counts.new_empty(counts.shape[1], counts.shape[0]),
+    ),
 )
 _call_permute_rows = define(
     "permute_rows(Tensor rows, Tensor order, Tensor inverse) -> Tensor",
     _permute_rows,
-    _fake_permute_rows,
+    fake=lambda rows, order, inverse: rows.new_empty(order.shape[0], rows.shape[1]),
     setup_context=_permute_setup,
     backward=_permute_backward,
-    made_of_torch=True,
+    decomposable=True,
 )

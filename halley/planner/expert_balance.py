@@ -5,8 +5,9 @@ github.com/deepseek-ai/EPLB, MIT). Each spare slot goes to the expert with the m
 replica. Then the replicas are packed, heaviest first, each on the least loaded rank with a free
 slot (longest processing time first: Graham, SIAM J. Appl. Math. 17, 1969).
 
-Additions: no rank holds an expert twice. Swaps and replacements of replicas follow as long as they
-reduce the load of the most loaded rank. Slots stay unused if using them does not reduce that load.
+Halley differs in three points. A rank never holds an expert twice. After packing, replicas are
+swapped and replaced as long as this reduces the load of the most loaded rank. Spare slots stay
+unused if they do not reduce that load.
 """
 
 import math
@@ -16,24 +17,24 @@ from halley.core.placement import ExpertPlacement
 from halley.core.types import MAX_EXPERTS
 
 
-_MAX_CHANGES = 200
-_NUM_STARTS = 8
+_MAX_CHANGES = 200  # swaps and replacements of one plan
+_NUM_STARTS = 8  # numbers of hot replicas that are tried
 _GAIN = 1e-3  # smallest reduction of the largest load, as a share of the mean load
 
 
 def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> ExpertPlacement:
     """Return a placement that reduces the load of the most loaded rank.
 
-    Assumes that the replicas of an expert share its load equally
-    (``core.placement.choose_replicas``). The result is never worse than the plain placement, nor
-    than a placement with fewer spare slots. A replica that reduces the largest load by less than a
-    thousandth of the mean is not added, because each replica needs memory.
+    The plan assumes that the replicas of an expert share its load equally
+    (``core.placement.choose_replicas``). It is never worse than the plain placement, nor than a
+    placement with fewer spare slots. A replica needs memory, so it is only added if it reduces the
+    largest load by at least a thousandth of the mean load.
 
     Args:
         counts_E: load of each expert, at least 0 and not all 0.
         num_ranks: W.
-        spare: experts that a rank may hold beyond ``ceil(E / W)``. With 0, experts are only moved,
-            if E is a multiple of W.
+        spare: experts that a rank may hold beyond ``ceil(E / W)``. With 0, and if W divides E,
+            experts are moved but not replicated.
 
     Raises:
         ValueError: a number is out of range, or a rank would hold more experts than there are.
@@ -87,16 +88,14 @@ def rank_loads(placement: ExpertPlacement, counts_E: Sequence[float]) -> list[fl
 
 
 def max_over_mean(loads: Sequence[float]) -> float:
-    """Return the load of the most loaded rank over the mean: 1 is balanced."""
+    """Return the load of the most loaded rank divided by the mean load; 1 if balanced."""
     return max(loads) * len(loads) / math.fsum(loads)
 
 
 def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> ExpertPlacement:
-    """Try several numbers of replicas for hot experts and return the best placement.
-
-    More replicas of hot experts are not always better: many equal shares can be harder to pack than
-    a few large ones next to replicas of idle experts.
-    """
+    """Try several numbers of replicas for hot experts and return the best placement."""
+    # More replicas of hot experts are not always better: many equal shares can be harder to pack
+    # than a few large shares next to replicas of idle experts.
     num_more = num_ranks * num_local - len(counts_E)
     found: list[tuple[float, ExpertPlacement]] = []
     for num_hot in range(num_more, -1, -max(1, num_more // _NUM_STARTS)):
@@ -121,7 +120,8 @@ def _replicate(
     Args:
         counts_E, num_ranks: as for ``plan_placement``.
         num_hot: additional replicas for the experts with the most load per replica.
-        num_more: all additional replicas; the rest goes to the experts with the least load.
+        num_more: all additional replicas. Those beyond ``num_hot`` are given to the experts with
+            the least load per replica.
     """
     num_E = [1] * len(counts_E)
     for index in range(num_more):
@@ -144,8 +144,8 @@ def _pack(
             if fitting:
                 rank = min(fitting, key=lambda r: loads[r])
             else:
-                # All ranks with a free slot already hold the expert. Take a full rank without it,
-                # and move one of its experts to a free slot.
+                # All ranks with a free slot already hold the expert. So a full rank gets it, and
+                # one expert of that rank moves to a free slot.
                 rank = min(
                     (r for r in range(num_ranks) if expert not in ranks[r]), key=lambda r: loads[r]
                 )
@@ -160,7 +160,7 @@ def _pack(
 
 
 def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> None:
-    """Reduce the load of the most loaded rank by swaps and replacements while they are worth it."""
+    """Swap and replace replicas of the most loaded rank while this reduces the largest load."""
     least_gain = _GAIN * sum(counts_E) / len(ranks)
     for _ in range(_MAX_CHANGES):
         num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
@@ -181,14 +181,14 @@ def _swap(
     top: int,
     least_gain: float,
 ) -> bool:
-    """Swap a replica of the top rank with a lighter one of another rank; return whether it did."""
+    """Swap a replica of rank ``top`` with one of another rank; return False if none is better."""
     best = least_gain, 0, 0, 0
     for other, held in enumerate(ranks):
         gap = loads[top] - loads[other]
         for mine in ranks[top] - held:
             for theirs in held - ranks[top]:
                 moved = shares_E[mine] - shares_E[theirs]
-                # Reduction of the larger load of the two ranks.
+                # min(...) is the reduction of the larger load of the two ranks.
                 best = max(best, (min(moved, gap - moved), other, mine, theirs))
     gain, other, mine, theirs = best
     if gain <= least_gain:
@@ -207,10 +207,10 @@ def _replace(
     top: int,
     least_gain: float,
 ) -> bool:
-    """Replace an expert of the top rank by a replica of another expert; return whether it did.
+    """Replace an expert of rank ``top`` by another expert; return False if none is better.
 
     Ranks with other replicas of the removed expert get more load. Ranks with replicas of the added
-    expert get less.
+    expert get less load.
     """
     best = least_gain, 0, 0
     for removed in ranks[top]:

@@ -41,16 +41,17 @@ def plan_graphs(
 ) -> list[OrderReport]:
     """Return the reports of the passes on the forward and the backward graph of a run's model.
 
-    The model is traced with fake tensors in a fake process group, with a balanced load. Graphs with
-    passes are priced as Inductor compiles them, graphs without passes as eager operators.
+    The model is traced with fake tensors in a fake process group, with a balanced load. With
+    passes, the predicted times are those of code that Inductor compiles. Without passes, they are
+    those of eager operators.
 
     Args:
         config: model, batch size, dtype and expert-parallel size of the run.
         passes, num_parts, memory_margin: as in ``halley.compiler.options``.
         num_ranks: ranks of the run.
         hardware: device whose rates the prediction uses.
-        strategies: "functional", "unfused" or "fused" by MoE layer; empty for all functional.
-        profiles: file of times measured on ``hardware``; "" takes the table of the package, if any.
+        strategies: "functional", "unfused" or "fused" of each MoE layer; empty: all functional.
+        profiles: file of times measured on ``hardware``; "" uses the table of the package, if any.
         fill: measure operators that ``profiles`` lacks, on this machine's GPU.
 
     Raises:
@@ -68,7 +69,7 @@ def plan_graphs(
         "profiles": profiles or shipped_path(hardware.name) or "",
         "measure": fill,
     }
-    parse_options(options)  # here, because Dynamo would wrap the error
+    parse_options(options)  # before the trace, because Dynamo wraps an error in its own type
     backend, device = Backend(plans_only=True), torch.device("cuda" if fill else "cpu")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -83,9 +84,8 @@ def plan_graphs(
         tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
         compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
         output = compiled(tokens_BS)
-        (
-            output.logits_BSV.float().sum() + output.router_loss
-        ).backward()  # compiles the backward graph
+        # The call of backward makes torch compile the backward graph.
+        (output.logits_BSV.float().sum() + output.router_loss).backward()
     return backend.reports
 
 
@@ -121,18 +121,19 @@ def _traced(name: str, groups: ParallelGroups, device: torch.device) -> Abstract
     if name == "functional":
         return TraceableStrategy(groups.ep, tp_size=groups.tp_size)
     kind, _, save = name.partition(":")
-    kept = cast(Save, save or "all")
-    return _FusedOperators(kind == "fused", kept, tp_size=groups.tp_size, device=device)
+    return _FusedOperators(
+        kind == "fused", cast(Save, save or "all"), tp_size=groups.tp_size, device=device
+    )
 
 
 @final
 class _FusedOperators(AbstractStrategy):
-    """A fused strategy for tracing only: the operator without the buffers that it needs to run.
+    """A fused strategy for tracing only: the operator, without the buffers that it needs to run.
 
     Args:
         fused, save: as for ``FusedStrategy``.
         tp_size: ranks of a tensor-parallel group.
-        device: of the trace.
+        device: device of the trace.
     """
 
     def __init__(self, fused: bool, save: Save, *, tp_size: int, device: torch.device) -> None:
@@ -154,7 +155,7 @@ class _FusedOperators(AbstractStrategy):
             gated=experts.activation == "swiglu",
             fused=self.fused,
             save=self.save,
-            workspaces=0,
+            workspaces_handle=0,
             ordering_token=self._ordering_token,
         )
 

@@ -1,8 +1,8 @@
 """Choose the strategy of each MoE layer so that the predicted training step is fastest.
 
-For each combination of strategies, the step is traced with the compiler passes of the run, and its
-time is predicted. All layers between the first and the last get the same strategy, and only a short
-model with the same layers is traced.
+A step with a combination of strategies is traced with the compiler passes of the run, and its time
+is predicted. All layers between the first and the last get the same strategy. So a short model with
+the same layers is traced instead of a deep one.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from halley.cost.hardware import CPU, Hardware, Predictor
 from halley.cost.simulate import makespan_us
 from halley.distributed.mesh import ParallelGroups, World
 from halley.distributed.peers import all_gather_objects
-from halley.strategies.base import all_to_all_tasks, choose_num_chunks
+from halley.strategies.all_to_all import all_to_all_tasks, choose_num_chunks
 from halley.strategies.registry import (
     PLANNED,
     build_strategy,
@@ -30,13 +30,13 @@ from halley.strategies.registry import (
     predictor_of,
     split_strategies,
 )
-from halley.symm_mem.access import peer_access
+from halley.symm_mem.heap import peer_access
 
 
 if TYPE_CHECKING:
     from halley.compiler import OrderReport
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # text, steps done, total or 0
 
 _IN_GRAPHS = ("functional", "fused")
 _WITHOUT_PASSES = ("sequential", "chunked", "fused")
@@ -48,11 +48,11 @@ class StepPlan:
     """The chosen strategies, and predicted times of forward with backward in microseconds.
 
     Attributes:
-        strategies: of each MoE layer.
+        strategies: the strategy of each MoE layer.
         step_us: time with these strategies.
         uniform_us: time with one strategy for all layers, by its name.
         unpassed_us: the same without compiler passes, for strategies that cannot be compiled.
-        problems: why the other strategies cannot run, by name.
+        problems: the reason why a strategy cannot run, by its name.
     """
 
     strategies: tuple[str, ...]
@@ -80,7 +80,7 @@ def plan_strategies(
         config: the run, with its compiler passes.
         num_ranks: ranks of the run.
         hardware: device whose rates the prediction uses.
-        problems: why strategies cannot run, by name; the result of ``find_problems``.
+        problems: the reason why a strategy cannot run, by its name; from ``find_problems``.
         on_progress: called before each trace with a text, the traces done, and 0 (total unknown).
         options: other options of ``plan_graphs``.
 
@@ -114,12 +114,12 @@ def plan_strategies(
 def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
-    """Return why strategies cannot run, by name, without asking the ranks.
+    """Return the strategies that cannot run, each with the reason; without a collective.
 
     Args:
         config: the run.
         hardware: the device of a rank.
-        fused_problem: why the ranks cannot run the fused kernels; "" if they can.
+        fused_problem: reason why the ranks cannot run the fused kernels; "" if they can.
     """
     found: dict[str, str] = {}
     if config.model.moe.expert_bias:
@@ -137,7 +137,7 @@ def find_problems(
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
     """Trace a step with these strategies; return the result of ``plan_graphs``."""
     if _has_triton():
-        # torch's compiler imports Triton; the interpreter must be installed before that.
+        # torch's compiler imports Triton, and the interpreter must be installed before that.
         import halley.interpreter.switch  # noqa: F401  # pyright: ignore[reportUnusedImport]
     from halley.planner.graph_plan import plan_graphs
 
@@ -150,16 +150,17 @@ def choose_strategies(
     num_layers: int,
     predict: Callable[[tuple[str, ...]], float],
 ) -> tuple[str, ...]:
-    """Return the strategy of each layer: start with the best one for all, then change single roles.
+    """Return the strategy of each layer, found by a local search.
 
-    There are three roles: the first layer, all inner layers, and the last layer. The first and the
-    last layer differ, because less other computation can overlap their all-to-alls. The search
-    stops when no change of one role makes the step faster.
+    The search starts with the best single strategy for all layers. It then changes one of three
+    roles: the first layer, all inner layers, or the last layer. It stops when no change of one role
+    makes the step faster. The first and the last layer have their own roles, because less other
+    computation can overlap their all-to-alls.
 
     Args:
         names: the candidates.
         num_layers: number of MoE layers.
-        predict: returns the microseconds of a step with the given strategy of each layer.
+        predict: returns the microseconds of a step, given the strategy of each layer.
     """
     num_roles = min(num_layers, _MOST_ROLES)
 
@@ -181,7 +182,7 @@ def choose_strategies(
 
 
 def _spread(roles: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    """Return the strategy of each layer, given those of the first, the inner and the last layer."""
+    """Return the strategy of each layer, from those of the first, the inner and the last layer."""
     if num_layers <= _MOST_ROLES:
         return roles
     first, inside, last = roles
@@ -196,8 +197,8 @@ def _has_triton() -> bool:
 class StepTimes:
     """Predict the time of a step from the strategies of its MoE layers; cache each trace.
 
-    Deep models are extrapolated: models with one and with two inner layers are traced, and their
-    difference is added for each further inner layer.
+    A deep model is extrapolated. Models with one and with two inner layers are traced, and the
+    difference of their times is added for each further inner layer.
 
     Args:
         config, num_ranks, hardware, on_progress, options: as for ``plan_strategies``.
@@ -213,7 +214,7 @@ class StepTimes:
         **options: Any,
     ) -> None:
         self._config = config
-        self._on_progress = on_progress
+        self._on_progress = on_progress or (lambda text, done, total: None)
         self._options = {"num_ranks": num_ranks, "hardware": hardware, **options}
         self._chunked_us = _chunked_us(config, num_ranks=num_ranks, hardware=hardware)
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
@@ -222,20 +223,20 @@ class StepTimes:
         """Return the microseconds of a step.
 
         Args:
-            strategies: of all MoE layers; those between the first and the last are equal.
+            strategies: the strategy of each MoE layer, equal for all inner layers.
             passed: whether to use the compiler passes of the run.
         """
-        more = len(strategies) - _MOST_ROLES - 1
-        if more <= 0:
-            return self._of_traced(strategies, passed=passed)
-        short_us, shorter_us = (
-            self._of_traced((*strategies[:1], *inside, *strategies[-1:]), passed=passed)
-            for inside in (strategies[1:3], strategies[1:2])
-        )
-        return short_us + more * (short_us - shorter_us)
+        num_further = len(strategies) - _MOST_ROLES - 1
+        if num_further <= 0:
+            return self._trace(strategies, passed=passed)
+        first, inner, *_, last = strategies
+        two_inner_us = self._trace((first, inner, inner, last), passed=passed)
+        one_inner_us = self._trace((first, inner, last), passed=passed)
+        return two_inner_us + num_further * (two_inner_us - one_inner_us)
 
-    def _of_traced(self, strategies: tuple[str, ...], *, passed: bool) -> float:
-        # Without passes, sequential and chunked layers cost as much as functional ones.
+    def _trace(self, strategies: tuple[str, ...], *, passed: bool) -> float:
+        # Only functional and fused layers can be traced. Without passes, a sequential layer costs
+        # as much as a functional one, and a chunked layer differs by a simulated time.
         in_graphs = tuple(
             "functional" if name in ("sequential", "chunked") else name for name in strategies
         )
@@ -245,9 +246,8 @@ class StepTimes:
             left_out = (model.num_moe_layers - len(strategies)) * model.moe_interval
             model = dataclasses.replace(model, num_layers=model.num_layers - left_out)
             config = dataclasses.replace(self._config, model=model)
-            if self._on_progress is not None:
-                text = f"predicting a step of {', '.join(in_graphs)} with passes {passes}"
-                self._on_progress(text, len(self._known), 0)
+            text = f"predicting a step of {', '.join(in_graphs)} with passes {passes}"
+            self._on_progress(text, len(self._known), 0)
             reports = trace_step(config, in_graphs, passes=passes, **self._options)
             step_us = sum(each.time_after.makespan_us for each in reports)
             self._known[in_graphs, passes] = step_us
@@ -276,10 +276,6 @@ def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> flo
     return chunked_us - sequential_us
 
 
-if TYPE_CHECKING:
-    from halley.planner.step_plan import StepPlan
-
-
 def check_strategies(config: RunConfig) -> None:
     """Check the names of a run's strategies, and that their number fits the MoE layers.
 
@@ -290,7 +286,7 @@ def check_strategies(config: RunConfig) -> None:
         split_strategies(config.strategy, num_layers=config.model.num_moe_layers)
 
 
-def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPlan | None":
+def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPlan | None:
     """Return the plan of a run with strategy "planned", else None; a collective.
 
     All ranks get the same plan, and raise the same error.
@@ -301,17 +297,15 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
     """
     if config.strategy != PLANNED:
         return None
-    from halley.planner.step_plan import find_problems, plan_strategies
-
     hardware = predictor_of(world.device).hardware
-    problem = all_gather_objects(_find_problem(config, world, groups), group=groups.world)
+    found = all_gather_objects(_find_fused_problem(config, world, groups), group=groups.world)
     plan: StepPlan | Exception | None = None
     if world.is_first:
-        why = next(filter(None, problem), "")
-        problems = find_problems(config, hardware=hardware, fused_problem=why)
+        fused_problem = next(filter(None, found), "")
+        problems = find_problems(config, hardware=hardware, fused_problem=fused_problem)
         try:
-            # A separate process, because a plan needs a fake process group and leaves compiler
-            # state behind.
+            # A separate process, because a plan needs a fake process group and changes the state of
+            # torch's compiler.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 plan = pool.submit(
                     plan_strategies,
@@ -320,8 +314,8 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
                     hardware=hardware,
                     problems=problems,
                 ).result()
-        except ValueError as error:  # the other ranks wait for the result
-            plan = error
+        except ValueError as error:
+            plan = error  # sent to the other ranks, which wait for the result
         except Exception as error:
             plan = RuntimeError(f"rank 0 made no plan: {error!r}")
     plan = all_gather_objects(plan, group=groups.world)[0]
@@ -330,7 +324,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> "StepPl
     return plan
 
 
-def describe_plan(plan: "StepPlan") -> str:
+def describe_plan(plan: StepPlan) -> str:
     """Return the plan as one line: chosen strategies, alternatives and excluded strategies."""
     times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in plan.uniform_us.items())
     left_out = "".join(f"; not {name}: {why}" for name, why in plan.problems.items())
@@ -340,8 +334,8 @@ def describe_plan(plan: "StepPlan") -> str:
     )
 
 
-def _find_problem(config: RunConfig, world: World, groups: ParallelGroups) -> str:
-    """Return why the fused kernels cannot run on this rank's group, or ""; a collective."""
+def _find_fused_problem(config: RunConfig, world: World, groups: ParallelGroups) -> str:
+    """Return the reason why fused kernels cannot run on this rank's group, or ""; a collective."""
     if world.device.type == "cpu":
         return "its kernels are interpreted on a CPU"
     if no_access := peer_access(groups.ep, world.device):

@@ -1,8 +1,9 @@
 """Run experts between an all-gather of all tokens and a reduce-scatter of the outputs.
 
 An all-to-all sends a token to a rank once for each of the token's experts there. An all-gather
-sends it once. That is less where ranks share experts (tensor parallelism), or where few ranks hold
-many of a token's experts. Each rank computes the rows of its experts and returns one sum per token.
+sends each token to each rank once. This is less traffic if ranks share experts (tensor
+parallelism), or if a token has several experts on each rank. Each rank computes the rows of its own
+experts and returns one sum for each token.
 """
 
 from typing import final
@@ -10,7 +11,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from halley.core.routing import check_routing, expert_starts, sort_keys
+from halley.core.routing import check_routing, expert_starts, local_experts, sort_keys
 from halley.core.sharding import check_tp_size
 from halley.core.timeline import Recorder
 from halley.core.types import DROPPED, Experts, LayerShape, Routing
@@ -20,17 +21,23 @@ from halley.distributed.peers import Collective, rank_and_size
 from halley.ops.exchange import all_gather_rows, reduce_scatter_rows
 from halley.ops.expert_gemm import apply_experts
 from halley.ops.traceable_routing import combine_rows, gather_rows
-from halley.strategies.base import AbstractStrategy, all_gather_tasks, check_inputs
-from halley.strategies.lockstep import Lockstep
+from halley.strategies.base import (
+    AbstractStrategy,
+    Lockstep,
+    check_inputs,
+    comm_task,
+    compute_task,
+    experts_us,
+)
 
 
 @final
 class AllGatherStrategy(AbstractStrategy):
-    """All-gather tokens, run local experts, reduce-scatter the sums.
+    """All-gather the tokens, run the local experts, reduce-scatter the sums.
 
     Args:
         group: the ranks over which the experts are spread; None for a single rank.
-        recorder: takes a span for each step and for the host's waits.
+        recorder: records a span for each step and for the waits of the host.
         tp_size: adjacent ranks that share each expert, see ``core.sharding``.
     """
 
@@ -62,10 +69,12 @@ class AllGatherStrategy(AbstractStrategy):
         with self.recorder.span("dispatch.wait", stream="exposed"):
             x_AD = all_gather_rows(x_TD, max_rows=max_rows, group=self.group)
             weights_AK = all_gather_rows(weights_TK, max_rows=max_rows, group=self.group)
-            # Padding is 0, an expert id. Shifted by one, 0 means DROPPED.
+            # The all-gather pads with 0, which is an expert id. Ids shifted by one make the padding
+            # mean DROPPED.
             idx_AK = all_gather_rows(idx_TK - DROPPED, max_rows=max_rows, group=self.group)
             idx_AK = idx_AK + DROPPED
         with self.recorder.span("route"):
+            # Local expert ids: slots of experts of other ranks count as dropped.
             own_AK = idx_AK - self.rank // self.tp_size * num_local
             own_AK = torch.where((own_AK >= 0) & (own_AK < num_local), own_AK, DROPPED)
             own_AK = torch.where(idx_AK == DROPPED, DROPPED, own_AK)
@@ -92,3 +101,29 @@ class AllGatherStrategy(AbstractStrategy):
         with Collective("route", group=self.group):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return int(largest)
+
+
+def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
+    """Return the tasks of the all-gather strategy, whose traffic does not depend on the routing.
+
+    Args:
+        shape: the layer.
+        predictor: predicts the duration of each task.
+    """
+    rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
+    crossings = shape.num_tokens * (shape.ep_size - 1)
+    link_us = predictor.all_to_all_us(crossings * hidden_bytes)
+    route_us = predictor.memory_us(16.0 * rows * shape.ep_size, num_ops=12)
+    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
+    gemm_us = experts_us(shape, predictor, num_rows=rows, num_groups=num_local)
+    # Each rank sums over the slots of all tokens, most of which have no row on this rank.
+    sum_us = predictor.memory_us(2.0 * rows * shape.ep_size * hidden_bytes, num_ops=2)
+    return [
+        comm_task("dispatch", link_us, needs=""),
+        compute_task("route", route_us, needs=("dispatch",)),
+        compute_task("experts", gemm_us + sum_us, needs=("route",)),
+        comm_task("combine", link_us, needs="experts"),
+        comm_task("combine.backward", link_us, needs="combine"),
+        compute_task("experts.backward", 2 * gemm_us + sum_us, needs=("combine.backward",)),
+        comm_task("dispatch.backward", link_us, needs="experts.backward"),
+    ]

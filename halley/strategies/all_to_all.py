@@ -1,12 +1,12 @@
 """Run experts between two all-to-alls: sort, dispatch, grouped GEMMs, combine, weighted sum.
 
-With one chunk the steps follow each other: the strategy "sequential", the baseline that every other
-strategy is measured against. With several chunks, the strategy "chunked", the all-to-alls of one
-chunk run while another chunk computes.
+With one chunk, one step follows the other. This is the strategy "sequential", the baseline of all
+measurements. With several chunks, the all-to-alls of one chunk run while another chunk computes.
+This is the strategy "chunked".
 
-A chunk is a range of each rank's local experts, not of its tokens. Every expert has its rows in one
+A chunk is a range of each rank's local experts, not of its tokens. All rows of an expert are in one
 chunk, so each weight is read once and each weight gradient is computed once. The result equals that
-of one chunk bit for bit. Tutel and FasterMoE chunk tokens instead and read all weights in every
+of one chunk bit for bit. Tutel and FasterMoE split the tokens instead and read all weights in each
 chunk.
 """
 
@@ -21,7 +21,9 @@ import torch.nn.functional as F
 
 from halley.core.routing import (
     check_routing,
+    chunk_sizes,
     expert_starts,
+    local_experts,
     order_by_chunk,
     order_by_expert,
     plan_dispatch,
@@ -31,7 +33,7 @@ from halley.core.sharding import check_tp_size, route_to_shards
 from halley.core.timeline import Recorder
 from halley.core.types import DispatchPlan, Experts, LayerShape, Routing
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
+from halley.cost.simulate import Task, makespan_us
 from halley.distributed.peers import rank_and_size
 from halley.ops.exchange import (
     Exchange,
@@ -45,28 +47,31 @@ from halley.ops.exchange import (
 from halley.ops.expert_gemm import apply_experts
 from halley.strategies.base import (
     AbstractStrategy,
-    all_to_all_tasks,
+    Lockstep,
     check_inputs,
-    choose_num_chunks,
+    comm_task,
+    compute_task,
+    experts_us,
 )
-from halley.strategies.lockstep import Lockstep
 
 
-# From rows sorted by expert, (R, D), and the end of each expert's rows, (L,) int32, to the expert
-# output of each row, (R, D).
+# Takes rows sorted by expert, (R, D), and the end of each expert's rows, (L,) int32. Returns the
+# expert output of each row, (R, D).
 ComputeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
 
 
 @final
 class AllToAllStrategy(AbstractStrategy):
-    """All-to-all, experts, all-to-all; as a pipeline over ranges of local experts if asked for.
+    """All-to-all, experts, all-to-all; with several chunks a pipeline over ranges of local experts.
 
     Args:
         group: the ranks over which the experts are spread; None for a single rank.
-        recorder: takes a span for each step and for the host's waits.
+        recorder: records a span for each step and for the waits of the host.
         tp_size: adjacent ranks that share each expert, see ``core.sharding``.
-        num_chunks: number of chunks, at most the number of local experts; 0 lets the cost model
-            choose it for the average number of tokens of a rank.
+        num_chunks: number of chunks, at most the number of local experts. With 0, the cost model
+            chooses it for the average number of tokens of a rank.
         predictor: the cost model, the same on all ranks; required if ``num_chunks`` is 0.
     """
 
@@ -93,8 +98,17 @@ class AllToAllStrategy(AbstractStrategy):
         num_local = experts.num_local_experts
         check_inputs(x_TD, experts)
         routing = route_to_shards(routing, num_local=num_local, tp_size=self.tp_size)
-        self._begin(x_TD, routing, experts)
-        choose = partial(self._choose, top_k=routing.topk_idx_TK.shape[1], experts=experts)
+        top_k = routing.topk_idx_TK.shape[1]
+        # Values that decide the number of chunks must be the same on all ranks.
+        values: dict[str, object] = {} if self.num_chunks == 1 else {"num_chunks": self.num_chunks}
+        if self.num_chunks == 0:
+            values |= {
+                "intermediate_size": experts.down_LDF.shape[2],
+                "top_k": top_k // self.tp_size,
+                "activation": experts.activation,
+            }
+        self._lockstep.begin(x_TD, experts, **values)
+        choose = partial(self._choose, top_k=top_k, experts=experts)
         y_TD = run_all_to_all(
             x_TD,
             routing,
@@ -110,26 +124,14 @@ class AllToAllStrategy(AbstractStrategy):
         num_chunks = self.num_chunks or choose_num_chunks(shape, predictor)
         return all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
 
-    def _begin(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
-        """Compare across ranks the values that decide the number of chunks."""
-        values: dict[str, object] = {}
-        if self.num_chunks != 1:
-            values["num_chunks"] = self.num_chunks
-        if self.num_chunks == 0:
-            values |= {
-                "intermediate_size": experts.down_LDF.shape[2],
-                "top_k": routing.topk_idx_TK.shape[1] // self.tp_size,
-                "activation": experts.activation,
-            }
-        self._lockstep.begin(x_TD, experts, **values)
-
     def _choose(self, starts_WE1: np.ndarray, *, top_k: int, experts: Experts) -> int:
         """Return the number of chunks, from values that are the same on all ranks."""
         if self.num_chunks:
             return self.num_chunks
-        rows = int(starts_WE1[:, -1].sum()) // (self.ep_size * top_k)
+        num_tokens = int(starts_WE1[:, -1].sum()) // (self.ep_size * top_k)
         shape = LayerShape(
-            num_tokens=1 << max(rows - 1, 0).bit_length(),  # powers of two: few simulations
+            # Rounded up to a power of two, so that few shapes are simulated.
+            num_tokens=1 << max(num_tokens - 1, 0).bit_length(),
             hidden_size=experts.down_LDF.shape[1],
             intermediate_size=experts.down_LDF.shape[2],
             num_experts=starts_WE1.shape[1] - 1,
@@ -156,17 +158,18 @@ def run_all_to_all(
 ) -> torch.Tensor:
     """Dispatch tokens to their experts, compute, combine; return the weighted sums, ``(T, D)``.
 
-    Takes experts of any kind, as functions. Differentiable; a collective, forward and backward.
+    The experts are given as functions. Differentiable; a collective, forward and backward.
 
     Args:
         x_TD: tokens of this rank.
         routing: global expert ids and weights of each token.
-        split_experts: from the number of local experts of each chunk to one function a chunk.
+        split_experts: takes the number of local experts of each chunk; returns one function for
+            each chunk.
         num_local: L, the same on all ranks.
         group: the ranks over which the experts are spread; None for a single rank.
-        recorder: takes a span for each step and for the host's waits.
-        choose_num_chunks: from the routing table, ``(W, E + 1)``, to the number of chunks; None for
-            one chunk, for which the rows are gathered before the host has the table.
+        recorder: records a span for each step and for the waits of the host.
+        choose_num_chunks: takes the routing table, ``(W, E + 1)``; returns the number of chunks.
+            None for one chunk: then the rows are gathered before the host has read the table.
 
     Raises:
         ValueError: the routing does not fit the tokens or the experts.
@@ -175,16 +178,18 @@ def run_all_to_all(
     num_experts = num_local * ep_size
     check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
     idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
-    gather = partial(gather_tokens, x_TD, top_k=idx_TK.shape[1])
+
+    def gather(slots_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inverse_N = invert_permutation(slots_N)
+        return gather_tokens(x_TD, slots_N, inverse_N=inverse_N, top_k=idx_TK.shape[1]), inverse_N
 
     with recorder.span("route"):
         keys_N, slots_N = sort_keys(idx_TK, num_experts)
-        table = _RoutingTable(keys_N, num_experts=num_experts, group=group)
+        read_table = _start_table(keys_N, num_experts=num_experts, group=group)
         if choose_num_chunks is None:
-            inverse_N = invert_permutation(slots_N)
-            rows_ND = gather(slots_N, inverse_N=inverse_N)
+            rows_ND, inverse_N = gather(slots_N)
     with recorder.span("route.wait", stream="exposed"):
-        starts_WE1 = table.read()
+        starts_WE1 = read_table()
     if choose_num_chunks is None:
         plans = plan_dispatch(starts_WE1, rank)
     else:
@@ -195,9 +200,7 @@ def run_all_to_all(
                 slots_N = order_by_chunk(
                     slots_N, starts_WE1[rank], ep_size=ep_size, num_chunks=num_chunks
                 )
-            inverse_N = invert_permutation(slots_N)
-            rows_ND = gather(slots_N, inverse_N=inverse_N)
-
+            rows_ND, inverse_N = gather(slots_N)
     experts = split_experts([plan.num_local for plan in plans])
     run = _run_one_chunk if len(plans) == 1 else _run_pipeline
     returned_ND = run(plans, rows_ND, experts, group=group, recorder=recorder)
@@ -237,14 +240,14 @@ def _run_pipeline(
 ) -> torch.Tensor:
     """Return the expert output of each row, with zeros for the dropped rows, which come last.
 
-    All dispatches start first. NCCL runs them in order, before any combine, so the rows of the next
-    chunk never queue behind a combine whose result nobody needs yet.
+    All dispatches start before the first combine, because NCCL runs the collectives of a group in
+    the order of their start. So the rows of the next chunk never wait for a combine.
     """
     sizes = [plan.num_send for plan in plans]
     splits = [*sizes, rows_ND.shape[0] - sum(sizes)]
     returned_ND = torch.empty_like(rows_ND)
     *received, dropped_ND = returned_ND.split(splits)
-    dropped_ND.zero_()  # before any part enters the autograd graph
+    dropped_ND.zero_()  # in place, so before autograd records an operation on the buffer
     exchanges = [
         _build_exchanges(plan, group=group, recorder=recorder, returned=part)
         for plan, part in zip(plans, received, strict=True)
@@ -264,7 +267,7 @@ def _run_pipeline(
         started.append(combine.start(y_RD))
     parts = [combine.wait(rows) for (_, combine), rows in zip(exchanges, started, strict=True)]
     parts.append(dropped_ND)
-    # A single rank exchanges nothing, so no all-to-all has written into the buffer.
+    # On a single rank there is no all-to-all that writes into the buffer.
     return torch.cat(parts) if group is None else concat_in_place(returned_ND, parts)
 
 
@@ -275,22 +278,11 @@ def _build_exchanges(
     recorder: Recorder,
     returned: torch.Tensor | None = None,
 ) -> tuple[Exchange, Exchange]:
-    """Return the dispatch and the combine of a chunk; ``returned`` receives the combined rows."""
-    dispatch = Exchange(
-        send_splits=plan.send_splits,
-        recv_splits=plan.recv_splits,
-        group=group,
-        name="dispatch",
-        recorder=recorder,
-    )
-    combine = Exchange(
-        send_splits=plan.recv_splits,
-        recv_splits=plan.send_splits,
-        group=group,
-        name="combine",
-        recorder=recorder,
-        received=returned,
-    )
+    """Return the dispatch and the combine of a chunk, which writes its rows into ``returned``."""
+    exchange = partial(Exchange, group=group, recorder=recorder)
+    there, back = plan.send_splits, plan.recv_splits
+    dispatch = exchange(name="dispatch", send_splits=there, recv_splits=back)
+    combine = exchange(name="combine", send_splits=back, recv_splits=there, received=returned)
     return dispatch, combine
 
 
@@ -298,51 +290,48 @@ def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
     def compute(part: Experts, x_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
         return apply_experts(x_RD, part, ends_L=ends_L)
 
-    # One chunk takes the weights themselves: the gradient of a split is a copy.
+    # One chunk uses the weights without a split, because the gradient of a split is a copy.
     parts = [experts] if len(sizes) == 1 else experts.split(sizes)
     return [partial(compute, part) for part in parts]
 
 
-@final
-class _RoutingTable:
-    """The first slot of each expert on each rank: gathered at once, read by the host later.
+def _start_table(
+    keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
+) -> Callable[[], np.ndarray]:
+    """Start an all-gather of the first slot of each expert on each rank, and a copy to the host.
 
     Args:
-        keys_N: this rank's sorted keys, as from ``sort_keys``.
-        num_experts: experts of all ranks.
-        group: the ranks; None for a single rank.
+        keys_N: sorted keys of this rank, from ``sort_keys``.
+
+    Returns:
+        A function that waits for the copy and returns it, ``(W, E + 1)`` int64.
     """
+    starts_WE1 = gather_table(expert_starts(keys_N, num_experts), group=group)
+    host_WE1 = starts_WE1.to("cpu", non_blocking=True)
+    if not starts_WE1.is_cuda:
+        return host_WE1.numpy
+    # The host waits for this event only, not for the work that it queues after the copy.
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def __init__(
-        self, keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
-    ) -> None:
-        starts_WE1 = gather_table(expert_starts(keys_N, num_experts), group=group)
-        # An asynchronous copy and an event: later work may be queued before the host has read it.
-        self._starts_WE1 = starts_WE1.to("cpu", non_blocking=True)
-        self._copied: torch.cuda.Event | None = None
-        if starts_WE1.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def read() -> np.ndarray:
+        copied.synchronize()
+        return host_WE1.numpy()
 
-    def read(self) -> np.ndarray:
-        """Wait for the copy; return it, ``(W, E + 1)`` int64."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._starts_WE1.numpy()
+    return read
 
 
 def _copy_order(
     plan: DispatchPlan, *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the order by expert of a chunk's received rows, its inverse, and the experts' ends.
-
-    The host computes them while the rows are in flight. They are in pinned memory, because a copy
-    from pageable memory would wait for the all-to-all.
+    """Return the order by expert of a chunk's received rows, its inverse, and the ends of experts.
 
     Returns:
         int32 ``(R,)``, ``(R,)`` and ``(L,)``, on ``device``.
     """
     num_local, num_recv = plan.num_local, plan.num_recv
+    # The host computes the order while the rows are in flight. The memory is pinned, because a copy
+    # from pageable memory would wait for the all-to-all.
     host = torch.empty(
         num_local + 2 * num_recv, dtype=torch.int32, pin_memory=device.type == "cuda"
     )
@@ -351,3 +340,58 @@ def _copy_order(
         [num_local, num_recv, num_recv]
     )
     return order_R, inverse_R, ends_L
+
+
+def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
+    """Return the tasks of the all-to-all strategy.
+
+    Args:
+        shape: the layer.
+        predictor: predicts the duration of each task.
+        num_chunks: number of chunks, each a range of local experts.
+    """
+    rows = shape.num_tokens * shape.top_k
+    hidden_bytes = shape.hidden_size * shape.itemsize
+    reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)
+    sizes = chunk_sizes(local_experts(shape.num_experts, ep_size=shape.ep_size), num_chunks)
+    shares = [size / sum(sizes) for size in sizes]
+    exchange_us = [
+        predictor.all_to_all_us(rows * share * hidden_bytes * (1.0 - 1.0 / shape.ep_size))
+        for share in shares
+    ]
+    gemm_us = [
+        experts_us(shape, predictor, num_rows=rows * share, num_groups=size)
+        for share, size in zip(shares, sizes, strict=True)
+    ]
+    route_us = predictor.memory_us(16.0 * rows, num_ops=12) + predictor.hardware.link_latency_us
+
+    chunks = range(num_chunks)
+    tasks = [
+        compute_task("route", route_us, needs=()),
+        compute_task("gather", reorder_us, needs=("route",)),
+        *(comm_task(f"dispatch.{c}", exchange_us[c], needs="gather") for c in chunks),
+    ]
+    for c in chunks:
+        tasks.append(compute_task(f"experts.{c}", gemm_us[c], needs=(f"dispatch.{c}",)))
+        tasks.append(comm_task(f"combine.{c}", exchange_us[c], needs=f"experts.{c}"))
+    returned = tuple(f"combine.{c}" for c in chunks)
+    tasks.append(compute_task("restore", 2 * reorder_us, needs=returned))
+    tasks.append(compute_task("restore.backward", 2 * reorder_us, needs=("restore",)))
+    for c in reversed(chunks):
+        tasks.append(comm_task(f"combine.backward.{c}", exchange_us[c], needs="restore.backward"))
+    for c in reversed(chunks):
+        name, needs = f"experts.backward.{c}", (f"combine.backward.{c}",)
+        tasks.append(compute_task(name, 2 * gemm_us[c], needs=needs))
+        tasks.append(comm_task(f"dispatch.backward.{c}", exchange_us[c], needs=name))
+    returned = tuple(f"dispatch.backward.{c}" for c in chunks)
+    tasks.append(compute_task("gather.backward", 2 * reorder_us, needs=returned))
+    return tasks
+
+
+def choose_num_chunks(shape: LayerShape, predictor: Predictor) -> int:
+    """Return the number of chunks with the shortest simulated forward and backward pass."""
+    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
+    candidates = [n for n in _NUM_CHUNKS if n <= num_local]
+    return min(
+        candidates, key=lambda n: makespan_us(all_to_all_tasks(shape, predictor, num_chunks=n))
+    )

@@ -16,14 +16,15 @@ from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task, makespan_us
 from halley.distributed.peers import Collective, compare_ranks, rank_and_size
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
-from halley.symm_mem.access import peer_access
+from halley.symm_mem.heap import peer_access
 
 
 _NUM_SAMPLES = 3
+_FUSED = "fused"  # the candidate that needs symmetric memory
 
 
 class _Kind(NamedTuple):
-    """A kind of layer. The values are equal on all ranks, so that all measure in the same call."""
+    """A kind of layer, by values that are equal on all ranks, so that all measure in one call."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,9 +36,20 @@ class _Kind(NamedTuple):
     gradients: bool
 
 
+class _Decision(NamedTuple):
+    """The strategy chosen for a kind of layer, the reason, and the time of each candidate."""
+
+    name: str
+    reason: str
+    times_us: dict[str, float]
+
+
+_UNDECIDED = _Decision(name="", reason="", times_us={})
+
+
 @final
 class AutoStrategy(AbstractStrategy):
-    """Runs each kind of layer by the strategy that was fastest in its first call.
+    """Run each kind of layer by the strategy that was fastest in the first call of the kind.
 
     The first call of a kind runs every candidate several times, in alternation, on the inputs of
     that call, with backward if gradients are needed. The time of a candidate is the time of its
@@ -48,9 +60,8 @@ class AutoStrategy(AbstractStrategy):
         group: the ranks over which the experts are spread; None for a single rank.
         device: device of this rank.
         recorder: recorder of the candidates; disabled during the measurement.
-        shares_memory: names of the candidates that need symmetric memory.
-        left_out: why other strategies are no candidates, by name.
-        releases: free the buffers of the candidates in symmetric memory if no kind chose one.
+        left_out: the reason why a strategy is no candidate, by name.
+        releases: free the buffers of "fused" as long as no kind of layer has chosen it.
     """
 
     def __init__(
@@ -60,7 +71,6 @@ class AutoStrategy(AbstractStrategy):
         group: dist.ProcessGroup | None,
         device: torch.device | str,
         recorder: Recorder,
-        shares_memory: tuple[str, ...] = ("unfused", "fused"),
         left_out: Mapping[str, str] = MappingProxyType({}),
         releases: bool = False,
     ) -> None:
@@ -68,13 +78,10 @@ class AutoStrategy(AbstractStrategy):
         self.group, self.device, self.recorder = group, torch.device(device), recorder
         self.tp_size = next(iter(candidates.values())).tp_size
         self.num_sets = rank_and_size(group)[1] // self.tp_size
-        self._shares_memory, self._releases = shares_memory, releases
-        self._left_out = left_out
+        self._left_out, self._releases = left_out, releases
         # Why there is no symmetric memory; None before the first check, "" if it is available.
-        self._no_access = None if set(shares_memory) & set(candidates) else ""
-        self._choices: dict[_Kind, str] = {}
-        self._reasons: dict[_Kind, str] = {}
-        self._times_us: dict[_Kind, dict[str, float]] = {}
+        self._no_access = None if _FUSED in candidates else ""
+        self._decisions: dict[_Kind, _Decision] = {}
 
     @property
     def gemm(self) -> str:
@@ -83,16 +90,16 @@ class AutoStrategy(AbstractStrategy):
     @property
     def reasons(self) -> list[str]:
         """The choice for each kind of layer so far and its reason, one sentence each."""
-        return list(self._reasons.values())
+        return [decision.reason for decision in self._decisions.values()]
 
     def choice(self, shape: LayerShape, *, gradients: bool) -> str:
         """Return the name of the strategy chosen for a layer without biases; "" before its call.
 
         Args:
             shape: sizes of the layer; the number of tokens is ignored.
-            gradients: the choice for calls with backward.
+            gradients: True for calls with backward, False for calls without.
         """
-        return self._choices.get(_kind_of(shape, gradients=gradients), "")
+        return self._decision(shape, gradients=gradients).name
 
     def times_us(self, shape: LayerShape, *, gradients: bool) -> dict[str, float]:
         """Return the measured time of each candidate; empty if nothing was measured.
@@ -100,10 +107,10 @@ class AutoStrategy(AbstractStrategy):
         Args:
             shape, gradients: as for ``choice``.
         """
-        return dict(self._times_us.get(_kind_of(shape, gradients=gradients), {}))
+        return dict(self._decision(shape, gradients=gradients).times_us)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        weight, gradients = experts.down_LDF, wants_gradients(x_TD, routing, experts)
+        weight = experts.down_LDF
         kind = _Kind(
             hidden_size=weight.shape[1],
             intermediate_size=weight.shape[2] * self.tp_size,
@@ -112,17 +119,17 @@ class AutoStrategy(AbstractStrategy):
             element_bytes=weight.itemsize,
             activation=experts.activation,
             expert_bias=experts.up_bias_LG is not None,
-            gradients=gradients,
+            gradients=wants_gradients(x_TD, routing, experts),
         )
-        name = self._choices.get(kind)
-        if name is None:
+        decision = self._decisions.get(kind)
+        if decision is None:
             check_inputs(x_TD, experts)
             if torch.compiler.is_compiling():
                 raise RuntimeError(
                     "strategy auto chooses by measuring: run the layer once before torch.compile"
                 )
-            name = self._decide(kind, x_TD, routing, experts)
-        return self.candidates[name].forward(x_TD, routing, experts)
+            decision = self._decide(kind, x_TD, routing, experts)
+        return self.candidates[decision.name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         """Return the tasks of the strategy chosen for training, or of the predicted fastest."""
@@ -130,33 +137,49 @@ class AutoStrategy(AbstractStrategy):
             return self.candidates[name].tasks(shape, predictor)
         return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)
 
-    def _decide(self, kind: _Kind, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> str:
+    def _decision(self, shape: LayerShape, *, gradients: bool) -> _Decision:
+        kind = _Kind(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            element_bytes=shape.itemsize,
+            activation=shape.activation,
+            expert_bias=False,
+            gradients=gradients,
+        )
+        return self._decisions.get(kind, _UNDECIDED)
+
+    def _decide(
+        self, kind: _Kind, x_TD: torch.Tensor, routing: Routing, experts: Experts
+    ) -> _Decision:
         values: dict[str, object] = kind._asdict()
         values |= {"strategy": "auto", "candidates": ", ".join(self.candidates)}
         values |= {"tp_size": self.tp_size, "device": self.device.type}
         compare_ranks("an MoE layer", values, group=self.group)
         names, problems = self._find_able(experts, top_k=kind.top_k)
-        direction = "with backward" if kind.gradients else "forward"
-        text = f"hidden_size {kind.hidden_size}, {kind.num_experts} experts, "
-        text += f"top_k {kind.top_k}, {direction}: "
+        times_us: dict[str, float] = {}
         if self._no_access:
+            # Without symmetric memory "sequential" and "chunked" are left, and chunks overlap.
             name = "chunked"
-            text += f"chunked, as the fused kernels cannot run here: {self._no_access}"
+            why = f"chunked, as the fused kernels cannot run here: {self._no_access}"
         else:
             times_us, out_of_memory = self._measure(
                 names, x_TD, routing, experts, gradients=kind.gradients
             )
-            problems |= out_of_memory
-            self._times_us[kind] = times_us
             name = min(times_us, key=lambda name: times_us[name])
             shown = ", ".join(f"{name} {us:.0f} us" for name, us in times_us.items())
-            text += f"{name} is fastest of {shown}"
-            text += "".join(f"; not {name}: {why}" for name, why in problems.items())
-        self._choices[kind], self._reasons[kind] = name, text
-        if self._releases and not set(self._shares_memory) & set(self._choices.values()):
-            for each in set(self._shares_memory) & set(names):
-                self.candidates[each].release()
-        return name
+            problems |= out_of_memory
+            why = f"{name} is fastest of {shown}"
+            why += "".join(f"; not {name}: {why}" for name, why in problems.items())
+        direction = "with backward" if kind.gradients else "forward"
+        layer = f"hidden_size {kind.hidden_size}, {kind.num_experts} experts, top_k {kind.top_k}"
+        decision = _Decision(name=name, reason=f"{layer}, {direction}: {why}", times_us=times_us)
+        self._decisions[kind] = decision
+        chosen = {each.name for each in self._decisions.values()}
+        if self._releases and _FUSED in names and _FUSED not in chosen:
+            self.candidates[_FUSED].release()
+        return decision
 
     def _find_able(self, experts: Experts, *, top_k: int) -> tuple[list[str], dict[str, str]]:
         """Return the names of the candidates that can run a layer, and why the others cannot."""
@@ -165,7 +188,7 @@ class AutoStrategy(AbstractStrategy):
         problems = dict(self._left_out)
         for name, strategy in self.candidates.items():
             problem = strategy.find_problem(experts, top_k=top_k)
-            if name in self._shares_memory and self._no_access:
+            if name == _FUSED and self._no_access:
                 problem = self._no_access
             if problem:
                 problems[name] = problem
@@ -180,12 +203,12 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the time of each candidate, and why others ran out of memory; a collective.
+        """Return the time of each candidate, and the errors of those without enough memory.
 
-        The results are the same on all ranks.
+        A collective, with the same result on all ranks.
         """
-        # Separate leaves: backward must end at the layer, keep the caller's graph, and not add to
-        # gradient buffers that are attributes of the caller's weights.
+        # Separate leaves make backward end at the layer. So it does not free the caller's graph,
+        # and does not add to gradient buffers that are attributes of the caller's weights.
         leaves: list[torch.Tensor] = []
 
         def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,12 +228,12 @@ class AutoStrategy(AbstractStrategy):
 
         problems: dict[str, str] = {}
         enabled, self.recorder.enabled = self.recorder.enabled, False
-        # Hides these calls from the caller's hooks, such as those of activation checkpointing.
+        # These hooks replace those of the caller, such as the hooks of activation checkpointing.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             for name in names:
                 try:
-                    run(name)  # allocates buffers and compiles
-                except MemoryError as error:  # raised on all ranks
+                    run(name)  # the first run allocates buffers and compiles
+                except MemoryError as error:  # raised on all ranks, so all skip the candidate
                     problems[name] = str(error)
             names = [name for name in names if name not in problems]
             samples = torch.zeros(_NUM_SAMPLES, len(names), dtype=torch.float64)
@@ -228,19 +251,7 @@ class AutoStrategy(AbstractStrategy):
         return dict(zip(names, medians_us, strict=True)), problems
 
     def _now(self) -> float:
+        # Kernels run asynchronously: wait for them before the clock is read.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _kind_of(shape: LayerShape, *, gradients: bool) -> _Kind:
-    return _Kind(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        element_bytes=shape.itemsize,
-        activation=shape.activation,
-        expert_bias=False,
-        gradients=gradients,
-    )

@@ -1,240 +1,27 @@
-"""The interface of strategies: ways to run routed experts that are spread over ranks.
+"""The interface of strategies, and the checks and helpers that strategies share.
 
-A strategy has two descriptions of its work: ``forward`` runs it, and ``tasks`` lists it for the
-simulator.
+A strategy runs routed experts that are spread over ranks. ``forward`` does the work of a layer, and
+``tasks`` lists the same work for the simulator.
 """
 
 import abc
-from dataclasses import dataclass
-from math import comb
+from functools import partial
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-from halley.core.routing import chunk_sizes, local_experts
 from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task, makespan_us
-
-
-_NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
-
-
-def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return the tasks of the all-to-all strategy.
-
-    Args:
-        shape: the layer.
-        predictor: predicts the duration of each task.
-        num_chunks: number of chunks, each a range of local experts.
-    """
-    rows = shape.num_tokens * shape.top_k
-    hidden_bytes = shape.hidden_size * shape.itemsize
-    reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)
-    sizes = chunk_sizes(local_experts(shape.num_experts, ep_size=shape.ep_size), num_chunks)
-    shares = [size / sum(sizes) for size in sizes]
-    exchange_us = [
-        predictor.all_to_all_us(rows * share * hidden_bytes * (1.0 - 1.0 / shape.ep_size))
-        for share in shares
-    ]
-    experts_us = [
-        _experts_us(shape, predictor, num_rows=rows * share, num_groups=size)
-        for share, size in zip(shares, sizes, strict=True)
-    ]
-    route_us = predictor.memory_us(16.0 * rows, num_ops=12) + predictor.hardware.link_latency_us
-
-    tasks = [
-        Task(name="route", stream="compute", duration_us=route_us),
-        Task(name="gather", stream="compute", duration_us=reorder_us, needs=("route",)),
-    ]
-    chunks = range(num_chunks)
-    for c in chunks:
-        tasks.append(_comm(f"dispatch.{c}", exchange_us[c], needs="gather"))
-    for c in chunks:
-        tasks.append(_compute(f"experts.{c}", experts_us[c], needs=(f"dispatch.{c}",)))
-        tasks.append(_comm(f"combine.{c}", exchange_us[c], needs=f"experts.{c}"))
-    returned = tuple(f"combine.{c}" for c in chunks)
-    tasks.append(_compute("restore", 2 * reorder_us, needs=returned))
-    tasks.append(_compute("restore.backward", 2 * reorder_us, needs=("restore",)))
-    for c in reversed(chunks):
-        tasks.append(_comm(f"combine.backward.{c}", exchange_us[c], needs="restore.backward"))
-    for c in reversed(chunks):
-        needs = (f"combine.backward.{c}",)
-        tasks.append(_compute(f"experts.backward.{c}", 2 * experts_us[c], needs=needs))
-        tasks.append(_comm(f"dispatch.backward.{c}", exchange_us[c], needs=f"experts.backward.{c}"))
-    returned = tuple(f"dispatch.backward.{c}" for c in chunks)
-    tasks.append(_compute("gather.backward", 2 * reorder_us, needs=returned))
-    return tasks
-
-
-def choose_num_chunks(shape: LayerShape, predictor: Predictor) -> int:
-    """Return the number of chunks with the shortest simulated forward and backward pass."""
-    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
-    candidates = [n for n in _NUM_CHUNKS if n <= num_local]
-    return min(
-        candidates, key=lambda n: makespan_us(all_to_all_tasks(shape, predictor, num_chunks=n))
-    )
-
-
-def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
-    """Return the tasks of the all-gather strategy, whose traffic does not depend on the routing.
-
-    Args:
-        shape: the layer.
-        predictor: predicts the duration of each task.
-    """
-    rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
-    crossings = shape.num_tokens * (shape.ep_size - 1)
-    link_us = predictor.all_to_all_us(crossings * hidden_bytes)
-    route_us = predictor.memory_us(16.0 * rows * shape.ep_size, num_ops=12)
-    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
-    experts_us = _experts_us(shape, predictor, num_rows=rows, num_groups=num_local)
-    # Each rank sums over the slots of all tokens, most of which have no row here.
-    sum_us = predictor.memory_us(2.0 * rows * shape.ep_size * hidden_bytes, num_ops=2)
-    return [
-        _comm("dispatch", link_us, needs=""),
-        _compute("route", route_us, needs=("dispatch",)),
-        _compute("experts", experts_us + sum_us, needs=("route",)),
-        _comm("combine", link_us, needs="experts"),
-        _comm("combine.backward", link_us, needs="combine"),
-        _compute("experts.backward", 2 * experts_us + sum_us, needs=("combine.backward",)),
-        _comm("dispatch.backward", link_us, needs="experts.backward"),
-    ]
-
-
-def fused_tasks(
-    shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
-) -> list[Task]:
-    """Return the tasks of the fused kernels.
-
-    A token crosses the link once to each rank that holds one of its experts, and one partial sum
-    returns. Fused kernels overlap at a fine grain, which the tasks approximate: the first GEMM has
-    one task for the rows of each source rank, the second GEMM one for each chunk of columns.
-    The SMs that communication occupies are not counted.
-
-    Args:
-        shape: the layer.
-        predictor: predicts the duration of each task.
-        chunk_columns: columns of the second GEMM that are combined at once.
-        fused: False for the unfused form, one task after another.
-    """
-    hidden, inner, itemsize = shape.hidden_size, shape.intermediate_size, shape.itemsize
-    rows, ranks = shape.num_tokens * shape.top_k, shape.ep_size
-    num_local = local_experts(shape.num_experts, ep_size=ranks)
-    crossings = shape.num_tokens * (ranks - 1) * _reach(shape, num_local)
-    link_us = predictor.all_to_all_us(crossings * hidden * itemsize)
-    up_us = predictor.grouped_gemm_us(
-        rows, num_local, inner=hidden, outer=shape.up_size, itemsize=itemsize
-    )
-    down_us = predictor.grouped_gemm_us(
-        rows, num_local, inner=inner, outer=hidden, itemsize=itemsize
-    )
-    row_bytes = hidden * itemsize
-    publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
-    plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us
-    expand_us = predictor.memory_us(2.0 * rows * row_bytes)
-    sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
-
-    fused_pass = _FusedPass(
-        num_sources=ranks if fused else 1,
-        first_remote=1 if fused else 0,
-        num_chunks=-(-hidden // chunk_columns) if fused else 1,
-        link_us=link_us,
-        expand_us=expand_us,
-        sum_us=sum_us,
-    )
-    tasks = [
-        _compute("publish", publish_us, needs=()),
-        _compute("plan", plan_us, needs=("publish",)),
-        *fused_pass.tasks("", ("up", up_us), ("down", down_us), needs="plan"),
-    ]
-    tasks.append(_compute("publish.backward", publish_us, needs=(tasks[-1].name,)))
-    tasks += fused_pass.tasks(
-        ".backward", ("down", down_us), ("up", up_us), needs="publish.backward"
-    )
-    for name, duration_us in (("down.weights", down_us), ("up.weights", up_us)):
-        tasks.append(
-            _compute(name, duration_us, needs=(f"down.backward.{fused_pass.num_sources - 1}",))
-        )
-    return tasks
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FusedPass:
-    """One pass of the fused kernels: dispatch, a GEMM, a second GEMM, combine.
-
-    Attributes:
-        num_sources: tasks of the first GEMM, one for the rows of each source rank.
-        first_remote: the first of them whose rows cross the link.
-        num_chunks: tasks of the second GEMM, one for each chunk of columns.
-        link_us: duration of all transfers in one direction.
-        expand_us: duration of copying each received token to all its experts.
-        sum_us: duration of all sums of expert outputs.
-    """
-
-    num_sources: int
-    first_remote: int
-    num_chunks: int
-    link_us: float
-    expand_us: float
-    sum_us: float
-
-    def tasks(
-        self, suffix: str, first: tuple[str, float], second: tuple[str, float], *, needs: str
-    ) -> list[Task]:
-        """Return the tasks; both GEMMs are given by name and duration."""
-        tasks: list[Task] = []
-        share_us = self.link_us / (self.num_sources - self.first_remote or 1)
-        for source in range(self.first_remote, self.num_sources):
-            tasks.append(_comm(f"dispatch{suffix}.{source}", share_us, needs=needs))
-        for source in range(self.num_sources):
-            rows = needs if source < self.first_remote else f"dispatch{suffix}.{source}"
-            duration_us = (self.expand_us + first[1]) / self.num_sources
-            tasks.append(_compute(f"{first[0]}{suffix}.{source}", duration_us, needs=(rows,)))
-        last = tasks[-1].name
-        for chunk in range(self.num_chunks):
-            name = f"{second[0]}{suffix}.{chunk}"
-            tasks.append(_compute(name, second[1] / self.num_chunks, needs=(last,)))
-            chunk_us = self.link_us / self.num_chunks
-            tasks.append(_comm(f"combine{suffix}.{chunk}", chunk_us, needs=name))
-        for chunk in range(self.num_chunks):
-            sums = (f"combine{suffix}.{chunk}",)
-            chunk_us = self.sum_us / self.num_chunks
-            tasks.append(_compute(f"sum{suffix}.{chunk}", chunk_us, needs=sums))
-        return tasks
-
-
-def _reach(shape: LayerShape, num_local: int) -> float:
-    """Return the share of tokens with any expert on a given rank, under balanced routing."""
-    elsewhere = comb(shape.num_experts - num_local, shape.top_k)
-    return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
-
-
-def _experts_us(
-    shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
-) -> float:
-    hidden, inner, itemsize = shape.hidden_size, shape.intermediate_size, shape.itemsize
-    up_us = predictor.grouped_gemm_us(
-        num_rows, num_groups, inner=hidden, outer=shape.up_size, itemsize=itemsize
-    )
-    down_us = predictor.grouped_gemm_us(
-        num_rows, num_groups, inner=inner, outer=hidden, itemsize=itemsize
-    )
-    moved = num_rows * itemsize * (2 * shape.up_size + 3 * inner + 4 * hidden)
-    return up_us + down_us + predictor.memory_us(moved, num_ops=4)
-
-
-def _compute(name: str, duration_us: float, *, needs: tuple[str, ...]) -> Task:
-    return Task(name=name, stream="compute", duration_us=duration_us, needs=needs)
-
-
-def _comm(name: str, duration_us: float, *, needs: str) -> Task:
-    return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,) if needs else ())
+from halley.cost.simulate import Task
+from halley.distributed.peers import Collective, compare_ranks, name_ranks, time_limit
 
 
 class AbstractStrategy(abc.ABC):
-    """Runs routed experts that are spread over the ranks of a group. Subclasses are final.
+    """A way to run routed experts that are spread over the ranks of a group.
 
-    To add a strategy, implement ``forward`` and ``tasks``.
+    To add a strategy, implement ``forward`` and ``tasks`` in a final subclass.
 
     Attributes:
         tp_size: adjacent ranks of the group that share each expert, see ``core.sharding``.
@@ -246,15 +33,15 @@ class AbstractStrategy(abc.ABC):
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         """Return the sum, over each token's experts, of weight times expert output, ``(T, D)``.
 
-        A collective: all ranks of the group call it in the same order. Ranks may have different
-        numbers of tokens, also none. Differentiable in ``x_TD``, in the routing weights and in the
-        experts' weights; backward is a collective too.
+        A collective: all ranks of the group call it in the same order. The number of tokens may
+        differ between ranks and may be 0. Differentiable in ``x_TD``, in the routing weights and in
+        the experts' weights; backward is a collective too.
 
         Args:
             x_TD: tokens of this rank, in the dtype of the experts' weights.
             routing: global expert ids and weights of each token.
             experts: the experts of this rank, ids ``[g * L, (g + 1) * L)`` with
-                ``g = rank // tp_size``; its shards of them if ``tp_size`` is above 1.
+                ``g = rank // tp_size``. If ``tp_size`` is above 1, this rank's shards of them.
 
         Raises:
             ValueError: shapes, dtypes or devices do not fit.
@@ -262,7 +49,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def gemm(self) -> str:
-        """Name of the grouped GEMM; strategies with the same name have equal results, bitwise."""
+        """Name of the grouped GEMM; strategies with the same name have bitwise equal results."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
@@ -302,20 +89,16 @@ def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
     Raises:
         ValueError: one of them differs.
     """
-    if x_TD.ndim != 2 or x_TD.shape[1] != experts.up_LGD.shape[2]:
+    weight = experts.up_LGD
+    if x_TD.ndim != 2 or x_TD.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x {tuple(x_TD.shape)} must be (num_tokens, hidden_size) with hidden_size "
-            f"{experts.up_LGD.shape[2]}"
+            f"{weight.shape[2]}"
         )
-    if x_TD.dtype != experts.up_LGD.dtype:
-        raise ValueError(
-            f"x dtype ({x_TD.dtype}) must be that of the experts' weights ({experts.up_LGD.dtype})"
-        )
-    if x_TD.device != experts.up_LGD.device:
-        raise ValueError(
-            f"x device ({x_TD.device}) must be that of the experts' weights "
-            f"({experts.up_LGD.device})"
-        )
+    for name in ("dtype", "device"):
+        found, wanted = getattr(x_TD, name), getattr(weight, name)
+        if found != wanted:
+            raise ValueError(f"x {name} ({found}) must be that of the experts' weights ({wanted})")
 
 
 def under_autocast(experts: Experts) -> Experts:
@@ -325,3 +108,136 @@ def under_autocast(experts: Experts) -> Experts:
         return experts
     dtype = torch.get_autocast_dtype(kind)
     return experts.with_tensors({name: t.to(dtype) for name, t in experts.tensors().items()})
+
+
+@final
+class Lockstep:
+    """Check that the ranks of a group run the same layers in the same order.
+
+    Collectives that do not match abort the process, hang, or return wrong numbers. Each new kind of
+    layer is therefore compared across ranks before its first collective. Over gloo, where a
+    mismatch in size aborts the process, the order of all passes is compared too.
+
+    Args:
+        strategy: name of the strategy, for messages.
+        group: the ranks; None for a single rank.
+        tp_size: adjacent ranks that share each expert.
+    """
+
+    def __init__(self, strategy: str, *, group: dist.ProcessGroup | None, tp_size: int) -> None:
+        self._strategy, self._group, self._tp_size = strategy, group, tp_size
+        self._kinds: set[tuple[object, ...]] = set()
+        self._guard: Any = None  # a ProcessGroupGloo; torch's type stubs lack its collectives
+        self._num_calls = 0
+
+    def begin(self, x_TD: torch.Tensor, experts: Experts, **values: object) -> None:
+        """Begin the forward pass of a layer; a collective if its kind is new, or over gloo.
+
+        Does nothing while ``torch.compile`` traces.
+
+        Args:
+            x_TD: tokens of this rank.
+            experts: experts of this rank.
+            values: further values that must be the same on all ranks, by name.
+
+        Raises:
+            ValueError: the ranks run different kinds of layers; raised on all ranks.
+            RuntimeError: a rank is missing, or runs another pass.
+        """
+        if self._group is None or torch.compiler.is_compiling():
+            return
+        size = dist.get_world_size(self._group)
+        kind = (x_TD.shape[1], x_TD.dtype, experts.num_local_experts, *values.values())
+        if kind not in self._kinds:
+            described = {
+                "strategy": self._strategy,
+                "hidden_size": x_TD.shape[1],
+                "num_experts": experts.num_local_experts * size // self._tp_size,
+                "dtype": x_TD.dtype,
+                "tp_size": self._tp_size,
+                "device": x_TD.device.type,
+            }
+            compare_ranks("an MoE layer", described | values, group=self._group)
+            self._kinds.add(kind)
+        self._num_calls += 1
+        if size > 1 and x_TD.device.type == "cpu" and dist.get_backend(self._group) == "gloo":
+            self._compare_passes(self._num_calls, self._group)
+
+    def end(self, y_TD: torch.Tensor) -> torch.Tensor:
+        """Return the output, with a hook that compares the backward pass across ranks."""
+        number, group = self._num_calls, self._group
+        is_compared = self._guard is not None and y_TD.requires_grad
+        if is_compared and group is not None and not torch.compiler.is_compiling():
+            # The hook of the output runs first in backward, before the collectives of the layer.
+            y_TD.register_hook(lambda _grad_TD: self._compare_passes(-number, group))
+        return y_TD
+
+    def _compare_passes(self, number: int, group: dist.ProcessGroup) -> None:
+        """Check that all ranks begin the pass ``number``: a call from 1, negative for backward."""
+        if self._guard is None:
+            self._guard = _open_guard(group)
+        own = torch.tensor([number])
+        ranks = dist.get_process_group_ranks(group)
+        found = [torch.empty_like(own) for _ in ranks]
+        name = f"the start of {_describe(number)} of strategy {self._strategy}"
+        with Collective(name, group=group):
+            self._guard.allgather([found], [own]).wait()
+        ranks_of: dict[int, list[int]] = {}
+        for rank, value in zip(ranks, found, strict=True):
+            ranks_of.setdefault(int(value), []).append(rank)
+        if len(ranks_of) > 1:
+            places = ", ".join(f"{name_ranks(r)} in {_describe(n)}" for n, r in ranks_of.items())
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: the ranks run different passes of strategy "
+                f"{self._strategy}: {places}; all ranks must run their layers, forward and "
+                "backward, in the same order"
+            )
+
+
+def _open_guard(group: dist.ProcessGroup) -> Any:
+    """Return a new process group of the same ranks, used only to compare passes; a collective."""
+    # On the user's group, another collective of the same size could match the comparison.
+    store, rank = group.get_group_store(), dist.get_rank(group)
+    number = store.add(f"halley/guards/{rank}", 1)
+    own_store = PrefixStore(f"halley/guard/{number}", store)
+    return dist.ProcessGroupGloo(own_store, rank, dist.get_world_size(group), time_limit(group))
+
+
+def _describe(number: int) -> str:
+    return f"the {'backward' if number < 0 else 'forward'} pass of call {abs(number)}"
+
+
+def compute_task(name: str, duration_us: float, *, needs: tuple[str, ...]) -> Task:
+    """Return a task of the compute stream."""
+    return Task(name=name, stream="compute", duration_us=duration_us, needs=needs)
+
+
+def comm_task(name: str, duration_us: float, *, needs: str) -> Task:
+    """Return a task of the communication stream; ``needs`` may be ""."""
+    return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,) if needs else ())
+
+
+def gemms_us(
+    shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
+) -> tuple[float, float]:
+    """Predict the durations of the two grouped GEMMs.
+
+    Args:
+        shape: sizes of the layer.
+        predictor: the cost model.
+        num_rows: rows of all experts of a rank.
+        num_groups: experts of a rank.
+    """
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    predict = partial(predictor.grouped_gemm_us, num_rows, num_groups, itemsize=shape.itemsize)
+    return predict(inner=hidden, outer=shape.up_size), predict(inner=inner, outer=hidden)
+
+
+def experts_us(
+    shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
+) -> float:
+    """Predict the duration of the experts without fused kernels; arguments as for ``gemms_us``."""
+    up_us, down_us = gemms_us(shape, predictor, num_rows=num_rows, num_groups=num_groups)
+    columns = 2 * shape.up_size + 3 * shape.intermediate_size + 4 * shape.hidden_size
+    moved = num_rows * shape.itemsize * columns
+    return up_us + down_us + predictor.memory_us(moved, num_ops=4)

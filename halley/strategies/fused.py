@@ -1,17 +1,20 @@
 """Run routed experts with communication inside the GEMM kernels.
 
-Kernels fetch the rows of other ranks through symmetric memory while the GEMM multiplies the tiles
-that have arrived. Partial sums return to the tokens' ranks by column chunks while the GEMM computes
-the next chunk. Only the first call of a shape and the growth of buffers use the process group.
+Kernels fetch the rows of other ranks through symmetric memory while the first GEMM multiplies the
+tiles that are complete. Partial sums return to the source ranks in chunks of columns, while the
+second GEMM computes the next chunk. The process group is only used in the first call of a shape and
+when buffers grow.
 
 Source: COMET (arXiv:2502.19811).
 """
 
+from functools import partial
+from math import comb
 from typing import final, get_args
 
 import torch
 
-from halley.core.routing import check_routing
+from halley.core.routing import check_routing, local_experts
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Save
 from halley.cost.hardware import Predictor
@@ -22,12 +25,19 @@ from halley.fused.kernels.layout import MAX_CHUNKS
 from halley.fused.op import compile_fused_experts, fused_experts
 from halley.interpreter.switch import INTERPRETED
 from halley.ops.kernels.launch import is_aligned
-from halley.strategies.base import AbstractStrategy, check_inputs, fused_tasks, wants_gradients
+from halley.strategies.base import (
+    AbstractStrategy,
+    check_inputs,
+    comm_task,
+    compute_task,
+    gemms_us,
+    wants_gradients,
+)
 
 
-_CAPABILITY = (9, 0)
-_MAX_RANKS = 31  # one bit for each rank in an int32
-_MAX_EXPERTS = 2**15 - 1  # packed with 16 other bits into an int32
+_CAPABILITY = (9, 0)  # Hopper: the kernels use the Tensor Memory Accelerator (TMA)
+_MAX_RANKS = 31  # kernels keep sets of ranks as bits of an int32
+_MAX_EXPERTS = 2**15 - 1  # kernels pack an expert id with 16 other bits into an int32
 _MAX_TOP_K = 64
 _ROW_ALIGNMENT = 16  # bytes, required by TMA for each row
 _DTYPES = {
@@ -38,12 +48,12 @@ _DTYPES = {
 
 @final
 class FusedStrategy(AbstractStrategy):
-    """Strategy with dispatch fused into the first GEMM and combine fused into the second.
+    """Run a layer with dispatch fused into the first GEMM and combine fused into the second.
 
     Args:
-        workspaces: buffers of the ranks that share the experts. Strategies with the same object
-            share memory, and their calls run one after the other.
-        recorder: records one span for the layer, which includes waits for other ranks.
+        workspaces: buffers of the group. Strategies with the same object share memory, and their
+            calls run one after the other.
+        recorder: records one span for the layer, which includes the waits for other ranks.
         fused: False runs the same kernels one after the other, with the same bits. The difference
             in time is the gain of the overlap.
         save: activations that are saved for backward, see ``fused.op.fused_experts``.
@@ -85,7 +95,7 @@ class FusedStrategy(AbstractStrategy):
                 gated=experts.activation == "swiglu",
                 fused=self.fused,
                 save=self.save if backward else "none",
-                workspaces=self.workspaces.handle,
+                workspaces_handle=self.workspaces.handle,
                 ordering_token=self.workspaces.ordering_token,
             )
 
@@ -97,10 +107,10 @@ class FusedStrategy(AbstractStrategy):
     def compile(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Compile the kernels of a prepared layer in parallel; concerns this rank only.
+        """Compile the kernels of a prepared layer in parallel, on this rank only.
 
         Args:
-            x_TD, routing, experts: inputs of the layer, of which only sizes and dtypes count.
+            x_TD, routing, experts: inputs of the layer; only their sizes and dtypes matter.
             backward: True compiles forward and backward, False a forward without gradients.
         """
         compile_fused_experts(
@@ -112,29 +122,25 @@ class FusedStrategy(AbstractStrategy):
             gated=experts.activation == "swiglu",
             fused=self.fused,
             save=self.save if backward else "none",
-            workspaces=self.workspaces.handle,
+            workspaces_handle=self.workspaces.handle,
         )
 
     def _check(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
     ) -> None:
-        """Check the inputs, on a GPU only if their sizes or dtypes are new.
-
-        Inputs of new sizes also compile their kernels here.
-        """
-        tensors = (x_TD, routing.topk_idx_TK, routing.topk_weights_TK, *experts.tensors().values())
-        # State that changes from call to call would make Dynamo trace each call again.
+        """Check the inputs. On a GPU, check and compile only for new sizes or dtypes."""
+        # Dynamo guards on state that it reads: a set that grows would make it trace each call.
         if torch.compiler.is_compiling() or not x_TD.is_cuda:
             self._check_all(x_TD, routing, experts)
-        else:
-            kind: tuple[object, ...] = tuple(
-                (t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % _ROW_ALIGNMENT)
-                for t in tensors
-            )
-            kind += (backward, experts.activation)
-            if kind not in self._checked:
-                self._compile_once(x_TD, routing, experts, backward=backward)
-                self._checked.add(kind)
+            return
+        tensors = (x_TD, routing.topk_idx_TK, routing.topk_weights_TK, *experts.tensors().values())
+        kind: tuple[object, ...] = tuple(
+            (t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % _ROW_ALIGNMENT) for t in tensors
+        )
+        kind += (backward, experts.activation)
+        if kind not in self._checked:
+            self._compile_once(x_TD, routing, experts, backward=backward)
+            self._checked.add(kind)
 
     def _compile_once(
         self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
@@ -213,3 +219,99 @@ class FusedStrategy(AbstractStrategy):
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         columns = self.workspaces.config.chunk_columns
         return fused_tasks(shape, predictor, chunk_columns=columns, fused=self.fused)
+
+
+def fused_tasks(
+    shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
+) -> list[Task]:
+    """Return the tasks of the fused kernels, or of the unfused form: one task after another.
+
+    A token crosses the link once to each rank that holds one of its experts, and one partial sum
+    returns. The tasks approximate the overlap inside the kernels: the first GEMM has one task for
+    the rows of each source rank, and the second GEMM one for each chunk of columns. The SMs that
+    communication occupies are not counted.
+
+    Args:
+        shape: the layer.
+        predictor: predicts the duration of each task.
+        chunk_columns: columns of the second GEMM that are combined at once.
+        fused: False for the unfused form.
+    """
+    rows, ranks = shape.num_tokens * shape.top_k, shape.ep_size
+    row_bytes = shape.hidden_size * shape.itemsize
+    num_local = local_experts(shape.num_experts, ep_size=ranks)
+    # The share of tokens with any expert on a given rank, under balanced routing.
+    elsewhere = comb(shape.num_experts - num_local, shape.top_k)
+    reach = 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
+    crossings = shape.num_tokens * (ranks - 1) * reach
+    up_us, down_us = gemms_us(shape, predictor, num_rows=rows, num_groups=num_local)
+    publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
+    plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us
+    num_sources = ranks if fused else 1
+    fused_pass = partial(
+        _fused_pass,
+        num_sources=num_sources,
+        num_local_sources=1 if fused else 0,
+        num_chunks=-(-shape.hidden_size // chunk_columns) if fused else 1,
+        link_us=predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize),
+        expand_us=predictor.memory_us(2.0 * rows * row_bytes),
+        sum_us=predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes),
+    )
+    forward = [
+        compute_task("publish", publish_us, needs=()),
+        compute_task("plan", plan_us, needs=("publish",)),
+        *fused_pass("", ("up", up_us), ("down", down_us), needs="plan"),
+    ]
+    weights_need = (f"down.backward.{num_sources - 1}",)
+    return [
+        *forward,
+        compute_task("publish.backward", publish_us, needs=(forward[-1].name,)),
+        *fused_pass(".backward", ("down", down_us), ("up", up_us), needs="publish.backward"),
+        compute_task("down.weights", down_us, needs=weights_need),
+        compute_task("up.weights", up_us, needs=weights_need),
+    ]
+
+
+def _fused_pass(
+    suffix: str,
+    first: tuple[str, float],
+    second: tuple[str, float],
+    *,
+    needs: str,
+    num_sources: int,
+    num_local_sources: int,
+    num_chunks: int,
+    link_us: float,
+    expand_us: float,
+    sum_us: float,
+) -> list[Task]:
+    """Return the tasks of one pass: dispatch, two GEMMs, combine.
+
+    Args:
+        suffix: suffix of the names of the tasks.
+        first, second: name and duration of each GEMM.
+        needs: the task before the pass.
+        num_sources: tasks of the first GEMM, one for the rows of each source rank.
+        num_local_sources: how many of these tasks, the first ones, need no rows from the link.
+        num_chunks: tasks of the second GEMM, one for each chunk of columns.
+        link_us: duration of all transfers in one direction.
+        expand_us: duration of copying each received token to all its experts.
+        sum_us: duration of all sums of expert outputs.
+    """
+    tasks: list[Task] = []
+    share_us = link_us / (num_sources - num_local_sources or 1)
+    for source in range(num_local_sources, num_sources):
+        tasks.append(comm_task(f"dispatch{suffix}.{source}", share_us, needs=needs))
+    for source in range(num_sources):
+        rows = needs if source < num_local_sources else f"dispatch{suffix}.{source}"
+        duration_us = (expand_us + first[1]) / num_sources
+        tasks.append(compute_task(f"{first[0]}{suffix}.{source}", duration_us, needs=(rows,)))
+    last = tasks[-1].name
+    for chunk in range(num_chunks):
+        name = f"{second[0]}{suffix}.{chunk}"
+        tasks.append(compute_task(name, second[1] / num_chunks, needs=(last,)))
+        tasks.append(comm_task(f"combine{suffix}.{chunk}", link_us / num_chunks, needs=name))
+    for chunk in range(num_chunks):
+        sums = (f"combine{suffix}.{chunk}",)
+        tasks.append(compute_task(f"sum{suffix}.{chunk}", sum_us / num_chunks, needs=sums))
+    return tasks

@@ -1,7 +1,12 @@
 """Build strategies by name, for configurations and command lines.
 
-A name is one of ``STRATEGIES``. "fused" and "unfused" may add which activations they save for
-backward, as in "fused:recompute"; "chunked" may add its number of chunks, as in "chunked:4".
+A name is one of ``STRATEGIES``, optionally with a variant. "fused:recompute" and "unfused:inputs"
+select the activations that are saved for backward. "chunked:4" sets the number of chunks.
+"hierarchical:8" sets the ranks of a node. "hierarchical:float8" and "deduplicated:float8" send
+tokens in 8 bits between nodes; "hierarchical:8:float8" does both.
+
+The default of a run (``halley train``) is "sequential", the baseline. The default of ``halley.MoE``
+is "auto".
 """
 
 from collections.abc import Sequence
@@ -18,39 +23,58 @@ from halley.core.sharding import check_tp_size
 from halley.core.timeline import Recorder
 from halley.core.types import Save
 from halley.cost.hardware import CPU, H200, Predictor, find_hardware
+from halley.distributed.nodes import find_nodes
+from halley.distributed.peers import rank_and_size
+from halley.ops.crossing import WireDtype
 from halley.strategies.all_gather import AllGatherStrategy
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
+from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.strategies.traceable import TraceableStrategy
+from halley.symm_mem.heap import peer_access
 
 
 if TYPE_CHECKING:
     from halley.fused.buffer_cache import Workspaces
 
 
-STRATEGIES = ("sequential", "chunked", "all_gather", "functional", "unfused", "fused", "auto")
-PLANNED = "planned"  # in a run's configuration: the plan of the run names the strategy
+STRATEGIES = (
+    "sequential",
+    "chunked",
+    "all_gather",
+    "functional",
+    "unfused",
+    "fused",
+    "deduplicated",
+    "hierarchical",
+    "auto",
+)
+PLANNED = "planned"  # in the configuration of a run: a plan selects the strategy of each layer
 _OLD_NAMES = {"gathered": "all_gather"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """A strategy's name, parsed.
+    """The parts of a strategy's name.
 
     Attributes:
         kind: one of ``STRATEGIES``.
         save: activations that "fused" and "unfused" save.
-        num_chunks: chunks of "chunked"; 0 if the name does not say.
+        num_chunks: chunks of "chunked"; 0 if the name has no number.
+        ranks_per_node: ranks of a node of "hierarchical"; 0 if the name has no number.
+        wire_dtype: dtype of tokens between nodes.
     """
 
     kind: str
     save: Save = "all"
     num_chunks: int = 0
+    ranks_per_node: int = 0
+    wire_dtype: WireDtype = ""
 
     @property
     def is_fused(self) -> bool:
-        """Whether the strategy runs the fused kernels, one at a time or overlapped."""
+        """Whether the strategy runs Halley's kernels, overlapped or one after another."""
         return self.kind in ("unfused", "fused")
 
 
@@ -67,6 +91,9 @@ def _parse(name: str) -> _Choice:
     check_type(name, str, name="strategy")
     kind, colon, option = name.partition(":")
     choice = _Choice(kind=_OLD_NAMES.get(kind, kind))
+    if kind in ("hierarchical", "deduplicated") and name.endswith(":float8"):
+        choice = replace(choice, wire_dtype="float8")
+        _, colon, option = name.removesuffix(":float8").partition(":")
     names = ", ".join(STRATEGIES)
     if choice.kind not in STRATEGIES:
         raise ValueError(f"strategy ({show_name(name)}) must be one of {names}")
@@ -74,9 +101,13 @@ def _parse(name: str) -> _Choice:
         return choice
     if choice.is_fused and option in get_args(Save):
         return replace(choice, save=cast(Save, option))
-    if choice.kind == "chunked" and option.isascii() and option.isdecimal() and int(option):
-        return replace(choice, num_chunks=int(option))
+    number = int(option) if option.isascii() and option.isdecimal() else 0
+    if choice.kind == "chunked" and number:
+        return replace(choice, num_chunks=number)
+    if choice.kind == "hierarchical" and number:
+        return replace(choice, ranks_per_node=number)
     variants = [f"{kind}:{save}" for kind in ("unfused", "fused") for save in get_args(Save)]
+    variants += ["hierarchical:<ranks of a node>", "hierarchical:float8", "deduplicated:float8"]
     listed = ", ".join([names, "chunked:<number>", *variants])
     raise ValueError(f"strategy ({show_name(name)}) must be one of {listed}")
 
@@ -96,18 +127,17 @@ def build_strategy(
     """Return the strategy of that name for the ranks of ``group``.
 
     Args:
-        name: as the module describes; see ``check_strategy``.
+        name: name of a strategy, see the docstring of the module.
         group: the ranks over which experts are spread; None for a single rank.
-        recorder: takes the strategy's spans.
+        recorder: records the strategy's spans.
         device: device of this rank.
         tp_size: adjacent ranks that share each expert, see ``core.sharding``.
         num_chunks: chunks of "chunked"; 0 lets the cost model choose.
-        max_load: bound on a rank's rows, as a multiple of the balanced load, for which the fused
+        max_load: most rows of a rank, as a multiple of the balanced load, for which the fused
             kernels allocate buffers; 0 lets buffers grow.
         timeout_s: how long a fused kernel waits for a peer.
-        workspaces: buffers of the fused kernels, which several strategies may share, with their own
-            ``max_load`` and ``timeout_s``; None for new ones. With None, "auto" does not try fused
-            kernels that would be interpreted.
+        workspaces: buffers of the fused kernels that several strategies share, with their own
+            ``max_load`` and ``timeout_s``; None for new buffers.
 
     Raises:
         ValueError: there is no such strategy, or an argument is out of range or of a wrong type.
@@ -115,7 +145,7 @@ def build_strategy(
     choice = _parse(name)
     check_type(group, dist.ProcessGroup | None, name="group")
     check_type(recorder, Recorder, name="recorder")
-    check_tp_size(tp_size, num_ranks=_count(group))
+    check_tp_size(tp_size, num_ranks=rank_and_size(group)[1])
     device = parse_device(device)
     _check_options(num_chunks=num_chunks, max_load=max_load, timeout_s=timeout_s)
     if choice.kind in ("sequential", "chunked"):
@@ -131,6 +161,8 @@ def build_strategy(
     if choice.kind == "functional":
         return TraceableStrategy(group, tp_size=tp_size)
     options: dict[str, Any] = {"tp_size": tp_size, "max_load": max_load, "timeout_s": timeout_s}
+    if choice.kind in ("deduplicated", "hierarchical"):
+        return _build_hierarchical(choice, group, recorder=recorder, device=device, options=options)
     if choice.kind == "auto":
         options |= {"num_chunks": num_chunks, "workspaces": workspaces}
         return _build_auto(group, recorder=recorder, device=device, options=options)
@@ -138,9 +170,40 @@ def build_strategy(
     from halley.fused.buffer_cache import Workspaces
     from halley.strategies.fused import FusedStrategy
 
-    workspaces = workspaces or Workspaces(group, device, **options)
-    fused = choice.kind == "fused"
-    return FusedStrategy(workspaces, recorder=recorder, fused=fused, save=choice.save)
+    fused, buffers = choice.kind == "fused", workspaces or Workspaces(group, device, **options)
+    return FusedStrategy(buffers, recorder=recorder, fused=fused, save=choice.save)
+
+
+def _build_hierarchical(
+    choice: _Choice,
+    group: dist.ProcessGroup | None,
+    *,
+    recorder: Recorder,
+    device: torch.device,
+    options: dict[str, Any],
+) -> HierarchicalStrategy:
+    """Return a strategy that sends a token once to each node, or to each rank. Collective.
+
+    Inside a node it runs "fused" where GPUs can address each other's memory, else "sequential".
+    """
+    size = 1 if choice.kind == "deduplicated" else choice.ranks_per_node
+    nodes = find_nodes(group, ranks_per_node=size)
+    if nodes.ranks_per_node % options["tp_size"]:
+        raise ValueError(
+            f"tp_size ({options['tp_size']}) must divide the ranks of a node "
+            f"({nodes.ranks_per_node}) with strategy {choice.kind}"
+        )
+    is_fused = device.type == "cuda" and not peer_access(nodes.local, device)
+    inner = build_strategy(
+        "fused" if is_fused else "sequential",
+        nodes.local,
+        recorder=recorder,
+        device=device,
+        **options,
+    )
+    return HierarchicalStrategy(
+        group, nodes=nodes, inner=inner, recorder=recorder, wire_dtype=choice.wire_dtype
+    )
 
 
 def _build_auto(
@@ -157,7 +220,9 @@ def _build_auto(
         left_out["fused"] = "its kernels are interpreted on a CPU"
     else:
         names.append("fused")
-    if 1 < tp_size == _count(group):  # else it allocates rows for slots of other ranks' experts
+    # If all ranks share all experts, each rank needs all tokens. Otherwise an all-gather also
+    # allocates rows for slots of other ranks' experts.
+    if 1 < tp_size == rank_and_size(group)[1]:
         names.append("all_gather")
     build = partial(build_strategy, group=group, recorder=recorder, device=device, **options)
     return AutoStrategy(
@@ -180,13 +245,14 @@ def build_strategies(
     """Return a strategy for each layer. Layers with the same name share one; all share buffers.
 
     Args:
-        names: one name a layer.
+        names: one name for each layer.
         group, device, options: as for ``build_strategy``.
     """
     built: dict[str, AbstractStrategy] = {}
     for name in dict.fromkeys(names):
         built[name] = build_strategy(name, group, device=device, **options)
-        if _parse(name).is_fused:  # shared workspaces also keep one order of calls on all ranks
+        # Shared workspaces also give the calls of all layers one order on all ranks.
+        if _parse(name).is_fused:
             options["workspaces"] = cast(Any, built[name]).workspaces
     return [built[name] for name in names]
 
@@ -209,7 +275,7 @@ def split_strategies(text: str, *, num_layers: int) -> tuple[str, ...]:
 
 
 def describe_strategies(names: Sequence[str]) -> str:
-    """Return the strategies of consecutive layers in short: "3 x fused, auto"."""
+    """Return a short text for the strategies of consecutive layers: "3 x fused, auto"."""
     if len(set(names)) <= 1:
         return "".join(names[:1])
     runs = [(len(list(run)), name) for name, run in groupby(names)]
@@ -217,7 +283,7 @@ def describe_strategies(names: Sequence[str]) -> str:
 
 
 def predictor_of(device: torch.device | str) -> Predictor:
-    """Return the cost model of a device; for a GPU without figures, that of an H200."""
+    """Return the cost model of a device; for a GPU that has none, the cost model of an H200."""
     device = parse_device(device)
     if device.type == "cpu":
         return Predictor(CPU)
@@ -237,7 +303,3 @@ def _check_options(*, num_chunks: int, max_load: float, timeout_s: float) -> Non
         raise ValueError(f"max_load ({max_load}) must be 0 or at least 1")
     if timeout_s <= 0:
         raise ValueError(f"timeout_s ({timeout_s}) must be above 0")
-
-
-def _count(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)

@@ -1,12 +1,11 @@
 """The all-to-all strategy in operators that ``torch.compile`` traces into one graph: "functional".
 
-``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here
+``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here,
 a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes
-that the graph reads from them. Both share the routing arithmetic, but not the code: tracing forbids
-numpy and host buffers, and an operator with a gradient costs eager code host time.
+that the graph reads from them. The two strategies cannot share code: tracing forbids numpy and
+buffers on the host, and in eager mode an operator with a gradient costs time on the host.
 
-``run_on_one_rank`` is the same for a single rank. It exchanges nothing, so it has no
-data-dependent size.
+``run_on_one_rank`` is the same for a single rank. It exchanges nothing, so no size depends on data.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -31,13 +30,13 @@ from halley.ops.traceable_routing import (
     read_counts,
     sort_slots,
 )
-from halley.strategies.base import AbstractStrategy, all_to_all_tasks, check_inputs, under_autocast
-from halley.strategies.lockstep import Lockstep
+from halley.strategies.all_to_all import all_to_all_tasks
+from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs, under_autocast
 
 
 @final
 class TraceableStrategy(AbstractStrategy):
-    """Dispatch, experts and combine by functional collectives with data-dependent splits.
+    """Run dispatch, experts and combine by functional collectives with data-dependent splits.
 
     To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
     ``halley.compile`` does.
@@ -96,10 +95,9 @@ class TraceableStrategy(AbstractStrategy):
         if self.group is None:
             return rows_ND
         with _name_errors(name, self.group):
-            received_RD = fc.all_to_all_single_autograd(
-                rows_ND, recv_splits, send_splits, self.group
+            return fc.wait_tensor(
+                fc.all_to_all_single_autograd(rows_ND, recv_splits, send_splits, self.group)
             )
-            return fc.wait_tensor(received_RD)
 
 
 def _name_errors(operation: str, group: dist.ProcessGroup) -> AbstractContextManager[object]:
@@ -111,12 +109,12 @@ def _read_splits(sent_WL: torch.Tensor, received_WL: torch.Tensor) -> tuple[list
     sent_W, received_W = read_counts(sent_WL, received_WL)
     splits = sent_W.tolist(), received_W.tolist()
     for split in (*splits[0], *splits[1]):
-        torch._check(split >= 0)
+        torch._check(split >= 0)  # lets the compiler use the number as a size
     return splits
 
 
 def find_one_rank_problem(experts: Experts) -> str:
-    """Return why ``run_on_one_rank`` cannot run these experts, or ""."""
+    """Return the reason why ``run_on_one_rank`` cannot run these experts, or ""."""
     if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
         return "experts have biases"
     _, hidden_size, intermediate_size = experts.down_LDF.shape
@@ -131,8 +129,8 @@ def find_one_rank_problem(experts: Experts) -> str:
 def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
     """Return the weighted sums over the experts of a single rank, ``(T, D)``, in one graph.
 
-    The host reads nothing, and no size depends on data: dropped slots keep a row, after all others,
-    which no expert multiplies. Differentiable as ``AbstractStrategy.forward``.
+    The host reads nothing, and no size depends on data. So dropped slots have rows too, after all
+    other rows, and no expert multiplies them. Differentiable as ``AbstractStrategy.forward``.
 
     Args:
         x_TD: tokens, of any floating dtype.
@@ -153,7 +151,8 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
     num_slots = idx_TK.numel()
     dropped_N1 = (torch.arange(num_slots, device=idx_TK.device) >= ends_E[-1])[:, None]
     rows_ND = gather_rows(x_TD, slots_N, num_rows=num_slots, top_k=idx_TK.shape[1])
-    # The GEMMs leave rows of no expert uninitialised: in y forward, in the gradient of x backward.
+    # The GEMMs do not write rows without an expert: in y forward, in the gradient of x backward.
+    # The masks set both to zero.
     rows_ND = rows_ND.masked_fill(dropped_N1, 0.0)
     y_ND = apply_experts_traceable(rows_ND, experts, ends_L=ends_E.int())
     y_ND = y_ND.masked_fill(dropped_N1, 0.0)

@@ -11,8 +11,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import _symmetric_memory as symm_mem
 
 from halley.distributed.peers import Collective, all_gather_objects, rank_and_size
-from halley.symm_mem.access import peer_access
-from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, Segment
+from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, Segment, peer_access
 
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ class CudaHeap(AbstractSymmHeap):
     """A heap in GPU memory; each tensor is one allocation, mapped by all ranks.
 
     An allocation takes a multiple of 2 MiB, and the rendezvous of the ranks takes milliseconds. So
-    allocate few, large tensors, and only once. A single process uses torch's ordinary allocator.
+    allocate few, large tensors, and only once. A single process uses PyTorch's caching allocator.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
@@ -54,8 +53,8 @@ class CudaHeap(AbstractSymmHeap):
     def barrier(self) -> None:
         """Wait for all ranks and for earlier work on each rank's current stream."""
         if self._group is not None:
-            # all_reduce runs on the current stream, after its earlier work. dist.barrier would
-            # choose a device and a stream by the history of the group.
+            # all_reduce runs after the earlier work of the current stream. dist.barrier may choose
+            # another device and stream, depending on earlier collectives of the group.
             with Collective("a barrier of symmetric memory", group=self._group):
                 dist.all_reduce(self._token, group=self._group)
         torch.cuda.current_stream(self.device).synchronize()
@@ -64,8 +63,8 @@ class CudaHeap(AbstractSymmHeap):
         if self._group is None or self.num_ranks == 1:
             local = self.on_all_ranks(num_bytes, lambda: self._new(num_bytes).zero_())
             return Segment(local=local, addresses_W=[local.data_ptr()], hook_addresses=[])
-        # Not symm_mem.empty: its pool divides larger allocations, and divides them differently on
-        # ranks that are in different groups. The rendezvous of such ranks would not match.
+        # Not symm_mem.empty: its pool divides larger allocations, and the division differs between
+        # ranks that belong to different groups. Their rendezvous would not match.
         local = self.on_all_ranks(num_bytes, lambda: self._new_symmetric(num_bytes).zero_())
         with _multicast_off():
             handle = symm_mem.rendezvous(local, self._group)
@@ -75,11 +74,11 @@ class CudaHeap(AbstractSymmHeap):
                 f"torch {torch.__version__} puts symmetric tensors inside larger allocations, "
                 f"this one at {local.data_ptr()}, its allocation at {addresses[self.rank]}"
             )
-        # The handle owns the mappings of the peers' memory.
+        # The handle owns the mappings of the other ranks' memory.
         return Segment(local=local, addresses_W=addresses, hook_addresses=[], owner=handle)
 
     def _gather(self, value: T) -> list[T]:
-        with torch.cuda.device(self.device):  # with NCCL, pickles go through the current device
+        with torch.cuda.device(self.device):  # NCCL gathers pickles through the current device
             return all_gather_objects(value, group=self._group, operation=_ALLOCATION)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
@@ -91,9 +90,9 @@ class CudaHeap(AbstractSymmHeap):
 
 @contextmanager
 def _multicast_off() -> Iterator[None]:
-    """Keep torch from binding memory to NVLink multicast, which Halley does not use.
+    """Keep torch from binding memory to NVLink multicast objects, which Halley does not use.
 
-    Binding fails or does harm on fabrics without multicast. torch has no other switch.
+    On a fabric without multicast, binding may fail or do harm. torch has no other switch.
     """
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"

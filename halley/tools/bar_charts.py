@@ -40,16 +40,16 @@ _CASE_WORDS = {
 
 
 def draw_layer_bench(rows: Sequence[Mapping[str, object]], path: str | Path) -> None:
-    """Draw results of the layer benchmark as a PNG, one row of bars per model.
+    """Draw results of the layer benchmark as a PNG, with one row of charts per model.
 
     A bar is the median of one strategy, with the 10th and 90th percentiles. The label above it
-    shows the median and the lower bound as a share of the median. If a case was run twice, the
-    last result counts.
+    shows the median, and the lower bound in percent of the median. If a case was run twice, the
+    last result is drawn.
 
     Args:
         rows: result lines. Lines without a time (wrong values) and lines of other directions than
             forward and forward_backward are ignored.
-        path: the picture.
+        path: the PNG file.
 
     Raises:
         ValueError: no line is left to draw, a line lacks a number, or there are too many
@@ -85,11 +85,11 @@ def draw_layer_bench(rows: Sequence[Mapping[str, object]], path: str | Path) -> 
 
 
 def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
-    """Draw what each kernel setting changes, one panel per layer and one dot per setting.
+    """Draw the change of the time by each kernel setting: one panel per layer, one dot per setting.
 
     Args:
         found: the layers of a ``ConfigTable``.
-        path: the picture.
+        path: the PNG file.
 
     Raises:
         ValueError: no setting was measured.
@@ -123,7 +123,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return each setting that was measured, and the change of the time in percent."""
+    """Return each measured setting, and the change of the time in percent; below 0 is faster."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()

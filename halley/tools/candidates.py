@@ -1,4 +1,4 @@
-"""Build the strategies that the layer benchmark compares, and check that a layer fits the ranks."""
+"""Prepare the layer benchmark: check sizes, build strategies, measure links and lower bounds."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ _CHUNK_COUNTS = (2, 3, 4, 8)
 
 
 def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return the number of experts that each rank holds, without spare ones.
+    """Return the number of experts of each rank, without spare experts.
 
     Args:
         case: the layer.
@@ -36,12 +36,12 @@ def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
         tp_size: ranks that share each expert.
 
     Raises:
-        ValueError: the experts do not divide over the ranks and are not placed, there are more
+        ValueError: the ranks do not divide the experts and no placement is planned, there are more
             spare experts than experts, or the rows of a shard are not aligned.
     """
-    num_experts, inner = case.model.moe.num_experts, case.model.moe.intermediate_size
+    num_experts, inner_size = case.model.moe.num_experts, case.model.moe.intermediate_size
     check_tp_size(tp_size, num_ranks=ep_size)
-    own_size = shard_size(inner, tp_size=tp_size)
+    own_size = shard_size(inner_size, tp_size=tp_size)
     check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
     if case.spare is None:
         return local_experts(num_experts, ep_size=ep_size, tp_size=tp_size)
@@ -53,7 +53,7 @@ def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
 def check_case_memory(
     case: LayerCase, *, ep_size: int, memory_bytes: int, tp_size: int = 1, backward: bool = False
 ) -> None:
-    """Check that weights and tokens of a layer fit the memory of a rank, buffers not counted.
+    """Check that weights and tokens of a layer fit the memory of a rank; ignore other buffers.
 
     Args:
         case: the layer.
@@ -95,29 +95,25 @@ def build_candidates(
         strategies: names of strategies.
         groups, recorder, device: as for ``build_strategy``.
         workspaces: buffers that all strategies with own kernels share.
-        bounded: such buffers with ``max_load``. If given, these strategies get a second candidate
-            with the setting "graph", which runs as a CUDA graph.
+        bounded: the same with ``max_load``. If given, each of these strategies gets a second
+            candidate with the setting "graph", which runs as a CUDA graph.
 
     Raises:
         ValueError: a strategy is unknown, or the experts do not divide over the ranks.
     """
     num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
     build = partial(
-        build_strategy,
-        group=groups.ep,
-        recorder=recorder,
-        device=device,
-        tp_size=groups.tp_size,
+        build_strategy, group=groups.ep, recorder=recorder, device=device, tp_size=groups.tp_size
     )
-    found: dict[str, AbstractStrategy] = {}
+    candidates: dict[str, AbstractStrategy] = {}
     for strategy in strategies:
         counts = [n for n in _CHUNK_COUNTS if n <= num_local] or [1]
         for n in counts if strategy == "chunked" else [0]:
             name = f"{strategy} n={n}" if n else strategy
-            found[name] = build(strategy, num_chunks=n, workspaces=workspaces)
+            candidates[name] = build(strategy, num_chunks=n, workspaces=workspaces)
         if bounded is not None and strategy.partition(":")[0] in ("fused", "unfused"):
-            found[f"{strategy} {GRAPH}"] = build(strategy, workspaces=bounded)
-    return found
+            candidates[f"{strategy} {GRAPH}"] = build(strategy, workspaces=bounded)
+    return candidates
 
 
 def compile_ahead(
@@ -129,8 +125,8 @@ def compile_ahead(
     this step, every rank would compile all kernels.
 
     Args:
-        strategies: strategies without own kernels are ignored.
-        tensors: of the layer; on a CPU nothing is compiled.
+        strategies: only those with kernels of Halley are compiled.
+        tensors: of the layer. If they are on a CPU, nothing is compiled.
         groups: the ranks of the layer.
     """
     if not tensors.x_TD.is_cuda:
@@ -149,87 +145,72 @@ def compile_ahead(
         dist.barrier(groups.ep)
 
 
-# Bytes per peer: enough that the bandwidth and not the latency of the link matters.
+# Bytes to each peer. With fewer bytes, the latency of the link would add to the measured time.
 _PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}
 _BLOCK_M = 128
 
 
 def bound_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Callable[[], None]]:
-    """Return the layer's two grouped GEMMs alone, by torch and on GPUs also by Halley's kernel.
+    """Return the two grouped GEMMs of the layer, by torch and on GPUs also by Halley's kernel.
 
-    The lower bound takes the faster of the two.
+    They run on random rows, as many as the experts of this rank receive. The lower bound is the
+    time of the faster implementation.
     """
-    bare = BareGemms(tensors, groups)
-    if not bare.x_RD.is_cuda or not len(bare.x_RD):
-        return {"torch gemms": bare}
-    return {"torch gemms": bare, "triton gemms": TritonGemms(bare)}
-
-
-class BareGemms:
-    """The two GEMMs by torch, on as many rows as this rank's experts receive."""
-
-    def __init__(self, tensors: LayerTensors, groups: ParallelGroups) -> None:
-        first = groups.ep_rank // groups.tp_size * tensors.experts.num_local_experts
-        last = first + tensors.experts.num_local_experts
-        ends_L = tensors.counts_WE[:, first:last].sum(0).cumsum(0)
-        experts = tensors.experts
-        num_recv = int(ends_L[-1])
-        inner = experts.down_LDF.shape[2]
-        self.experts = experts
-        self.ends_L = ends_L.to(tensors.x_TD.device, torch.int32)
-        hidden = tensors.x_TD.shape[1]
-        self.x_RD = tensors.x_TD.detach().new_empty(num_recv, hidden).normal_()
-        self.h_RF = self.x_RD.new_empty(num_recv, inner).normal_()
+    experts = tensors.experts
+    first = groups.ep_rank // groups.tp_size * experts.num_local_experts
+    counts_L = tensors.counts_WE[:, first : first + experts.num_local_experts].sum(0)
+    num_rows, device = int(counts_L.sum()), tensors.x_TD.device
+    x_RD, h_RF = _draw_gemm_inputs(num_rows, tensors)
+    ends_L = counts_L.cumsum(0).to(device, torch.int32)
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        grouped_linear(self.x_RD, self.experts.up_LGD, ends_L=self.ends_L)
-        grouped_linear(self.h_RF, self.experts.down_LDF, ends_L=self.ends_L)
+    def run() -> None:
+        grouped_linear(x_RD, experts.up_LGD, ends_L=ends_L)
+        grouped_linear(h_RF, experts.down_LDF, ends_L=ends_L)
+
+    gemms: dict[str, Callable[[], None]] = {"torch gemms": run}
+    if device.type == "cuda" and num_rows:
+        gemms["triton gemms"] = _triton_gemms(counts_L.to(device), tensors)
+    return gemms
 
 
-class TritonGemms:
-    """The two GEMMs by Halley's kernel, on rows padded to full blocks per expert."""
+def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[], None]:
+    """Return the two GEMMs by Halley's kernel, whose rows are padded to full tiles per expert."""
+    # Imported here so that commands without kernels also run where Triton is missing.
+    from halley.ops.kernels.tiles import GemmTile
+    from halley.ops.kernels.weight_gemm import grouped_gemm
 
-    def __init__(self, bare: BareGemms) -> None:
-        # Imported here so that commands without kernels also run where Triton is missing.
-        from halley.ops.kernels.tiles import GemmTile
-        from halley.ops.kernels.weight_gemm import grouped_gemm
+    # The epilogue of one tile overlaps the loads of the next, so it needs a buffer of its own in
+    # shared memory. That buffer replaces one pipeline stage.
+    tile = GemmTile(num_stages=3)
+    device, weights = counts_L.device, tensors.experts
+    tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
+    tile_expert = torch.arange(len(counts_L), dtype=torch.int32, device=device)
+    tile_expert = tile_expert.repeat_interleave(tiles_L)
+    num_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+    x_RD, h_RF = _draw_gemm_inputs(int(tiles_L.sum()) * _BLOCK_M, tensors)
+    up_RG = x_RD.new_empty(len(x_RD), weights.up_LGD.shape[1])
+    down_RD = torch.empty_like(x_RD)
+    multiply = partial(
+        grouped_gemm, tile_expert=tile_expert, block_m=_BLOCK_M, tile=tile, num_programs=num_ctas
+    )
 
-        self.grouped_gemm = grouped_gemm
-        # The epilogue of one tile overlaps the loads of the next, so it needs a buffer of its own
-        # in shared memory. That buffer replaces one pipeline stage.
-        self.tile = GemmTile(num_stages=3)
-        counts_L = bare.ends_L.diff(prepend=bare.ends_L.new_zeros(1))
-        tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
-        num_rows = int(tiles_L.sum()) * _BLOCK_M
-        device = bare.x_RD.device
-        experts = torch.arange(len(counts_L), dtype=torch.int32, device=device)
-        self.experts = bare.experts
-        self.tile_expert = experts.repeat_interleave(tiles_L)
-        self.num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self.x_RD = bare.x_RD.new_empty(num_rows, bare.x_RD.shape[1]).normal_()
-        self.h_RF = bare.h_RF.new_empty(num_rows, bare.h_RF.shape[1]).normal_()
-        self.up_RG = bare.x_RD.new_empty(num_rows, bare.experts.up_LGD.shape[1])
-        self.down_RD = torch.empty_like(self.x_RD)
+    def run() -> None:
+        multiply(up_RG, x_RD, weights.up_LGD)
+        multiply(down_RD, h_RF, weights.down_LDF)
 
-    def __call__(self) -> None:
-        for out, rows, weight in (
-            (self.up_RG, self.x_RD, self.experts.up_LGD),
-            (self.down_RD, self.h_RF, self.experts.down_LDF),
-        ):
-            self.grouped_gemm(
-                out,
-                rows,
-                weight,
-                tile_expert=self.tile_expert,
-                block_m=_BLOCK_M,
-                tile=self.tile,
-                num_programs=self.num_programs,
-            )
+    return run
+
+
+def _draw_gemm_inputs(num_rows: int, tensors: LayerTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random inputs of the first GEMM, (R, D), and of the second, (R, F)."""
+    x_TD, inner_size = tensors.x_TD.detach(), tensors.experts.down_LDF.shape[2]
+    x_RD = x_TD.new_empty(num_rows, x_TD.shape[1]).normal_()
+    return x_RD, x_TD.new_empty(num_rows, inner_size).normal_()
 
 
 def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
-    """Return the bandwidth of an all-to-all in bytes/s out of each rank; 0 for one rank."""
+    """Measure the bandwidth of an all-to-all out of each rank, in bytes/s; 0 for one rank."""
     if groups.ep is None:
         return 0.0
     num_bytes = _PROBE_BYTES[device.type]
@@ -244,11 +225,12 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
 
 
 def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: float) -> float:
-    """Return the time that dispatch (or combine) needs on the wire of the most loaded rank.
+    """Return the microseconds that the link of the most loaded rank needs for dispatch.
 
-    A token is sent once to each destination rank, even if several of its experts are there, and to
-    every rank of a tensor-parallel group. Combine sends one row back per (token, rank). The larger
-    of the sent and the received bytes counts, because links work in both directions at once.
+    Combine needs the same time: it returns one row per (token, destination rank). A token is sent
+    once to each destination rank, even if several of its experts are there. It is sent to every
+    rank of a tensor-parallel group. The larger of the sent and the received bytes counts, because
+    links work in both directions at once.
 
     Args:
         tensors: the layer of this rank.
@@ -259,9 +241,10 @@ def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: 
         return 0.0
     set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
-    goes_TS = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
-    goes_TS.scatter_(1, set_TK, 1.0)
-    rows_W = goes_TS.sum(0).repeat_interleave(groups.tp_size)
+    # The columns of is_sent are sets of ranks that share the same experts.
+    is_sent = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
+    is_sent.scatter_(1, set_TK, 1.0)
+    rows_W = is_sent.sum(0).repeat_interleave(groups.tp_size)
     rows_W[groups.ep_rank] = 0
     of_ranks = [torch.empty_like(rows_W) for _ in range(groups.ep_size)]
     dist.all_gather(of_ranks, rows_W, group=groups.ep)

@@ -2,22 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final, get_args
+from itertools import count
+from typing import TYPE_CHECKING, ParamSpec, get_args
 
 import torch
 import torch.distributed as dist
 
 from halley.core.routing import local_experts
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing, Save
-from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
+from halley.core.types import LayerShape, Save
 from halley.distributed.mesh import ParallelGroups
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
-from halley.symm_mem.access import peer_access
+from halley.symm_mem.heap import peer_access
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of
+from halley.tools.timer import Progress
 
 
 if TYPE_CHECKING:
@@ -26,17 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedBuffers:
-    """Buffers of the fused kernels on one rank, in MiB; all layers of a shape share them.
+    """Sizes of the buffers of the fused kernels on one rank, in MiB; layers of a shape share them.
 
     Attributes:
         routing_mib: flags, counts and routing that ranks exchange in each call.
-        send_mib: the tokens of this rank, which its peers fetch. There are two send buffers, used
-            alternately.
-        combine_mib: the partial sums that the peers send back.
-        weight_grads_mib: the gradients of routing weights that the peers send back.
-        symm_mib: the four above together, which are symmetric memory.
+        send_mib: two send buffers, used alternately, from which peers fetch the tokens.
+        combine_mib: the combine buffer, in which peers store partial sums.
+        weight_grads_mib: the buffer in which peers store gradients of routing weights.
+        symm_mib: sum of the four above, which are symmetric memory.
         rows_mib: the fetched rows, in local memory.
-        plan_mib: the dispatch plan, allocated anew in each call.
+        plan_mib: the dispatch plan, allocated in each call.
     """
 
     routing_mib: float
@@ -50,12 +49,12 @@ class FusedBuffers:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCounts:
-    """Sizes of one call on one rank.
+    """Sizes of one call of the fused kernels on one rank.
 
     Attributes:
         capacity_rows: rows that forward allocates for its experts before it knows the exact number.
         num_rows: rows that are allocated once the number is known.
-        num_copies: token copies to fetch, each once; includes the spare capacity of forward.
+        num_copies: token copies that are fetched, with the spare capacity of forward.
         plan_words: int32 words of the dispatch plan.
         num_parts: partial gradients per routing weight.
     """
@@ -72,8 +71,8 @@ class LayerMemory:
     """Bytes of one layer on one rank, without tokens, weights and shared buffers.
 
     Attributes:
-        saved: tensors saved from forward to backward.
-        peak: the largest total during forward and backward, with the output and all gradients.
+        saved: activations that forward saves for backward.
+        peak: most bytes at one time of forward and backward, with the output and all gradients.
     """
 
     saved: int
@@ -97,12 +96,12 @@ def measure_buffers(workspace: "Workspace") -> FusedBuffers:
 def predict_memory(
     workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
 ) -> dict[str, LayerMemory]:
-    """Return the memory of a layer for each way to save activations; a collective.
+    """Return the memory of a layer for each value of ``save``; a collective.
 
     The numbers of rows are those of the last call, on the rank that has the most.
 
     Args:
-        workspace: has run the layer forward.
+        workspace: buffers with which the layer has run forward.
         shape: of the layer.
         groups: the ranks of the layer.
     """
@@ -112,10 +111,10 @@ def predict_memory(
     from halley.fused.kernels.layout import TASK_ROWS
 
     size = workspace.read_plan()
-    most = torch.tensor([size.num_rows, size.num_copies], device=workspace.heap.device)
+    largest = torch.tensor([size.num_rows, size.num_copies], device=workspace.heap.device)
     if groups.ep is not None:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.ep)
-    num_rows, num_copies = most.tolist()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.ep)
+    num_rows, num_copies = largest.tolist()
     counts = RowCounts(
         capacity_rows=rows_with_margin(num_rows, multiple=workspace.config.block_m),
         num_rows=num_rows,
@@ -127,50 +126,53 @@ def predict_memory(
 
 
 def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMemory:
-    """Return the memory of ``fused_experts``, computed tensor by tensor in allocation order.
+    """Return the memory of ``fused_experts``: the peak over the moments at which it allocates.
 
     Args:
         shape: the layer with the tokens of this rank.
         counts: the sizes of the call.
         save: the activations that are saved for backward.
     """
-    size, inner_size = shape.itemsize, shape.intermediate_size
-    num_rows = counts.num_rows
-    rows = num_rows * shape.hidden_size * size
-    pre = num_rows * shape.up_size * size
-    activations = num_rows * inner_size * size
-    forward_rows = counts.capacity_rows * shape.hidden_size * size
-    forward_pre = counts.capacity_rows * shape.up_size * size
-    forward_activations = counts.capacity_rows * inner_size * size
-    copies = counts.num_copies * shape.hidden_size * size
-    tokens = shape.num_tokens * shape.hidden_size * size
-    plan = 4 * counts.plan_words
+    # Bytes of one row of tokens, of the output of the first GEMM ("pre"), and of the activations.
+    row_bytes = shape.hidden_size * shape.itemsize
+    pre_bytes = shape.up_size * shape.itemsize
+    activation_bytes = shape.intermediate_size * shape.itemsize
+    rows, pre = counts.num_rows * row_bytes, counts.num_rows * pre_bytes
+    activations = counts.num_rows * activation_bytes
+    copies = counts.num_copies * row_bytes
+    tokens = shape.num_tokens * row_bytes
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
-    down = num_local * shape.hidden_size * inner_size * size
-    up = num_local * shape.hidden_size * shape.up_size * size
+    down_grad = num_local * shape.hidden_size * activation_bytes
+    up_grad = num_local * shape.hidden_size * pre_bytes
 
-    saved = plan + {"all": forward_rows + forward_pre, "inputs": copies, "recompute": 0}[save]
-    forward = saved + forward_activations + tokens
-    recomputed_rows, recomputed_pre = (0, 0) if save == "all" else (rows, pre)
-    parts = 4 * num_rows * counts.num_parts
-    weights = 4 * num_rows  # routing weights by row
-    begun = saved + tokens + recomputed_rows
-    held = begun - (copies if save == "inputs" else 0)  # until backward ends
-    results = tokens + 4 * shape.num_tokens * shape.top_k
+    saved = 4 * counts.plan_words
+    if save == "all":
+        saved += counts.capacity_rows * (row_bytes + pre_bytes)
+        recomputed_rows = recomputed_pre = recomputed_activations = 0
+    else:
+        saved += copies if save == "inputs" else 0
+        recomputed_rows, recomputed_pre, recomputed_activations = rows, pre, activations
+    forward = saved + counts.capacity_rows * activation_bytes + tokens  # tokens: the output
+    at_start = saved + tokens + recomputed_rows  # tokens: the gradient of the output
+    # Backward frees the saved token copies as soon as their rows are recomputed.
+    until_end = at_start - (copies if save == "inputs" else 0)
+    results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
+    weights = 4 * counts.num_rows  # routing weights by row
+    weight_grads = 4 * counts.num_rows * counts.num_parts
     # The gradients of pre, the weighted activations and the gradients of the rows.
-    dispatched = held + recomputed_pre + pre + activations + rows + parts
+    dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
     peak = max(
         forward,
-        begun + recomputed_pre + (0 if save == "all" else activations),
+        at_start + recomputed_pre + recomputed_activations,
         dispatched + weights,
         dispatched - recomputed_pre + results,
-        dispatched - recomputed_pre - parts + results + down,
-        held + pre + results + down + up,
+        dispatched - recomputed_pre - weight_grads + results + down_grad,
+        until_end + pre + results + down_grad + up_grad,
     )
     return LayerMemory(saved=saved, peak=peak)
 
 
-Progress = Callable[[str, int, int], None]
+_P = ParamSpec("_P")
 
 _RUNS = 4  # runs of each candidate by AutoStrategy: one that compiles, three that are timed
 
@@ -185,10 +187,10 @@ class LayerChoice:
         times_us: time of each candidate on the slowest rank; empty if nothing was measured.
         reason: why auto chose this strategy, and why other strategies are no candidates.
         access_problem: why the ranks cannot address each other's memory; "" if they can.
-        buffers: of the fused kernels on this rank; None if they did not run.
+        buffers: of the fused kernels on this rank; None if the kernels did not run.
         no_buffers: why the fused kernels did not run; "" if they did.
-        memory: memory of a training step with fused on the rank that needs most, without the
-            buffers, for each way to save activations.
+        memory: memory of forward and backward with fused on the rank that needs most, without the
+            buffers, for each value of ``save``.
     """
 
     model: str
@@ -211,7 +213,7 @@ def choose_strategy(
     device: torch.device,
     on_progress: Progress | None = None,
 ) -> LayerChoice:
-    """Let strategy "auto" measure and choose for a layer without gradients; a collective.
+    """Run strategy "auto" on a layer without gradients, and return its choice; a collective.
 
     On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes.
 
@@ -235,7 +237,7 @@ def choose_strategy(
     where = {"recorder": recorder, "device": device, "workspaces": workspaces}
     auto = build_strategy("auto", groups.ep, **where)
     assert isinstance(auto, AutoStrategy)
-    auto.candidates = _announced(auto.candidates, report)
+    _announce_runs(auto.candidates, report)
     report(f"drawing the weights of {case.model.name}", 0, _RUNS * len(auto.candidates) + 1)
     outputs_of(auto, make_tensors(case, groups, device=device), backward=False)
     (reason,) = auto.reasons
@@ -266,46 +268,20 @@ def choose_strategy(
     )
 
 
-def _announced(
-    candidates: dict[str, AbstractStrategy], report: Progress
-) -> dict[str, AbstractStrategy]:
-    """Wrap the candidates so that each one reports its runs before they start."""
-    total, num_runs = _RUNS * len(candidates) + 1, 0  # one more: the layer's own call at the end
+def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress) -> None:
+    """Make each candidate report its name, the runs done and the total before each run."""
+    # After its measurements, "auto" runs the fastest candidate once more, for the result.
+    total, num_runs = _RUNS * len(candidates) + 1, count()
 
-    def announce(name: str) -> None:
-        nonlocal num_runs
-        report(f"running strategy {name}", num_runs, total)
-        num_runs += 1
+    def announced(name: str, forward: Callable[_P, torch.Tensor]) -> Callable[_P, torch.Tensor]:
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
+            report(f"running strategy {name}", next(num_runs), total)
+            return forward(*args, **kwargs)
 
-    return {name: _Announced(name, each, announce) for name, each in candidates.items()}
+        return run
 
-
-@final
-class _Announced(AbstractStrategy):
-    """A strategy that calls a function with its name before each run."""
-
-    def __init__(
-        self, name: str, strategy: AbstractStrategy, announce: Callable[[str], None]
-    ) -> None:
-        self.tp_size = strategy.tp_size
-        self._name, self._strategy, self._announce = name, strategy, announce
-
-    @property
-    def gemm(self) -> str:
-        return self._strategy.gemm
-
-    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        self._announce(self._name)
-        return self._strategy.forward(x_TD, routing, experts)
-
-    def find_problem(self, experts: Experts, *, top_k: int) -> str:
-        return self._strategy.find_problem(experts, top_k=top_k)
-
-    def release(self) -> None:
-        self._strategy.release()
-
-    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        return self._strategy.tasks(shape, predictor)
+    for name, strategy in candidates.items():
+        strategy.forward = announced(name, strategy.forward)
 
 
 def _shape(case: LayerCase, groups: ParallelGroups) -> LayerShape:

@@ -21,11 +21,9 @@ from halley.core.types import DTYPES
 from halley.distributed.mesh import build_groups
 from halley.moe.transformer import MoETransformer
 from halley.strategies.traceable import TraceableStrategy
-from halley.tools.timer import start_together
+from halley.tools.timer import Progress, start_together
 from halley.tools.tracing import trace_step
 
-
-Progress = Callable[[str, int, int], None]
 
 _NUM_WARMUP = 3
 
@@ -35,9 +33,9 @@ class GraphMeasure:
     """Measured and predicted time of a compiled step.
 
     Attributes:
-        reports: of the forward and the backward graph.
+        reports: one for the forward graph and one for the backward graph.
         predicted_us: sum over both graphs.
-        measured_us: median over steps of the slowest rank.
+        measured_us: time of the slowest rank, as the median over steps.
         measured: spans of one step on this rank.
     """
 
@@ -60,14 +58,15 @@ def measure_graphs(
     num_steps: int,
     on_progress: Progress | None = None,
 ) -> GraphMeasure:
-    """Compile a run's model with passes, time its steps and trace one; a collective.
+    """Compile the model of a run with passes, time its steps and trace one; a collective.
 
-    The graphs run in eager mode. Rank 0 measures the operators, all ranks their all-to-alls.
+    The graphs run in eager mode. Rank 0 measures the operators; all ranks measure the all-to-alls.
 
     Args:
         config: model, batch size, dtype and expert-parallel size of the run; tokens are random.
         options: of the compiler backend.
-        device, num_steps: of this rank; timed steps.
+        device: of this rank.
+        num_steps: timed steps.
         on_progress: called before each step with a text, the steps done and the total.
 
     Raises:
@@ -76,7 +75,7 @@ def measure_graphs(
     """
     if num_steps < 1:
         raise ValueError(f"steps ({num_steps}) must be at least 1")
-    parse_options(options)  # here, because Dynamo would wrap the error
+    parse_options(options)  # before tracing, because Dynamo would wrap the error
     groups = build_groups(config.ep_size, device_type=device.type, tp_size=config.expert_tp_size)
     model = MoETransformer(
         config.model,
@@ -118,14 +117,14 @@ def simulated_step(reports: Sequence[OrderReport], *, passed: bool) -> list[Span
 
     Args:
         reports: of the graphs, in order.
-        passed: whether to simulate the graphs with or without the passes.
+        passed: True for the graphs after the passes, False for the graphs before them.
     """
-    found: list[Span] = []
+    step: list[Span] = []
     for report in reports:
-        zero_us = max((span.end_us for span in found), default=0.0)
+        zero_us = max((span.end_us for span in step), default=0.0)
         spans = report.spans_after if passed else report.spans_before
-        found += [replace(span, start_us=span.start_us + zero_us) for span in spans]
-    return found
+        step += [replace(span, start_us=span.start_us + zero_us) for span in spans]
+    return step
 
 
 def _draw_tokens(config: RunConfig, device: torch.device) -> torch.Tensor:

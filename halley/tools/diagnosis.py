@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from importlib import metadata
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch.cuda import nccl
 
 from halley.cost.hardware import H200, find_hardware
 from halley.strategies.registry import STRATEGIES
+from halley.tools.results import installed_version
 
 
 # Optional packages, with the extra of halley-moe that installs them.
@@ -64,13 +65,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyState:
-    """Whether a strategy can run here.
+    """Whether a strategy can run on this machine.
 
     Attributes:
         name: of the strategy.
         needs: its requirements, and whether each is met.
         problems: reasons why it cannot run, each with a remedy.
-        notes: limitations with which it still runs.
+        notes: limitations, each with a remedy; the strategy runs in spite of them.
     """
 
     name: str
@@ -84,9 +85,11 @@ class Machine:
     """All facts about a machine.
 
     Attributes:
-        versions, packages: version by name; None if missing.
-        devices: the GPUs that torch sees, then the CPU.
+        versions, packages: the version by name; None if it is not installed.
+        devices: the GPUs that torch finds, then the CPU.
+        links: one for each pair of GPUs.
         backends: of torch.distributed, and whether this build of torch has each of them.
+        strategies: one for each strategy, in the order of ``STRATEGIES``.
         notes: problems of the machine, each with a remedy.
     """
 
@@ -114,16 +117,13 @@ def examine_machine() -> Machine:
     grouped_gemm_problem = _try_grouped_gemm(torch.device(devices[0].kind))
     strategies = [
         check_strategy(
-            name,
-            device=devices[0],
-            backends=backends,
-            grouped_gemm_problem=grouped_gemm_problem,
+            name, device=devices[0], backends=backends, grouped_gemm_problem=grouped_gemm_problem
         )
         for name in STRATEGIES
     ]
     return Machine(
         versions=_versions(backends),
-        packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
+        packages={name: installed_version(name) for name in OPTIONAL_PACKAGES},
         devices=devices,
         links=_links(),
         backends=backends,
@@ -133,13 +133,9 @@ def examine_machine() -> Machine:
 
 
 def check_strategy(
-    name: str,
-    *,
-    device: Device,
-    backends: dict[str, bool],
-    grouped_gemm_problem: str | None,
+    name: str, *, device: Device, backends: dict[str, bool], grouped_gemm_problem: str | None
 ) -> StrategyState:
-    """Return whether a strategy can run, and why not.
+    """Return whether a strategy can run, and the reasons if it cannot.
 
     Args:
         name: one of ``STRATEGIES``.
@@ -151,14 +147,14 @@ def check_strategy(
     needs = {f"{backend} of torch.distributed": backends[backend]}
     has_own_kernels = name in ("unfused", "fused")
     if has_own_kernels:
-        needs["triton"] = _installed("triton") is not None
+        needs["triton"] = installed_version("triton") is not None
     else:
         needs["torch.nn.functional.grouped_mm"] = grouped_gemm_problem is None
     problems: list[str] = []
     notes: list[str] = []
     if not backends[backend]:
         problems.append(
-            f"ranks cannot reach each other, as this torch has no {backend}: "
+            f"ranks cannot communicate, because this torch has no {backend}: "
             f"install a torch that is built with {backend}"
         )
     if has_own_kernels and not needs["triton"]:
@@ -169,12 +165,14 @@ def check_strategy(
             f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"
         )
     if name == "chunked":
-        known = device.kind == "cpu" or _has_figures(device.name)
-        needs["figures of the hardware"] = known
-        if not known:
+        needs["figures of the hardware"] = True
+        try:
+            find_hardware("cpu" if device.kind == "cpu" else device.name)
+        except ValueError:
+            needs["figures of the hardware"] = False
             notes.append(
-                f"the number of chunks is chosen with the figures of {H200.name}, as there are "
-                "none for this GPU: num_chunks sets it by hand"
+                f"the number of chunks is chosen with the figures of {H200.name}, because those of "
+                "this GPU are not known: set num_chunks to choose it yourself"
             )
     return StrategyState(name=name, needs=needs, problems=problems, notes=notes)
 
@@ -185,6 +183,7 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
     Example: the row ``GPU0  X  NV18  PHB`` gives {(0, 1): "NV18", (0, 2): "PHB"}.
     """
     rows = [line.split() for line in _ANSI.sub("", text).splitlines()]
+    # The header begins with GPU0, like the row of GPU 0. In that row, "X" follows.
     header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row[:2]), [])
     columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
     pairs: dict[tuple[int, int], str] = {}
@@ -201,21 +200,14 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 def _versions(backends: dict[str, bool]) -> dict[str, str | None]:
     return {
-        "halley": _installed("halley-moe"),
+        "halley": installed_version("halley-moe"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _installed("triton"),
+        "triton": installed_version("triton"),
         "CUDA": torch.version.cuda,
         "NCCL": ".".join(map(str, nccl.version())) if backends["nccl"] else None,
-        "numpy": _installed("numpy"),
+        "numpy": installed_version("numpy"),
     }
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _gpus() -> list[Device]:
@@ -240,13 +232,13 @@ def _cpu() -> Device:
     if info.is_file():
         model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
         name = model.group(1).strip() if model else name
-    linux = hasattr(os, "sched_getaffinity")
+    is_linux = hasattr(os, "sched_getaffinity")
     return Device(
         name=name,
         kind="cpu",
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         compute_capability=None,
-        num_cores=len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1,
+        num_cores=len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1,
     )
 
 
@@ -254,31 +246,23 @@ def _links() -> list[Link]:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus < 2:
         return []
-    words = parse_topology(_ask_smi("topo", "-m"))
-    places = _smi_indices(num_gpus)
-    found: list[Link] = []
-    for first in range(num_gpus):
-        for second in range(first + 1, num_gpus):
-            pair = places.get(first, -1), places.get(second, -1)
-            both_ways = all(
-                torch.cuda.can_device_access_peer(*ends)
-                for ends in ((first, second), (second, first))
-            )
-            kind = _link_kind(words.get(pair))
-            found.append(Link(first=first, second=second, peer_access=both_ways, kind=kind))
-    return found
-
-
-def _link_kind(word: str | None) -> str | None:
-    if word is None:
-        return None
-    if word.startswith("NV"):
-        return f"NVLink ({word})"
-    return f"PCIe ({word})" if word in ("PIX", "PXB", "PHB", "NODE", "SYS") else word
+    topology = parse_topology(_ask_smi("topo", "-m"))
+    smi_index = _smi_indices(num_gpus)
+    can_access = torch.cuda.can_device_access_peer
+    links: list[Link] = []
+    for first, second in combinations(range(num_gpus), 2):
+        both_ways = can_access(first, second) and can_access(second, first)
+        kind = topology.get((smi_index.get(first, -1), smi_index.get(second, -1)))
+        if kind is not None and kind.startswith("NV"):
+            kind = f"NVLink ({kind})"
+        elif kind in ("PIX", "PXB", "PHB", "NODE", "SYS"):
+            kind = f"PCIe ({kind})"
+        links.append(Link(first=first, second=second, peer_access=both_ways, kind=kind))
+    return links
 
 
 def _smi_indices(num_gpus: int) -> dict[int, int]:
-    """Map device indices of torch to those of nvidia-smi; CUDA_VISIBLE_DEVICES reorders them."""
+    """Map indices of torch to those of nvidia-smi, which CUDA_VISIBLE_DEVICES may reorder."""
     index_of: dict[str, int] = {}
     for line in _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader").splitlines():
         index, comma, uuid = line.partition(",")
@@ -318,23 +302,15 @@ def _try_grouped_gemm(device: torch.device) -> str | None:
     return "wrong values" if wrong else None
 
 
-def _has_figures(device_name: str) -> bool:
-    try:
-        find_hardware(device_name)
-    except ValueError:
-        return False
-    return True
-
-
 def _notes(devices: list[Device]) -> list[str]:
     if devices[0].kind == "cuda" or shutil.which("nvidia-smi") is None:
         return []
     if torch.version.cuda is None:
         return [
-            f"nvidia-smi is here, but torch {torch.__version__} is built without CUDA and takes "
-            "the CPU: install a CUDA build of torch"
+            f"nvidia-smi is installed, but torch {torch.__version__} is built without CUDA and "
+            "uses the CPU: install a CUDA build of torch"
         ]
     return [
-        f"nvidia-smi is here, but torch {torch.__version__} (CUDA {torch.version.cuda}) sees no "
-        "GPU: check CUDA_VISIBLE_DEVICES and that the driver is new enough for this CUDA"
+        f"nvidia-smi is installed, but torch {torch.__version__} (CUDA {torch.version.cuda}) finds "
+        "no GPU: check CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA"
     ]

@@ -1,4 +1,4 @@
-"""Measure MoE layers: time of each strategy, lower bound, memory, and correctness of the values."""
+"""Measure MoE layers with each strategy: values, time, lower bound, waits and memory."""
 
 import statistics
 import time
@@ -31,14 +31,12 @@ from halley.tools.layer_case import (
     reference_outputs,
     relative_error,
 )
-from halley.tools.results import Row, machine_keys
-from halley.tools.timer import Timing, measure_waits, time_interleaved
+from halley.tools.results import Row, machine_keys, time_keys
+from halley.tools.timer import Progress, measure_waits, time_interleaved
 
 
-DIRECTIONS = ("forward", "forward_backward")
-Progress = Callable[[str, int, int], None]  # text, steps done, steps in total
-
-_SEARCH_SAMPLES = 5
+_DIRECTIONS = ("forward", "forward_backward")
+_SEARCH_SAMPLES = 5  # to find the fastest setting of a strategy
 _HOST_SAMPLES = 10
 _CHECKED_CALL = 3  # later calls may replay the launches of earlier ones, so check a later one
 _NUM_GRAPH_WARMUPS = 3
@@ -55,7 +53,7 @@ def bench_layer(
     num_samples: int = 11,
     on_progress: Progress | None = None,
 ) -> list[Row]:
-    """Measure one layer; return a result line for each strategy and direction, on every rank.
+    """Measure one layer; return a result line for each strategy and direction; a collective.
 
     Args:
         case: the layer and its load.
@@ -76,13 +74,13 @@ def bench_layer(
     errors = _check_values(candidates, tensors, groups, on_progress=report)
     gemms = bound_gemms(tensors, groups)
     crossing_us = wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
-    names = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
+    strategies = list(dict.fromkeys(name.partition(" ")[0] for name in candidates))
     tolerance = RELATIVE_TOLERANCE[case.dtype]
-    right = {n: s for n, s in candidates.items() if errors[n][0] <= tolerance}
+    correct = {n: s for n, s in candidates.items() if errors[n][0] <= tolerance}
     rows: list[Row] = []
-    for direction in DIRECTIONS:
-        runs = {name: _runner(name, s, tensors, direction) for name, s in right.items()}
-        best = _best_settings(names, runs, device=device, groups=groups)
+    for direction in _DIRECTIONS:
+        runs = {name: _runner(name, s, tensors, direction) for name, s in correct.items()}
+        best = _best_settings(strategies, runs, device=device, groups=groups)
         timings = time_interleaved(
             {name: runs[name] for name in best.values()} | gemms,
             device=device,
@@ -91,27 +89,27 @@ def bench_layer(
             on_progress=_labelled(on_progress, f"{case.model.name} {direction}"),
         )
         gemm_us = min(timings[name].median_us for name in gemms)
-        for strategy in names:
+        for strategy in strategies:
             first = next(name for name in candidates if name.partition(" ")[0] == strategy)
-            name = best.get(strategy, first)  # no setting is right: report the first
+            name = best.get(strategy, first)  # if no setting has correct values, report the first
             row = _row(case, groups, direction=direction, name=name)
             row |= _lower_bounds(gemm_us, crossing_us, direction=direction)
             row |= {"load_max_over_mean": _load_ratio(tensors, groups)}
             row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
             if name in timings:
-                row |= _times(timings[name])
-                row |= _extras(runs[name], recorder, device=device, groups=groups)
+                row |= time_keys(timings[name])
+                row |= _untimed_keys(runs[name], recorder, device=device, groups=groups)
                 row["symm_mib"] = _symm_mib(candidates[name])
             rows.append(row)
     return [row | {"hidden": _hidden(row, rows, device)} for row in rows]
 
 
 def _hidden(row: Row, rows: list[Row], device: torch.device) -> float | None:
-    """Return the time that ``fused`` saves over ``unfused`` as a share of the wire time, at most 1.
+    """Return the time that ``fused`` saves over ``unfused``, as a share of the wire time.
 
-    The share can exceed 1 before it is cut, because copies within the rank are hidden, too. The
-    result is None for other strategies, if one of the two was not measured, and on a CPU, where the
-    interpreter dominates the time.
+    The share is cut to 1, because ``fused`` also hides copies within the rank. The result is None
+    for other strategies, if one of the two has no time, and on a CPU, where the interpreter
+    dominates the time.
     """
     if device.type == "cpu":
         return None
@@ -136,20 +134,25 @@ def _check_values(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, tuple[float, bool]]:
-    """Return each candidate's largest relative error, and whether its bits equal the first's."""
-    wanted = reference_outputs(tensors, groups)
+    """Return the largest relative error of each candidate, and whether its bits are as expected.
+
+    Expected are the bits of the first candidate with the same GEMM implementation, and in forward
+    without gradients the same output as with gradients.
+    """
+    expected = reference_outputs(tensors, groups)
     first: dict[str, list[torch.Tensor]] = {}  # by GEMM implementation
     results: dict[str, tuple[float, bool]] = {}
     for index, (name, strategy) in enumerate(candidates.items()):
         if on_progress is not None:
             on_progress(index, len(candidates))
         for _ in range(_CHECKED_CALL if tensors.x_TD.is_cuda else 1):
-            got = outputs_of(strategy, tensors)
+            found = outputs_of(strategy, tensors)
             (y_TD,) = outputs_of(strategy, tensors, backward=False)
-        equals = first.setdefault(strategy.gemm, got)
-        error = max(relative_error(g, w) for g, w in zip(got, wanted, strict=False))
-        equal = all(torch.equal(g, f) for g, f in zip([*got, y_TD], [*equals, got[0]], strict=True))
-        summary = torch.tensor([error, float(not equal)], dtype=torch.float64)
+        same = first.setdefault(strategy.gemm, found)
+        error = max(relative_error(f, e) for f, e in zip(found, expected, strict=False))
+        pairs = zip([*found, y_TD], [*same, found[0]], strict=True)
+        is_equal = all(torch.equal(value, other) for value, other in pairs)
+        summary = torch.tensor([error, float(not is_equal)], dtype=torch.float64)
         summary = summary.to(tensors.x_TD.device)
         if groups.ep is not None:
             dist.all_reduce(summary, op=dist.ReduceOp.MAX, group=groups.ep)
@@ -158,7 +161,7 @@ def _check_values(
 
 
 def _load_ratio(tensors: LayerTensors, groups: ParallelGroups) -> float:
-    """Return the rows of the most loaded rank over the mean over ranks."""
+    """Return the rows of the most loaded rank, divided by the mean over ranks."""
     loads_W = tensors.counts_WE.sum(0).view(groups.ep_size // groups.tp_size, -1).sum(1)
     return round(max_over_mean(loads_W.tolist()), 4)
 
@@ -179,13 +182,13 @@ def _runner(
 
 
 def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
-    """Capture a call as a CUDA graph and return its replay, which uses the same tensors.
+    """Capture a call as a CUDA graph; return a function that replays it on the same tensors.
 
-    A collective if the call is one. The call runs a few times before the capture, so that it does
+    A collective if the call is one. The call runs a few times before the capture, because it must
     not allocate or compile during the capture.
 
     Args:
-        run: work on the current stream of ``device`` that needs no synchronisation with the host.
+        run: work on the current stream of ``device`` that does not synchronise with the host.
         device: a GPU.
     """
     stream = torch.cuda.Stream(device)
@@ -195,7 +198,7 @@ def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[],
             run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    # thread_local: the watchdog thread may query events during the capture.
+    # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
     return graph.replay
@@ -222,12 +225,8 @@ def _best_settings(
     return best
 
 
-def _extras(
-    run: Callable[[], None],
-    recorder: Recorder,
-    *,
-    device: torch.device,
-    groups: ParallelGroups,
+def _untimed_keys(
+    run: Callable[[], None], recorder: Recorder, *, device: torch.device, groups: ParallelGroups
 ) -> Row:
     """Measure exposed communication, host time and memory, in runs that are not timed samples."""
     exposed_us = measure_waits(run, recorder, device=device, group=groups.ep)
@@ -265,19 +264,27 @@ def _symm_mib(strategy: AbstractStrategy) -> float | None:
 
     Strategies that share their buffers return the same number.
     """
-    parts = strategy.candidates.values() if isinstance(strategy, AutoStrategy) else [strategy]
+    is_auto = isinstance(strategy, AutoStrategy)
     num_bytes = 0
-    for part in parts:
-        if workspaces := getattr(part, "workspaces", None):
+    for candidate in strategy.candidates.values() if is_auto else [strategy]:
+        if workspaces := getattr(candidate, "workspaces", None):
             num_bytes += sum(workspace.symmetric_bytes for workspace in workspaces.all())
     return round(num_bytes / 2**20, 3) if num_bytes else None
 
 
 def _lower_bounds(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
-    """Return the lower bound; backward adds twice the GEMMs and once the wire time of forward."""
-    both = direction == "forward_backward"
-    gemm_us *= 3 if both else 1
-    total_wire_us = 2 * crossing_us * (2 if both else 1)
+    """Return the lower bound of a direction.
+
+    Backward has two GEMMs for each one of forward, and also one dispatch and one combine.
+
+    Args:
+        gemm_us: time of the GEMMs in forward.
+        crossing_us: time on the wire of one dispatch or combine.
+        direction: "forward" or "forward_backward".
+    """
+    has_backward = direction == "forward_backward"
+    gemm_us *= 3 if has_backward else 1
+    total_wire_us = 2 * crossing_us * (2 if has_backward else 1)
     return {
         "gemm_us": round(gemm_us, 1),
         "wire_us": round(total_wire_us, 1),
@@ -285,17 +292,8 @@ def _lower_bounds(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
     }
 
 
-def _times(timing: Timing) -> Row:
-    return {
-        "median_us": round(timing.median_us, 1),
-        "p10_us": round(timing.p10_us, 1),
-        "p90_us": round(timing.p90_us, 1),
-        "samples": len(timing.samples_us),
-    }
-
-
 def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, name: str) -> Row:
-    """Return a result line with the keys of the workload, and without times."""
+    """Return a result line that describes the workload and has no times yet."""
     strategy, _, setting = name.partition(" ")
     return {
         "case": "layer",
@@ -341,7 +339,7 @@ def measure_layers(
         cases: the layers.
         strategies: names of strategies; "chunked" is measured with several numbers of chunks.
         groups, device, num_samples, on_progress: as for ``bench_layer``.
-        commit: to write into the lines; None takes that of the working tree.
+        commit: written into the lines; None takes that of the working tree.
         max_load: if not 0, fused layers are also measured as CUDA graphs, with buffers for that
             many times the balanced load.
         case_name: the key "case" of the lines, which names their file.

@@ -1,4 +1,4 @@
-"""One MoE layer to measure: its random tensors on this rank, and its correct outputs."""
+"""Draw the tensors of one MoE layer for a measurement, and compute its correct outputs."""
 
 import math
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ class LayerCase:
     Attributes:
         model: sizes of the layer.
         num_tokens: tokens per rank.
-        skew: the load of the experts, as ``halley.tools.skew.parse_load`` reads it.
+        skew: the load of the experts, in the syntax of ``halley.tools.skew.parse_load``.
         dtype: of tokens and expert weights.
         seed: of tokens, weights and routing.
-        spare: experts that a rank may hold beyond its share, in a placement that is planned for
-            the measured routing; None for the plain placement.
+        spare: most experts of a rank beyond an even share, in a placement planned for the drawn
+            routing; None for the plain placement.
     """
 
     model: ModelConfig
@@ -46,7 +46,7 @@ class LayerCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """The placement of the experts of a case that differs from the plain one.
+    """A placement of experts that is planned for the load.
 
     Attributes:
         placement: the experts of all ranks.
@@ -63,7 +63,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTensors:
-    """The tensors of a case on this rank. Tokens and weights require gradients.
+    """The tensors of a case on this rank. Tokens and all weights require gradients.
 
     Attributes:
         x_TD: tokens.
@@ -71,7 +71,7 @@ class LayerTensors:
         experts: weights of this rank's experts.
         grad_TD: gradient of the layer's output.
         counts_WE: routed rows from each rank to each expert, or to each replica of placed experts.
-        placed: the placement of the experts; None for the plain one.
+        placed: the planned placement of the experts; None for the plain one.
     """
 
     x_TD: torch.Tensor
@@ -89,7 +89,7 @@ class LayerTensors:
         return strategy.forward(self.x_TD, self.routed(), experts)
 
     def routed(self) -> Routing:
-        """Return the routing that strategies take; replicas replace experts that are placed."""
+        """Return the routing for a strategy; with ``placed``, its ids are those of replicas."""
         if self.placed is None:
             return self.routing
         idx_TK, rank = self.routing.topk_idx_TK, self.placed.rank
@@ -102,17 +102,8 @@ class LayerTensors:
 
     def leaves(self) -> list[torch.Tensor]:
         """Return the tensors that require gradients: tokens, routing weights, expert weights."""
-        return [
-            self.x_TD,
-            self.routing.topk_weights_TK,
-            self.experts.up_LGD,
-            self.experts.down_LDF,
-        ]
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the tensors that ``outputs_of`` returns."""
-        return ["y", "x.grad", "weights.grad", "up.grad", "down.grad"]
+        weights_TK, experts = self.routing.topk_weights_TK, self.experts
+        return [self.x_TD, weights_TK, experts.up_LGD, experts.down_LDF]
 
 
 def make_tensors(
@@ -131,11 +122,12 @@ def make_tensors(
         recorder: records the waits for the gradients of replicas.
     """
     moe, hidden = case.model.moe, case.model.hidden_size
-    on_cpu = torch.Generator().manual_seed(1_000_003 * case.seed + groups.ep_rank)
+    # The routing is drawn on the CPU, so that it is the same for all kinds of devices.
+    cpu_generator = torch.Generator().manual_seed(1_000_003 * case.seed + groups.ep_rank)
     generator = torch.Generator(device).manual_seed(1_000_003 * case.seed + groups.ep_rank)
     load_E = parse_load(case.skew, num_experts=moe.num_experts, top_k=moe.top_k)
     routing = sample_routing(
-        load_E, case.num_tokens, top_k=moe.top_k, generator=on_cpu, device=device
+        load_E, case.num_tokens, top_k=moe.top_k, generator=cpu_generator, device=device
     )
     routing.topk_weights_TK.requires_grad_()
     counts_WE = _count(routing, moe.num_experts, groups)
@@ -196,27 +188,28 @@ def _draw_experts(
 ) -> Experts:
     """Draw the weights of this rank's experts; replicas of an expert get equal weights."""
     moe, hidden = case.model.moe, case.model.hidden_size
-    inner = shard_size(moe.intermediate_size, tp_size=groups.tp_size)
-    up_size = inner * (2 if moe.activation == "swiglu" else 1)
+    inner_size = shard_size(moe.intermediate_size, tp_size=groups.tp_size)
+    up_size = inner_size * (2 if moe.activation == "swiglu" else 1)
     if placed is None:
         num_local = local_experts(moe.num_experts, ep_size=groups.ep_size, tp_size=groups.tp_size)
     else:
         num_local = placed.placement.num_local
     place = {"dtype": case.dtype, "device": generator.device}
     up_LGD = torch.empty((num_local, up_size, hidden), **place)
-    down_LDF = torch.empty((num_local, hidden, inner), **place)
+    down_LDF = torch.empty((num_local, hidden, inner_size), **place)
 
-    def fill(up: torch.Tensor, down: torch.Tensor, generator: torch.Generator) -> None:
+    def draw(up: torch.Tensor, down: torch.Tensor, generator: torch.Generator) -> None:
         up.normal_(0.0, hidden**-0.5, generator=generator)
         down.normal_(0.0, moe.intermediate_size**-0.5, generator=generator)
 
     if placed is None:
-        fill(up_LGD, down_LDF, generator)
+        draw(up_LGD, down_LDF, generator)
     else:
+        # The seed of an expert does not depend on the rank, so that its replicas are equal.
         for index, expert in enumerate(placed.placement.experts_WL[placed.rank]):
-            of_expert = torch.Generator(generator.device)
-            of_expert.manual_seed(1_000_003 * case.seed + groups.ep_size + expert)
-            fill(up_LGD[index], down_LDF[index], of_expert)
+            expert_generator = torch.Generator(generator.device)
+            expert_generator.manual_seed(1_000_003 * case.seed + groups.ep_size + expert)
+            draw(up_LGD[index], down_LDF[index], expert_generator)
     return Experts(
         up_LGD=up_LGD.requires_grad_(),
         down_LDF=down_LDF.requires_grad_(),
@@ -227,7 +220,7 @@ def _draw_experts(
 def outputs_of(
     strategy: AbstractStrategy, tensors: LayerTensors, *, backward: bool = True
 ) -> list[torch.Tensor]:
-    """Run forward and, if ``backward``, backward; return output and gradients of ``leaves()``."""
+    """Run forward, and backward if asked; return the output and the gradients of ``leaves()``."""
     if not backward:
         with torch.no_grad():
             return [tensors.run(strategy)]
@@ -239,36 +232,38 @@ def outputs_of(
 def reference_outputs(tensors: LayerTensors, groups: ParallelGroups) -> list[torch.Tensor]:
     """Return the correct result of ``outputs_of``, computed by ``core/reference.py``; a collective.
 
-    Each rank runs its own experts (or shards of them) for the tokens of all ranks, and the partial
-    outputs are summed over the ranks.
+    Each rank runs its own experts (or shards of them) for the tokens of all ranks. An all-reduce
+    sums the partial outputs.
     """
     x_AD = _gather(tensors.x_TD.detach().float(), groups).requires_grad_()
     idx_AK = _gather(tensors.routing.topk_idx_TK, groups)
     weights_AK = _gather(tensors.routing.topk_weights_TK.detach(), groups).requires_grad_()
     experts, grad_AD = tensors.experts, _gather(tensors.grad_TD.float(), groups)
+    # The ranks of a tensor-parallel group hold shards of the same set of experts.
     own_set, num_sets = groups.ep_rank // groups.tp_size, groups.ep_size // groups.tp_size
     placement = ExpertPlacement.plain(tensors.counts_WE.shape[1], num_ranks=num_sets)
     if tensors.placed is not None:
         placement = tensors.placed.placement
-    held = placement.experts_WL[own_set]
+    local = placement.experts_WL[own_set]
 
-    def sum_of(some: Sequence[int]) -> torch.Tensor:
-        """Return the output of some of this rank's experts; other slots count as dropped."""
-        places_E = torch.full((placement.num_experts + 1,), DROPPED, device=idx_AK.device)
-        for expert in some:
-            places_E[expert] = held.index(expert)
-        routing = Routing(topk_idx_TK=places_E[idx_AK], topk_weights_TK=weights_AK)
+    def run_experts(chosen: Sequence[int]) -> torch.Tensor:
+        """Return the summed output of some experts of this rank; other slots count as dropped."""
+        # The last element stays DROPPED: index -1 of a dropped slot selects it.
+        local_idx_E = torch.full((placement.num_experts + 1,), DROPPED, device=idx_AK.device)
+        for expert in chosen:
+            local_idx_E[expert] = local.index(expert)
+        routing = Routing(topk_idx_TK=local_idx_E[idx_AK], topk_weights_TK=weights_AK)
         return moe_reference(x_AD, routing, experts)
 
-    # Only the first replica adds to the output, but each one has the gradient of all tokens.
-    first = [expert for expert in held if placement.ranks_of(expert)[0] == own_set]
-    y_AD = sum_of(first)
+    # Only the first replica adds to the output, but each replica gets the gradient of all tokens.
+    first = [expert for expert in local if placement.ranks_of(expert)[0] == own_set]
+    y_AD = run_experts(first)
     tokens, weights = [x_AD, weights_AK], [experts.up_LGD, experts.down_LDF]
-    if len(first) == len(held):
+    if len(first) == len(local):
         x_grad, weights_grad, *expert_grads = torch.autograd.grad(y_AD, tokens + weights, grad_AD)
     else:
         x_grad, weights_grad = torch.autograd.grad(y_AD, tokens, grad_AD)
-        expert_grads = torch.autograd.grad(sum_of(held), weights, grad_AD)
+        expert_grads = torch.autograd.grad(run_experts(local), weights, grad_AD)
     y_AD = y_AD.detach()
     num_tokens = tensors.x_TD.shape[0]
     own = slice(groups.ep_rank * num_tokens, (groups.ep_rank + 1) * num_tokens)
@@ -287,8 +282,8 @@ def _gather(rows: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
     return torch.cat(of_ranks)
 
 
-# Norm of the difference over norm of the reference. A layer rounds about four times, and each
-# rounding adds up to half a unit in the last place (8 bits in bfloat16, 11 in float16).
+# Largest ``relative_error`` of correct values. A layer rounds about four times, and each rounding
+# adds at most half a unit in the last place (8 bits in bfloat16, 11 in float16).
 RELATIVE_TOLERANCE: dict[torch.dtype, float] = {
     torch.float64: 1e-12,
     torch.float32: 1e-6,

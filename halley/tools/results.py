@@ -1,4 +1,4 @@
-"""Result lines of benchmarks: the keys of machine and versions, and the file of a case."""
+"""Make and write result lines of benchmarks: keys of the machine, keys of times, and files."""
 
 import datetime
 import json
@@ -11,6 +11,7 @@ import torch
 from torch.cuda import nccl
 
 from halley.distributed.mesh import ParallelGroups
+from halley.tools.timer import Timing
 
 
 Row = dict[str, object]
@@ -23,10 +24,20 @@ def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | 
         "gpu": machine_name(device),
         "num_gpus": groups.num_ranks,
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": installed_version("triton"),
         "nccl": ".".join(map(str, nccl.version())) if cuda else None,
         "commit": commit or _git_commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def time_keys(timing: Timing) -> Row:
+    """Return the keys of a result line for the samples of a variant."""
+    return {
+        "median_us": round(timing.median_us, 1),
+        "p10_us": round(timing.p10_us, 1),
+        "p90_us": round(timing.p90_us, 1),
+        "samples": len(timing.samples_us),
     }
 
 
@@ -44,10 +55,10 @@ def results_path(folder: Path, row: Row) -> Path:
 
 
 def write_rows(rows: list[Row], folder: Path) -> Path:
-    """Write the lines of one case and return their file; earlier lines are replaced atomically.
+    """Write all lines of one case on one machine; return their file, which is replaced atomically.
 
     Args:
-        rows: complete lines of one case on one machine.
+        rows: the lines.
         folder: of all results, such as ``benchmarks/results`` in the repository.
     """
     path = results_path(folder, rows[0])
@@ -58,9 +69,10 @@ def write_rows(rows: list[Row], folder: Path) -> Path:
     return path
 
 
-def _triton_version() -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of a Python package, or None if it is not installed."""
     try:
-        return metadata.version("triton")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 

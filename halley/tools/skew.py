@@ -1,4 +1,4 @@
-"""Random routing with a given load: the share of each expert, and draws of experts per token."""
+"""Draw random routing with a given load, which is the share of the routed rows of each expert."""
 
 import math
 
@@ -14,13 +14,13 @@ def balanced_load(num_experts: int) -> torch.Tensor:
 
 
 def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
-    """Return shares that fall linearly and have the standard deviation ``std``.
+    """Return shares that decrease linearly and have the standard deviation ``std``.
 
-    A share lies between 0 and ``1 / top_k``, because a token picks an expert at most once.
+    A share lies between 0 and ``1 / top_k``, because a token chooses an expert at most once.
 
     Source: COMET (arXiv:2502.19811), Fig. 14, which measures imbalance as the standard deviation of
-    the experts' shares of tokens: 0 is uniform, and 0.032 is the mean of a production cluster with
-    8 experts and top-2.
+    the experts' shares of tokens. There, 0 is uniform, and 0.032 is the mean of a production
+    cluster with 8 experts and top-2.
 
     Raises:
         ValueError: no linear load has so large a deviation.
@@ -40,7 +40,7 @@ def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
 def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
     """Return shares proportional to ``1 / (1 + index of the expert) ** exponent``.
 
-    A share is capped at ``1 / top_k``; the other experts share the rest in proportion.
+    A share is capped at ``1 / top_k``; the rest is divided among the other experts in proportion.
 
     Raises:
         ValueError: the exponent is negative.
@@ -52,7 +52,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 
 def one_hot_load(num_experts: int, *, top_k: int, hot_expert: int = 0) -> torch.Tensor:
-    """Return shares with which every token picks ``hot_expert``; the other experts are balanced."""
+    """Return the shares if every token chooses ``hot_expert`` and the others are balanced."""
     if num_experts == 1:
         return torch.ones(1, dtype=torch.float64)
     rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
@@ -102,10 +102,13 @@ def sample_routing(
 ) -> Routing:
     """Draw ``top_k`` different experts for each token, so that each expert gets its share of rows.
 
-    Uses systematic sampling. Each token puts the experts on a line in random order, where expert e
-    covers the length ``top_k * load_E[e]``. The points u, u + 1, ... with a random u in [0, 1) hit
-    ``top_k`` different experts, each with exactly the required probability. Routing weights are
+    Uses systematic sampling. For each token, the experts lie on a line in random order, and expert
+    e covers the length ``top_k * load_E[e]``. The points u, u + 1, ... with a random u in [0, 1)
+    hit ``top_k`` different experts, each with exactly the required probability. Routing weights are
     uniform in (0, 1) and normalised over each token.
+
+    Example: with top-2 and shares (1/2, 1/4, 1/4), the experts cover [0, 1), [1, 1.5) and
+    [1.5, 2). With u = 0.6 the points 0.6 and 1.6 hit experts 0 and 2.
 
     Source: W. G. Madow, "On the theory of systematic sampling, II", Ann. Math. Stat. 20 (1949).
 
@@ -129,24 +132,25 @@ def sample_routing(
         )
     order_TE = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
     covered_TE = (load_E.to(torch.float64) * top_k)[order_TE].cumsum(1)
-    covered_TE *= top_k / covered_TE[:, -1:]
+    covered_TE *= top_k / covered_TE[:, -1:]  # the line ends at top_k in spite of rounding
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
     place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(num_experts - 1)
+    # No weight is nearly 0: a wrong output of its expert would not be noticed.
     weights_TK = torch.rand(num_tokens, top_k, generator=generator).clamp_min(1e-3)
     weights_TK /= weights_TK.sum(1, keepdim=True)
     return Routing(
-        topk_idx_TK=order_TE.gather(1, place_TK).to(device),
-        topk_weights_TK=weights_TK.to(device),
+        topk_idx_TK=order_TE.gather(1, place_TK).to(device), topk_weights_TK=weights_TK.to(device)
     )
 
 
 def _cap(weight_E: torch.Tensor, *, cap: float) -> torch.Tensor:
-    """Scale weights to shares that sum to 1, none above ``cap``."""
+    """Scale weights to shares that sum to 1 and are at most ``cap``."""
     capped_E = torch.zeros_like(weight_E, dtype=torch.bool)
     share_E = weight_E / weight_E.sum()
+    # Each cut raises the other shares, so more of them may have to be cut.
     while bool((share_E > cap * (1 + 1e-12)).any()):
         capped_E |= share_E > cap
-        free = 1.0 - cap * int(capped_E.sum())
-        share_E = torch.where(capped_E, cap, weight_E * free / weight_E[~capped_E].sum())
+        rest = 1.0 - cap * int(capped_E.sum())
+        share_E = torch.where(capped_E, cap, weight_E * rest / weight_E[~capped_E].sum())
     return share_E

@@ -65,11 +65,12 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
     """Draw timelines as a PNG, one above another, on one time axis.
 
     Exposed waits are drawn in the lane of the computation that they interrupt. If a timeline has no
-    spans with stream "exposed", communication that no computation of its rank overlaps is exposed.
+    spans of the stream "exposed", its communication counts as exposed while no computation of the
+    same rank overlaps it.
 
     Args:
         timelines: spans by title. Each timeline is shifted to start at zero.
-        path: the picture.
+        path: the PNG file.
 
     Raises:
         ValueError: there is no timeline, or a timeline has no span.
@@ -96,7 +97,7 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return a matplotlib figure that needs no display, sizes in inches."""
+    """Return a matplotlib figure without a display; width and height are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -118,7 +119,7 @@ def draw_legend(figure: "Figure", handles: Sequence["Artist"]) -> None:
 
 
 def strip_axes(axes: "Axes") -> None:
-    """Remove the frame and the tick marks of axes, except the line at the bottom."""
+    """Remove the tick marks and the frame of axes, except its line at the bottom."""
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=FONT_PT, labelcolor=INK)
     for side in ("top", "right", "left"):
@@ -148,7 +149,7 @@ def _lay_out(title: str, spans: Sequence[Span]) -> _Panel:
 
 
 def _rows_of_rank(spans: list[Span]) -> list[tuple[str, list[Span]]]:
-    """Return the stream and the bars of each lane of a rank; bars of one lane do not overlap."""
+    """Return the label and the bars of each lane of a rank; bars of one lane do not overlap."""
     by_stream: dict[str, list[Span]] = {}
     for span in spans:
         stream = "compute" if span.stream == "exposed" else span.stream
@@ -207,7 +208,7 @@ def _short_name(name: str) -> str:
 
 
 def _draw_panel(axes: "Axes", panel: _Panel) -> None:
-    # The edge of a bar that is narrower than this would cover the whole bar.
+    # Bars that are narrower than this have no edge, because the edge would cover the bar.
     min_width_us = axes.get_xlim()[1] * 1e3 / 300
     for lane in panel.lanes:
         for kind, style in _STYLES.items():
@@ -243,12 +244,13 @@ def _label_bars(axes: "Axes", panel: _Panel) -> None:
             start_ms, duration_ms = _extent_ms(bar)
             width = duration_ms * pixels_per_ms - 4.0
             label = _short_name(bar.name)
-            if width < 6.0 * len(label):  # cheap test: measuring thousands of texts is slow
+            # A cheap test first, because matplotlib is slow to measure thousands of texts.
+            if width < 6.0 * len(label):
                 continue
             text = axes.text(start_ms + duration_ms / 2, lane.y, label, fontsize=FONT_PT - 1.5)
             colour = "white" if _kind(bar.stream) == "compute" else INK
             text.set(color=colour, ha="center", va="center_baseline", zorder=4)
-            text.set_in_layout(False)
+            text.set_in_layout(False)  # the layout would be computed again for each text
             if text.get_window_extent().width > width:
                 text.remove()
             elif bar.stream == "exposed":

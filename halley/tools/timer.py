@@ -1,4 +1,4 @@
-"""Time callables for benchmarks: ranks start together, variants alternate, caches are cold."""
+"""Time callables: ranks start together, variants alternate, and caches are overwritten."""
 
 import gc
 import statistics
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder, waited_us
 
 
-_CPU_FLUSH_BYTES = 64 * 2**20
+Progress = Callable[[str, int, int], None]  # text, steps done, steps in total
+
+_CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache of common CPUs
 _START_DELAY_NS = 500_000  # from the arrival of the last rank at the barrier to the common start
 _NUM_WAIT_SAMPLES = 3
 
@@ -40,7 +42,7 @@ class Timing:
 
 
 def summarise(samples_us: Sequence[float]) -> Timing:
-    """Return median and percentiles of samples; interpolate percentiles between two samples.
+    """Return median and percentiles of samples; percentiles are interpolated between samples.
 
     Raises:
         ValueError: there is no sample.
@@ -65,7 +67,7 @@ def time_interleaved(
     group: dist.ProcessGroup | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time all variants in alternation and return each timing, the same on every rank.
+    """Time all variants in alternation; return the same timings on every rank.
 
     Variants alternate (A B C A B C), so that a slowdown of the machine affects all of them. Before
     each run, the caches are overwritten and all ranks synchronise. A sample is the time of the
@@ -96,7 +98,7 @@ def time_interleaved(
     with _no_garbage_collection():
         for round_index in range(num_rounds):
             for index, run in enumerate(variants.values()):
-                flush.zero_()
+                flush.zero_()  # overwrites the L2 cache, or on a CPU the last-level cache
                 start_together(device, group=group)
                 sample_us = _run_us(run, device)
                 if round_index >= num_warmup:
@@ -117,7 +119,7 @@ def measure_waits(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> float | None:
-    """Return the microseconds that the slowest rank waits for communication; a collective.
+    """Return the microseconds for which the slowest rank waits for communication; a collective.
 
     The result is the median of three calls. It is None if the layers do not record their waits.
 
@@ -176,7 +178,7 @@ def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 @cache
 def _clock_id() -> int:
-    """Return a number that is equal in two processes if they share a monotonic clock."""
+    """Return a number that two processes have in common if they share a monotonic clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:  # not Linux
@@ -199,7 +201,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _flush_buffer(device: torch.device) -> torch.Tensor:
     num_bytes = _CPU_FLUSH_BYTES
-    if device.type == "cuda":
+    if device.type == "cuda":  # twice the cache, because its replacement policy is not known
         num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 

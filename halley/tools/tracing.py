@@ -1,8 +1,9 @@
-"""Profile one step and return its spans; compute exposed communication and times of parts."""
+"""Profile one step, and compute exposed communication and the times of parts from its spans."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ _WAIT_OP = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True, kw_only=True)
 class _Event:
-    """One range or kernel of the profiler; ``row`` is a host thread or a CUDA stream."""
+    """One event of the profiler; ``row`` is a host thread or a CUDA stream."""
 
     name: str
     start_us: float
@@ -51,7 +52,7 @@ def trace_step(
 ) -> list[Span]:
     """Run a step several times, the last time under the profiler, and return its spans.
 
-    Time zero is the start of the profiled step, for which all ranks synchronise. The streams are
+    All ranks synchronise before the profiled step, and time zero is its start. The streams are:
 
     - on a GPU: "comm" for NCCL kernels and copies between GPUs, "compute 7" for other kernels of
       CUDA stream 7, "copy" for other copies and fills;
@@ -63,7 +64,7 @@ def trace_step(
         step: one step, called ``warmup + 1`` times.
         rank: the rank written into the spans.
         device: the device of the step.
-        warmup: steps before; the last of them already runs under the profiler.
+        warmup: number of steps before; the last of them already runs under the profiler.
         group: the ranks that run the step; None means all ranks, or this process alone without
             process groups.
 
@@ -90,19 +91,17 @@ def trace_step(
         # The range of a collective may end after the wait for it has returned.
         start_together(device, group=group)
     events = _read(profiler)
-    (whole,) = (event for event in events if event.name == _STEP and not event.on_device)
-    inside = [event for event in events if whole.start_us <= event.start_us < whole.end_us]
+    (step_event,) = (event for event in events if event.name == _STEP and not event.on_device)
+    inside = [e for e in events if step_event.start_us <= e.start_us < step_event.end_us]
     to_spans = _cuda_spans if device.type == "cuda" else _cpu_spans
-    return sorted(to_spans(inside, whole, rank=rank), key=lambda span: span.start_us)
+    return sorted(to_spans(inside, step_event, rank=rank), key=lambda span: span.start_us)
 
 
 def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> list[Span]:
     """Return the spans of all ranks of the group, on every rank.
 
-    Time zero must be the same moment on every rank, as after ``trace_step``.
-
     Args:
-        spans: of this rank.
+        spans: of this rank; time zero is the same moment on all ranks, as in ``trace_step``.
         group: the ranks that take part; None means all ranks.
     """
     by_rank: list[list[Span]] = [[] for _ in range(dist.get_world_size(group))]
@@ -111,11 +110,11 @@ def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> l
 
 
 def exposed_comm_us(spans: Iterable[Span]) -> float:
-    """Return the time in microseconds in which one rank waits for communication.
+    """Return the microseconds for which one rank waits for communication.
 
-    If there are "exposed" spans (recorded parts, traces of a CPU), it is their total time.
-    Otherwise (traces of a GPU, simulations) it is the time in "comm" spans that no "compute" span
-    overlaps.
+    If there are "exposed" spans (of a recorder, or of a trace on a CPU), the result is their total
+    time. Otherwise (trace on a GPU, simulation) it is the time of "comm" spans that no "compute"
+    span overlaps.
 
     Args:
         spans: of one rank.
@@ -137,8 +136,8 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
     """Return the microseconds of each part by name, longest first, without nested parts.
 
-    An "exposed" span counts as nested in the computation around it. Spans of other streams do not
-    reduce the time of computation.
+    An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
+    do not reduce the time of computation.
 
     Args:
         spans: of one rank, as a recorder collects them.
@@ -148,12 +147,12 @@ def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
     """
     spans = list(spans)
     _require_one_rank(spans)
-    lanes: dict[str, list[Span]] = defaultdict(list)
+    by_stream: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        lanes["compute" if span.stream == "exposed" else span.stream].append(span)
+        by_stream["compute" if span.stream == "exposed" else span.stream].append(span)
     times_us: dict[str, float] = {span.name: 0.0 for span in spans}
-    for lane in lanes.values():
-        for piece in innermost(lane):
+    for of_stream in by_stream.values():
+        for piece in innermost(of_stream):
             times_us[piece.name] += piece.duration_us
     return dict(sorted(times_us.items(), key=lambda item: -item[1]))
 
@@ -172,7 +171,7 @@ def _read(profiler: profile) -> list[_Event]:
     ]
 
 
-def _cuda_spans(events: list[_Event], whole: _Event, *, rank: int) -> list[Span]:
+def _cuda_spans(events: list[_Event], step_event: _Event, *, rank: int) -> list[Span]:
     spans: list[Span] = []
     for event in events:
         if not event.on_device or event.is_annotation:
@@ -183,30 +182,32 @@ def _cuda_spans(events: list[_Event], whole: _Event, *, rank: int) -> list[Span]
             stream = "copy"
         else:
             stream = f"compute {event.row}"
-        spans.append(event.to_span(event.name, rank=rank, stream=stream, zero_us=whole.start_us))
+        zero_us = step_event.start_us
+        spans.append(event.to_span(event.name, rank=rank, stream=stream, zero_us=zero_us))
     return spans
 
 
-def _cpu_spans(events: list[_Event], whole: _Event, *, rank: int) -> list[Span]:
+def _cpu_spans(events: list[_Event], step_event: _Event, *, rank: int) -> list[Span]:
     comm: list[Span] = []
-    parts_by_thread: dict[int, list[Span]] = {whole.row: []}
+    # A part is nested only in parts of its own thread.
+    parts_by_thread: dict[int, list[Span]] = {step_event.row: []}
     waits = [event for event in events if _is_wait(event)]
+    to_span = partial(_Event.to_span, rank=rank, zero_us=step_event.start_us)
     for event in events:
         if event.name.startswith("gloo:"):
-            comm.append(event.to_span(event.name, rank=rank, stream="comm", zero_us=whole.start_us))
+            comm.append(to_span(event, event.name, stream="comm"))
         elif event.name == _WAIT_OP and any(event.is_inside(wait) for wait in waits):
             continue  # the dispatcher calls the op a second time inside itself
         elif event.name == _WAIT_OP or event.name.startswith(_PART_PREFIX):
             name = event.name.removeprefix(_PART_PREFIX)
             stream = "exposed" if _is_wait(event) else "compute"
-            parts_by_thread.setdefault(event.row, []).append(
-                event.to_span(name, rank=rank, stream=stream, zero_us=whole.start_us)
-            )
+            part = to_span(event, name, stream=stream)
+            parts_by_thread.setdefault(event.row, []).append(part)
     pieces = {thread: innermost(parts) for thread, parts in parts_by_thread.items()}
-    step_interval = (0.0, whole.end_us - whole.start_us)
+    step_interval = (0.0, step_event.end_us - step_event.start_us)
     rest = [
         Span(name="other", rank=rank, stream="other", start_us=start, duration_us=end - start)
-        for start, end in subtract([step_interval], union(pieces[whole.row]))
+        for start, end in subtract([step_interval], union(pieces[step_event.row]))
     ]
     return [*comm, *(piece for thread in pieces.values() for piece in thread), *rest]
 

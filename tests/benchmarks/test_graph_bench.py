@@ -1,43 +1,66 @@
-"""The graph benchmark on two ranks: result lines, and failures on all ranks or on one."""
+"""The graph benchmark on two ranks: result lines, and failures on all ranks or on one rank."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.graph_bench.case import VARIANTS, GraphCase
+from benchmarks.graph_bench import __main__ as command_line
+from benchmarks.graph_bench import measure
+from benchmarks.graph_bench.__main__ import main
+from benchmarks.graph_bench.case import VARIANTS
 from benchmarks.graph_bench.gpt2_moe import find_shape
 from benchmarks.graph_bench.measure import _compared, _predict, measure_graph_cases
 from benchmarks.graph_bench.variants import _alike_on_all, _describe
 from halley.distributed.mesh import build_groups
 from halley.tools.results import Row
+from tests.cli.pool_command import run_command
 from tests.rank_pool import RunRanks
 
 
-NUM_PARTS = 3
+NUM_PARTS = 2
+COMMAND = (
+    f"--nproc 2 --inner eager --samples 1 --num-parts {NUM_PARTS} --batch {2 * NUM_PARTS} "
+    "--memory-margin 4 --device cpu --commit abc --output "
+)
 
 
-def _measure(rank: int, num_ranks: int) -> list[Row]:
-    case = GraphCase(
-        shape=find_shape("gpt2-tiny-moe"),
-        batch_size=6,
-        dtype=torch.float32,
-        inner="eager",
-        num_parts=NUM_PARTS,
-        memory_margin=4.0,
-    )
-    groups = build_groups(0, device_type="cpu")
-    return measure_graph_cases(
-        [case], VARIANTS, groups=groups, device=torch.device("cpu"), num_samples=1, commit="abc"
-    )
+def _measure(rank: int, num_ranks: int, folder: Path) -> tuple[list[Row], str]:
+    """Return the result lines and the output of the command, which measures all variants."""
+    rows: list[Row] = []
+
+    def measure_and_record(*cases: Any, **options: Any) -> list[Row]:
+        rows.extend(measure_graph_cases(*cases, **options))
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_TRACES", 1)  # the profiler needs a second for each trace
+        patch.setattr(measure, "measure_graph_cases", measure_and_record)
+        module = "benchmarks.graph_bench.__main__"
+        output = run_command(rank, num_ranks, main, module, f"{COMMAND}{folder}")
+    return rows, output
 
 
-def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(_measure, 2, timeout_s=240.0)
+def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (first, output), (second, _) = run_ranks(_measure, 2, tmp_path, timeout_s=240.0)
     for name in ("variant", "median_us", "exposed_comm_us", "max_rel_err", "bit_equal", "error"):
         assert [row[name] for row in first] == [row[name] for row in second]
+    assert "Forward and backward on 2 x cpu" in output
+    printed = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    (path,) = tmp_path.glob("*/graph.jsonl")
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert printed == written == json.loads(json.dumps(first))
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for row in first:
+        assert (row["case"], row["model"], row["gate"]) == ("graph", "gpt2-tiny-moe", "switch")
+        assert (row["num_tokens"], row["ep_size"], row["num_experts"]) == (8 * 2 * NUM_PARTS, 2, 4)
+        assert row["commit"] == "abc"
+        assert float(str(row["link_gb_per_s"])) > 0.0
     rows: dict[str, Any] = {str(row["variant"]): row for row in first}
     assert tuple(rows) == VARIANTS
     overlap = rows.pop("inductor-overlap")  # Inductor's scheduler may need a GPU
@@ -77,7 +100,7 @@ def _fail(rank: int, num_ranks: int, failing: tuple[int, ...], alike: bool) -> o
         return f"raised: {error}"
 
 
-def test_same_failure_on_all_ranks_is_text_and_any_other_an_error(run_ranks: RunRanks) -> None:
+def test_only_a_failure_that_all_ranks_share_is_returned_as_text(run_ranks: RunRanks) -> None:
     assert run_ranks(_fail, 2, (), True) == [0, 1]
     assert run_ranks(_fail, 2, (0, 1), True) == [f"ValueError: of rank {r}" for r in (0, 1)]
     told = "raised: both failed on ranks {} alone or not alike: "
@@ -142,12 +165,7 @@ def test_predictions_of_unchanged_graphs_come_from_other_variants() -> None:
 
 def test_ratios_use_the_faster_baseline() -> None:
     def row(name: str, median: float | None, exposed: float, peak: float) -> Row:
-        return {
-            "variant": name,
-            "median_us": median,
-            "exposed_comm_us": exposed,
-            "peak_mib": peak,
-        }
+        return {"variant": name, "median_us": median, "exposed_comm_us": exposed, "peak_mib": peak}
 
     rows = [
         row("none", 120.0, 30.0, 50.0),
@@ -161,3 +179,17 @@ def test_ratios_use_the_faster_baseline() -> None:
     assert both["peak_over_none"] == 1.02
     assert none["speedup"] == pytest.approx(100 / 120, abs=1e-4)
     assert "speedup" not in failed
+
+
+def test_slow_links_set_variables_of_nccl_that_the_user_has_not_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"RANK": "3", "NCCL_SOCKET_IFNAME": "eth0"}
+    monkeypatch.setattr(command_line.os, "environ", environment)
+    command_line._slow_down("none")
+    assert environment == {"RANK": "3", "NCCL_SOCKET_IFNAME": "eth0"}
+    command_line._slow_down("sockets")
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert environment["NCCL_HOSTID"] == "halley-3"
+    command_line._slow_down("channels")
+    assert environment["NCCL_MAX_NCHANNELS"] == "1"

@@ -84,7 +84,7 @@ def _rows(rank: int, num_ranks: int, gate: Gate) -> tuple[int, list[list[int]], 
     return subject.fullest_rows(), given, case.num_slots
 
 
-@pytest.mark.parametrize("gate", ["switch", "top2", "dropless"])
+@pytest.mark.parametrize("gate", ["switch", "dropless"])
 def test_rows_of_the_most_loaded_rank_exclude_dropped_rows(run_ranks, gate: Gate) -> None:
     ranks = run_ranks(_rows, 2, gate)
     layers = zip(*(given for _, given, _ in ranks), strict=True)

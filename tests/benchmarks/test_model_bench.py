@@ -1,7 +1,8 @@
-"""The model benchmark: its step equals that of training, wrong values, and numbers by hand."""
+"""The model benchmark: its step equals a training step; wrong values; numbers by hand."""
 
 import dataclasses
 import io
+import json
 import math
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from benchmarks.model_bench import measure as model_bench
-from benchmarks.model_bench.__main__ import model_table
+from benchmarks.model_bench.__main__ import main, model_table
 from benchmarks.model_bench.case import ModelCase, Subject, build_subject, check_memory, cut_model
 from benchmarks.model_bench.measure import bench_model, measure_models
 from halley.core.config import OptimizerConfig, RunConfig
@@ -33,13 +34,14 @@ from halley.tools.results import Row
 from halley.tools.timer import summarise
 from halley.train.optim import ModelOptimizer
 from halley.train.step import train_step
+from tests.cli.pool_command import run_command
 from tests.moe.model_case import CPU, MODELS, destroy
 from tests.rank_pool import RunRanks
 from tests.train.run_case import ADAMW, SMALL, built, make_config, write_text
 
 
 CASE = ModelCase(model=MODELS["softmax"], num_tokens=24, seq_len=12, dtype=torch.float32)
-LINK = 1e3  # so slow that the wire is the lower bound
+LINK = 1e3  # bytes/s: so slow that the wire time is the lower bound
 FIGURES = {"tokens_per_s", "mfu", "exposed_comm_us", "peak_mib", "median_us", "p10_us", "p90_us"}
 WORKLOAD = {"case", "model", "num_layers", "num_tokens", "seq_len", "batch_size", "ep_size"}
 WORKLOAD |= {"tp_size", "skew", "seed", "dtype", "strategy", "setting", "passes", "direction"}
@@ -267,10 +269,7 @@ def test_memory_counts_all_weights_except_vectors() -> None:
     )
     case = ModelCase(model=model, num_tokens=8, seq_len=8, dtype=torch.float32)
     built_model = MoETransformer(
-        model,
-        strategy=AllToAllStrategy(None, recorder=recorder),
-        groups=groups,
-        recorder=recorder,
+        model, strategy=AllToAllStrategy(None, recorder=recorder), groups=groups, recorder=recorder
     )
     num_weights = sum(p.numel() for p in built_model.parameters() if p.ndim > 1)
     check_memory(case, num_ranks=2, memory_bytes=16 * num_weights)
@@ -288,3 +287,24 @@ def test_wrong_case_is_an_error() -> None:
     assert cut_model("deepseek-v3", num_layers=4) == dataclasses.replace(
         find_model("deepseek-v3"), num_layers=4
     )
+
+
+def test_command_prints_and_writes_the_lines_of_two_ranks(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    command = "--nproc 2 --layers 1 --tokens 32 --seq-len 16 --samples 1 --device cpu --commit abc"
+    module = "benchmarks.model_bench.__main__"
+    out, other = run_ranks(run_command, 2, main, module, f"{command} --output {tmp_path}")
+    assert other == ""
+    rows = [json.loads(line) for line in out.splitlines()[-2:]]
+    for row, strategy in zip(rows, ("sequential", "chunked"), strict=True):
+        assert (row["case"], row["model"], row["strategy"]) == ("model", "tiny", strategy)
+        assert (row["num_layers"], row["num_tokens"], row["batch_size"]) == (1, 32, 2)
+        assert (row["ep_size"], row["num_gpus"], row["dtype"]) == (2, 2, "float32")
+        assert (row["samples"], row["commit"]) == (1, "abc")
+        assert row["max_rel_err"] <= 1e-6
+        assert row["tokens_per_s"] == pytest.approx(2 * 32 / (row["median_us"] * 1e-6), rel=1e-3)
+        assert row["floor_us"] >= max(row["gemm_us"], row["wire_us"]) - 0.2
+    assert "Training step on 2 x cpu" in out
+    (path,) = tmp_path.glob("*/model.jsonl")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows

@@ -1,4 +1,4 @@
-"""``halley plan balance``: from the counts of a run to a placement that the run goes on with."""
+"""``halley plan balance``: plan a placement from the counts of a run, and resume with it."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from tests.rank_pool import RunRanks
 from tests.train.run_case import make_config, train_on_ranks, write_text
 
 
-def test_loads_and_price_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Expert 0 has half of all. On both ranks it leaves each as much to do as the other."""
+def test_loads_and_memory_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Expert 0 of the first layer has half of all tokens, so it gets a replica."""
     counts, output = tmp_path / "counts.json", tmp_path / "placement.json"
     counts.write_text("[[12, 0, 0, 0, 6, 6, 0, 0], [3, 3, 3, 3, 3, 3, 3, 3]]")
     options = f"--ranks 4 --spare 1 --model mixtral-8x7b --output {output}"
@@ -25,16 +25,8 @@ def test_loads_and_price_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "spare_experts_per_rank": 1,
         "spare_bytes_per_rank": 3 * 4096 * 14336 * 2,
         "layers": [
-            {
-                "max_over_mean_before": 2.0,
-                "max_over_mean_after": 1.0,
-                "spare_experts_per_rank": 1,
-            },
-            {
-                "max_over_mean_before": 1.0,
-                "max_over_mean_after": 1.0,
-                "spare_experts_per_rank": 0,
-            },
+            {"max_over_mean_before": 2.0, "max_over_mean_after": 1.0, "spare_experts_per_rank": 1},
+            {"max_over_mean_before": 1.0, "max_over_mean_after": 1.0, "spare_experts_per_rank": 0},
         ],
         "output": str(output),
     }
@@ -45,7 +37,7 @@ def test_loads_and_price_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (first.num_local, second.num_local) == (3, 2)
 
 
-def test_a_run_goes_on_with_the_placement_of_its_counts(
+def test_a_run_resumes_with_the_placement_planned_from_its_counts(
     run_ranks: RunRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(write_text(tmp_path), num_steps=3)
@@ -53,8 +45,8 @@ def test_a_run_goes_on_with_the_placement_of_its_counts(
     output, placement = Path(config.output), tmp_path / "placement.json"
     options = f"--ranks 2 --spare 1 --output {placement}"
     assert main(["plan", "balance", str(output / "counts.json"), *options.split()]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["max_over_mean_after"] < told["max_over_mean_before"]
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["max_over_mean_after"] < plan["max_over_mean_before"]
     longer = dataclasses.replace(config.train, num_steps=5)
     config = dataclasses.replace(config, train=longer, placement=str(placement))
     assert run_ranks(train_on_ranks, 2, config) == [[4, 5]] * 2

@@ -1,4 +1,4 @@
-"""The doctor's table and its last line."""
+"""``halley doctor``: its tables, its JSON line, its exit code and its time limit."""
 
 import dataclasses
 import io
@@ -75,7 +75,7 @@ def _row(text: str, what: str) -> str:
     return line.strip("│ ").split("│")[-1].strip()
 
 
-def test_table_tells_all_facts():
+def test_table_shows_all_facts():
     text = _rendered(MACHINE)
     assert _row(text, "torch") == "2.13.0"
     assert _row(text, "triton") == "-"
@@ -86,7 +86,7 @@ def test_table_tells_all_facts():
     assert _row(text, "sequential") == "can run: nccl of torch.distributed yes"
 
 
-def test_pairs_that_are_linked_alike_share_a_row():
+def test_pairs_with_the_same_kind_of_link_share_a_row():
     links = [
         Link(first=0, second=1, peer_access=True, kind="NVLink (NV18)"),
         Link(first=0, second=2, peer_access=False, kind="PCIe (SYS)"),
@@ -128,7 +128,7 @@ def test_command_fails_where_nothing_can_run(
         assert "no nccl: install it" in capsys.readouterr().out
 
 
-def test_choice_tells_why_and_what_it_takes():
+def test_table_of_a_choice_shows_times_reason_and_memory():
     text = _rendered(CHOICE)
     assert "MoE layer of tiny, forward: 64 tokens a rank, bfloat16, ep_size 4" in text
     assert _row(text, "picks") == "fused"
@@ -141,7 +141,7 @@ def test_choice_tells_why_and_what_it_takes():
     assert _row(text, "save=all") == "saves 3.0 MiB a layer, peak 2,048.0 MiB"
 
 
-def test_ranks_out_of_reach_are_red():
+def test_missing_peer_access_is_red():
     far = dataclasses.replace(CHOICE, access_problem=FAR, buffers=None, no_buffers=FAR)
     text = _rendered(far, color=True)
     assert f"{RED}no: ranks 0 and 1 are [far]" in text
@@ -149,7 +149,7 @@ def test_ranks_out_of_reach_are_red():
     assert RED not in _rendered(CHOICE, color=True)
 
 
-def test_model_on_two_ranks(capfd: pytest.CaptureFixture[str]):
+def test_layer_of_a_model_runs_on_two_ranks(capfd: pytest.CaptureFixture[str]):
     argv = ["doctor", "--model", "tiny", "--tokens", "16", "--nproc", "2", "--device", "cpu"]
     assert main(argv) == 0
     out, err = capfd.readouterr()
@@ -175,7 +175,7 @@ def test_model_on_two_ranks(capfd: pytest.CaptureFixture[str]):
 
 
 def test_time_limit_ends_all_ranks_with_one_line(capfd: pytest.CaptureFixture[str]):
-    """No rank of a layer that takes minutes waits for it: the limit is far below its start."""
+    """The limit is far below the time in which the ranks start."""
     argv = ["doctor", "--model", "tiny", "--nproc", "2", "--device", "cpu", "--time-limit", "0.01"]
     assert main(argv) == 1
     err = capfd.readouterr().err

@@ -1,12 +1,15 @@
-"""A mistake of the user: one line that names value and rule, exit code 2, and no rank started."""
+"""Errors of commands: a mistake of the user gives one line and exit code 2, and starts no rank."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.graph_bench.__main__ import main as graph_bench
+from benchmarks.model_bench.__main__ import main as model_bench
 from halley.cli import ranks
 from halley.cli.main import main
 
@@ -25,7 +28,7 @@ def _nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _line_of(err: str) -> str:
-    """Return what standard error says after its prefix; it must be one line."""
+    """Return the one line of standard error, without its prefix."""
     assert err.startswith(PREFIX)
     assert err.endswith("\n")
     assert err.count("\n") == 1
@@ -36,7 +39,7 @@ def _line_of(err: str) -> str:
     "command",
     ["train --set device=cuda", "bench layer --device cuda", "doctor --model tiny --device cuda"],
 )
-def test_gpus_that_are_not_there(
+def test_device_cuda_without_a_gpu_is_a_mistake(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -52,7 +55,7 @@ def test_gpus_that_are_not_there(
         ("train --set train.tensorboard=true --set device=cpu", "tensorboard", "tensorboard"),
     ],
 )
-def test_missing_package_is_told_with_its_cure(
+def test_missing_package_is_named_with_the_command_that_installs_it(
     command: str,
     package: str,
     extra: str,
@@ -74,9 +77,7 @@ def test_debug_shows_the_traceback(place: str, capsys: pytest.CaptureFixture[str
     assert last == f"{PREFIX}train.num_steps (0) must be at least 1"
 
 
-def test_a_folder_named_like_a_command_does_not_end_the_options(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_folder_named_like_a_command_does_not_end_the_options(capsys: pytest.CaptureFixture[str]):
     assert main(["export", "run", "--output", "hf", "--debug"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -85,14 +86,14 @@ def test_a_folder_named_like_a_command_does_not_end_the_options(
 
 
 @pytest.mark.parametrize(("local_rank", "is_told"), [(None, False), ("0", True), ("1", False)])
-def test_under_torchrun_one_rank_of_a_host_tells_a_failure(
+def test_under_torchrun_one_rank_of_a_host_prints_a_failure(
     local_rank: str | None,
     is_told: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The others write theirs into torchrun's error file, which torchrun prints at its end."""
+    """The other ranks write the error to torchrun's error file, which torchrun prints."""
 
     def fail() -> None:
         raise RuntimeError("the disk\nis full")
@@ -109,7 +110,7 @@ def test_under_torchrun_one_rank_of_a_host_tells_a_failure(
 
 
 @pytest.mark.parametrize(("rank", "is_told"), [("0", True), ("1", False)])
-def test_the_first_rank_of_each_host_tells_a_mistake(
+def test_the_first_rank_of_each_host_prints_a_mistake(
     rank: str, is_told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in (("RANK", "5"), ("LOCAL_RANK", rank)):
@@ -130,7 +131,7 @@ def test_help_where_no_command_is_given(
     assert PREFIX.strip() not in captured.err
 
 
-def test_a_failure_of_the_machine_is_told_apart(
+def test_a_failure_of_the_machine_has_its_own_prefix_and_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def fail() -> None:
@@ -141,21 +142,42 @@ def test_a_failure_of_the_machine_is_told_apart(
     assert capsys.readouterr().err == "halley: failed: the disk is full\n"
 
 
-def test_as_a_program(tmp_path: Path):
+# Runs ``python -m halley.cli`` and then prints whether that imported Triton.
+PROGRAM = """
+import runpy, sys
+try:
+    runpy.run_module("halley.cli", run_name="__main__")
+finally:
+    print("triton" in sys.modules)
+"""
+
+
+def test_program_exits_with_2_and_imports_no_triton(tmp_path: Path):
+    """The first import of Triton decides whether its kernels are interpreted."""
     (tmp_path / "short.txt").write_text("abc")
     command = f"train --data {tmp_path}/short.txt"
     done = subprocess.run(
-        [sys.executable, "-m", "halley.cli", *command.split()],
+        [sys.executable, "-c", PROGRAM, *command.split()],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, "False\n")
     assert _line_of(done.stderr).startswith("text of 3 bytes in 1 files must hold")
 
 
-def test_ranks_get_the_words_that_main_was_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("run", "module", "command"),
+    [
+        (main, "halley.cli", "train --nproc 2 --set device=cpu --debug"),
+        (model_bench, "benchmarks.model_bench", "--nproc 2 --device cpu"),
+        (graph_bench, "benchmarks.graph_bench", "--nproc 2 --device cpu"),
+    ],
+)
+def test_ranks_get_the_module_and_the_arguments_of_the_command(
+    run: Callable[[list[str]], int], module: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[list[str]] = []
 
     def launch(argv: list[str], *, num_processes: int) -> int:
@@ -163,17 +185,13 @@ def test_ranks_get_the_words_that_main_was_called_with(monkeypatch: pytest.Monke
         return 3
 
     monkeypatch.setattr(ranks, "launch", launch)
-    words = ["train", "--nproc", "2", "--set", "device=cpu", "--debug"]
-    assert main(words) == 3
-    assert found == [["halley.cli", *words]]
+    assert run(command.split()) == 3
+    assert found == [[module, *command.split()]]
 
 
 @pytest.mark.parametrize(("rank", "told"), [(None, "halley: interrupted\n"), ("0", "")])
-def test_an_interrupt_is_told_by_who_started_the_ranks(
-    rank: str | None,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_only_the_process_that_started_the_ranks_reports_an_interrupt(
+    rank: str | None, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def interrupt() -> None:
         raise KeyboardInterrupt

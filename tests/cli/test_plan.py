@@ -1,4 +1,4 @@
-"""``halley plan graph``: times and reasons of a small model, no ranks started."""
+"""``halley plan graph``: predicted times and reasons for a small model, without ranks."""
 
 import json
 import re
@@ -17,45 +17,38 @@ MODEL = [
     "--set=data.seq_len=16",
     "--set=train.batch_size=4",
 ]
-ONE_LAYER = ["--set=model.num_layers=1", "--set=train.batch_size=2"]  # is traced in half the time
+ONE_LAYER = ["--set=model.num_layers=1", "--set=train.batch_size=2"]  # half the nodes to trace
 
 
-def test_ranges_in_parts_and_what_runs_behind(capsys) -> None:
-    more = ["--ranks=4", "--num-parts=2", "--memory-margin=4", "--link=1"]
-    more += ["--set=strategy=functional"]
+def test_segments_overlap_windows_and_timeline_of_a_plan(capsys, tmp_path) -> None:
+    """The second layer is fused: one operator, without all-to-alls in the graph."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.png"
+    more = ["--ranks=4", "--num-parts=2", "--memory-margin=4", "--link=1", f"--timeline={path}"]
+    more += ["--set=strategy=functional,fused"]
     assert main(["plan", "graph", *MODEL, *more]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
     out, table = capsys.readouterr()
     plan = json.loads(out)
     forward, backward = plan["forward"], plan["backward"]
-    assert [each["num_parts"] for each in forward["ranges"]] == [2, 2]
-    assert len(forward["windows"]) == 2 * 2 * 3  # layers, parts; counts, dispatch and combine
+    assert "spans_after" not in backward
+    assert [each["num_parts"] for each in forward["ranges"]] == [2]
+    assert len(forward["windows"]) == 2 * 3  # microbatches; counts, dispatch and combine
     assert backward["ranges"] == []
-    assert len(backward["windows"]) == 2 * 2
+    assert len(backward["windows"]) == 2
     assert all(backward["windows"].values())
     exposed = [backward[when]["exposed_us"] for when in ("time_before", "time_after")]
     assert exposed[1] < exposed[0]
     assert "forward: " in table
     assert "2 microbatches, " in table
     modules = backward["modules"]
-    layers = [modules[exchange] for exchange in backward["windows"]]
-    assert layers == ["layers.1.mlp"] * 2 + ["layers.0.mlp"] * 2
-    behind = {modules[name] for names in backward["windows"].values() for name in names}
-    assert {"layers.1.self_attn.q_proj", "lm_head"} <= behind
+    assert [modules[exchange] for exchange in backward["windows"]] == ["layers.0.mlp"] * 2
+    moved = {modules[name] for names in backward["windows"].values() for name in names}
+    assert {"layers.1.self_attn.q_proj", "lm_head"} <= moved
     assert " of layers.0.mlp " in table
 
 
-def test_timeline_is_drawn(capsys, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "step.png"
-    wanted = ["--passes=wgrad", "--set=strategy=functional,fused", f"--timeline={path}"]
-    assert main(["plan", "graph", *MODEL, *wanted]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    plan = json.loads(capsys.readouterr().out)
-    assert "spans_after" not in plan["backward"]
-    assert len(plan["backward"]["windows"]) == 2  # of the functional layer
-
-
-def test_explain_says_why_layers_stay_whole(capsys) -> None:
+def test_explain_gives_the_reason_why_a_layer_has_no_microbatches(capsys) -> None:
     router = ["model.moe.top_k=1", "model.moe.router.kind=switch"]
     router += ["model.moe.router.capacity_factor=1.0", "model.moe.router.priority=weight"]
     sets = [f"--set={each}" for each in router]
@@ -64,12 +57,13 @@ def test_explain_says_why_layers_stay_whole(capsys) -> None:
     out, text = capsys.readouterr()
     found = json.loads(out)
     assert list(found) == ["forward", "backward", "plan"]
-    assert text.count("stays whole: no range around it is predicted to be faster in parts") == 1
+    slower = "no segment around it is predicted to be faster in microbatches"
+    assert text.count(f"runs on the full batch: {slower}") == 1
     assert found["plan"]["strategies"] == ["functional"]
     assert "- not fused: ranks do not address each other's memory" in text
 
 
-def test_strategies_are_chosen_beside_the_uniform_ones(capsys) -> None:
+def test_plan_is_compared_with_one_strategy_for_all_layers(capsys) -> None:
     more = ["--set=train.dtype=bfloat16", "--passes=wgrad", "--link=1", "--ranks=4", *ONE_LAYER]
     assert main(["plan", "graph", *MODEL, *more]) == 0
     out, text = capsys.readouterr()
@@ -83,7 +77,7 @@ def test_strategies_are_chosen_beside_the_uniform_ones(capsys) -> None:
     assert f"{plan['step_us'] / 1e3:.2f} ms" in text.partition("chosen: ")[2].splitlines()[0]
 
 
-def test_measured_times_are_taken_where_there_are_any(capsys, tmp_path) -> None:
+def test_measured_times_replace_predicted_ones(capsys, tmp_path) -> None:
     path = tmp_path / "profiles.jsonl"
     path.touch()
 

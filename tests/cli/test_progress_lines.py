@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: few plain lines; and results that an interrupt leaves."""
+"""Progress lines without a terminal, and results that are saved before an interrupt."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROWS: list[Row] = [
 FIRST = World(rank=0, num_ranks=1, device=torch.device("cpu"))
 
 
-def test_new_texts_have_a_line_and_old_ones_every_ten_seconds(
+def test_new_text_is_printed_at_once_and_a_repeated_one_every_ten_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     times = iter([0.0, 1.0, 2.0, 3.0, 11.9, 13.0, 13.0, 14.0])
@@ -34,7 +34,7 @@ def test_new_texts_have_a_line_and_old_ones_every_ten_seconds(
     ]
 
 
-def test_rows_are_in_the_file_before_the_work_goes_on(tmp_path: Path) -> None:
+def test_rows_are_in_the_file_before_the_next_case_runs(tmp_path: Path) -> None:
     path = tmp_path / "cpu-xx1" / "layer.jsonl"
     with suppress(KeyboardInterrupt), saved_rows(FIRST, tmp_path) as keep:
         keep(ROWS[:1])
@@ -42,11 +42,11 @@ def test_rows_are_in_the_file_before_the_work_goes_on(tmp_path: Path) -> None:
         keep(ROWS)
         raise KeyboardInterrupt
     assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS
-    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()  # others may read results
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()  # as for any new file
     assert [each.name for each in path.parent.iterdir()] == ["layer.jsonl"]
 
 
-def test_rows_without_a_file_are_printed_where_the_work_is_cut_short(
+def test_rows_without_a_file_are_printed_after_an_interrupt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with suppress(KeyboardInterrupt), saved_rows(FIRST, None) as keep:
@@ -54,7 +54,7 @@ def test_rows_without_a_file_are_printed_where_the_work_is_cut_short(
         raise KeyboardInterrupt
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == ROWS
     with saved_rows(FIRST, None) as keep:
-        keep(ROWS)  # the command prints them itself
+        keep(ROWS)  # without an interrupt, the command prints them
     assert capsys.readouterr().out == ""
 
 

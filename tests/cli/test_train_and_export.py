@@ -1,4 +1,4 @@
-"""A run on two ranks through the command line: trained, exported, and refused by its ranks."""
+"""A run on two ranks from the command line: planned, trained, exported, and refused."""
 
 import json
 import sys
@@ -35,10 +35,14 @@ def _train(output: Path, settings: str) -> str:
 def test_train_on_two_ranks_then_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
+    """Rank 0 plans the strategies in another process; both ranks run by the plan."""
     safetensors = pytest.importorskip("safetensors.torch")
     run, exported = tmp_path / "run", tmp_path / "hf"
-    code, out, err = _run(_train(run, SMALL), monkeypatch, capfd)
+    code, out, err = _run(_train(run, f"{SMALL} strategy=planned"), monkeypatch, capfd)
     assert code == 0, err
+    assert err.count("planned: ") == 1
+    assert "not fused: its kernels are interpreted on a CPU" in err
+    assert "strategy sequential, " in err or "strategy chunked, " in err
     (line,) = out.splitlines()
     metrics = json.loads(line)
     assert metrics["step"] == 2
@@ -54,12 +58,12 @@ def test_train_on_two_ranks_then_export(
     assert told["files"] == ["config.json", "model.safetensors"]
     tensors = safetensors.load_file(exported / "model.safetensors")
     assert sum(tensor.nbytes for tensor in tensors.values()) == told["num_bytes"]
-    # Those of the second rank are there, and differ from those of the first.
+    # The experts of both ranks are there, and they differ.
     gates = [tensors[f"model.layers.0.mlp.experts.{e}.gate_proj.weight"] for e in range(8)]
     assert [tuple(gate.shape) for gate in gates] == [(8, 16)] * 8
     assert len({gate.sum().item() for gate in gates}) == 8
 
-    # The checkpoint is of another model, which the ranks see before they build theirs.
+    # The ranks refuse the checkpoint of another model before they build theirs.
     other = SMALL.replace("model.moe.intermediate_size=8", "model.moe.intermediate_size=16")
     code, out, err = _run(_train(run, other), monkeypatch, capfd)
     assert (code, out) == (2, "")
@@ -68,16 +72,3 @@ def test_train_on_two_ranks_then_export(
         "halley: error: model.moe.intermediate_size (16) must be 8, as in checkpoint "
         f"{run}/checkpoints/step-00000002 "
     )
-
-
-def test_strategies_are_planned_before_the_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    """Rank 0 plans in a process of its own, and both ranks run by it."""
-    settings = f"{SMALL} strategy=planned"
-    code, out, err = _run(_train(tmp_path / "run", settings), monkeypatch, capfd)
-    assert code == 0, err
-    assert json.loads(out)["step"] == 2
-    assert err.count("planned: ") == 1
-    assert "not fused: its kernels are interpreted on a CPU" in err
-    assert "strategy sequential, " in err or "strategy chunked, " in err

@@ -1,6 +1,7 @@
-"""Forward of a small GPT-2 with experts, caught on its way to be compiled, to run it changed."""
+"""Capture the forward graph of a small GPT-2 with experts, to change it and run it."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,18 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from halley.compiler.partition.axes import BatchFlow, find_axes
+from halley.compiler.partition.propagation import BatchFlow, propagate_batch
 from halley.compiler.partition.rules import all_rules
 from halley.cost.hardware import H200
 from halley.distributed.mesh import ParallelGroups
-from tests.compiler.gpt2_model import SEQ_LEN, build_narrow
 from tests.compiler.gpu_attention import AsOnGPU, attend_by
-from tests.compiler.model_case import whole_graphs
+from tests.compiler.model_case import SEQ_LEN, build_narrow, whole_graphs
 from tests.moe.model_case import make_tokens
 
 
 BATCH_SIZE = 12
-# Memory and wire are so slow that bytes count, not launches: 1000 bytes of memory a microsecond.
+# Memory and link are so slow that bytes decide, not launches: 1000 bytes of memory in 1 us.
 SLOW = dataclasses.replace(
     H200,
     memory_bytes_per_s=1e9,
@@ -37,11 +37,11 @@ SLOW = dataclasses.replace(
 
 
 class Captured:
-    """Forward of a model of one layer of experts, with real inputs to run it on.
+    """Forward graph of a model with one layer of experts, and inputs to run it.
 
     Args:
-        gate: of its router.
-        attention: the operator of a GPU that attends, by name; "" for a CPU's.
+        gate: of the router.
+        attention: name of a GPU's attention operator; "" for that of a CPU.
     """
 
     def __init__(self, gate: Any, attention: str = "") -> None:
@@ -79,23 +79,29 @@ class Captured:
         return copy
 
     def flow(self, graph: fx.Graph) -> BatchFlow:
-        return find_axes(graph, self.batch_inputs, all_rules({}))
+        return propagate_batch(graph, self.batch_inputs, all_rules({}))
 
     @torch.no_grad()
     def run(self, graph: fx.Graph) -> list[Any]:
         return AsOnGPU(fx.GraphModule(self.module, graph)).run(*self.args)
 
 
+@functools.cache
+def capture(gate: Any) -> Captured:
+    """Return the case of a gate, which is traced once in a process."""
+    return Captured(gate)
+
+
 @contextmanager
 def joined() -> Iterator[None]:
-    """Have parts be joined that could be written into one buffer, as some others must be."""
+    """Concatenate microbatches by ``cat`` at the end, also where in-place concat is possible."""
     with (
-        mock.patch("halley.compiler.partition.merge.fits_in_place", return_value=False),
-        mock.patch("halley.compiler.partition.merge_cost.fits_in_place", return_value=False),
+        mock.patch("halley.compiler.partition.concat.fits_in_place", return_value=False),
+        mock.patch("halley.compiler.partition.concat_cost.fits_in_place", return_value=False),
     ):
         yield
 
 
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of a graph but its inputs and its output."""
+    """Return the nodes of a graph without inputs and output."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]

@@ -1,7 +1,6 @@
-"""Forward graphs by hand: dense layers and layers of experts, on the meta device."""
+"""Hand-made forward graphs of dense and MoE layers, on the meta device."""
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,12 +15,13 @@ halley = torch.ops.halley
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardCase:
-    """What a graph has.
+    """Sizes of a graph.
 
     Attributes:
-        batch_size: samples, of ``seq_len`` tokens each.
-        widths: of the dense layers between layers of experts: one list ahead of each, one behind.
-        by_weight: whether gates rank the tokens of the whole batch.
+        batch_size: number of samples of ``seq_len`` tokens each.
+        widths: intermediate sizes of the dense layers before, between and after the MoE layers, so
+            one list more than there are MoE layers.
+        by_weight: whether gates rank the tokens of the full batch.
     """
 
     batch_size: int = 4
@@ -32,7 +32,7 @@ class ForwardCase:
 
 
 def build_forward(case: ForwardCase) -> tuple[GraphBuilder, str]:
-    """Return a graph of forward and the name of its input that has the batch."""
+    """Return a forward graph and the name of its input that has the batch."""
     b = GraphBuilder()
     size = case.hidden_size
     x = b.input("x", case.batch_size, case.seq_len, size)
@@ -55,7 +55,7 @@ def build_forward(case: ForwardCase) -> tuple[GraphBuilder, str]:
 def _add_experts(
     b: GraphBuilder, tokens: fx.Node, gate: fx.Node, experts: fx.Node, case: ForwardCase
 ) -> fx.Node:
-    """Add a layer of experts on one rank of a group of one; return its result."""
+    """Add an MoE layer in a group of one rank, which sends to itself; return its output."""
     num_tokens = tokens.meta["val"].shape[0]
     best = b.call(aten.topk.default, b.mm(tokens, gate), 1)
     weights, choices = _item(b, best, 0), _item(b, best, 1)
@@ -63,21 +63,18 @@ def _add_experts(
         kept = b.call(halley.take_slots_by_weight.default, choices, weights, 4, num_tokens)
         choices = b.call(aten.where.ScalarOther, kept, choices, -1)
     slots = b.call(halley.sort_slots.default, choices, 4)
-    _, arrived = b.all_to_all(_item(b, slots, 1), f"counts_{tokens.name}")
-    # One rank: it sends to itself, and all sizes are known.
-    sent_size, arrived_size = (
-        _size(b, _item(b, slots, 1), num_tokens),
-        _size(b, arrived, num_tokens),
-    )
+    _, received = b.all_to_all(_item(b, slots, 1), f"counts_{tokens.name}")
+    sent_size = _size(b, _item(b, slots, 1), num_tokens)
+    received_size = _size(b, received, num_tokens)
     rows = b.call(halley.gather_rows.default, tokens, _item(b, slots, 0), sent_size, 1)
-    rows = _exchange(b, rows, arrived_size, sent_size, f"dispatch_{tokens.name}")
-    counts = b.call(aten.view.default, arrived, [1, 4])
-    grouped = b.call(halley.group_rows.default, counts, arrived_size)
+    rows = _exchange(b, rows, received_size, sent_size, f"dispatch_{tokens.name}")
+    counts = b.call(aten.view.default, received, [1, 4])
+    grouped = b.call(halley.group_rows.default, counts, received_size)
     order, inverse, ends = (_item(b, grouped, at) for at in range(3))
     rows = b.call(halley.permute_rows.default, rows, order, inverse)
     rows = b.call(halley.expert_gemm.default, rows, experts, ends)
     rows = b.call(halley.permute_rows.default, rows, inverse, order)
-    rows = _exchange(b, rows, sent_size, arrived_size, f"combine_{tokens.name}")
+    rows = _exchange(b, rows, sent_size, received_size, f"combine_{tokens.name}")
     return b.call(halley.combine_rows.default, rows, _item(b, slots, 0), weights)
 
 
@@ -106,8 +103,3 @@ def _exchange(
     )
     start.meta["val"] = torch.empty_like(rows.meta["val"])
     return b.call(c10d.wait_tensor.default, start)
-
-
-def names_of(nodes: Sequence[fx.Node]) -> list[str]:
-    """Return the names of nodes."""
-    return [node.name for node in nodes]

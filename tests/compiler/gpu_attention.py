@@ -1,4 +1,4 @@
-"""Attention as GPUs have it, in graphs that a CPU traces, and runs by its own."""
+"""Attention operators of GPUs, in graphs that are traced and interpreted on a CPU."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -9,7 +9,7 @@ from torch import fx
 
 
 aten = torch.ops.aten
-# By name: the operator, and what it takes between values and dropout.
+# By name: the operator, and its arguments between values and dropout probability.
 _OPERATORS: dict[str, tuple[Any, tuple[object, ...]]] = {
     "flash": (aten._scaled_dot_product_flash_attention.default, ()),
     "efficient": (aten._scaled_dot_product_efficient_attention.default, (None, True)),
@@ -24,7 +24,7 @@ def operator_of(name: str) -> Any:
 
 
 def attend_by(name: str) -> Callable[..., torch.Tensor]:
-    """Return what calls an operator as ``scaled_dot_product_attention`` would on a GPU."""
+    """Return a function that calls the operator, like ``scaled_dot_product_attention`` on a GPU."""
     operator, bias = _OPERATORS[name]
 
     def attend(
@@ -37,7 +37,7 @@ def attend_by(name: str) -> Callable[..., torch.Tensor]:
 
 @final
 class AsOnGPU(fx.Interpreter):
-    """Runs a graph on a CPU; attention of a GPU returns what it would there, of as many results."""
+    """Runs a graph on a CPU; a GPU's attention returns as many results as it would on a GPU."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = next((name for name in _OPERATORS if target is operator_of(name)), "")

@@ -1,4 +1,4 @@
-"""Graphs by hand, as aot_autograd would make them: operators with results on the meta device."""
+"""Build graphs by hand, like those of aot_autograd, with results on the meta device."""
 
 from typing import Any, final
 
@@ -15,19 +15,19 @@ GROUP = "0"
 
 @final
 class GraphBuilder:
-    """Adds nodes with their results' shapes to a graph of its own."""
+    """Add nodes to a new graph, with the shapes of their results."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
 
     def input(self, name: str, *shape: int) -> fx.Node:
-        """Add an input, a tensor of float32."""
+        """Add an input, a float32 tensor."""
         node = self.graph.placeholder(name)
         node.meta["val"] = torch.empty(shape, device="meta")
         return node
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
-        """Add the call of an operator on nodes and numbers."""
+        """Add the call of an operator."""
         node = self.graph.create_node("call_function", target, args, name=name)
         values = fx.map_arg(args, lambda arg: arg.meta["val"])
         communicates = str(target).startswith("_c10d_functional")
@@ -35,7 +35,7 @@ class GraphBuilder:
         return node
 
     def mm(self, left: fx.Node, right: fx.Node, name: str | None = None) -> fx.Node:
-        """Add a matrix product."""
+        """Add a GEMM."""
         return self.call(aten.mm.default, left, right, name=name)
 
     def t(self, x: fx.Node, name: str | None = None) -> fx.Node:
@@ -43,7 +43,7 @@ class GraphBuilder:
         return self.call(aten.t.default, x, name=name)
 
     def all_to_all(self, x: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
-        """Add an equal all-to-all; return its start and its wait, next to each other."""
+        """Add an equal all-to-all; return its start, and its wait directly after it."""
         start = self.call(c10d.all_to_all_single.default, x, [1, 1], [1, 1], GROUP, name=name)
         return start, self.call(c10d.wait_tensor.default, start, name=f"wait_{name}")
 
@@ -53,7 +53,7 @@ class GraphBuilder:
         return start, self.call(c10d.wait_tensor.default, start, name=f"wait_{name}")
 
     def done(self, *outputs: fx.Node) -> GraphAnalysis:
-        """Add the output; return the graph's facts."""
+        """Add the output; return the analysis of the graph."""
         self.graph.output(tuple(outputs))
         self.graph.lint()
         return GraphAnalysis(self.graph)
@@ -69,11 +69,11 @@ def names(analysis: GraphAnalysis, indices: Any) -> list[str]:
     return [analysis.nodes[index].name for index in indices]
 
 
-def two_layers(size: int = 8) -> tuple[GraphBuilder, GraphAnalysis]:
-    """Return backward of three linear layers with an all-to-all between each two.
+def three_layers(size: int = 8) -> tuple[GraphBuilder, GraphAnalysis]:
+    """Return backward of three linear layers with an all-to-all between two layers.
 
-    As autograd emits it: each weight gradient ahead of the gradient that the next layer waits for,
-    and each wait right behind its start.
+    Nodes are in the order of autograd: the weight gradient of a layer comes before the data
+    gradient, and a wait directly after its start.
     """
     b = GraphBuilder()
     grad = b.input("tangents_1", size, size)
@@ -81,9 +81,8 @@ def two_layers(size: int = 8) -> tuple[GraphBuilder, GraphAnalysis]:
     inputs = [b.input(f"x_{i}", size, size) for i in range(3)]
     made: list[fx.Node] = []
     for layer in range(3):
-        turned = b.t(grad, name=f"t_{layer}")
-        product = b.mm(turned, inputs[layer], name=f"dw_{layer}")
-        made.append(b.t(product, name=f"out_{layer}"))
+        dw = b.mm(b.t(grad, name=f"t_{layer}"), inputs[layer], name=f"dw_{layer}")
+        made.append(b.t(dw, name=f"out_{layer}"))
         dx = b.mm(grad, weights[layer], name=f"dx_{layer}")
         if layer < 2:
             _, grad = b.all_to_all(dx, name=f"a2a_{layer}")

@@ -1,15 +1,18 @@
-"""A transformer with MoE layers that torch.compile takes as one graph, and steps of it."""
+"""Build models with MoE layers that torch.compile traces as one graph, and train them."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch._dynamo
 import torch._dynamo.config
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.graph_bench.gpt2_moe import Gate, GPT2MoE, GPT2Shape
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.transformer import ModelOutput, MoETransformer
@@ -21,9 +24,25 @@ Step = dict[str, torch.Tensor]  # loss, outputs and gradients of one step, by na
 Model = Callable[[torch.Tensor], ModelOutput]
 
 
+SEQ_LEN = 8  # of the narrow GPT-2
+
+
+class AllToAllCalls(TorchDispatchMode):
+    """Appends "all-to-all" to a list of events whenever one starts."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_to_all_single" in str(func):
+            self._events.append("all-to-all")
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def whole_graphs() -> Iterator[None]:
-    """Let graphs read sizes from tensors, and forget all of them afterwards."""
+    """Let Dynamo read sizes from tensors without a graph break; forget all graphs afterwards."""
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         try:
             yield
@@ -31,13 +50,32 @@ def whole_graphs() -> Iterator[None]:
             torch._dynamo.reset()
 
 
-def build_model(kind: str, groups: ParallelGroups, *, num_layers: int) -> MoETransformer:
-    """Return a model whose every other layer has experts.
+def build_narrow(gate: Gate, groups: ParallelGroups, *, num_layers: int) -> GPT2MoE:
+    """Return a narrow GPT-2 with experts in every other layer, and weights large enough to matter.
 
     Args:
-        kind: of its router: a key of ``MODELS``.
-        groups: over which the experts are spread.
-        num_layers: of it.
+        gate: kind of its routers.
+        groups: process groups; the experts are distributed over the expert-parallel one.
+        num_layers: number of transformer layers.
+    """
+    shape = GPT2Shape(
+        name="narrow",
+        num_layers=num_layers,
+        hidden_size=32,
+        num_heads=4,
+        vocab_size=32,
+        seq_len=SEQ_LEN,
+    )
+    return GPT2MoE(shape, gate, groups, strategy=TraceableStrategy(groups.ep), std=0.2)
+
+
+def build_model(kind: str, groups: ParallelGroups, *, num_layers: int) -> MoETransformer:
+    """Return a model with experts in every other layer.
+
+    Args:
+        kind: kind of its routers, a key of ``MODELS``.
+        groups: process groups; the experts are distributed over the expert-parallel one.
+        num_layers: number of transformer layers.
     """
     config = dataclasses.replace(
         MODELS[kind], num_layers=num_layers, moe_interval=2, dense_intermediate_size=24
@@ -66,7 +104,7 @@ def run_steps(
     batch_size: int = 2,
     seq_len: int = 9,
 ) -> list[Step]:
-    """Return what each step of plain SGD on this rank's tokens gives."""
+    """Return loss, outputs and gradients of each SGD step on this rank's tokens."""
     steps: list[Step] = []
     for step in range(num_steps):
         tokens_BS = make_tokens(rank, step=step, batch_size=batch_size, seq_len=seq_len)

@@ -1,4 +1,4 @@
-"""A small model whose all-to-alls have fixed sizes: what Inductor compiles in seconds."""
+"""A small model whose all-to-alls have fixed sizes, so that Inductor compiles it in seconds."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ NUM_LAYERS = 2
 
 
 class PaddedMoE(nn.Module):
-    """Top-1 experts, one a rank, with a capacity: a token beyond it adds nothing."""
+    """Top-1 experts, one per rank, with a capacity; a token above it adds nothing."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -40,13 +40,11 @@ class PaddedMoE(nn.Module):
 
 
 class PaddedModel(nn.Module):
-    """Layers of a dense network and experts, each added to its input.
-
-    Its experts are spread over all ranks.
+    """Residual layers of a dense network and experts, which are distributed over all ranks.
 
     Args:
-        num_layers: of it.
-        breaks: whether the graph breaks ahead of the experts of each layer.
+        num_layers: number of layers.
+        breaks: break the graph before the experts of each layer.
     """
 
     def __init__(self, *, num_layers: int = NUM_LAYERS, breaks: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The backend on two ranks: where it changes nothing, warns, or stops all ranks with an error."""
+"""Test when the backend changes nothing, warns, or raises an error on all ranks."""
 
 import warnings
 import weakref
@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from halley.compiler import Backend, register
-from halley.compiler.backend import _boxed
+from halley.compiler.backend import _make_callable
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 
 
@@ -37,40 +37,36 @@ def _step(call: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
 
 
-def _caught(model: nn.Module, rank: int, backend: Any = None, **options: Any):
-    """Return a step with passes, the same without, and the warnings of the first."""
+Outcome = tuple[bool, list[str], int]
+
+
+def _compare(model: nn.Module, rank: int, backend: Any, **options: Any) -> Outcome:
+    """Run a step without and with passes.
+
+    Returns:
+        Whether outputs and gradients are equal, the warnings of Halley, and the number of reports.
+    """
     steps, messages = [], []
-    for passes in ("none", "wgrad"):
+    for call, passes in ((Backend(), "none"), (backend, "wgrad")):
         torch._dynamo.reset()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            compiled = torch.compile(
-                model,
-                backend=backend if backend and passes == "wgrad" else Backend(),
-                options={**EAGER, **options, "passes": passes},
+            given: Any = {**EAGER, **options, "passes": passes}
+            steps.append(
+                _step(torch.compile(model, backend=call, options=given), model, _input(rank))
             )
-            steps.append(_step(compiled, model, _input(rank)))
         messages = [str(each.message) for each in caught if "halley" in str(each.message)]
     torch._dynamo.reset()
-    return steps[1], steps[0], messages
+    same = len(steps[0]) == len(steps[1]) and all(map(torch.equal, *steps))
+    return same, messages, len(getattr(backend, "reports", ()))
 
 
-def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
-def _plain(rank: int, num_ranks: int) -> tuple[bool, list[str], int]:
-    backend = Backend()
+def test_model_without_collectives_is_not_changed() -> None:
     model = nn.Sequential(nn.Linear(HIDDEN_SIZE, 8), nn.ReLU(), nn.Linear(8, 4))
-    found, want, messages = _caught(model, rank, backend)
-    return _same(found, want), messages, len(backend.reports)
+    assert _compare(model, 0, Backend()) == (True, [], 0)
 
 
-def test_model_without_collectives_is_left_alone(run_ranks) -> None:
-    assert run_ranks(_plain, 2) == [(True, [], 0)] * 2
-
-
-class _Halves(nn.Module):
+class _TwoGraphs(nn.Module):
     """Two models with a graph break between them."""
 
     def __init__(self) -> None:
@@ -84,33 +80,28 @@ class _Halves(nn.Module):
         return self.second(x_TD)
 
 
-def _broken(rank: int, num_ranks: int, in_loop: bool) -> tuple[bool, list[str], int]:
-    backend = Backend()
-    model = PaddedModel(breaks=True) if in_loop else _Halves()
-    found, want, messages = _caught(model, rank, backend)
-    return _same(found, want), messages, len(backend.reports)
+def _run_with_break(rank: int, num_ranks: int, in_loop: bool) -> Outcome:
+    return _compare(PaddedModel(breaks=True) if in_loop else _TwoGraphs(), rank, Backend())
 
 
 # Dynamo skips a frame that breaks in a loop, and compiles the experts' forward once for all layers.
 @pytest.mark.parametrize(("in_loop", "num_graphs"), [(False, 2), (True, 1)])
-def test_graph_break_warns_once_and_parts_are_passed(run_ranks, in_loop, num_graphs) -> None:
-    for same, messages, num_reports in run_ranks(_broken, 2, in_loop):
+def test_graph_break_warns_once_and_each_graph_gets_passes(run_ranks, in_loop, num_graphs) -> None:
+    for same, messages, num_reports in run_ranks(_run_with_break, 2, in_loop):
         assert same
         (message,) = messages
-        assert message.startswith("halley compiles the model in parts: computation of one graph")
+        assert message.startswith("halley compiles the model in several graphs: computation")
         assert num_reports == 2 * num_graphs  # forward and backward
 
 
-def _registered(rank: int, num_ranks: int) -> bool:
-    register()
-    register()
-    model = PaddedModel()
-    found, want, messages = _caught(model, rank, "halley")
-    return _same(found, want) and not messages
+def _run_by_name(rank: int, num_ranks: int) -> Outcome:
+    assert register() is register()
+    same, messages, _ = _compare(PaddedModel(num_layers=1), rank, "halley")
+    return same, messages, len(register().reports)
 
 
-def test_backend_has_a_name(run_ranks) -> None:
-    assert run_ranks(_registered, 2) == [True, True]
+def test_compile_finds_the_backend_by_name(run_ranks) -> None:
+    assert run_ranks(_run_by_name, 1) == [(True, [], 2)]
 
 
 def test_torch_finds_the_name_of_the_installed_package() -> None:
@@ -125,10 +116,9 @@ def _num_collectives() -> int:
     return group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _with_other_layers(rank: int, num_ranks: int) -> tuple[str, int]:
-    model = PaddedModel(num_layers=1 + rank)
+def _run_other_layers(rank: int, num_ranks: int) -> tuple[str, int]:
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=Backend(), options=EAGER)
+    compiled = torch.compile(PaddedModel(num_layers=1 + rank), backend=Backend(), options=EAGER)
     before = _num_collectives()
     try:
         compiled(_input(rank))
@@ -140,60 +130,54 @@ def _with_other_layers(rank: int, num_ranks: int) -> tuple[str, int]:
 
 
 def test_ranks_with_other_collectives_all_stop_before_the_first(run_ranks) -> None:
-    for message, num_started in run_ranks(_with_other_layers, 2):
+    for message, num_started in run_ranks(_run_other_layers, 2):
         assert "ranks [1] have other collectives than rank 0" in message
         assert "is nothing on rank 0, _c10d_functional.all_to_all_single.default" in message
         assert num_started == 0
 
 
-def _with_other_computation(rank: int, num_ranks: int) -> tuple[bool, list[str], int]:
-    backend = Backend()
+def _run_other_computation(rank: int, num_ranks: int) -> Outcome:
     model = PaddedModel(num_layers=1)
     if rank == 1:
         model.dense[0] = nn.Sequential(model.dense[0], nn.Tanh())
-    found, want, messages = _caught(model, rank, backend)
-    return _same(found, want), messages, len(backend.reports)
+    return _compare(model, rank, Backend())
 
 
-def test_ranks_with_other_computation_are_left_alone_with_a_warning(run_ranks) -> None:
-    for same, messages, num_reports in run_ranks(_with_other_computation, 2):
+def test_ranks_with_other_computation_warn_and_change_nothing(run_ranks) -> None:
+    for same, messages, num_reports in run_ranks(_run_other_computation, 2):
         assert same
         assert num_reports == 0
         assert len(messages) == 2  # forward and backward
         assert all("no plan fits all" in message for message in messages)
 
 
-def _with_other_batch(rank: int, num_ranks: int) -> tuple[list[str], int]:
+def _run_other_batch(rank: int, num_ranks: int) -> tuple[list[str], int]:
     torch._dynamo.reset()
     backend, model = Backend(), PaddedModel(num_layers=1)
     options = {**EAGER, "passes": "partition"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.compile(model, backend=backend, options=options)(
-            _input(rank)[: NUM_TOKENS - 4 * rank]
-        )
+        compiled = torch.compile(model, backend=backend, options=options)
+        compiled(_input(rank)[: NUM_TOKENS - 4 * rank])
     torch._dynamo.reset()
     messages = [str(each.message) for each in caught if "halley" in str(each.message)]
     return messages, len(backend.reports)
 
 
-def test_ranks_with_other_batches_are_left_alone_with_a_warning(run_ranks) -> None:
-    for messages, num_reports in run_ranks(_with_other_batch, 2):
+def test_ranks_with_other_batch_sizes_warn_and_change_nothing(run_ranks) -> None:
+    for messages, num_reports in run_ranks(_run_other_batch, 2):
         assert num_reports == 0
-        assert len(messages) == 1
-        assert "no plan fits all" in messages[0]
+        (message,) = messages
+        assert "no plan fits all" in message
 
 
-def _measured(rank: int, num_ranks: int, path: str) -> tuple[bool, list[str], int]:
-    model = PaddedModel(num_layers=1)
-    backend = Backend()
-    found, want, messages = _caught(model, rank, backend, profiles=path, measure=True)
-    return _same(found, want), messages, len(backend.reports)
+def _run_measured(rank: int, num_ranks: int, path: str) -> Outcome:
+    return _compare(PaddedModel(num_layers=1), rank, Backend(), profiles=path, measure=True)
 
 
 def test_rank_0_measures_into_a_file(run_ranks, tmp_path) -> None:
     path = tmp_path / "profiles.jsonl"
-    assert run_ranks(_measured, 2, str(path)) == [(True, [], 2)] * 2
+    assert run_ranks(_run_measured, 2, str(path)) == [(True, [], 2)] * 2
     lines = path.read_text().splitlines()
     assert sum('"collective": "_c10d_functional::all_to_all_single"' in line for line in lines) == 1
     assert sum('"op": "aten.mm.default' in line for line in lines) >= 4
@@ -201,9 +185,9 @@ def test_rank_0_measures_into_a_file(run_ranks, tmp_path) -> None:
     assert len(lines) == len(set(lines))
 
 
-def test_graph_is_interpreted_only_where_a_profiler_looks() -> None:
+def test_graph_is_interpreted_only_under_a_profiler() -> None:
     x = torch.arange(-2.0, 3.0)
-    call, args = _boxed(make_fx(lambda x: torch.relu(x.neg()) + 1.0)(x)), [x]
+    call, args = _make_callable(make_fx(lambda x: torch.relu(x.neg()) + 1.0)(x)), [x]
     with mock.patch.object(fx.Interpreter, "run_node", side_effect=AssertionError):
         found = call(args)
     assert found.tolist() == [3.0, 2.0, 1.0, 1.0, 1.0]
@@ -214,7 +198,7 @@ def test_graph_is_interpreted_only_where_a_profiler_looks() -> None:
     assert names == ["halley::neg", "halley::relu", "halley::add"]
 
 
-def test_what_is_not_read_again_is_freed() -> None:
+def test_argument_is_freed_after_its_last_use() -> None:
     x, alive = torch.ones(3), []
     reference = weakref.ref(x)
 
@@ -227,6 +211,6 @@ def test_what_is_not_read_again_is_freed() -> None:
     graph.output(graph.call_function(look, (graph.call_function(torch.neg, (first,)),)))
     args = [x]
     del x
-    found = _boxed(fx.GraphModule(nn.Module(), graph))(args)
+    found = _make_callable(fx.GraphModule(nn.Module(), graph))(args)
     assert found.tolist() == [-1.0] * 3
     assert alive == [True, False]

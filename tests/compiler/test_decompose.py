@@ -1,7 +1,8 @@
-"""Operators as what they are made of: the same values, and nothing of Halley's left."""
+"""Test decomposed operators: equal values, and no operator of Halley is left."""
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,13 +10,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import halley.compiler.inductor as expand_module
 import halley.ops.expert_gemm
 import halley.ops.traceable_routing  # noqa: F401
+from halley.compiler import inductor
 from halley.compiler.graph_analysis import is_gemm
 from halley.compiler.graph_collectives import operator_name
-from halley.compiler.inductor import expand
-from halley.ops.library import MADE_OF_TORCH
+from halley.compiler.inductor import decompose
+from halley.ops.library import DECOMPOSITIONS
 from tests.compiler.captured_case import Captured
 
 
@@ -25,7 +26,7 @@ GEMMS = {"halley::expert_gemm", "halley::expert_weight_gemm"}
 
 
 def _names(graph: fx.Graph) -> set[str]:
-    return {name for node in graph.nodes if (name := operator_name(node) or "") in MADE_OF_TORCH}
+    return {name for node in graph.nodes if (name := operator_name(node) or "") in DECOMPOSITIONS}
 
 
 def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -57,16 +58,16 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def test_all_operators_have_a_case() -> None:
-    assert {f"halley::{name}" for name in _cases()} | GEMMS == set(MADE_OF_TORCH)
+    assert {f"halley::{name}" for name in _cases()} | GEMMS == set(DECOMPOSITIONS)
 
 
 @pytest.mark.parametrize("name", _cases())
-def test_expanded_operators_return_the_same(monkeypatch, name: str) -> None:
-    monkeypatch.setattr(expand_module, "_is_on_gpu", lambda node: True)
+def test_decomposed_operator_returns_the_same(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(inductor, "_is_on_gpu", lambda node: True)
     function, args = _cases()[name]
     traced = make_fx(function, tracing_mode="fake")(*args)
     assert _names(traced.graph) == {f"halley::{name}"}
-    expand(traced.graph)
+    decompose(traced.graph)
     assert not _names(traced.graph)
     found, wanted = fx.Interpreter(traced).run(*args), function(*args)
     for one, other in zip(_tuple(found), _tuple(wanted), strict=True):
@@ -75,11 +76,11 @@ def test_expanded_operators_return_the_same(monkeypatch, name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_nothing_is_left_of_results_that_nobody_reads(monkeypatch) -> None:
-    monkeypatch.setattr(expand_module, "_is_on_gpu", lambda node: True)
+def test_nodes_of_an_unused_result_are_erased(monkeypatch) -> None:
+    monkeypatch.setattr(inductor, "_is_on_gpu", lambda node: True)
     function, args = _cases()["combine_rows_backward"]
     traced = make_fx(lambda *args: function(*args)[1], tracing_mode="fake")(*args)
-    expand(traced.graph)
+    decompose(traced.graph)
     assert all(node.users for node in traced.graph.nodes if node.op == "call_function")
     assert torch.equal(traced(*args), function(*args)[1])
 
@@ -97,19 +98,19 @@ def test_expert_gemms_are_grouped_gemms_on_a_gpu(dtype: torch.dtype) -> None:
 
         traced = make_fx(function)(rows, weights, ends)
         shapes = [node.meta["val"].shape for node in traced.graph.nodes if is_gemm(node)]
-        expand(traced.graph)
+        decompose(traced.graph)
     gemms = [node for node in traced.graph.nodes if is_gemm(node)]
     names = [operator_name(node) for node in gemms]
     if dtype == torch.bfloat16:
         assert names == ["aten::_grouped_mm"] * 2
-    else:  # torch 2.11 cannot trace others
+    else:  # torch 2.11 cannot trace other dtypes
         assert names == ["halley::expert_gemm", "halley::expert_weight_gemm"]
     assert [node.meta["val"].shape for node in gemms] == shapes == [(T, F), (E, D, F)]
 
 
-def test_sizes_that_depend_on_data_stay_what_they_are(run_ranks) -> None:
-    """A whole forward, whose rows no compiler can count, but for the products of a CPU."""
-    for same, before, after in run_ranks(_expanded_on_cpu, 2):
+def test_forward_with_sizes_that_depend_on_data_is_decomposed(run_ranks) -> None:
+    """All operators of a forward graph, except for expert GEMMs, which need a GPU."""
+    for same, before, after in run_ranks(_decompose_on_cpu, 1):
         assert before - after == {
             f"halley::{name}"
             for name in ("read_counts", "gather_rows", "permute_rows", "combine_rows")
@@ -118,12 +119,12 @@ def test_sizes_that_depend_on_data_stay_what_they_are(run_ranks) -> None:
         assert same
 
 
-def _expanded_on_cpu(rank: int, num_ranks: int) -> tuple[bool, set[str], set[str]]:
+def _decompose_on_cpu(rank: int, num_ranks: int) -> tuple[bool, set[str], set[str]]:
     captured = Captured("switch")
     graph = captured.graph()
     before = _names(graph)
-    expand_module._is_on_gpu = lambda node: operator_name(node) not in GEMMS
-    expand(graph)
+    with mock.patch.object(inductor, "_is_on_gpu", lambda node: operator_name(node) not in GEMMS):
+        decompose(graph)
     same = all(map(_same, captured.run(graph), captured.run(captured.graph())))
     return same, before, _names(graph)
 

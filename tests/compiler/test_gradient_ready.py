@@ -1,4 +1,4 @@
-"""Gradients handed over while a compiled backward pass runs: the same, and before its end."""
+"""Test gradient-ready hooks: equal gradients, received before the backward graph ends."""
 
 import warnings
 from collections.abc import Callable
@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 
 from halley.compiler import Backend
+from halley.distributed.mesh import ParallelGroups
 from halley.ops.gradient_hook import set_gradient_hook
-from tests.compiler.calls import AllToAllCalls
-from tests.compiler.model_case import build_model, whole_graphs
+from tests.compiler.model_case import AllToAllCalls, build_model, whole_graphs
 from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 from tests.moe.model_case import make_tokens
 
 
-def _noted(model: nn.Module, events: list[str]) -> dict[str, torch.Tensor]:
-    """Have all parameters' gradients copied into what is returned, and each noted."""
+def _set_hooks(model: nn.Module, events: list[str]) -> dict[str, torch.Tensor]:
+    """Set a hook on each parameter, which adds to the returned gradients and notes an event."""
     found: dict[str, torch.Tensor] = {}
 
     def take(name: str, gradient: torch.Tensor) -> None:
@@ -35,10 +36,10 @@ def _compile(model: nn.Module, **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=Backend(), fullgraph=True, options=options)
 
 
-def _take_early(
+def _run_hooks(
     rank: int, num_ranks: int, passes: str, inner: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
-    """Return gradients as taken in two backward passes, as autograd adds them up, and events."""
+    """Return gradients of hooks and of autograd over two backward passes, and events of one."""
     events: list[str] = []
     model = PaddedModel()
     x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
@@ -50,7 +51,7 @@ def _take_early(
         want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         torch._dynamo.reset()
-        found = _noted(model, events)
+        found = _set_hooks(model, events)
         call = _compile(model, passes=passes, inner=inner)
         call(x).square().sum().backward()
         loss = call(x).square().sum()
@@ -62,10 +63,9 @@ def _take_early(
     return found, want, events
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("passes", ["none", "wgrad"])
+@pytest.mark.parametrize(("passes", "inner"), [("none", "eager"), ("wgrad", "inductor")])
 def test_gradients_come_while_backward_runs(run_ranks: Callable, passes: str, inner: str) -> None:
-    for found, want, events in run_ranks(_take_early, 2, passes, inner, timeout_s=240.0):
+    for found, want, events in run_ranks(_run_hooks, 2, passes, inner, timeout_s=240.0):
         assert found.keys() == want.keys()
         assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
         assert sorted(set(events) - {"all-to-all"}) == sorted(want)
@@ -74,17 +74,15 @@ def test_gradients_come_while_backward_runs(run_ranks: Callable, passes: str, in
         assert len(set(events[:last]) - {"all-to-all"}) >= len(want) // 2
 
 
-def _take_early_with_sizes(rank: int, num_ranks: int) -> None:
-    """Check a graph with sizes that depend on data, which are saved for backward as well."""
-    from halley.distributed.mesh import build_groups
-
-    model = build_model("softmax", build_groups(num_ranks, device_type="cpu"), num_layers=2)
+def _run_hooks_with_sizes(rank: int, num_ranks: int) -> None:
+    """Check a graph that saves sizes for backward that depend on data."""
+    model = build_model("softmax", ParallelGroups(ep=dist.group.WORLD), num_layers=2)
     tokens_BS = make_tokens(rank, step=0, batch_size=2, seq_len=9)
 
     def step() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            out = _compile(model, passes="both", num_parts=2)(tokens_BS)
+            out = _compile(model, passes="wgrad")(tokens_BS)
             (out.logits_BSV.square().sum() + out.router_loss).backward()
 
     with whole_graphs():
@@ -92,19 +90,19 @@ def _take_early_with_sizes(rank: int, num_ranks: int) -> None:
         want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         torch._dynamo.reset()
-        found = _noted(model, [])
+        found = _set_hooks(model, [])
         step()
     assert found.keys() == want.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
 
 
-def test_graphs_with_sizes_from_data(run_ranks: Callable) -> None:
-    run_ranks(_take_early_with_sizes, 2, timeout_s=240.0)
+def test_hooks_in_a_graph_with_sizes_that_depend_on_data(run_ranks: Callable) -> None:
+    run_ranks(_run_hooks_with_sizes, 1, timeout_s=240.0)
 
 
 @pytest.fixture(autouse=True)
 def _no_graphs():
-    """Forget graphs before and after a test, whose tracing torch warns of."""
+    """Forget compiled graphs before and after a test, and ignore torch's warnings of tracing."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -124,12 +122,11 @@ class _Block(nn.Module):
         return (x @ self.weight + self.bias).tanh() * self.frozen
 
 
-def test_each_call_hands_over_for_its_own_parameters() -> None:
-    """Blocks that share one graph, forward all and then backward all, get their own gradients."""
+def test_modules_that_share_a_graph_get_their_own_gradients() -> None:
     blocks = [_Block(seed) for seed in range(3)]
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(9))
     events: list[str] = []
-    taken = [_noted(block, events) for block in blocks]
+    taken = [_set_hooks(block, events) for block in blocks]
     shared = torch.compile(_Block.forward, backend=Backend(), options={"inner": "eager"})
     y = x
     for block in blocks:
@@ -149,7 +146,7 @@ def test_each_call_hands_over_for_its_own_parameters() -> None:
         torch.testing.assert_close(found["bias"], block.bias.grad)
 
 
-def test_parameters_that_nothing_takes_get_theirs_from_autograd() -> None:
+def test_parameter_without_hook_gets_its_gradient_from_autograd() -> None:
     block = _Block(0)
     found: list[torch.Tensor] = []
     set_gradient_hook(block.weight, lambda gradient: found.append(gradient.clone()))
@@ -160,9 +157,9 @@ def test_parameters_that_nothing_takes_get_theirs_from_autograd() -> None:
     assert block.bias.grad is not None
 
 
-def test_a_parameter_without_a_taker_in_a_graph_that_has_one() -> None:
+def test_missing_hook_of_a_graph_compiled_with_hooks_is_an_error() -> None:
     first, second = _Block(0), _Block(1)
-    _noted(first, [])
+    _set_hooks(first, [])
     shared = torch.compile(_Block.forward, backend=Backend(), options={"inner": "eager"})
     shared(first, torch.ones(2, 4)).sum().backward()
     y = shared(second, torch.ones(2, 4))

@@ -1,9 +1,12 @@
-"""Curves of a graph's groups: measured once each, and collectives priced by that of their own."""
+"""All-to-all curves of groups: each is measured once, and prices the collectives of its group."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from halley.compiler.consensus import open_consensus
 from halley.compiler.group_cost import curve_keys, measure_groups
@@ -12,59 +15,63 @@ from halley.compiler.sizes import Sizes
 from halley.cost.hardware import CPU, Predictor
 from halley.cost.profiles import Curve, ProfileTable, find_environment
 from halley.cost.simulate import Contention
-from tests.compiler.graph_case import GraphBuilder, aten, c10d
+from tests.compiler.graph_case import GraphBuilder, c10d
 
 
 NUM_ROWS, SIZE = 64, 256  # 64 KiB in float32
 CPU_DEVICE = torch.device("cpu")
+SIZES = Sizes(NUM_ROWS)
+ALL_TO_ALL = "_c10d_functional::all_to_all_single"
 
 
-def _build(experts: str, replicas: str, *, num_ranks: int = 4) -> GraphBuilder:
-    """An all-to-all of one group, of so many ranks, and a sum of gradients over another."""
+def _build(experts: str, replicas: str) -> fx.Graph:
+    """Return an all-to-all of one group and an all-reduce over another."""
     b = GraphBuilder()
     x = b.input("x", NUM_ROWS, SIZE)
-    even = [NUM_ROWS // num_ranks] * num_ranks
+    even = [NUM_ROWS // 2] * 2
     rows = b.call(c10d.all_to_all_single.default, x, even, even, experts, name="rows")
     summed = b.call(c10d.all_reduce.default, x, "sum", replicas, name="summed")
-    b.done(
-        b.call(c10d.wait_tensor.default, rows),
-        b.call(c10d.wait_tensor.default, summed),
-        b.call(aten.neg.default, x),
+    b.done(*(b.call(c10d.wait_tensor.default, each) for each in (rows, summed)))
+    return b.graph
+
+
+def _groups(rank: int) -> tuple[str, str]:
+    """Return the names of the group of both ranks and of a group of this rank alone."""
+    alone, world = [dist.new_group([each]) for each in (0, 1)][rank], dist.group.WORLD
+    assert isinstance(alone, dist.ProcessGroup)
+    assert isinstance(world, dist.ProcessGroup)
+    return world.group_name, alone.group_name
+
+
+def _measure(names: tuple[str, str], table: ProfileTable) -> dict[str, str]:
+    """Measure the groups; return the keys of their curves."""
+    consensus_groups = [open_consensus(name, timeout_s=30.0) for name in names]
+    keys = curve_keys(consensus_groups)
+    measure_groups(
+        _build(*names), consensus_groups, table, keys=keys, sizes=SIZES, device=CPU_DEVICE
     )
-    return b
+    return keys
 
 
 def _prices(rank: int, num_ranks: int, path: str) -> tuple[list[str], list[float], list[float]]:
-    """Return keys of curves; the prices of both collectives, and what their curves say."""
-    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    world = dist.group.WORLD
-    assert isinstance(pair, dist.ProcessGroup)
-    assert isinstance(world, dist.ProcessGroup)
-    names = world.group_name, pair.group_name
-    graph = _build(*names).graph
+    """Return the keys of both curves, the prices of both collectives, and the times by curve."""
+    names = _groups(rank)
     environment = find_environment(CPU_DEVICE, topology=f"ranks {num_ranks}")
     table = ProfileTable(Path(path) if rank == 0 else None, environment)
-    sizes, keys = Sizes(NUM_ROWS), {}
-    for _ in range(2):  # the second time rank 0 knows all
-        consensus_groups = [open_consensus(name, timeout_s=60.0) for name in names]
-        keys = curve_keys(consensus_groups)
-        measure_groups(graph, consensus_groups, table, keys=keys, sizes=sizes, device=CPU_DEVICE)
-    cost = ProfiledCost(Predictor(CPU), sizes=sizes, table=table, curve_keys=keys)
-    found = [cost(node) for node in graph.nodes if node.name in ("rows", "summed")]
+    keys: dict[str, str] = {}
+    for _ in range(2):  # the second time, rank 0 has all curves
+        keys = _measure(names, table)
+    cost = ProfiledCost(Predictor(CPU), sizes=SIZES, table=table, curve_keys=keys)
+    found = [cost(node) for node in _build(*names).nodes if node.name in ("rows", "summed")]
     num_bytes = 4 * NUM_ROWS * SIZE
     curves = zip(map(table.curve, keys.values()), (num_bytes, 2 * num_bytes), strict=True)
-    wanted = [curve.at(size) for curve, size in curves if curve is not None]
-    dist.destroy_process_group(pair)
-    return list(keys.values()), found, wanted
+    return list(keys.values()), found, [curve.at(size) for curve, size in curves if curve]
 
 
 def test_each_group_has_a_curve(run_ranks, tmp_path) -> None:
     path = tmp_path / "profiles.jsonl"
-    found = run_ranks(_prices, 4, str(path), timeout_s=120.0)
-    for rank, (keys, prices, wanted) in enumerate(found):
-        pair = "0 to 2" if rank % 2 == 0 else "1 to 3"
-        world = "_c10d_functional::all_to_all_single"
-        assert keys == [world, f"{world} of 2 ranks, {pair}"]
+    for rank, (keys, prices, wanted) in enumerate(run_ranks(_prices, 2, str(path))):
+        assert keys == [ALL_TO_ALL, f"{ALL_TO_ALL} of 1 ranks, {rank} to {rank}"]
         assert prices == wanted
         assert prices[0] != prices[1]
     lines = path.read_text().splitlines()
@@ -72,36 +79,30 @@ def test_each_group_has_a_curve(run_ranks, tmp_path) -> None:
     assert sum('"contention"' in line for line in lines) == 1
 
 
-def _measure_by_two_files(rank: int, num_ranks: int, folder: str) -> tuple[bool, bool]:
-    """Return whether a rank knows both curves; one pair's file has all, the other's none."""
-    first = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    second = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    assert isinstance(first, dist.ProcessGroup)
-    assert isinstance(second, dist.ProcessGroup)
-    names = first.group_name, second.group_name
-    graph = _build(*names, num_ranks=2).graph
-    consensus_groups = [open_consensus(name, timeout_s=30.0) for name in names]
-    keys = curve_keys(consensus_groups)
+def test_key_of_a_group_names_its_ranks_in_the_largest_group() -> None:
+    def group(name: str, ranks: list[int]) -> Any:
+        return SimpleNamespace(group_name=name, rank=2, all_gather=lambda what, value: ranks)
+
+    keys = curve_keys([group("7", [0, 1, 2, 3]), group("9", [0, 2])])
+    assert keys == {"7": ALL_TO_ALL, "9": f"{ALL_TO_ALL} of 2 ranks, 0 to 2"}
+
+
+def _measure_by_two_files(rank: int, num_ranks: int, folder: str) -> list[bool]:
+    """Return which curves a rank has, where rank 0 starts with all of them and rank 1 with none.
+
+    Each rank is rank 0 of the group that decides for it, which is the group of this rank alone.
+    """
+    world, alone = _groups(rank)
     environment = find_environment(CPU_DEVICE, topology="ranks 2")
-    table = ProfileTable(
-        Path(folder) / f"{rank // 2}.jsonl" if rank % 2 == 0 else None, environment
-    )
+    table = ProfileTable(Path(folder) / f"{rank}.jsonl", environment)
     if rank == 0:
-        for key in keys.values():
+        for key in (ALL_TO_ALL, f"{ALL_TO_ALL} of 2 ranks, 0 to 0"):
             table.add_curve(key, Curve(((4096, 10.0),)))
         table.add_contention(Contention())
-    measure_groups(
-        graph, consensus_groups, table, keys=keys, sizes=Sizes(NUM_ROWS), device=CPU_DEVICE
-    )
-    for group in (first, second):
-        dist.destroy_process_group(group)
-    known = [table.curve(key) is not None for key in keys.values()]
-    return known[0], known[1]
+    keys = _measure((alone, world), table)
+    return [table.curve(key) is not None for key in keys.values()]
 
 
 def test_a_group_measures_if_any_of_its_ranks_lacks_its_curve(run_ranks, tmp_path) -> None:
-    """Ranks of one group may be told by different rank 0s, whose files differ: none waits alone."""
-    found = run_ranks(_measure_by_two_files, 4, str(tmp_path), timeout_s=60.0)
-    assert found[0] == (True, True)
-    assert found[2:] == [(True, True)] * 2
-    assert found[1][1]  # its partner of the second group lacked it
+    """Ranks of a group may follow rank 0s with different files. No rank may measure alone."""
+    assert run_ranks(_measure_by_two_files, 2, str(tmp_path)) == [[True, True]] * 2

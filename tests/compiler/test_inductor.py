@@ -1,4 +1,4 @@
-"""Inductor as the inner compiler: the same bits, the order in its code, and that of our backend."""
+"""Test the passes with Inductor: equal bits, and the planned order in the generated code."""
 
 import re
 import warnings
@@ -24,21 +24,14 @@ from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
 NUM_PARTS = 3
 
 
-def _run_inductor(
-    rank: int, num_ranks: int, sm_margin: int = 0
-) -> tuple[bool, str, list[OrderReport]]:
-    """Return whether all is equal, the code of the passed backward, and the reports.
+def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[OrderReport]]:
+    """Return whether all values are equal, the code of the backward graph, and the reports.
 
-    Those of Inductor's two graphs come first, then those of our own backend's.
-
-    Args:
-        sm_margin: multiprocessors that products are to leave free, as if that had been measured.
+    The reports of the two graphs of Inductor come first, then those of the inner compiler "eager".
     """
     from torch._inductor.utils import run_fw_bw_and_get_code
 
-    found, codes, backend = {}, {}, Backend()
-    contention = Contention(sm_margin=sm_margin)
-    model = PaddedModel()
+    found, codes, backend, model = {}, {}, Backend(), PaddedModel()
     x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
     x.requires_grad_()
     for passes, inner in (("none", "inductor"), ("wgrad", "inductor"), ("wgrad", "eager")):
@@ -46,7 +39,7 @@ def _run_inductor(
         x.grad = None
         model.zero_grad()
         options = {"passes": passes, "inner": inner, "memory_margin": 1.0}
-        with warnings.catch_warnings(), patch.object(node_cost, "NO_CONTENTION", contention):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             call = torch.compile(model, backend=backend, fullgraph=True, options=options)
             y, codes[passes, inner] = run_fw_bw_and_get_code(lambda: call(x))  # noqa: B023
@@ -56,13 +49,22 @@ def _run_inductor(
     return same, codes["wgrad", "inductor"][-1], backend.reports
 
 
-def _calls(code: str) -> list[str]:
-    """Return the products, starts and waits of Inductor's code, in the order in which they run."""
-    marks = {"extern_kernels.": "product", "all_to_all_single.default(": "start"}
-    marks["wait_tensor.default("] = "wait"
-    lines = code[code.index("def call(") :].splitlines()
-    lines = [line for line in lines if not line.strip().startswith("#")]
-    return [kind for line in lines for mark, kind in marks.items() if mark in line]
+def _count_overlapped(code: str, call: str) -> list[int]:
+    """Return how often code contains ``call`` in the overlap window of each all-to-all."""
+    open_starts: dict[str, int] = {}
+    found: list[int] = []
+    for line in code[code.index("def call(") :].splitlines():
+        if line.strip().startswith("#"):
+            continue
+        if start := re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.all_to_all_single", line):
+            open_starts[start[1]] = len(found)
+            found.append(0)
+        elif wait := re.search(r"wait_tensor\.default\((buf\d+)\)", line):
+            open_starts.pop(wait[1], None)
+        elif call in line:
+            for at in open_starts.values():
+                found[at] += 1
+    return found
 
 
 def test_order_survives_inductor(run_ranks) -> None:
@@ -71,35 +73,15 @@ def test_order_survives_inductor(run_ranks) -> None:
         assert same
         assert len(forward) == len(backward) == 4
         assert all(backward.values())
-        want = [len(gemms) for gemms in backward.values()]
-        calls, num_behind = _calls(code), []
-        for call in calls:
-            if call == "start":
-                num_behind.append(0)
-                is_open = True
-            elif call == "wait":
-                is_open = False
-            elif num_behind and is_open:
-                num_behind[-1] += 1
-        assert num_behind == want
-        # Inductor's graph has other light operators, so data gradients may wait for another.
+        assert _count_overlapped(code, "extern_kernels.") == list(map(len, backward.values()))
+        # Inductor's graph has other cheap operators, so a data gradient may move further back.
         assert backward.keys() == backward_of_eager.keys()
         for start, gemms in backward.items():
             assert gemms == backward_of_eager[start][: len(gemms)]
 
 
-def test_gemms_under_all_to_alls_leave_sms_free(run_ranks) -> None:
-    ((same, code, reports),) = run_ranks(_run_inductor, 1, 8, timeout_s=300.0)
-    assert same
-    assert [report.sm_margins for report in reports] == [(8, 0)] * 4
-    num_beside = sum(map(len, reports[1].windows.values()))
-    assert num_beside > 0
-    assert code.count("torch.ops.halley.gemm_with_carveout.default(") == num_beside
-    assert code.count("extern_kernels.mm(") > 0  # the others
-
-
 class _Layer(nn.Module):
-    """Experts of bounded capacity, added to their input."""
+    """A layer of experts with a capacity, added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,10 +104,10 @@ class _Layer(nn.Module):
         return x_BSD + out.y, out.router_loss
 
 
-def _run_parts(rank: int, num_ranks: int) -> tuple[list[bool], list[OrderReport], str]:
-    """Return which of outputs and gradients are equal with both passes, what those did, and code.
+def _run_microbatches(rank: int, num_ranks: int) -> tuple[list[bool], list[OrderReport], str]:
+    """Return which outputs and gradients are equal with both passes, the reports, and the code.
 
-    The code is that of forward in parts.
+    The code is that of the forward graph in microbatches.
     """
     from torch._inductor.utils import run_fw_bw_and_get_code
 
@@ -152,29 +134,30 @@ def _run_parts(rank: int, num_ranks: int) -> tuple[list[bool], list[OrderReport]
     return list(map(torch.equal, *runs)), backend.reports, codes[0]
 
 
-def test_parts_by_inductor_are_equal_bit_for_bit(run_ranks) -> None:
-    ((same, (forward, backward), code),) = run_ranks(_run_parts, 1, timeout_s=300.0)
+def test_microbatches_are_equal_bit_for_bit(run_ranks) -> None:
+    ((same, (forward, backward), code),) = run_ranks(_run_microbatches, 1, timeout_s=300.0)
     assert len(same) == 6
     assert all(same)
     assert [each.num_parts for each in forward.ranges] == [NUM_PARTS]
     assert len(forward.windows) == 3 * NUM_PARTS
     assert any(backward.windows.values())
-    # What is planned behind the start of an all-to-all of rows runs there: experts of other parts.
+    # Experts of one microbatch run in the planned overlap window of another's all-to-all of rows.
     planned = [
         sum(name.startswith("expert_gemm") for name in gemms) for gemms in forward.windows.values()
     ]
     assert len(list(filter(None, planned))) >= NUM_PARTS - 1
-    assert _gemms_behind(code) == list(filter(None, planned))
+    found = _count_overlapped(code, "= torch.ops.halley.expert_gemm.default(")
+    assert list(filter(None, found)) == list(filter(None, planned))
 
 
-def _run_experts_beside(rank: int, num_ranks: int) -> tuple[list[float], str]:
-    """Return how far results and gradients are from those without passes, and code of backward.
+def _run_with_carveout(rank: int, num_ranks: int) -> tuple[list[float], str, OrderReport]:
+    """Return the differences to a step without passes; code and report of the backward graph.
 
-    Products, also of experts, are to leave multiprocessors, as if that had been measured.
+    Dense and grouped GEMMs leave 8 SMs free, as if that had been measured.
     """
     from torch._inductor.utils import run_fw_bw_and_get_code
 
-    runs, layer, codes = [], _Layer(), [""]
+    runs, layer, codes, backend = [], _Layer(), [""], Backend()
     contention = Contention(sm_margin=8, grouped_sm_margin=8)
     for passes in ("none", "wgrad"):
         layer.zero_grad()
@@ -183,39 +166,27 @@ def _run_experts_beside(rank: int, num_ranks: int) -> tuple[list[float], str]:
         options: Any = {"passes": passes, "memory_margin": 4.0, "unknown_size": 32}
         with whole_graphs(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            call = torch.compile(layer, backend=Backend(), fullgraph=True, options=options)
+            call = torch.compile(layer, backend=backend, fullgraph=True, options=options)
             with patch.object(node_cost, "NO_CONTENTION", contention):
                 _, codes = run_fw_bw_and_get_code(lambda: call(x_BSD)[0].square().sum())  # noqa: B023
         runs.append([x_BSD.grad, *(parameter.grad for parameter in layer.parameters())])
-    return [float((one - other).abs().max()) for one, other in zip(*runs, strict=True)], codes[-1]
+    differences = [float((one - other).abs().max()) for one, other in zip(*runs, strict=True)]
+    return differences, codes[-1], backend.reports[-1]
 
 
-def test_expert_gemms_leave_sms_free(run_ranks) -> None:
-    """Operators of Halley's that stay, as with float32 on a GPU, become others in their place."""
-    ((differences, code),) = run_ranks(_run_experts_beside, 1, timeout_s=300.0)
+def test_gemms_under_all_to_alls_leave_sms_free(run_ranks) -> None:
+    """Expert GEMMs stay operators on a CPU, as with float32 on a GPU, and are replaced, too."""
+    ((differences, code, report),) = run_ranks(_run_with_carveout, 1, timeout_s=300.0)
     assert max(differences) < 1e-4
-    assert "torch.ops.halley.gemm_with_carveout.default(None, " in code
+    assert report.sm_margins == (8, 8)
+    num_overlapped = sum(map(len, report.windows.values()))
+    assert num_overlapped > 0
+    assert code.count("torch.ops.halley.gemm_with_carveout.default(") == num_overlapped
     assert "expert_weight_gemm.default(" not in code
 
 
-def _gemms_behind(code: str) -> list[int]:
-    """Return how many experts' products run behind each start, until its wait, but none."""
-    open_starts: dict[str, int] = {}
-    found: list[int] = []
-    for line in code[code.index("def call(") :].splitlines():
-        if start := re.search(r"(buf\d+) = torch\.ops\._c10d_functional\.all_to_all_single", line):
-            open_starts[start[1]] = len(found)
-            found.append(0)
-        elif wait := re.search(r"wait_tensor\.default\((buf\d+)\)", line):
-            open_starts.pop(wait[1], None)
-        elif "= torch.ops.halley.expert_gemm.default(" in line:
-            for at in open_starts.values():
-                found[at] += 1
-    return [number for number in found if number]
-
-
 def _count_autograd(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return how often a compiled graph's second run goes by way of autograd, and a plain call."""
+    """Return how often a run of a compiled graph, and a plain call, use the autograd key."""
     seen: list[torch.Tensor] = []
 
     def pass_on(x: torch.Tensor) -> torch.Tensor:
@@ -242,5 +213,5 @@ def _count_autograd(rank: int, num_ranks: int) -> tuple[int, int]:
         return num_compiled, len(seen) - num_traced - num_compiled
 
 
-def test_compiled_graphs_run_past_autograd(run_ranks) -> None:
+def test_compiled_graphs_skip_the_autograd_key(run_ranks) -> None:
     assert run_ranks(_count_autograd, 1, timeout_s=120.0) == [(0, 1)]

@@ -1,19 +1,19 @@
-"""Kernels where the graph has them, though some are joined from far apart."""
+"""Test the order of fused kernels: by their last node, after the kernels that they depend on."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from halley.compiler.inductor import keep_order
+from halley.compiler.inductor import order_kernels
 
 
 @dataclass(eq=False)
 class Kernel:
-    """What Inductor's scheduler tells of a kernel.
+    """The attributes of a kernel of Inductor's scheduler that ``order_kernels`` reads.
 
     Attributes:
-        places: of the graph's nodes that it computes.
-        reads: buffers.
-        writes: buffers that others have made.
+        places: positions of its nodes in the graph.
+        reads: names of the buffers that it reads.
+        writes: names of the buffers of other kernels that it writes to.
     """
 
     name: str
@@ -39,33 +39,33 @@ class Kernel:
 
 
 def _order(*kernels: Kernel) -> list[str]:
-    """Return the order of kernels that come as Inductor sorts them, by their first nodes."""
-    found = keep_order(sorted(kernels, key=lambda kernel: min(kernel.places)))
+    """Return the names of kernels in order; Inductor sorts them by their first node before."""
+    found = order_kernels(sorted(kernels, key=lambda kernel: min(kernel.places)))
     assert len(found) == len(kernels)
     return [kernel.name for kernel in found]
 
 
-def test_what_nobody_reads_stays_ahead_of_a_kernel_joined_with_the_last() -> None:
-    """Counts for a loss and that loss are one kernel, which needs all but the part's copy."""
+def test_copy_stays_before_a_kernel_fused_with_the_last_node() -> None:
+    """The kernel of counts and loss needs all kernels except for the copy of the microbatch."""
     kernels = (
         Kernel("counts and loss", (0, 5), reads=("experts",)),
-        Kernel("whole", (1,)),
-        Kernel("part", (2,)),
-        Kernel("copy", (3,), reads=("part",), writes=("whole",)),
-        Kernel("experts", (4,), reads=("part",)),
+        Kernel("full", (1,)),
+        Kernel("microbatch", (2,)),
+        Kernel("copy", (3,), reads=("microbatch",), writes=("full",)),
+        Kernel("experts", (4,), reads=("microbatch",)),
     )
-    assert _order(*kernels) == ["whole", "part", "copy", "experts", "counts and loss"]
+    assert _order(*kernels) == ["full", "microbatch", "copy", "experts", "counts and loss"]
 
 
-def test_a_buffer_comes_ahead_of_what_writes_to_it() -> None:
-    """Though what reads the writing kernel's other result stands before the buffer."""
+def test_buffer_is_allocated_before_it_is_written() -> None:
+    """Also where a reader of the writing kernel's other result comes before the buffer."""
     kernels = (
-        Kernel("norm and copy", (0, 3), writes=("whole",)),
-        Kernel("product", (1,), reads=("norm and copy",)),
-        Kernel("whole", (2,)),
+        Kernel("norm and copy", (0, 3), writes=("full",)),
+        Kernel("gemm", (1,), reads=("norm and copy",)),
+        Kernel("full", (2,)),
     )
-    assert _order(*kernels) == ["whole", "norm and copy", "product"]
+    assert _order(*kernels) == ["full", "norm and copy", "gemm"]
 
 
 def test_no_kernels() -> None:
-    assert keep_order([]) == []
+    assert order_kernels([]) == []

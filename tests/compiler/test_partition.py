@@ -1,4 +1,4 @@
-"""Plans of the partition pass on graphs by hand: against all divisions, alike layers, reasons."""
+"""Plans of the partition pass on hand-made graphs, compared with a brute-force search."""
 
 import dataclasses
 import json
@@ -7,30 +7,38 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
 from torch import fx
 
 from halley.compiler.node_cost import NodeCost
-from halley.compiler.partition.axes import find_axes
-from halley.compiler.partition.choose import (
-    LAYERS_A_RANGE,
+from halley.compiler.partition.partition_plan import (
+    LAYERS_PER_SEGMENT,
     PartitionPlan,
     plan_partition,
     read_plan,
 )
 from halley.compiler.partition.pipeline_cost import PipelineCost
-from halley.compiler.partition.ranges import group_nodes, has_exchange
-from halley.compiler.partition.region import Region, find_region
+from halley.compiler.partition.propagation import propagate_batch
 from halley.compiler.partition.rules import all_rules
+from halley.compiler.partition.segment import Segment, find_segment
+from halley.compiler.partition.segment_search import (
+    Choice,
+    ChosenSegment,
+    choose_num_parts,
+    choose_segments,
+    group_nodes,
+    has_exchange,
+)
 from halley.compiler.sizes import Sizes
 from tests.compiler.forward_case import ForwardCase, build_forward
 
 
-NUM_GRAPHS = 200
+NUM_GRAPHS = 40
 SIZES = Sizes(64)
 
 
 def _cost(*, launch_us: float, latency_us: float, us_per_kib: float) -> NodeCost:
-    """Return a cost by bytes: of computation, and sixteen times as much of all-to-alls."""
+    """Return a cost by the bytes that a node moves; all-to-alls cost sixteen times as much."""
 
     def cost(node: fx.Node) -> float:
         inputs = [source.meta.get("val") for source in node.all_input_nodes]
@@ -62,7 +70,7 @@ def _plan(
 
 
 def _cheapest(num_items: int, max_items: int, price: Callable[[int, int], float]) -> float:
-    """Return the least cost of all divisions of items into ranges, tried one by one."""
+    """Return the least cost of all divisions of items into segments, by trying each."""
     if num_items == 0:
         return 0.0
     return min(
@@ -98,35 +106,65 @@ def test_plan_equals_brute_force_on_random_graphs() -> None:
         case, cost = _random_case(seed)
         b, batch = build_forward(case)
         plan = _plan(case, cost)
-        flow = find_axes(b.graph, [batch], all_rules({}))
+        flow = propagate_batch(b.graph, [batch], all_rules({}))
         price = PipelineCost(flow, cost=cost, sizes=SIZES)
         nodes = list(b.graph.nodes)
-        groups = group_nodes(flow, nodes, price.as_is)
+        groups = group_nodes(flow, nodes, price.full_batch_us)
         layers = [at for at, group in enumerate(groups) if has_exchange(nodes, group)]
         steps = [after - before for before, after in pairwise(layers)]
-        max_items = LAYERS_A_RANGE * max(steps, default=len(groups))
+        max_groups = LAYERS_PER_SEGMENT * max(steps, default=len(groups))
         planned = {(first, end): num_parts for first, end, num_parts in plan.ranges}
         best: dict[tuple[int, int], float] = {}
         chosen: dict[tuple[int, int], float] = {}
         for first in range(len(groups)):
-            for end in range(first + 1, min(len(groups), first + max_items) + 1):
-                span = groups[first][0], groups[end - 1][1]
-                region = find_region(flow, nodes[slice(*span)])
-                as_is_us = price.as_is(nodes[slice(*span)])
-                prices_us = {1: as_is_us}
-                if isinstance(region, Region):
-                    numbers = (n for n in range(2, 9) if case.batch_size % n == 0)
-                    prices_us |= {n: price.in_parts(region, n, defers_merges=True) for n in numbers}
-                best[first, end] = min(prices_us.values())
-                overlaps = any(a < span[1] and span[0] < z for a, z in planned)
-                chosen[first, end] = math.inf if overlaps else as_is_us
-                if span in planned:
-                    chosen[first, end] = prices_us[planned[span]]
-        want_us = _cheapest(len(groups), max_items, lambda i, n: best[i, n])  # noqa: B023
-        found_us = _cheapest(len(groups), max_items, lambda i, n: chosen[i, n])  # noqa: B023
-        assert math.isclose(found_us, want_us, rel_tol=1e-9), f"seed {seed}"
+            for end in range(first + 1, min(len(groups), first + max_groups) + 1):
+                indices = groups[first][0], groups[end - 1][1]
+                inside = nodes[slice(*indices)]
+                segment = find_segment(flow, inside)
+                times_us = {1: price.full_batch_us(inside)}
+                if isinstance(segment, Segment):
+                    for n in range(2, 9):
+                        if case.batch_size % n == 0:
+                            times_us[n] = price.pipeline_us(segment, n, defers_concats=True)
+                best[first, end] = min(times_us.values())
+                overlaps = any(a < indices[1] and indices[0] < z for a, z in planned)
+                chosen[first, end] = math.inf if overlaps else times_us[1]
+                if indices in planned:
+                    chosen[first, end] = times_us[planned[indices]]
+        expected_us = _cheapest(len(groups), max_groups, lambda i, n: best[i, n])  # noqa: B023
+        found_us = _cheapest(len(groups), max_groups, lambda i, n: chosen[i, n])  # noqa: B023
+        assert math.isclose(found_us, expected_us, rel_tol=1e-9), f"seed {seed}"
         num_divided += bool(planned)
     assert NUM_GRAPHS // 4 < num_divided < NUM_GRAPHS
+
+
+@pytest.mark.parametrize(
+    ("times_us", "expected"),
+    [
+        ({2: 80.0, 4: 70.0, 8: 90.0}, Choice(4, 70.0)),
+        ({2: 110.0, 4: 120.0, 8: 10.0}, Choice(1, 100.0)),  # 8 is not tried: 4 is slower than 2
+        ({2: 120.0, 4: 90.0}, Choice(4, 90.0)),  # 2 is slower than the full batch, but 4 is tried
+        ({2: 100.0}, Choice(1, 100.0)),  # of equal times, the full batch wins
+        ({}, Choice(1, 100.0)),
+    ],
+)
+def test_search_for_the_number_of_microbatches_ends_at_the_first_slower_one(
+    times_us: dict[int, float], expected: Choice
+) -> None:
+    assert choose_num_parts(100.0, times_us, times_us.__getitem__) == expected
+
+
+def test_segments_by_hand() -> None:
+    # Four items of 10 us. Items 1 and 2 take 12 us in two microbatches, items 0 to 2 24 us in four.
+    choices = {(1, 3): Choice(2, 12.0), (0, 3): Choice(4, 24.0), (0, 4): Choice(8, 1.0)}
+
+    def choose(first: int, end: int) -> Choice:
+        return choices.get((first, end), Choice(1, 10.0 * (end - first)))
+
+    assert choose_segments(4, max_items=3, choose=choose) == [ChosenSegment(1, 3, 2)]
+    assert choose_segments(4, max_items=4, choose=choose) == [ChosenSegment(0, 4, 8)]
+    assert choose_segments(4, max_items=1, choose=choose) == []
+    assert choose_segments(0, max_items=3, choose=choose) == []
 
 
 def test_layers_that_are_alike_are_priced_once() -> None:
@@ -140,14 +178,14 @@ def test_layers_that_are_alike_are_priced_once() -> None:
     for num_layers in (2, 4, 8):
         priced.clear()
         plan = _plan(ForwardCase(widths=((16,),) * (num_layers + 1)), cost)
-        assert len(plan.ranges) == num_layers // LAYERS_A_RANGE
+        assert len(plan.ranges) == num_layers // LAYERS_PER_SEGMENT
         assert len({(each.num_parts, each.after_us) for each in plan.reports[1:-1]}) <= 1
-        # What is left for each layer is its time as it is, by which nodes are grouped.
+        # Each layer still needs its time on the full batch, by which nodes are grouped.
         counts.append(len({node for node in priced if "part" not in node.name}) / num_layers)
     assert counts[2] < counts[1] < counts[0]
 
 
-def test_given_number_of_parts_divides_every_layer() -> None:
+def test_given_number_of_microbatches_divides_every_layer() -> None:
     slow = _cost(launch_us=1000.0, latency_us=1000.0, us_per_kib=1.0)
     assert _plan(ForwardCase(), slow).ranges == ()
     (first, end, num_parts), *more = _plan(ForwardCase(), slow, num_parts=2).ranges
@@ -155,17 +193,17 @@ def test_given_number_of_parts_divides_every_layer() -> None:
     assert end - first > 20
 
 
-def test_plan_says_why_layers_stay_whole() -> None:
+def test_plan_gives_the_reason_for_each_layer_on_the_full_batch() -> None:
     slow = _cost(launch_us=1000.0, latency_us=1000.0, us_per_kib=1.0)
     (reason,) = _plan(ForwardCase(), slow).skipped
-    assert reason.endswith("no range around it is predicted to be faster in parts")
+    assert reason.endswith("no segment around it is predicted to be faster in microbatches")
     (reason,) = _plan(ForwardCase(batch_size=11)).skipped
-    assert reason == "a batch of 11 has no equal parts of 2 to 8"
+    assert reason == "a batch of 11 has no 2 to 8 equal microbatches"
     (reason,) = _plan(ForwardCase(), num_parts=3).skipped
-    assert reason == "a batch of 4 has no equal parts of the number that is given"
+    assert reason == "a batch of 4 has no 3 equal microbatches"
     (reason,) = _plan(ForwardCase(by_weight=True)).skipped
-    assert "begins no earlier: take_slots_by_weight_default" in reason
-    assert "ranks the tokens of the whole batch" in reason
+    assert "cannot begin earlier: take_slots_by_weight_default" in reason
+    assert "ranks the tokens of the full batch" in reason
 
 
 def test_plan_needs_inputs_with_a_batch() -> None:
@@ -175,24 +213,21 @@ def test_plan_needs_inputs_with_a_batch() -> None:
     assert plan.skipped
 
 
-def test_plan_travels_as_json() -> None:
+def test_plan_is_equal_after_json() -> None:
     plan = _plan(ForwardCase())
     assert plan.ranges
     assert read_plan(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
 
 
-def test_parts_divide_time_by_hand() -> None:
-    """Four parts: what computes runs in quarters behind the all-to-alls, which take as long."""
+def test_pipeline_time_is_between_communication_alone_and_the_full_batch() -> None:
     b, batch = build_forward(ForwardCase(widths=((), ())))
-    flow = find_axes(b.graph, [batch], all_rules({}))
+    flow = propagate_batch(b.graph, [batch], all_rules({}))
     cost = _cost(launch_us=0.0, latency_us=0.0, us_per_kib=1.0)
     price = PipelineCost(flow, cost=cost, sizes=SIZES)
     nodes = [node for node in b.graph.nodes if node.op == "call_function"]
-    region = find_region(flow, nodes)
-    assert isinstance(region, Region)
+    segment = find_segment(flow, nodes)
+    assert isinstance(segment, Segment)
     exchanges = [node for node in nodes if "all_to_all" in str(node.target)]
-    comm_us = sum(map(cost, exchanges))
-    whole_us, parts_us = price.as_is(nodes), price.in_parts(region, 4)
-    # Counts are as large in each part; rows are a quarter.
-    more_us = 3 * cost(exchanges[0])
-    assert comm_us + more_us < parts_us < whole_us
+    # Four microbatches send a quarter of the rows each, but all counts: 3 more all-to-alls.
+    comm_us = sum(map(cost, exchanges)) + 3 * cost(exchanges[0])
+    assert comm_us < price.pipeline_us(segment, 4) < price.full_batch_us(nodes)

@@ -1,16 +1,16 @@
-"""Which products leave multiprocessors free: those beside an all-to-all, or all."""
+"""Test which GEMMs leave SMs free: those in an overlap window, or all."""
 
 import pytest
 import torch
 from torch import fx
 
-from halley.compiler.reserved_sms import leave_sms_beside
+from halley.compiler.reserved_sms import reserve_sms
 from halley.ops.sm_carveout import gemm_into, gemm_with_carveout
 from tests.compiler.graph_case import GraphBuilder, aten
 
 
 def _build() -> GraphBuilder:
-    """A product ahead of an all-to-all, one beside it that reads it not, one behind its wait."""
+    """Return a graph with GEMMs before, inside and after the overlap window of an all-to-all."""
     b = GraphBuilder()
     x, w, bias = b.input("x", 8, 8), b.input("w", 8, 8), b.input("bias", 8)
     ahead = b.mm(x, w, name="ahead")
@@ -27,33 +27,32 @@ def _build() -> GraphBuilder:
 
 
 def _margins(graph: fx.Graph) -> dict[str, object]:
-    """Return the margins of products by name."""
+    """Return the number of reserved SMs of GEMMs by name."""
     gemms = [n for n in graph.nodes if n.target in (gemm_with_carveout, gemm_into)]
     return {node.name: node.args[-1] for node in gemms}
 
 
-def test_gemms_under_an_all_to_all() -> None:
+def test_gemms_in_the_window_are_replaced_in_place() -> None:
     b = _build()
     order = [node.name for node in b.graph.nodes]
-    leave_sms_beside(b.graph, (12, 0))
+    reserve_sms(b.graph, (12, 0))
     assert _margins(b.graph) == {"beside": 12, "biased": 12, "into": 12}
     assert [node.name for node in b.graph.nodes] == order
-    (beside,) = (node for node in b.graph.nodes if node.name == "beside")
-    (biased,) = (node for node in b.graph.nodes if node.name == "biased")
-    assert [getattr(arg, "name", arg) for arg in beside.args] == [None, "x", "w", None, 12]
-    assert [getattr(arg, "name", arg) for arg in biased.args] == ["bias", "x", "w", None, 12]
+    args = {node.name: [getattr(arg, "name", arg) for arg in node.args] for node in b.graph.nodes}
+    assert args["beside"] == [None, "x", "w", None, 12]
+    assert args["biased"] == ["bias", "x", "w", None, 12]
 
 
-def test_all_gemms() -> None:
+def test_all_gemms_are_replaced_on_request() -> None:
     b = _build()
-    leave_sms_beside(b.graph, (12, 0), always=True)
+    reserve_sms(b.graph, (12, 0), in_all=True)
     assert _margins(b.graph).keys() == {"ahead", "beside", "biased", "into", "behind"}
 
 
 def test_no_margin_changes_nothing() -> None:
     b = _build()
     before = str(b.graph)
-    leave_sms_beside(b.graph, (0, 16), always=True)
+    reserve_sms(b.graph, (0, 16), in_all=True)
     assert str(b.graph) == before
 
 
@@ -62,8 +61,8 @@ def _grouped(operator: object, left: torch.Tensor, right: torch.Tensor, *rest: o
     nodes = [graph.placeholder(name) for name in ("left", "right", "ends")]
     for node, value in zip(nodes, (left, right, torch.empty(3, dtype=torch.int32)), strict=True):
         node.meta["val"] = value
-    product = graph.call_function(operator, (*nodes, *rest))  # pyright: ignore[reportArgumentType]
-    graph.output(product)
+    gemm = graph.call_function(operator, (*nodes, *rest))  # pyright: ignore[reportArgumentType]
+    graph.output(gemm)
     return graph
 
 
@@ -76,17 +75,17 @@ def test_grouped_gemms_keep_their_values(name: str) -> None:
     library = torch.ops.aten if name == "_grouped_mm" else torch.ops.halley
     graph = _grouped(getattr(library, name).default, rows, other)
     want = fx.GraphModule({}, graph)(rows, other, ends)
-    leave_sms_beside(graph, (4, 8), always=True)
+    reserve_sms(graph, (4, 8), in_all=True)
     assert list(_margins(graph).values()) == [8]
     torch.testing.assert_close(fx.GraphModule({}, graph)(rows, other, ends), want)
 
 
-def test_gemm_of_other_arguments_stays() -> None:
+def test_gemm_with_other_arguments_is_not_changed() -> None:
     graph = _grouped(
         torch.ops.aten._grouped_mm.default,
         torch.empty(12, 32),
         torch.empty(3, 32, 16),
         torch.empty(16),
     )
-    leave_sms_beside(graph, (4, 8), always=True)
+    reserve_sms(graph, (4, 8), in_all=True)
     assert _margins(graph) == {}

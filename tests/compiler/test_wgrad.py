@@ -1,4 +1,4 @@
-"""The weight-gradient pass on graphs made by hand: labels, units, best fit, deadline, order."""
+"""The weight-gradient schedule on graphs made by hand: each condition of ``wgrad/schedule.py``."""
 
 import pytest
 import torch
@@ -6,128 +6,137 @@ import torch
 from halley.compiler.graph_analysis import GraphAnalysis
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad.movable_nodes import Unit, assign, find_units, label
+from halley.compiler.wgrad.movable_nodes import Unit, assign, find_movable, find_units
 from halley.compiler.wgrad.order import build_order, place_reductions
 from halley.compiler.wgrad.schedule import hidden_gemms, plan_wgrad
 from halley.cost.simulate import Operation
-from tests.compiler.graph_case import GraphBuilder, aten, find, names, two_layers
+from tests.compiler.graph_case import GraphBuilder, aten, find, names, three_layers
 
 
-def _labels(analysis: GraphAnalysis) -> dict[str, int]:
-    found = label(analysis, analysis.find_collectives("all_to_all"))
-    return {analysis.nodes[index].name: mask for index, mask in found.items()}
+def _movable(analysis: GraphAnalysis) -> dict[str, set[int]]:
+    found = find_movable(analysis, analysis.find_collectives("all_to_all"))
+    return {analysis.nodes[index].name: {*windows} for index, windows in found.items()}
 
 
-def _units(analysis: GraphAnalysis) -> list[list[str]]:
-    labels = label(analysis, analysis.find_collectives("all_to_all"))
-    return [
-        names(analysis, unit.nodes) for unit in find_units(analysis, labels, cost=lambda node: 1.0)
-    ]
+def _units(analysis: GraphAnalysis, cost=lambda node: 1.0) -> list[Unit]:
+    movable = find_movable(analysis, analysis.find_collectives("all_to_all"))
+    return find_units(analysis, movable, cost=cost)
 
 
-def test_labels_are_the_all_to_alls_that_neither_need_nor_feed() -> None:
-    _, analysis = two_layers()
-    # The third layer's gradient needs both; data gradients feed the next all-to-all.
-    both, second = 0b11, 0b10
-    assert _labels(analysis) == {
+def test_node_may_run_under_all_to_alls_that_neither_need_nor_feed_it() -> None:
+    _, analysis = three_layers()
+    # The gradient of the third layer needs both all-to-alls; data gradients feed the next one.
+    both, second = {0, 1}, {1}
+    assert _movable(analysis) == {
         "t_0": both, "dw_0": both, "out_0": both, "t_1": second, "dw_1": second, "out_1": second
     }  # fmt: skip
 
 
-def test_no_gemm_moves_before_the_all_to_all_ahead_of_it() -> None:
+def test_node_does_not_bring_a_gemm_ahead_of_the_next_all_to_all() -> None:
     b = GraphBuilder()
     x, w = b.input("x", 4, 4), b.input("w", 4, 4)
     b.all_to_all(x, "first")
     early = b.mm(x, w, name="early")
     b.all_to_all(early, "second")
     late = b.mm(w, w, name="late")
-    joined = [b.call(aten.neg.default, each, name=f"of_{each.name}") for each in (early, late)]
+    outputs = [b.call(aten.neg.default, each, name=f"of_{each.name}") for each in (early, late)]
     b.all_to_all(late, "third")
-    analysis = b.done(*joined)
-    # Both need no all-to-all; what reads "late" would bring it ahead of the second.
-    assert _labels(analysis) == {"of_early": 0b111, "of_late": 0b110}
+    # No node needs an all-to-all, but "of_late" in the first window would run "late" there.
+    assert _movable(b.done(*outputs)) == {"of_early": {0, 1, 2}, "of_late": {1, 2}}
 
 
-def test_what_a_collective_of_another_kind_waits_for_stays() -> None:
+def test_readers_of_a_reduced_gradient_stay() -> None:
     b = GraphBuilder()
     x, w = b.input("x", 4, 4), b.input("w", 4, 4)
     b.all_to_all(x, "a2a")
-    reduced = b.mm(x, w, name="reduced")
+    gradient = b.mm(x, w, name="gradient")
     b.mm(w, x, name="free")
-    start, _ = b.all_reduce(reduced, "ar")
-    used = b.call(aten.neg.default, b.graph.find_nodes(op="call_function", target=start.target)[0])
-    analysis = b.done(used)
-    # A gradient may run ahead of its reduction; what reads the reduced one is the optimizer's.
-    assert _labels(analysis) == {"reduced": 1, "free": 1}
+    start, _ = b.all_reduce(gradient, "ar")
+    assert _movable(b.done(b.call(aten.neg.default, start))) == {"gradient": {0}, "free": {0}}
 
 
-def test_unit_holds_what_prepares_and_what_follows_a_gradient() -> None:
-    _, analysis = two_layers()
-    assert _units(analysis) == [["t_0", "dw_0", "out_0"], ["t_1", "dw_1", "out_1"]]
+def test_unit_holds_a_gemm_with_the_light_nodes_around_it() -> None:
+    _, analysis = three_layers()
+    found = [names(analysis, unit.nodes) for unit in _units(analysis)]
+    assert found == [["t_0", "dw_0", "out_0"], ["t_1", "dw_1", "out_1"]]
 
 
-def test_casts_go_along_and_shared_operands_do_not() -> None:
+def test_operand_of_two_gemms_is_a_unit_of_its_own() -> None:
     b = GraphBuilder()
     dy, x, y = (b.input(name, 4, 4) for name in "dxy")
     b.all_to_all(b.call(aten.neg.default, dy), "a2a")
     shared = b.t(dy, name="shared")
     cast = b.call(aten.abs.default, x, name="cast")
     first, second = b.mm(shared, cast, name="first"), b.mm(shared, y, name="second")
-    total = b.call(aten.add.Tensor, first, second, name="total")
-    analysis = b.done(total)
-    labels = label(analysis, analysis.find_collectives("all_to_all"))
-    units = find_units(analysis, labels, cost=lambda node: 10.0 if "t" in node.name else 1.0)
+    analysis = b.done(b.call(aten.add.Tensor, first, second, name="total"))
+    units = _units(analysis, lambda node: 10.0 if "t" in node.name else 1.0)
     assert [names(analysis, unit.nodes) for unit in units] == [
         ["shared"], ["cast", "first"], ["second", "total"]
     ]  # fmt: skip
     assert [unit.needs for unit in units] == [set(), {0}, {0, 1}]
     assert [unit.is_gemm for unit in units] == [False, True, True]
-    # The transpose is a view and costs nothing, whatever its name; "first" and "cast" have a "t".
+    # The transpose is a view and takes no time. The names "first", "cast" and "total" have a "t".
     assert [unit.duration_us for unit in units] == [0.0, 20.0, 11.0]
 
 
-def _unit(duration_us: float, hides: int, *, needs: tuple[int, ...] = (), light: bool = False):
-    return Unit(nodes=[], is_gemm=not light, hides=hides, needs=set(needs), duration_us=duration_us)
+def _unit(
+    duration_us: float, windows: set[int], *, needs: tuple[int, ...] = (), filler: bool = False
+) -> Unit:
+    return Unit(
+        nodes=[],
+        is_gemm=not filler,
+        windows=frozenset(windows),
+        needs=set(needs),
+        duration_us=duration_us,
+    )
 
 
 @pytest.mark.parametrize(
     ("units", "times_us", "windows", "left_us"),
     [
-        pytest.param([_unit(8, 1), _unit(1, 1)], [10], [(0, 1)], [1], id="nearest first"),
-        pytest.param([_unit(30, 0b11)], [10, 10], [(0,), ()], [0, 10], id="first may be too long"),
+        pytest.param([_unit(8, {0}), _unit(1, {0})], [10], [(0, 1)], [1], id="nearest first"),
         pytest.param(
-            [_unit(9, 0b11), _unit(8, 0b11)], [10, 8], [(0,), (1,)], [1, 0],
-            id="second more than twice what is left waits for the next",
+            [_unit(30, {0, 1})], [10, 10], [(0,), ()], [0, 10], id="first of a window may be longer"
         ),
         pytest.param(
-            [_unit(9, 0b01), _unit(8, 0b01)], [10, 8], [(0, 1), ()], [0, 8], id="unless it is last"
+            [_unit(9, {0, 1}), _unit(8, {0, 1})], [10, 8], [(0,), (1,)], [1, 0],
+            id="second above twice the time left goes to the next window",
         ),
         pytest.param(
-            [_unit(4, 1), _unit(9, 1, needs=(0,))], [10], [(0, 1)], [0], id="needs come before"
+            [_unit(9, {0}), _unit(8, {0})], [10, 8], [(0, 1), ()], [0, 8],
+            id="unless it has no other window",
         ),
         pytest.param(
-            [_unit(2, 1, light=True), _unit(5, 1)], [10], [(1, 0)], [3], id="light ones come last"
+            [_unit(4, {0}), _unit(9, {0}, needs=(0,))], [10], [(0, 1)], [0],
+            id="needed unit comes before",
         ),
         pytest.param(
-            [_unit(2, 1, light=True), _unit(5, 1, needs=(0,))], [10], [(0, 1)], [3],
-            id="light ones come along",
+            [_unit(2, {0}, filler=True), _unit(5, {0})], [10], [(1, 0)], [3],
+            id="fillers come last",
         ),
-        pytest.param([_unit(2, 1, light=True)], [0], [()], [0], id="light ones have no deadline"),
+        pytest.param(
+            [_unit(2, {0}, filler=True), _unit(5, {0}, needs=(0,))], [10], [(0, 1)], [3],
+            id="needed filler comes along",
+        ),
+        pytest.param([_unit(2, {0}, filler=True)], [0], [()], [0], id="fillers need no window"),
+        pytest.param(
+            [_unit(20, {0, 1, 2}), _unit(1, {0}), _unit(25, {1})], [2, 30, 9], [(1,), (2,), (0,)],
+            [1, 5, 0], id="remaining GEMM goes where it hides most",
+        ),
+        pytest.param([_unit(4, {0, 1})], [0, 0], [(), (0,)], [0, 0], id="or to its last window"),
         pytest.param([], [10], [()], [10], id="nothing to hide it"),
     ],
 )  # fmt: skip
-def test_best_fit_and_deadline(units, times_us, windows, left_us) -> None:
+def test_units_are_assigned_by_best_fit(units, times_us, windows, left_us) -> None:
     found = assign(units, times_us)
     assert found.windows == tuple(windows)
     assert found.left_us == tuple(left_us)
 
 
-def test_gradients_run_behind_starts_and_data_gradients_ahead() -> None:
-    _, analysis = two_layers()
-    labels = label(analysis, analysis.find_collectives("all_to_all"))
-    units = find_units(analysis, labels, cost=lambda node: 1.0)
-    windows = {find(analysis, "a2a_0"): [0], find(analysis, "a2a_1"): [1]}
-    order = build_order(analysis, units, windows)
+def test_units_run_after_starts_and_waits_before_their_readers() -> None:
+    _, analysis = three_layers()
+    first, second = find(analysis, "a2a_0"), find(analysis, "a2a_1")
+    order = build_order(analysis, _units(analysis), {first: [0], second: [1]})
     analysis.check_order(order)
     assert names(analysis, order)[7:] == [
         "dx_0", "a2a_0", "t_0", "dw_0", "out_0",
@@ -136,26 +145,20 @@ def test_gradients_run_behind_starts_and_data_gradients_ahead() -> None:
     ]  # fmt: skip
     assert hidden_gemms(analysis, order) == {"a2a_0": ("dw_0",), "a2a_1": ("dw_1",)}
     assert hidden_gemms(analysis, range(len(analysis.nodes))) == {"a2a_0": (), "a2a_1": ()}
-
-
-def test_a_gradient_may_pass_over_the_next_all_to_all() -> None:
-    _, analysis = two_layers()
-    labels = label(analysis, analysis.find_collectives("all_to_all"))
-    units = find_units(analysis, labels, cost=lambda node: 1.0)
-    order = build_order(analysis, units, {find(analysis, "a2a_1"): [1, 0]})
+    # A gradient may also run under a later all-to-all than the next one.
+    order = build_order(analysis, _units(analysis), {second: [1, 0]})
     analysis.check_order(order)
     assert hidden_gemms(analysis, order) == {"a2a_0": (), "a2a_1": ("dw_1", "dw_0")}
 
 
-def test_sums_stay_with_what_they_add_up_where_a_compiler_fuses_them() -> None:
+def test_sums_stay_with_their_operands_where_a_compiler_fuses_them() -> None:
     b = GraphBuilder()
     grad, x, w = (b.input(name, 4, 4) for name in ("tangents_1", "x", "w"))
-    dx = b.mm(grad, w, name="dx")
-    start, wait = b.all_to_all(dx, "a2a")
+    start, wait = b.all_to_all(b.mm(grad, w, name="dx"), "a2a")
     dw, bias = b.mm(x, grad, name="dw"), b.call(aten.sum.dim_IntList, grad, [0], name="bias")
     analysis = b.done(b.mm(wait, w, name="last"), dw, bias)
 
-    def order(gemms_alone: bool) -> list[str]:
+    def order(*, gemms_alone: bool) -> list[str]:
         found = plan_wgrad(
             analysis,
             cost=lambda node: 100.0 if node is start else 10.0,
@@ -165,20 +168,19 @@ def test_sums_stay_with_what_they_add_up_where_a_compiler_fuses_them() -> None:
         )
         return names(analysis, found)[3:]
 
-    assert order(False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]
-    assert order(True) == ["bias", "dx", "a2a", "dw", "wait_a2a", "last", "output"]
+    assert order(gemms_alone=False) == ["dx", "a2a", "dw", "bias", "wait_a2a", "last", "output"]
+    assert order(gemms_alone=True) == ["bias", "dx", "a2a", "dw", "wait_a2a", "last", "output"]
 
 
-def test_what_reads_nothing_comes_late_however_a_compiler_fuses() -> None:
-    """Zeros for the gradient of an embedding would fill memory for all of backward."""
+def test_node_without_operands_runs_late_where_a_compiler_fuses_it() -> None:
+    """Zeros for the gradient of an embedding would occupy memory during all of backward."""
     b = GraphBuilder()
     grad, x, w = (b.input(name, 4, 4) for name in ("tangents_1", "x", "w"))
     _, wait = b.all_to_all(b.mm(grad, w, name="dx"), "a2a")
     dw = b.mm(x, grad, name="dw")
     zeros = b.graph.call_function(aten.full.default, ([64, 4], 0.0), name="zeros")
     zeros.meta["val"] = torch.empty(64, 4, device="meta")
-    last = b.mm(zeros, b.mm(wait, w, name="dx_last"), name="last")
-    analysis = b.done(last, dw)
+    analysis = b.done(b.mm(zeros, b.mm(wait, w), name="last"), dw)
     sizes = Sizes(1)
     peak, _ = LiveBytes(analysis, sizes).peak(range(len(analysis.nodes)))
     order = plan_wgrad(
@@ -188,35 +190,26 @@ def test_what_reads_nothing_comes_late_however_a_compiler_fuses() -> None:
     assert names(analysis, order).index("zeros") > names(analysis, order).index("a2a")
 
 
-def _with_reductions() -> GraphAnalysis:
-    """Return two layers whose first two weight gradients are reduced as soon as they are there."""
+@pytest.mark.parametrize(
+    ("reduce_us", "want"),
+    [
+        # dx_1 takes 20 us between the all-to-alls: one reduction of 15 us fits, none of 25 us.
+        (15.0, ["a2a_0", "ar_0", "a2a_1", "ar_1"]),
+        (25.0, ["a2a_0", "a2a_1", "ar_0", "ar_1"]),
+    ],
+)
+def test_reductions_run_in_gaps_between_all_to_alls(reduce_us: float, want: list[str]) -> None:
     b = GraphBuilder()
     grad, w, x = (b.input(name, 4, 4) for name in ("tangents_1", "primals_1", "x"))
     made = []
     for layer in range(2):
-        product = b.mm(x, grad, name=f"dw_{layer}")
-        _, reduced = b.all_reduce(product, f"ar_{layer}")
+        _, reduced = b.all_reduce(b.mm(x, grad, name=f"dw_{layer}"), f"ar_{layer}")
         made.append(b.call(aten.neg.default, reduced, name=f"step_{layer}"))
         _, grad = b.all_to_all(b.mm(grad, w, name=f"dx_{layer}"), f"a2a_{layer}")
-    made.append(b.mm(grad, w, name="last"))
-    return b.done(*made)
-
-
-@pytest.mark.parametrize(
-    ("reduce_us", "gap_us", "want"),
-    [
-        # dx_1 takes 20 us between the all-to-alls: one reduction of 15 fits, two of 10 would.
-        (15.0, 20.0, ["a2a_0", "ar_0", "a2a_1", "ar_1"]),
-        (25.0, 20.0, ["a2a_0", "a2a_1", "ar_0", "ar_1"]),
-    ],
-)
-def test_reductions_fill_gaps_and_all_to_alls_go_first(
-    reduce_us: float, gap_us: float, want: list[str]
-) -> None:
-    analysis = _with_reductions()
-    times = {"dx_1": gap_us, "ar_0": reduce_us, "ar_1": reduce_us, "a2a_0": 5.0, "a2a_1": 5.0}
+    analysis = b.done(*made, b.mm(grad, w, name="last"))
+    times = {"dx_1": 20.0, "ar_0": reduce_us, "ar_1": reduce_us, "a2a_0": 5.0, "a2a_1": 5.0}
     roles = {"ar": "start", "a2a": "start", "wait": "wait", "output": "free", "primals": "free"}
-    works = [
+    timed = [
         Operation(
             name=node.name,
             role=roles.get(node.name.partition("_")[0], "compute"),  # pyright: ignore[reportArgumentType]
@@ -225,9 +218,9 @@ def test_reductions_fill_gaps_and_all_to_alls_go_first(
         )
         for index, node in enumerate(analysis.nodes)
     ]
-    order = place_reductions(analysis, works, build_order(analysis, [], {}))
+    order = place_reductions(analysis, timed, build_order(analysis, [], {}))
     analysis.check_order(order)
     found = names(analysis, order)
     assert [name for name in found if name.startswith(("ar", "a2a"))] == want
-    # Nobody waits for a reduction before all of backward is issued.
+    # No node waits for a reduction before all of backward has been launched.
     assert found.index("last") < min(found.index("wait_ar_0"), found.index("wait_ar_1"))

@@ -1,4 +1,4 @@
-"""Dataclasses that check their fields: each kind of annotation, from a table and from a call."""
+"""Dataclasses that check their fields: each kind of annotation, right and wrong values."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -100,7 +100,7 @@ def test_wrong_tables_are_refused(changes: dict[str, object], message: str) -> N
 
 
 def test_choices_are_compared_with_their_types() -> None:
-    """Python says that True equals 1; a choice of 1 must still refuse True."""
+    """True equals 1 in Python, but it is no allowed value where 1 is one."""
     check_choice(1, (1, 2), name="x")
     with pytest.raises(ValueError, match=r"^x \(True\) must be one of 1, 2$"):
         check_choice(True, (1, 2), name="x")
@@ -121,19 +121,15 @@ def test_wrong_values_are_shown_on_one_short_line() -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("num_step", "num_steps"),
         ("numsteps", "num_steps"),
         ("sede", "seed"),
-        ("batchsize", "batch_size"),
-        ("nothere", ""),
         ("steps", "num_steps"),
         ("size", ""),
         ("", ""),
         ("x" * 10**6, ""),
     ],
 )
-def test_only_typing_errors_are_suggested(name: str, near: str) -> None:
-    """A suggestion that is not what the user meant sends them the wrong way."""
+def test_only_a_similar_name_is_suggested(name: str, near: str) -> None:
     message = unknown_name(name, ["num_steps", "batch_size", "seed"], prefix="train.")
     names = "train.num_steps, train.batch_size, train.seed"
     assert message.endswith(

@@ -1,4 +1,4 @@
-"""Reading JSON with limits: what is valid is read as json reads it; the rest names its fault."""
+"""Reading JSON with limits: valid files give the values of ``json``, others a clear error."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_limits_are_inclusive(tmp_path: Path) -> None:
 
 
 def test_file_without_a_size_is_limited_too(tmp_path: Path) -> None:
-    """Files of /proc have size 0 and content; a limit on the size that stat gives misses them."""
+    """Files of /proc have a size of 0 but content, so ``st_size`` does not limit them."""
     path = Path("/proc/self/status")
     if not path.exists():
         pytest.skip("needs /proc")
@@ -51,11 +51,9 @@ def test_file_without_a_size_is_limited_too(tmp_path: Path) -> None:
     [
         ('{"a": 1, "b": {"c": 1, "c": 1}}', "an object has the key 'c' twice"),
         ("NaN", "NaN is not a finite number"),
-        ("[-Infinity]", "-Infinity is not a finite number"),
         ("-1e999", "'-1e999' is not a finite number"),
         ("", "Expecting value: line 1 column 1 (char 0)"),
         ("[] []", "Extra data: line 1 column 4 (char 3)"),
-        ("'a'", "Expecting value: line 1 column 1 (char 0)"),
     ],
 )
 def test_other_text_is_refused(text: str, message: str) -> None:
@@ -72,11 +70,7 @@ def test_lines_are_numbered_and_read_one_by_one(tmp_path: Path) -> None:
     assert next(lines) == (f"{path}:2 must be a line of profiles:", [2, "\u2028"])
     with pytest.raises(ValueError, match=r":3 must be a line of profiles: it must be JSON: "):
         next(lines)
-
-
-def test_last_line_needs_no_newline(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text("1\n2")
+    path.write_text("1\n2")  # the last line needs no newline
     assert [value for _, value in read_json_lines(path, what="a", max_bytes=9)] == [1, 2]
     path.write_text("")
     assert list(read_json_lines(path, what="a", max_bytes=9)) == []

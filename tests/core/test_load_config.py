@@ -1,20 +1,12 @@
-"""Configurations from TOML files and overrides. tests/hostile/data has the refused ones."""
+"""Configurations from TOML files and overrides; tests/hostile/data has the wrong ones."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from halley.core.config import (
-    ModelConfig,
-    MoEConfig,
-    RouterConfig,
-    RunConfig,
-    TrainConfig,
-)
-from halley.core.field_types import build
-from halley.core.load_config import load_config
-from halley.core.models import NAMED_MODELS
+from halley.core.config import RunConfig, TrainConfig
+from halley.core.models import NAMED_MODELS, load_config
 
 
 TINY = NAMED_MODELS["tiny"]
@@ -69,10 +61,10 @@ def test_file_and_overrides_change_a_named_model(tmp_path: Path) -> None:
     )
     config = _load(tmp_path, text, "model.num_layers=3", "model.moe.top_k=4")
     assert config.model == want
-    assert NAMED_MODELS["olmoe"].num_layers == 16  # the named model itself is unchanged
+    assert NAMED_MODELS["olmoe"].num_layers == 16  # the change was made to a copy
 
 
-@pytest.mark.parametrize("text", ['model = "olmoe"', '[model]\nname = "olmoe"', ""])
+@pytest.mark.parametrize("text", ['model = "olmoe"', '[model]\nname = "olmoe"'])
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -102,8 +94,6 @@ def test_order_of_model_name_and_changes_does_not_matter(
         ("optimizer.learning_rate=3e-4", "optimizer.learning_rate", 3e-4),
         ("optimizer.weight_decay=0", "optimizer.weight_decay", 0.0),
         ("train.tensorboard=true", "train.tensorboard", True),
-        ("train.dtype=bfloat16", "train.dtype", "bfloat16"),
-        ("data.path=texts", "data.path", "texts"),
         ("model.qk_norm=none", "model.qk_norm", "none"),
     ],
 )
@@ -115,14 +105,23 @@ def test_override_has_the_type_of_its_field(override: str, path: str, value: obj
     assert type(config) is type(value)
 
 
-def test_field_without_default_is_required() -> None:
-    with pytest.raises(ValueError, match=r"^model.moe.top_k is required$"):
-        build(MoEConfig, {"num_experts": 8, "intermediate_size": 4}, prefix="model.moe.")
-    assert build(RouterConfig, {"z_coefficient": 1}) == RouterConfig(z_coefficient=1.0)
+def test_every_named_model_can_be_loaded_by_its_name() -> None:
+    for name, model in NAMED_MODELS.items():
+        assert load_config(None, overrides=[f"model={name}"]).model == model
 
 
-@pytest.mark.parametrize("name", NAMED_MODELS)
-def test_named_model_equals_its_rebuilt_table(name: str) -> None:
-    model = NAMED_MODELS[name]
-    assert build(ModelConfig, dataclasses.asdict(model)) == model
-    assert load_config(None, overrides=[f"model={name}"]).model == model
+@pytest.mark.parametrize(
+    ("num_dense_layers", "moe_interval", "moe_layers"),
+    [(0, 1, [0, 1, 2, 3, 4, 5, 6]), (3, 1, [3, 4, 5, 6]), (2, 3, [4]), (7, 1, [])],
+)
+def test_positions_of_moe_layers(
+    num_dense_layers: int, moe_interval: int, moe_layers: list[int]
+) -> None:
+    model = dataclasses.replace(
+        NAMED_MODELS["tiny"],
+        num_layers=7,
+        num_dense_layers=num_dense_layers,
+        moe_interval=moe_interval,
+        dense_intermediate_size=128,
+    )
+    assert [index for index in range(7) if model.is_moe_layer(index)] == moe_layers

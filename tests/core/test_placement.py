@@ -1,4 +1,4 @@
-"""Expert placements: replicas, their choice for each token, and files."""
+"""Expert placements, the choice of replicas, and files of placements and of expert counts."""
 
 from pathlib import Path
 
@@ -9,8 +9,10 @@ from halley.core.placement import (
     ExpertPlacement,
     choose_replicas,
     load_placements,
+    read_counts,
     replica_choices,
     save_placements,
+    write_counts,
 )
 from halley.core.routing import count_tokens_per_expert
 from halley.core.types import DROPPED
@@ -46,9 +48,6 @@ def test_local_replica_is_preferred_else_round_robin() -> None:
     assert _choose(idx, rank=2) == [[6, 4], [0, 5], [7, 2], [6, DROPPED], [1, 4]]
     # Rank 3 holds expert 0. Expert 2 has replicas 3 and 4; token 0 uses the second.
     assert _choose([[0, 2], [2, 0], [2, 3]], rank=3) == [[6, 4], [3, 6], [4, 7]]
-
-
-def test_no_tokens_give_an_empty_choice() -> None:
     assert _choose([], rank=1) == []
 
 
@@ -84,3 +83,20 @@ def test_wrong_number_of_layers_is_refused(tmp_path: Path) -> None:
 def test_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be a file to write: No such file"):
         save_placements(tmp_path / "none" / "placement.json", [PLACEMENT])
+
+
+def test_written_counts_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    write_counts(path, [[3, 0, 1], [2, 2, 0]], first_step=1, last_step=7)
+    assert read_counts(path) == [[3, 0, 1], [2, 2, 0]]
+    assert list(tmp_path.iterdir()) == [path]  # no temporary file is left
+    path.write_text("[3, 0.5]")
+    assert read_counts(path) == [[3, 0.5]]
+
+
+@pytest.mark.parametrize("text", ["7", "[]", "[[1], []]", "[[1], 2]"])
+def test_other_nesting_of_counts_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "counts.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="must be numbers of each expert, or lists of them"):
+        read_counts(path)

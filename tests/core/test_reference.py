@@ -1,11 +1,11 @@
-"""The definition of the layer against a loop over tokens in plain Python floats."""
+"""The reference layer, compared with a loop over tokens in plain Python floats."""
 
 import math
 
 import pytest
 import torch
 
-from halley.core.reference import activate, apply_expert, moe_reference
+from halley.core.reference import activate, moe_reference
 from halley.core.types import DROPPED, Activation, Experts, Routing
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import balanced_load, sample_routing
@@ -23,8 +23,8 @@ def _gelu(x: float) -> float:
 
 
 def _times(matrix: Matrix, vector: list[float], bias: list[float] | None) -> list[float]:
-    product = [math.fsum(a * x for a, x in zip(row, vector, strict=True)) for row in matrix]
-    return product if bias is None else [y + b for y, b in zip(product, bias, strict=True)]
+    out = [math.fsum(a * x for a, x in zip(row, vector, strict=True)) for row in matrix]
+    return out if bias is None else [y + b for y, b in zip(out, bias, strict=True)]
 
 
 def _slow_expert(x: list[float], experts: Experts, index: int) -> list[float]:
@@ -76,9 +76,10 @@ def _make(
     return normal(num_tokens, 4), routing, experts
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_tokens", [9, 0])
+@pytest.mark.parametrize(
+    ("activation", "bias", "num_tokens"),
+    [("swiglu", False, 9), ("swiglu", True, 9), ("gelu", True, 9), ("gelu", False, 0)],
+)
 def test_layer_is_the_sum_of_weighted_experts(
     activation: Activation, bias: bool, num_tokens: int
 ) -> None:
@@ -111,7 +112,7 @@ def test_gradients_are_those_of_finite_differences(activation: Activation) -> No
     assert torch.autograd.gradcheck(layer, (x_TD, routing.topk_weights_TK, *leaves))
 
 
-@pytest.mark.parametrize("sizes", [[5], [1, 4], [2, 1, 2], [1] * 5])
+@pytest.mark.parametrize("sizes", [[5], [2, 1, 2]])
 def test_parts_over_ranges_of_experts_add_up(sizes: list[int]) -> None:
     x_TD, routing, experts = _make("swiglu", bias=True)
     parts = []
@@ -124,7 +125,7 @@ def test_parts_over_ranges_of_experts_add_up(sizes: list[int]) -> None:
 
 
 def test_sum_is_in_float32() -> None:
-    # The first entry, 514, lies between two numbers of bfloat16, 512 and 516.
+    # A sum in bfloat16 would round 514, the first summand, to 512 or 516.
     experts = Experts(
         up_LGD=torch.ones(2, 1, 1, dtype=torch.bfloat16),
         down_LDF=torch.tensor([[[2.0]], [[-1.0]]], dtype=torch.bfloat16),
@@ -142,11 +143,3 @@ def test_activation_takes_the_gate_from_the_first_columns() -> None:
     h_RG = torch.tensor([[100.0, -100.0, 3.0, 5.0]])
     torch.testing.assert_close(activate(h_RG, "swiglu"), torch.tensor([[300.0, 0.0]]))
     torch.testing.assert_close(activate(h_RG, "gelu"), torch.tensor([[100.0, 0.0, 2.99595, 5.0]]))
-
-
-def test_one_expert() -> None:
-    x_TD, _, experts = _make("swiglu", bias=True)
-    y_TD = apply_expert(x_TD, experts, index=3)
-    want = [_slow_expert(x, experts, 3) for x in x_TD.tolist()]
-    want_TD = torch.tensor(want, dtype=torch.float64)
-    assert relative_error(y_TD, want_TD) <= RELATIVE_TOLERANCE[torch.float64]

@@ -1,4 +1,4 @@
-"""Sort orders and plans against plain Python: rows with names, moved between lists."""
+"""Sort orders and dispatch plans, compared with plain Python that moves named rows."""
 
 from typing import TypeVar
 
@@ -45,15 +45,13 @@ def test_count_tokens_per_expert() -> None:
     assert count_tokens_per_expert(idx_TK[:0], 3).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("num_local", "num_chunks", "want"),
-    [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (8, 3, [3, 3, 2]), (3, 3, [1, 1, 1])],
-)
-def test_chunk_sizes(num_local: int, num_chunks: int, want: list[int]) -> None:
-    assert chunk_sizes(num_local, num_chunks) == want
+def test_chunk_sizes_are_as_even_as_possible() -> None:
+    assert chunk_sizes(4, 1) == [4]
+    assert chunk_sizes(8, 3) == [3, 3, 2]
+    assert chunk_sizes(3, 3) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("num_chunks", [0, -1, 5])
+@pytest.mark.parametrize("num_chunks", [0, 5])
 def test_number_of_chunks_out_of_range_is_an_error(num_chunks: int) -> None:
     rule = rf"num_chunks \({num_chunks}\) must be between 1 and num_local_experts \(4\)"
     with pytest.raises(ValueError, match=rule):
@@ -71,22 +69,11 @@ def test_experts_must_divide_over_the_ranks() -> None:
         plan_dispatch(np.zeros((8, 64), dtype=np.int64), 0)
 
 
-def test_sort_slots_by_hand() -> None:
-    idx_TK = torch.tensor([[0, 2], [2, 1], [DROPPED, 0]])
-    keys_N, slots_N = sort_keys(idx_TK, 4)
-    assert keys_N.tolist()[:5] == [0, 0, 1, 2, 2]
-    assert slots_N.tolist() == [0, 5, 3, 1, 2, 4]
-    # With two chunks experts 0 and 2 come first, then 1 and 3.
-    starts_E1 = np.array([0, 2, 3, 5, 5])
-    slots_N = order_by_chunk(slots_N, starts_E1, ep_size=2, num_chunks=2)
-    assert slots_N.tolist() == [0, 5, 1, 2, 3, 4]
-
-
-# Keys take one byte up to 255 experts and two from there.
-@pytest.mark.parametrize("num_experts", [8, 252, 255, 256, 260, 1000])
+# Keys have one byte up to 255 experts, and two bytes from 256 experts.
+@pytest.mark.parametrize("num_experts", [8, 255, 256, 1000])
 @pytest.mark.parametrize("num_chunks", [1, 2])
-@pytest.mark.parametrize("num_tokens", [0, 1, 300])
-def test_slots_are_sorted_as_python_would(
+@pytest.mark.parametrize("num_tokens", [0, 300])
+def test_slots_have_the_order_of_a_sort_in_python(
     num_experts: int, num_chunks: int, num_tokens: int
 ) -> None:
     ep_size = 4 if num_experts % 4 == 0 else 5
@@ -116,12 +103,6 @@ def test_slots_are_sorted_as_python_would(
         assert expert_starts(keys_N, num_experts).tolist() == before
 
 
-def test_expert_starts_by_hand() -> None:
-    keys_N = torch.tensor([0, 2, 2, 255], dtype=torch.uint8)
-    assert expert_starts(keys_N, 4).tolist() == [0, 1, 1, 3, 3]
-    assert expert_starts(keys_N[:0], 2).tolist() == [0, 0, 0]
-
-
 def test_order_by_expert_by_hand() -> None:
     starts_WL1 = np.array([[4, 5, 7], [0, 1, 1]])  # counts [[1, 2], [1, 0]]
     plan = DispatchPlan(num_local=2, send_splits=[0, 0], recv_splits=[3, 1], starts_WL1=starts_WL1)
@@ -147,7 +128,7 @@ def _cases(draw: st.DrawFn) -> tuple[list[Table], int, int, int]:
 
 
 @given(_cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_rows_reach_their_experts_and_return(case: tuple[list[Table], int, int, int]) -> None:
     tables, num_local, top_k, num_chunks = case
     num_ranks = len(tables)
@@ -163,7 +144,7 @@ def test_rows_reach_their_experts_and_return(case: tuple[list[Table], int, int, 
         ).tolist()
         queues.append([(rank, slot, table[slot // top_k][slot % top_k]) for slot in slots])
 
-    home: list[list[Row]] = [[] for _ in range(num_ranks)]
+    returned_rows: list[list[Row]] = [[] for _ in range(num_ranks)]
     first_local = 0
     for c in range(num_chunks):
         outboxes = [_split(queues[r], plans[r][c].send_splits) for r in range(num_ranks)]
@@ -183,20 +164,20 @@ def test_rows_reach_their_experts_and_return(case: tuple[list[Table], int, int, 
             assert returned == arrived
             back.append(_split(returned, plan.recv_splits))
         for rank in range(num_ranks):
-            home[rank] += [row for r in range(num_ranks) for row in back[r][rank]]
+            returned_rows[rank] += [row for r in range(num_ranks) for row in back[r][rank]]
         first_local += plans[0][c].num_local
 
     assert first_local == num_local
     for rank, table in enumerate(tables):
-        # What was not sent is left in the queue: the dropped slots, in order.
+        # The dropped slots are not sent, so they stay in the queue, in order.
         dropped = [slot for slot, e in enumerate(_flat(table)) if e == DROPPED]
         assert queues[rank] == [(rank, slot, DROPPED) for slot in dropped]
-        assert len(home[rank]) + len(dropped) == top_k * len(table)
-        assert all(table[slot // top_k][slot % top_k] == e for _, slot, e in home[rank])
+        assert len(returned_rows[rank]) + len(dropped) == top_k * len(table)
+        assert all(table[slot // top_k][slot % top_k] == e for _, slot, e in returned_rows[rank])
 
 
 def _split(rows: list[Row], sizes: list[int]) -> list[list[Row]]:
-    """Take consecutive parts from the front of ``rows``."""
+    """Remove consecutive parts from the front of ``rows`` and return them."""
     parts = []
     for size in sizes:
         parts.append(rows[:size])
@@ -240,8 +221,7 @@ def test_routing_that_does_not_fit_is_an_error(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("num_tokens", [0, 4])
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(0, torch.float32), (4, torch.bfloat16)])
 def test_routing_that_fits_passes(num_tokens: int, dtype: torch.dtype) -> None:
     idx_TK = torch.zeros(num_tokens, 8, dtype=torch.int64)
     routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=idx_TK.to(dtype))

@@ -1,4 +1,4 @@
-"""Experts in shards: the sum of the shards' outputs is the output of the whole."""
+"""Experts in shards: the sum of the shards' outputs is the output of the complete experts."""
 
 import re
 
@@ -42,8 +42,8 @@ def test_rows_of_both_matrices_are_divided() -> None:
     assert ShardedDim(dim=-2, parts=1).apart(rows_GD) is rows_GD
 
 
-def test_shards_are_numbered_as_their_ranks_hold_them() -> None:
-    """Two sets of two ranks, two experts a set."""
+def test_shards_are_numbered_by_the_ranks_that_hold_them() -> None:
+    """Ranks 0 and 1 share experts 0 and 1; ranks 2 and 3 share experts 2 and 3."""
     routing = Routing(
         topk_idx_TK=torch.tensor([[3, 0], [DROPPED, 1]]),
         topk_weights_TK=torch.tensor([[0.25, 0.75], [0.0, 0.5]]),
@@ -54,8 +54,7 @@ def test_shards_are_numbered_as_their_ranks_hold_them() -> None:
     assert route_to_shards(routing, num_local=2, tp_size=1) is routing
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize(("parts", "tp_size"), [(1, 4), (2, 2), (2, 4)])
 def test_outputs_of_shards_add_up(parts: int, tp_size: int) -> None:
     experts = _experts(parts=parts)
     x_TD = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -74,7 +73,7 @@ def test_outputs_of_shards_add_up(parts: int, tp_size: int) -> None:
     torch.testing.assert_close(moe_reference(x_TD, routed, together), want_TD)
 
 
-def test_what_cannot_be_divided() -> None:
+def test_experts_that_cannot_be_sharded_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("intermediate_size (8) must be divisible by")):
         shard_experts(_experts(parts=2), tp_rank=0, tp_size=3)
     with pytest.raises(ValueError, match=re.escape("expert_bias (true) must be false")):

@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from halley.cost import hardware
 from halley.cost.hardware import (
@@ -13,7 +11,6 @@ from halley.cost.hardware import (
     CPU,
     H100,
     H200,
-    KNOWN,
     Hardware,
     Predictor,
     find_hardware,
@@ -52,22 +49,11 @@ def test_hardware_is_found_by_the_name_of_the_driver(device_name: str, expected:
     assert find_hardware(device_name) is expected
 
 
-@pytest.mark.parametrize("device_name", ["", "CPU", "NVIDIA A10", "NVIDIA GeForce RTX 4090"])
+@pytest.mark.parametrize("device_name", ["", "NVIDIA A10"])
 def test_error_for_an_unknown_device_lists_known_ones(device_name: str) -> None:
     names = "NVIDIA H200, NVIDIA H100, NVIDIA A100, cpu"
     with pytest.raises(ValueError, match=rf"device \({device_name}\) must be .*: {names}"):
         find_hardware(device_name)
-
-
-def test_every_device_is_found_by_its_own_name() -> None:
-    for known in KNOWN:
-        assert find_hardware(known.name) is known
-
-
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
-def test_gemm_rate_is_below_the_peak(known: Hardware) -> None:
-    assert known.peak_flops_per_s is not None
-    assert 0.5 * known.peak_flops_per_s < known.gemm_flops_per_s < known.peak_flops_per_s
 
 
 def test_large_grouped_gemm_is_bound_by_arithmetic() -> None:
@@ -95,30 +81,13 @@ def test_memory_time_is_at_least_the_launches() -> None:
     assert predictor.memory_us(1_000_000, num_ops=12) == 1000.0
 
 
-_SIZES = st.integers(0, 1 << 20)
-
-
-@given(_SIZES, _SIZES, st.integers(1, 4096), st.integers(1, 4096), st.sampled_from((2, 4)))
-def test_more_work_never_takes_less_time(
-    rows: int, more: int, inner: int, outer: int, itemsize: int
-) -> None:
-    predictor = Predictor(H200)
-    size = {"inner": inner, "outer": outer, "itemsize": itemsize}
-    base_us = predictor.grouped_gemm_us(rows, 4, **size)
-    assert predictor.grouped_gemm_us(rows + more, 4, **size) >= base_us
-    assert predictor.grouped_gemm_us(rows, 4 + more, **size) >= base_us
-    for name in ("inner", "outer", "itemsize"):
-        assert predictor.grouped_gemm_us(rows, 4, **size | {name: size[name] + 1}) >= base_us
-    assert predictor.all_to_all_us(rows + more) >= predictor.all_to_all_us(rows)
-    assert predictor.memory_us(rows + more) >= predictor.memory_us(rows)
-
-
-def test_peak_of_a_known_gpu_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_of_a_known_gpu_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert peak_flops_per_s(torch.device("cuda", 0)) == 989e12
+    assert peak_flops_per_s(torch.device("cpu")) is None  # vendors publish no rate for CPUs
 
 
-def test_peak_of_an_unknown_gpu_is_that_of_the_fastest_matmul(
+def test_peak_of_an_unknown_gpu_is_the_rate_of_the_fastest_matmul(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five matmuls of 2 * 4^3 operations; the clock is read before and after each of them."""
@@ -127,8 +96,3 @@ def test_peak_of_an_unknown_gpu_is_that_of_the_fastest_matmul(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(hardware, "_MATMUL_SIZE", 4)
     assert hardware._measure_matmul(torch.device("cpu")) == pytest.approx(2 * 4**3 / 0.5)
-
-
-def test_cpu_has_no_peak() -> None:
-    """No vendor publishes such a rate, so the MFU of a CPU would mean nothing."""
-    assert peak_flops_per_s(torch.device("cpu")) is None

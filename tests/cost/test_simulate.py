@@ -1,8 +1,17 @@
-"""Schedules worked out by hand: streams that overlap, tasks that wait."""
+"""Times of tasks and of graphs of operations, compared with schedules worked out by hand."""
 
 import pytest
 
-from halley.cost.simulate import Contention, Task, makespan_us, simulate
+from halley.cost.simulate import (
+    Contention,
+    GraphTime,
+    Operation,
+    Task,
+    graph_spans,
+    graph_time,
+    makespan_us,
+    simulate,
+)
 
 
 def _chunks() -> list[Task]:
@@ -15,14 +24,14 @@ def _chunks() -> list[Task]:
     return tasks
 
 
-def test_chunks_overlap_and_a_stream_never_does() -> None:
+def test_streams_overlap_and_tasks_of_one_stream_do_not() -> None:
     spans = {span.name: span for span in simulate(_chunks())}
     assert spans["dispatch1"].start_us == 10.0  # while experts0 computes
     assert spans["experts1"].start_us == 40.0  # compute is busy until then
     assert makespan_us(_chunks()) == 70.0  # not 80: one dispatch is hidden
 
 
-def test_span_says_what_ran_where() -> None:
+def test_span_has_name_rank_stream_and_times_of_its_task() -> None:
     (span,) = simulate([Task(name="experts", stream="compute", duration_us=2.5, rank=3)])
     assert (span.name, span.rank, span.stream) == ("experts", 3, "compute")
     assert (span.start_us, span.end_us) == (0.0, 2.5)
@@ -41,7 +50,7 @@ def test_each_rank_has_its_own_streams() -> None:
     assert makespan_us(tasks) == 14.0
 
 
-def test_task_waits_for_all_that_it_needs_and_holds_its_stream() -> None:
+def test_task_waits_for_its_needs_and_blocks_its_stream() -> None:
     tasks = [
         Task(name="short", stream="comm", duration_us=1.0),
         Task(name="long", stream="compute", duration_us=9.0),
@@ -52,19 +61,17 @@ def test_task_waits_for_all_that_it_needs_and_holds_its_stream() -> None:
     assert starts == {"short": 0.0, "long": 0.0, "both": 9.0, "behind": 10.0}
 
 
-def test_no_tasks() -> None:
+def test_no_tasks_take_no_time() -> None:
     assert simulate([]) == []
     assert makespan_us([]) == 0.0
+    assert graph_time([], []) == GraphTime(makespan_us=0.0, comm_us=0.0, exposed_us=0.0)
 
 
-def test_unknown_need_is_an_error() -> None:
+def test_unknown_need_and_repeated_name_are_errors() -> None:
     with pytest.raises(ValueError, match=r"experts needs \['dispatch'\], not listed before it"):
         simulate([Task(name="experts", stream="compute", duration_us=1.0, needs=("dispatch",))])
     with pytest.raises(ValueError, match=r"a needs \['a'\]"):
         simulate([Task(name="a", stream="compute", duration_us=1.0, needs=("a",))])
-
-
-def test_name_used_twice_is_an_error() -> None:
     twice = [Task(name="a", stream=stream, duration_us=1.0) for stream in ("compute", "comm")]
     with pytest.raises(ValueError, match=r"task name \(a\) must be unique"):
         simulate(twice)
@@ -85,7 +92,8 @@ def test_streams_slow_each_other_down_while_both_run() -> None:
     assert spans["other"].duration_us == pytest.approx(8.0)  # of another rank
 
 
-def test_contended_simulator_is_the_other_where_there_is_next_to_none() -> None:
+def test_both_simulators_agree_without_contention() -> None:
+    # A factor of exactly 1 selects the simulator without contention.
     for tasks in (_chunks(), [*_chunks(), Task(name="nothing", stream="comm", duration_us=0.0)]):
         plain = {span.name: span for span in simulate(tasks)}
         for span in simulate(tasks, Contention(compute=1.0 + 1e-9)):
@@ -93,6 +101,70 @@ def test_contended_simulator_is_the_other_where_there_is_next_to_none() -> None:
             assert span.end_us == pytest.approx(plain[span.name].end_us, abs=1e-5)
 
 
-def test_contention_never_speeds_up() -> None:
+def test_contention_factor_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"comm \(0.9\) must be at least 1"):
         Contention(comm=0.9)
+
+
+# dx, an all-to-all that needs its result, the wait for it, and the next operation. dw needs none
+# of these.
+DX = Operation(name="dx", role="compute", duration_us=10.0)
+DW = Operation(name="dw", role="compute", duration_us=30.0)
+VIEW = Operation(name="view", role="free", duration_us=0.0, needs=(0,))
+START = Operation(name="start", role="start", duration_us=40.0, needs=(2,))
+WAIT = Operation(name="wait", role="wait", duration_us=0.0, needs=(3,))
+NEXT = Operation(name="next", role="compute", duration_us=5.0, needs=(4,))
+OPERATIONS = (DX, DW, VIEW, START, WAIT, NEXT)
+
+
+def test_weight_gradient_launched_before_a_collective_delays_it() -> None:
+    # dw 0-30, dx 30-40, start 40-80 alone, next 80-85.
+    found = graph_time(OPERATIONS, [1, 0, 2, 3, 4, 5])
+    assert found == GraphTime(makespan_us=85.0, comm_us=40.0, exposed_us=40.0)
+
+
+def test_weight_gradient_launched_after_the_start_overlaps_it() -> None:
+    # dx 0-10, start 10-50, dw 10-40, next 50-55: 10 us stay exposed.
+    found = graph_time(OPERATIONS, [0, 2, 3, 1, 4, 5])
+    assert found == GraphTime(makespan_us=55.0, comm_us=40.0, exposed_us=10.0)
+
+
+def test_wait_delays_operations_launched_after_it() -> None:
+    spans = {span.name: span for span in graph_spans(OPERATIONS, [0, 2, 3, 4, 1, 5])}
+    assert spans["dw"].start_us == 50.0
+    assert set(spans) == {"dx", "dw", "start", "next"}
+
+
+def test_collectives_run_one_after_another_in_launch_order() -> None:
+    operations = [
+        Operation(name="a", role="start", duration_us=10.0),
+        Operation(name="b", role="start", duration_us=20.0),
+    ]
+    spans = {span.name: span.start_us for span in graph_spans(operations, [1, 0])}
+    assert spans == {"b": 0.0, "a": 20.0}
+
+
+def test_no_operation_starts_before_the_host_has_launched_it() -> None:
+    # Launched at 20, 40 and 60: two kernels of 5 us and a collective of 50 us wait for the host.
+    operations = [
+        Operation(name="a", role="compute", duration_us=5.0, host_us=20.0),
+        Operation(name="b", role="compute", duration_us=5.0, host_us=20.0, needs=(0,)),
+        Operation(name="c", role="start", duration_us=50.0, host_us=20.0, needs=(1,)),
+    ]
+    spans = {span.name: span.start_us for span in graph_spans(operations, [0, 1, 2])}
+    assert spans == {"a": 20.0, "b": 40.0, "c": 60.0}
+    for contention in (Contention(), Contention(compute=1.5, comm=1.5)):
+        assert graph_time(operations, [0, 1, 2], contention).makespan_us == 110.0
+
+
+def test_host_waits_for_a_result_that_it_reads() -> None:
+    # The host reads the result of a (5-105), then launches b in 5 us. So b starts at 110.
+    operations = [
+        Operation(name="a", role="compute", duration_us=100.0, host_us=5.0, is_read=True),
+        Operation(name="b", role="compute", duration_us=10.0, host_us=5.0),
+        Operation(name="c", role="compute", duration_us=10.0, host_us=5.0),
+    ]
+    spans = {span.name: span.start_us for span in graph_spans(operations, [0, 1, 2])}
+    assert spans == {"a": 5.0, "b": 110.0, "c": 120.0}
+    spans = {span.name: span.start_us for span in graph_spans(operations, [1, 0, 2])}
+    assert spans == {"b": 5.0, "a": 15.0, "c": 120.0}

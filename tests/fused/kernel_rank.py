@@ -42,7 +42,7 @@ class RowGradients:
     dy_RD: torch.Tensor
     dpre_RG: torch.Tensor
     weighted_RF: torch.Tensor
-    dweight_RC: torch.Tensor
+    dweight_RJ: torch.Tensor
     z_RD: torch.Tensor
 
 
@@ -157,7 +157,7 @@ class KernelRank:
         *,
         fused: bool = True,
         save_pre: bool = True,
-        copies_SD: torch.Tensor | None = None,
+        copies_PD: torch.Tensor | None = None,
         copies_saved: bool = False,
     ) -> None:
         """Write ``x_RD`` and ``h_RF``, and ``pre_RG`` if it is to be saved."""
@@ -170,7 +170,7 @@ class KernelRank:
             up_LGD=self.experts.up_LGD,
             gated=self.case.num_projections == 2,
             fused=fused,
-            copies_SD=copies_SD,
+            copies_PD=copies_PD,
             copies_saved=copies_saved,
         )
 
@@ -221,7 +221,7 @@ class KernelRank:
             dy_RD=rows.x_RD,
             dpre_RG=rows.pre_RG,
             weighted_RF=rows.h_RF,
-            dweight_RC=torch.full((len(pre_RG), columns), torch.nan),
+            dweight_RJ=torch.full((len(pre_RG), columns), torch.nan),
             z_RD=rows.z_RD,
         )
         self.publish_rows(dy_TD, made.weight_R)
@@ -231,7 +231,7 @@ class KernelRank:
             dy_RD=made.dy_RD,
             dpre_RG=made.dpre_RG,
             weighted_RF=made.weighted_RF,
-            dweight_RC=made.dweight_RC,
+            dweight_RJ=made.dweight_RJ,
             pre_RG=pre_RG,
             weight_R=made.weight_R,
             down_LDF=self.experts.down_LDF,
@@ -255,7 +255,7 @@ class KernelRank:
             dweights_TK=dweights_TK,
             z_RD=made.z_RD,
             dpre_RG=made.dpre_RG,
-            dweight_RC=made.dweight_RC,
+            dweight_RJ=made.dweight_RJ,
             up_LGD=self.experts.up_LGD,
             topk_idx_TK=idx_TK,
             fused=fused,

@@ -7,9 +7,9 @@ import torch
 
 from halley.interpreter import sanitizer
 from halley.interpreter.scheduler import Scheduler
-from halley.symm_mem.cpu import ThreadWorld
 from tests.fused.kernel_case import TIMEOUT_S, KernelCase, make_tokens
 from tests.fused.kernel_rank import KernelRank
+from tests.symm_mem.thread_heap import ThreadWorld
 
 
 T = TypeVar("T")

@@ -17,15 +17,15 @@ class Mutation:
     Attributes:
         function: a ``triton.jit`` function.
         edits: pairs of old text, which occurs once, and new text.
-        case: sizes with which the mistake has an effect; None for the default of the test.
+        case: sizes with which the mistake has an effect.
         timeout_s: time limit of waits.
-        first_seed: first seed to try; only saves time.
+        first_seed: first seed to try: one that shows the mistake, which saves time.
     """
 
     function: object
     edits: tuple[tuple[str, str], ...]
     _: KW_ONLY
-    case: KernelCase | None = None
+    case: KernelCase
     timeout_s: float = 30.0
     first_seed: int = 0
 

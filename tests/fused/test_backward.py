@@ -1,4 +1,4 @@
-"""Outputs and gradients in many schedules: equal to the reference; fused equals unfused by bits."""
+"""Outputs and gradients in many schedules equal the reference; fused equals unfused bit by bit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halley.core.reference import moe_reference
-from halley.core.types import Activation, Routing
+from halley.core.types import Routing
 from tests.fused.kernel_case import (
     Gradients,
     KernelCase,
@@ -23,24 +23,21 @@ from tests.fused.kernel_world import run_world
 
 TWO = KernelCase(num_tokens_CW=((20, 13),))
 CASES = {
-    "two ranks": TWO,
-    "four ranks": replace(TWO, num_tokens_CW=((8, 12, 5, 9),), num_experts=4),
-    "skewed": replace(TWO, load="zipf:1.2", num_experts=8, top_k=3),
-    "empty expert": replace(TWO, load="empty-expert"),
+    "odd sizes, skewed, dropped": replace(
+        TWO, num_tokens_CW=((10, 7),), hidden_size=68, intermediate_size=36, load="zipf:1.2",
+        num_experts=6, top_k=3, dropped=0.3,
+    ),
+    "four ranks, one without tokens": replace(TWO, num_tokens_CW=((0, 6, 3, 4),)),
     "one takes all": replace(TWO, load="one-hot", top_k=1),
-    "no tokens": replace(TWO, num_tokens_CW=((0, 18, 7),), num_experts=3),
-    "dropped": replace(TWO, dropped=0.4, top_k=3),
-    "all dropped": replace(TWO, dropped=1.0),
-    "one rank": replace(TWO, num_tokens_CW=((35,),)),
-    "many token copies": replace(TWO, num_tokens_CW=((70, 66),), block_slots=64, hidden_size=136),
-    "odd sizes": replace(TWO, hidden_size=68, intermediate_size=36),
-    "bfloat16": replace(TWO, dtype=torch.bfloat16, load="std:0.05"),
-    "float16": replace(TWO, dtype=torch.float16, activation="gelu"),
-    "several calls": replace(TWO, num_tokens_CW=((9, 13), (2, 0), (16, 1), (0, 0))),
-    "five of six": replace(TWO, num_tokens_CW=((9, 6),), num_experts=6, top_k=5),
+    "many token copies": replace(TWO, num_tokens_CW=((66, 3),), block_slots=64),
+    "bfloat16": replace(TWO, num_tokens_CW=((12, 9),), dtype=torch.bfloat16, load="std:0.05"),
+    "several calls": replace(TWO, num_tokens_CW=((5, 8), (2, 0), (0, 0))),
     # Zero rows fill only half of a tile; the other padding keeps its old content.
-    "large tiles": replace(TWO, num_tokens_CW=((9, 13),), config=replace(TWO.config, block_m=32)),
-}
+    "large tiles, float16": replace(
+        TWO, num_tokens_CW=((9, 13),), config=replace(TWO.config, block_m=32),
+        dtype=torch.float16, activation="gelu",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,72 +111,41 @@ def test_values_equal_the_reference_and_the_unfused_bits(name: str) -> None:
     _assert_same(fused, unfused, f"seed {seed}")
 
 
-@pytest.mark.parametrize("resident", [1, 8])
-def test_few_resident_ctas_do_not_deadlock(resident: int) -> None:
-    """No CTA waits for a CTA that has not begun, however few run at a time."""
-    case = replace(TWO, num_tokens_CW=((18, 5),), config=replace(TWO.config, num_programs=6))
-    _assert_values(_train(case, fused=True, seed=resident, resident=resident), case)
+def test_any_configuration_gives_the_same_bits() -> None:
+    """A run may end with the last column, with a chunk, or inside of a chunk.
 
-
-def test_runs_of_tiles_give_the_same_bits() -> None:
-    """A run may end with the last column, with a chunk, or inside of a chunk."""
-    case = replace(TWO, num_tokens_CW=((9, 4),), hidden_size=136, intermediate_size=76)
+    The combine loads all rows of a token copy at once, or some of them in each step.
+    """
+    case = replace(TWO, num_tokens_CW=((6, 3),), hidden_size=136, intermediate_size=44, top_k=3)
     wanted = _train(case, fused=False)
     _assert_values(wanted, case)
-    for down, up, chunk_columns in ((2, 3, 64), (3, 2, 128)):
+    for run, other_run, settings in (
+        (2, 3, {"chunk_columns": 64, "combine_rows": 8, "combine_stages": 1, "num_programs": 3}),
+        (3, 2, {"chunk_columns": 128, "combine_rows": 16, "combine_stages": 8, "num_programs": 1}),
+    ):
         config = replace(
             case.config,
-            up=replace(case.config.up, run=up),
-            down=replace(case.config.down, run=down),
-            down_grad=replace(case.config.down_grad, run=down),
-            up_grad=replace(case.config.up_grad, run=up),
-            chunk_columns=chunk_columns,
+            up=replace(case.config.up, run=other_run),
+            down=replace(case.config.down, run=run),
+            down_grad=replace(case.config.down_grad, run=run),
+            up_grad=replace(case.config.up_grad, run=other_run),
+            sum_rows=8 if run == 2 else 64,
+            **settings,
         )
-        got = _train(replace(case, config=config), fused=True, seed=up)
-        _assert_same(got, wanted, f"runs of {down} and {up}")
+        resident = min(4, config.num_programs)
+        got = _train(replace(case, config=config), fused=True, seed=run, resident=resident)
+        _assert_same(got, wanted, f"runs of {run} and {other_run}, {settings}")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"chunk_columns": 128, "num_programs": 1},
-        {"combine_rows": 8, "combine_stages": 1, "sum_rows": 8, "num_programs": 3},
-        {"combine_rows": 16, "combine_stages": 8, "sum_rows": 64, "num_programs": 5},
-    ],
-)
-def test_any_configuration_gives_the_same_bits(settings: dict[str, int]) -> None:
-    """Sums load all rows of a token at once, or some of them in each step."""
-    case = replace(TWO, num_tokens_CW=((9, 14),), top_k=3)
-    wanted = _train(case, fused=False)
-    config = replace(case.config, **settings)
-    resident = min(4, config.num_programs)
-    got = _train(replace(case, config=config), fused=True, resident=resident)
-    _assert_same(got, wanted, str(settings))
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_negative_and_unnormalized_routing_weights(activation: Activation) -> None:
+def test_negative_and_unnormalized_routing_weights() -> None:
     def tokens(case: KernelCase, rank: int, *, call: int) -> tuple[torch.Tensor, Routing]:
         x_TD, routing = make_tokens(case, rank, call=call)
         weights_TK = routing.topk_weights_TK * -3.0 + rank
         assert (weights_TK < 0).any()
         return x_TD, replace(routing, topk_weights_TK=weights_TK)
 
-    case = replace(TWO, num_tokens_CW=((9, 12),), activation=activation)
+    case = replace(TWO, num_tokens_CW=((5, 6),))
     _assert_values(_train(case, fused=True, tokens=tokens), case, tokens=tokens)
-
-
-def test_zero_gradient_of_the_output_gives_zero_gradients() -> None:
-    case = replace(TWO, num_tokens_CW=((9, 12),), top_k=3)
-
-    def run(rank: KernelRank) -> None:
-        x_TD, routing = make_tokens(case, rank.rank)
-        _, saved = rank.forward_and_save(x_TD, routing)
-        gradients = rank.backward(torch.zeros_like(x_TD), saved)
-        for value in vars(gradients).values():
-            assert torch.equal(value, torch.zeros_like(value))
-
-    run_world(case, run, seed=1)
 
 
 def test_layers_of_several_sizes_share_one_memory() -> None:
@@ -200,8 +166,8 @@ def test_layers_of_several_sizes_share_one_memory() -> None:
 
 def test_a_plan_from_before_the_buffers_grew() -> None:
     """The backward of an old call runs in the larger buffers of later calls."""
-    small = replace(TWO, num_tokens_CW=((9, 12),))
-    large = replace(TWO, num_tokens_CW=((20, 13),), max_tokens=32, seed=5)
+    small = replace(TWO, num_tokens_CW=((4, 7),))
+    large = replace(TWO, num_tokens_CW=((14, 10),), max_tokens=32, seed=5)
 
     def run(later: KernelRank) -> list[Values]:
         earlier = KernelRank(later.heap, small)

@@ -1,7 +1,7 @@
 """The dispatch plan against one that plain Python makes slot by slot."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -183,11 +183,10 @@ def _plan_and_check(rank: KernelRank) -> int:
 
 
 CASES = {
-    "top 1": KernelCase(top_k=1, num_tokens_CW=((17, 9, 31),), num_experts=6),
-    "top 6": KernelCase(top_k=6, num_tokens_CW=((11, 14),), num_experts=8, dropped=0.2),
-    "top 10": KernelCase(top_k=10, num_tokens_CW=((9, 12),), num_experts=12, block_slots=32),
+    "top 10": KernelCase(
+        top_k=10, num_tokens_CW=((9, 12),), num_experts=12, block_slots=32, dropped=0.2
+    ),
     "all experts": KernelCase(top_k=4, num_tokens_CW=((9, 12),)),
-    "dropped": KernelCase(dropped=0.5, num_tokens_CW=((40, 25),)),
     "all dropped": KernelCase(dropped=1.0),
     "one rank": KernelCase(num_tokens_CW=((33,),)),
     "one expert a rank": KernelCase(num_tokens_CW=((19, 40, 3, 20),), num_experts=4),
@@ -198,8 +197,7 @@ CASES = {
     "more than a task": KernelCase(num_tokens_CW=((70, 65),), block_slots=64),
     "full tasks": KernelCase(num_tokens_CW=((64, 64, 64),), num_experts=3, top_k=3, block_slots=64),
     "larger max_tokens": KernelCase(num_tokens_CW=((3, 20),), max_tokens=100, block_slots=32),
-    "many experts": KernelCase(num_tokens_CW=((25, 30),), num_experts=80, top_k=4, block_slots=32),
-    "many calls": KernelCase(num_tokens_CW=((20, 13), (1, 2), (0, 7), (20, 20), (8, 3))),
+    "many experts": KernelCase(num_tokens_CW=((12, 15),), num_experts=80, top_k=4, block_slots=32),
 }
 
 
@@ -210,10 +208,9 @@ def test_plan_equals_one_made_slot_by_slot(name: str) -> None:
     assert epochs == [len(case.num_tokens_CW)] * case.num_ranks
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_plan_is_equal_in_every_schedule(seed: int) -> None:
-    case = KernelCase(num_tokens_CW=((20, 13, 0), (4, 9, 30)), num_experts=6, seed=seed)
-    run_world(replace(case, dropped=0.1), _plan_and_check, seed=seed, starve=0.02 * (seed % 2))
+def test_plan_is_equal_in_a_schedule_with_long_pauses() -> None:
+    case = KernelCase(num_tokens_CW=((20, 13, 0), (4, 9, 30)), num_experts=6, dropped=0.1)
+    run_world(case, _plan_and_check, seed=1, starve=0.02)
 
 
 def test_plan_by_hand() -> None:

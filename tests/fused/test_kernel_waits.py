@@ -1,4 +1,4 @@
-"""Waits time out: a missing rank or missing work is an error that names it."""
+"""Waits time out: the error names the missing rank, tile or chunk."""
 
 import time
 from dataclasses import replace
@@ -39,16 +39,15 @@ def _run_all(rank: KernelRank) -> tuple[Rows, torch.Tensor]:
     return rows, rank.gemm_combine(rows, len(x_TD))
 
 
-@pytest.mark.parametrize(("seed", "fused"), [(0, False), (1, True)])
-def test_a_rank_that_never_calls_is_named(seed: int, fused: bool) -> None:
+def test_a_rank_that_never_calls_is_named() -> None:
     def run(rank: KernelRank) -> str:
         if rank.rank == 1:
             return ""
         x_TD, routing = make_tokens(CASE, rank.rank)
         rows = rank.make_rows(rank.make_plan(x_TD, routing))
         failure = _failure(rank)
-        rank.dispatch_gemm(rows, fused=fused)
-        y_TD = rank.gemm_combine(rows, len(x_TD), fused=fused)
+        rank.dispatch_gemm(rows)
+        y_TD = rank.gemm_combine(rows, len(x_TD))
         assert y_TD.isnan().all()
         assert all(part.isnan().all() for part in vars(rows).values())
         assert _failure(rank) == failure
@@ -56,8 +55,7 @@ def test_a_rank_that_never_calls_is_named(seed: int, fused: bool) -> None:
         return failure
 
     start = time.monotonic()
-    starve = 0.02 * (seed % 2)
-    results = run_world(CASE, run, seed=seed, starve=starve, timeout_s=TIMEOUT_S)
+    results = run_world(CASE, run, seed=1, starve=0.02, timeout_s=TIMEOUT_S)
     assert time.monotonic() - start < MAX_S
     assert results == [
         "rank 0: rank 1 did not publish its routing (plan) within 0.3 s",
@@ -66,8 +64,7 @@ def test_a_rank_that_never_calls_is_named(seed: int, fused: bool) -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_missing_rank_is_named_although_ctas_wait_for_each_other(seed: int) -> None:
+def test_the_missing_rank_is_named_although_ctas_wait_for_each_other() -> None:
     """CTAs that wait for PLANNED of their own rank do not report another rank first."""
     config = replace(CASE.config, num_programs=12)
     case = replace(CASE, num_experts=3, top_k=1, config=config)
@@ -78,7 +75,7 @@ def test_the_missing_rank_is_named_although_ctas_wait_for_each_other(seed: int) 
         rank.make_plan(*make_tokens(case, rank.rank))
         return _failure(rank)
 
-    results = run_world(case, run, seed=seed, resident=12, timeout_s=TIMEOUT_S)
+    results = run_world(case, run, resident=12, timeout_s=TIMEOUT_S)
     assert [text.partition("did")[0] for text in results] == [
         "rank 0: rank 1 ",
         "",
@@ -167,37 +164,6 @@ def test_a_rank_that_skips_the_backward_combine_is_named() -> None:
     assert results == [f"rank 0: {missing}", "", f"rank 2: {missing}"]
 
 
-def test_a_tile_whose_gradients_never_arrive_is_named() -> None:
-    case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
-
-    def run(rank: KernelRank) -> str:
-        _, saved = rank.forward_and_save(*make_tokens(case, rank.rank))
-        rank.section("tile_rows", 2)[1] += case.config.weight.block_k
-        rank.dispatch_dgrad(make_dy(case, rank.rank), saved)
-        return _failure(rank)
-
-    (failure,) = run_world(case, run, timeout_s=TIMEOUT_S)
-    assert failure == (
-        "rank 0: the rows of tile 1 did not arrive (dispatch_gemm, tile 1) within 0.3 s"
-    )
-
-
-def test_a_chunk_that_is_never_multiplied_in_backward_is_named() -> None:
-    case = KernelCase(num_tokens_CW=((20,),), num_experts=2)
-
-    def run(rank: KernelRank) -> str:
-        _, saved = rank.forward_and_save(*make_tokens(case, rank.rank))
-        made = rank.dispatch_dgrad(make_dy(case, rank.rank), saved)
-        rank.section("chunk_done", 4)[2] -= 1  # of two groups
-        rank.dgrad_combine(made, saved, fused=False)
-        return _failure(rank)
-
-    (failure,) = run_world(case, run, timeout_s=TIMEOUT_S)
-    assert failure == (
-        "rank 0: column chunk 1 was not multiplied (gemm_combine, chunk 1) within 0.3 s"
-    )
-
-
 def test_after_a_failure_later_calls_end_at_once_and_the_first_failure_stays() -> None:
     def run(rank: KernelRank) -> str:
         if rank.rank != 0:
@@ -206,8 +172,7 @@ def test_after_a_failure_later_calls_end_at_once_and_the_first_failure_stays() -
         failure = _failure(rank)
         rank.timeout_s = 1000.0
         start = time.monotonic()
-        for _ in range(2):
-            _run_all(rank)
+        _run_all(rank)
         assert time.monotonic() - start < MAX_S
         rank.timeout_s = TIMEOUT_S
         assert _failure(rank) == failure

@@ -28,7 +28,7 @@ def test_sizes_by_hand() -> None:
     assert layout.padded_k == 4
     assert layout.block_tokens == 8  # 32 slots of 4 a token
     assert layout.max_blocks == 9  # 70 tokens
-    # This rank's own and those of the others each end in a task that may be all but empty.
+    # Own copies and copies of other ranks are each padded to a whole task of 64.
     assert layout.max_copies == 4 * 70 + 2 * 64
     assert layout.max_tiles == 4 * 70 * 3 // 16 + 3
     assert (layout.published, layout.sums_ready) == (0, 16)
@@ -55,14 +55,14 @@ def test_a_block_holds_a_token_however_large_top_k() -> None:
 
 
 @pytest.mark.parametrize("sections", [ROUTING, RECORD, PLAN])
-def test_sections_follow_each_other_on_whole_64_bytes(sections: tuple[str, ...]) -> None:
+def test_sections_begin_on_multiples_of_64_bytes_in_order(sections: tuple[str, ...]) -> None:
     layout = _layout()
     offsets = [getattr(layout, name) for name in sections]
     assert all(offset % 16 == 0 for offset in offsets)
     assert all(a < b for a, b in itertools.pairwise(offsets))
 
 
-def test_sections_hold_what_is_written_there() -> None:
+def test_sections_are_large_enough() -> None:
     layout = _layout()
 
     def capacity(name: str) -> int:

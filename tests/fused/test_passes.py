@@ -1,6 +1,6 @@
-"""A repeated pass launches on this call's tensors. Launches are noted, not made: there is no GPU.
+"""A replayed pass launches on the tensors of its own call. Launches are recorded, not made.
 
-tests/strategies/test_fused_cuda.py repeats real passes.
+tests/strategies/test_fused_cuda.py replays real passes.
 """
 
 from typing import Any, get_args
@@ -23,7 +23,7 @@ COPIES = 64
 
 
 class Launch:
-    """Stands for a kernel: gets arguments as the driver would."""
+    """Replaces a compiled kernel; returns arguments as parameters of the driver."""
 
     overlaps = False
 
@@ -43,7 +43,7 @@ class Launch:
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any]]]:
-    """Return a list of what is launched again, by name and with all its values."""
+    """Return the list of replayed launches, by name and with all their values."""
     made: list[tuple[str, list[Any]]] = []
 
     class Prepared:
@@ -74,7 +74,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any]]]:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("save", get_args(Save))
-def test_all_that_is_launched_was_compiled(
+def test_compile_covers_all_launches(
     monkeypatch: pytest.MonkeyPatch, save: Save, fused: bool, backward: bool
 ) -> None:
     launched: dict[bool, set[Any]] = {True: set(), False: set()}
@@ -127,14 +127,14 @@ def _forward(strategy: FusedStrategy, experts: Experts) -> tuple[torch.Tensor, A
         workspace.host_status[1], workspace.host_status[3] = (
             ROWS,
             COPIES,
-        )  # as a plan would have told
+        )  # as the plan kernel would have stored
     return x_TD, y_TD
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("save", get_args(Save))
-def test_backward_again(
+def test_replayed_backward_uses_the_tensors_of_its_own_call(
     repeated: list[tuple[str, list[Any]]], save: Save, fused: bool, main_grad: bool
 ) -> None:
     workspaces = Workspaces(None, CPU, max_tokens=TOKENS)

@@ -1,7 +1,7 @@
-"""A replay launches on new tensors exactly what the pass itself would launch on them.
+"""A replay on new tensors makes the same launches as the pass itself would.
 
-Launches are recorded, not made: the CUDA driver is not there. tests/strategies/test_fused_cuda.py
-repeats real passes.
+A fake driver records the launches, because there is no GPU. tests/strategies/test_fused_cuda.py
+replays real passes.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from halley.ops.kernels.launch import MAP_BYTES, DirectLaunch, note_call, note_s
 
 DESC = "tensordesc<fp32[2, 4]>"
 TYPES = ("*fp32", "i32", DESC, "*i32", "i64", "*fp32", "constexpr")
-Call = list[Any]  # a number of attributes, a stream, what a kernel was given
+Call = list[Any]  # number of attributes, stream, parameters of the kernel
 
 
 def _read(stream: int, params: Any) -> Call:
@@ -79,7 +79,7 @@ def _desc(rows: torch.Tensor) -> TensorDescriptor:
 
 
 class Pass:
-    """Two launches on what it is given, on what it makes, and on a buffer that lasts."""
+    """Two launches on inputs, on tensors that the pass allocates, and on a persistent buffer."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         self.launches = [_make_launch() for _ in range(2)]
@@ -126,7 +126,9 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(4, 4), torch.zeros(2, 4)
 
 
-def test_repeats_on_other_tensors(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_uses_the_addresses_of_the_new_tensors(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[int] = []
     layer = Pass(lambda: order.append(len(calls)))
     first = _inputs()
@@ -137,7 +139,7 @@ def test_repeats_on_other_tensors(calls: list[Call], monkeypatch: pytest.MonkeyP
     assert order == [1]  # after the first launch
     calls.clear()
 
-    others = _inputs()  # the first ones are still there, so these stand elsewhere
+    others = _inputs()  # the first inputs still exist, so these have other addresses
     made: list[torch.Tensor] = []
     empty_of = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty_of(*a, **k)) or made[-1])
@@ -162,10 +164,10 @@ def test_repeats_on_other_tensors(calls: list[Call], monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_repeats_what_a_launch_gets_without_it(calls: list[Call]) -> None:
+def test_replay_on_the_same_inputs_passes_the_same_values(calls: list[Call]) -> None:
     layer, first = Pass(lambda: None), _inputs()
     _, recording = record(lambda: layer.run(*first), first, [layer.buffer])
-    before_replay = layer.made  # nothing else gets their memory
+    before_replay = layer.made  # keeps the memory from being reused
     before = calls.copy()
     calls.clear()
     outputs = _replay(recording, 9, first)
@@ -182,7 +184,7 @@ def test_repeats_what_a_launch_gets_without_it(calls: list[Call]) -> None:
 @pytest.mark.parametrize(
     ("overlapping", "ends"), [((), [0, 1, 2]), ((1,), [1, 1, 2]), ((1, 2), [2, 2, 2])]
 )
-def test_scratch_goes_when_nobody_uses_it(
+def test_temporary_tensors_are_freed_after_their_last_launch(
     calls: list[Call], overlapping: tuple[int, ...], ends: list[int]
 ) -> None:
     """Three launches, each the last to use one tensor; some run beside the one before."""
@@ -201,7 +203,11 @@ def test_scratch_goes_when_nobody_uses_it(
     _, recording = record(run, [x], [buffer])
     found = [step.frees for step in recording._steps if not callable(step)]
     assert [index for index, slots in enumerate(found) for _ in slots] == ends
-    assert sorted(slot for slots in found for slot in slots) == [2, 3, 4]  # behind x and y
+    assert sorted(slot for slots in found for slot in slots) == [
+        2,
+        3,
+        4,
+    ]  # slots 0 and 1 are x and y
     assert [call[0] for call in calls] == [int(index in overlapping) for index in range(3)]
 
 
@@ -214,7 +220,7 @@ def test_an_error_ends_the_recording(calls: list[Call]) -> None:
 
     with pytest.raises(RuntimeError, match="no"):
         record(fail, first, [layer.buffer])
-    layer.run(*first)  # is not recorded
+    layer.run(*first)  # not recorded
     _, recording = record(lambda: layer.run(*first), first, [layer.buffer])
     assert len(recording._steps) == 3
     assert len(calls) == 6
@@ -228,7 +234,7 @@ def test_refused_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         Pass(lambda: None).run(*_inputs())
 
 
-def test_more_of_a_tensor_than_the_pass_was_given(calls: list[Call]) -> None:
+def test_argument_beyond_the_tensors_of_a_pass_is_an_error(calls: list[Call]) -> None:
     layer, (x, weight) = Pass(lambda: None), _inputs()
     with pytest.raises(RuntimeError, match=r"argument 0 of kernel .* reaches beyond a tensor"):
         record(lambda: layer.run(x, weight), (x[:3], weight), [layer.buffer])

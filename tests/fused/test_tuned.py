@@ -1,4 +1,4 @@
-"""TunedConfig config: kept in a file, found by shape and tokens, and used by new workspaces."""
+"""Tuned configurations: stored in a file, found by shape and tokens, used by new workspaces."""
 
 import json
 from dataclasses import replace

@@ -16,7 +16,7 @@ from benchmarks.graph_bench.__main__ import main as graph_bench
 from benchmarks.model_bench.__main__ import main as model_bench
 from halley.cli import ranks
 from halley.cli.main import main
-from halley.core.load_config import load_config
+from halley.core.models import load_config
 from tests.hostile.cases import fill, read_cases
 
 
@@ -27,9 +27,11 @@ SYSTEM = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6171000}  # 23.5 GiB
 WORDS = {
     "models": "tiny, mixtral-8x7b, phi-3.5-moe, qwen2-moe, qwen3-30b-a3b, olmoe, gpt-oss-20b, "
     "deepseek-v3",
-    "strategies": "sequential, chunked, all_gather, functional, unfused, fused, auto",
+    "strategies": "sequential, chunked, all_gather, functional, unfused, fused, deduplicated, "
+    "hierarchical, auto",
     "saving": "chunked:<number>, unfused:all, unfused:inputs, unfused:recompute, fused:all, "
-    "fused:inputs, fused:recompute",
+    "fused:inputs, fused:recompute, hierarchical:<ranks of a node>, hierarchical:float8, "
+    "deduplicated:float8",
     "train_keys": "train.num_steps, train.batch_size, train.num_microbatches, train.dtype, "
     "train.seed, train.activation_checkpointing, train.deterministic, train.log_every, "
     "train.tensorboard",
@@ -83,7 +85,7 @@ def _nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _call(words: list[str]) -> int:
-    """Run ``halley``, or the script of a benchmark that is no longer a command of ``halley``."""
+    """Run ``halley``, or a script of benchmarks/ for "bench model" and "bench graph"."""
     scripts = {"bench model": model_bench, "bench graph": graph_bench}
     script = scripts.get(" ".join(words[:2]))
     return main(words) if script is None else script(words[2:])
@@ -142,7 +144,7 @@ def test_benchmark_that_moved_names_its_script(
 
 
 def test_results_of_an_earlier_run_are_accepted(folder: Path, tmp_path: Path) -> None:
-    """The check refuses files of the user, not files that Halley wrote itself."""
+    """The check refuses files of the user, but not files that Halley wrote."""
     rows = tmp_path / f"cpu-{platform.machine()}x2" / "model.jsonl"
     rows.parent.mkdir()
     rows.write_text('{"case": "model"}\n')

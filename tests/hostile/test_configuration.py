@@ -17,8 +17,7 @@ from halley.core.config import (
     RunConfig,
     TrainConfig,
 )
-from halley.core.load_config import load_config
-from halley.core.models import NAMED_MODELS
+from halley.core.models import NAMED_MODELS, load_config
 from tests.hostile.cases import expand, fill, read_cases
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halley.core.load_config import load_config
+from halley.core.models import load_config
 from halley.fused.config import merge_tables
 from tests.hostile.cases import expand, fill, read_cases
 from tests.hostile.file_formats import FORMATS

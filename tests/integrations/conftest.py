@@ -1,4 +1,4 @@
-"""A rank pool for each test file: frameworks leave process groups and imports behind in a rank."""
+"""Rank pools of their own for this folder: frameworks leave groups and imports behind in a rank."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,9 +11,9 @@ from tests.rank_pool import RankPool
 collect_ignore_glob = [] if find_spec("transformers") else ["test_transformers_*"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
-    """Yield pools that tests of this file share, and kill their processes at its end."""
+    """Yield pools that the tests of this folder share, and kill their processes at the end."""
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():

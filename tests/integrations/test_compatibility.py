@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_equal_outcomes_of_a_suite_are_summarised(suite: ModuleType) -> None:
         ("test_a", {"subtests passed": 1, "subtests failed": 1, "passed": 1}, 1),
         ("test_a", {"subtests passed": 1, "subtests skipped": 1, "passed": 1}, 0),
         ("test_b", {"passed": 1}, 0),
+        ("test_b", {}, 0),  # a test that did not run
     ],
 )
 def test_different_outcomes_of_a_suite_are_found(
@@ -139,13 +141,6 @@ def test_different_outcomes_of_a_suite_are_found(
     (changed,) = (each for each in found.values() if each["differ"])
     assert changed["differ"][0].endswith(test)
     assert changed["halley"]["failed"] - changed["transformers"]["failed"] == failed
-
-
-def test_missing_test_counts_as_different(suite: ModuleType) -> None:
-    own, halley = _sides(suite)
-    (name, *_) = halley.outcomes
-    del halley.outcomes[name]
-    assert suite.summarize(own, halley)["mixtral"]["differ"] == [name]
 
 
 def test_table_of_suites_matches_the_results(suite: ModuleType) -> None:
@@ -161,26 +156,6 @@ def test_table_of_suites_matches_the_results(suite: ModuleType) -> None:
     assert suite.render_document(document, results) == document
 
 
-def test_result_of_a_run_keeps_the_others(suite: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    result = {"transformers": "5.9.0", "suites": "5.8.0", "strategy": "chunked", "activation": ""}
-    suite.keep({**result, "seconds": 1}, path)
-    suite.keep({**result, "activation": "silu"}, path)
-    suite.keep({**result, "seconds": 2}, path)
-    runs = json.loads(path.read_text())["5.9.0"]
-    assert (list(runs), runs["chunked"]["seconds"]) == (["chunked", "chunked, silu"], 2)
-
-
-def test_version_of_a_checkout_is_read(suite: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="and has no src/transformers"):
-        suite.read_version(tmp_path)
-    for folder in ("src/transformers", "utils", *(f"tests/models/{f}" for f in suite.FAMILIES)):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "conftest.py").touch()
-    (tmp_path / "src" / "transformers" / "__init__.py").write_text('__version__ = "5.9.0"\n')
-    assert suite.read_version(tmp_path) == "5.9.0"
-
-
 def test_plugin_records_the_largest_error(suite: ModuleType) -> None:
     record = importlib.import_module("transformers_plugin").Record()
     expected = torch.tensor([1.0, -4.0])
@@ -194,7 +169,9 @@ def test_plugin_records_the_largest_error(suite: ModuleType) -> None:
     assert record.errors == {"": {"float32": math.inf}}
 
 
-def test_plugin_records_outcomes(suite: ModuleType, tmp_path: Path) -> None:
+def test_plugin_records_outcomes(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "test_any.py").write_text(SUITE)
     record = tmp_path / "record.json"
     tests = [tmp_path / "test_any.py"]
@@ -207,5 +184,7 @@ def test_plugin_records_outcomes(suite: ModuleType, tmp_path: Path) -> None:
     }
     assert side.messages == {f"{name}fails": "AssertionError: wrong"}
     assert (side.calls, side.errors) == ({}, {})
-    with pytest.raises(RuntimeError, match="pytest ended with"):
-        suite.run(Path(sys.executable), [tmp_path / "no.py"], tmp_path, options=[], record=record)
+    done = subprocess.CompletedProcess([], returncode=4, stdout="", stderr="no such file")
+    monkeypatch.setattr(suite.subprocess, "run", lambda *args, **kwargs: done)
+    with pytest.raises(RuntimeError, match="pytest ended with 4"):
+        suite.run(Path(sys.executable), tests, tmp_path, options=[], record=record)

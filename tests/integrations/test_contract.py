@@ -186,6 +186,32 @@ def test_unaligned_experts_run_by_the_frameworks_code() -> None:
     assert "intermediate_size (3) must be a multiple of 4" in describe(module)[""]
 
 
+def test_unknown_strategy_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^strategy \(fastest\) must be one of sequential, "):
+        ExpertRunner("fastest")
+
+
+def test_compiled_graph_ends_at_the_experts() -> None:
+    local = _make_experts(bias=False)
+    experts = LocalExperts(
+        num_local=NUM_EXPERTS, function=_framework_function(local), stacked=local
+    )
+    x_TD, routing = _make_inputs(0, 3, -1)
+    runner = ExpertRunner("sequential")
+
+    def double(x_TD: torch.Tensor) -> torch.Tensor:
+        return 2 * runner.run(x_TD, routing, experts, group=None)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch reads .grad of the graph's inputs
+        y_TD = torch.compile(double, backend="eager")(x_TD)
+    _assert_near(y_TD, 2 * moe_reference(x_TD, routing, local))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="a graph ends at Halley's experts: fullgraph must be F"):
+        torch.compile(double, backend="eager", fullgraph=True)(x_TD)
+    torch.compiler.reset()
+
+
 def test_dtypes_with_and_without_autocast() -> None:
     """Experts run in the dtype of their weights or of autocast; sums have the tokens' dtype."""
     local = _make_experts(bias=False)

@@ -26,7 +26,6 @@ CASES = {
     "mixtral, ZeRO 1": Case(),
     "mixtral, ZeRO 2": Case(stage=2),
     "mixtral, one rank": Case(ep_size=1),
-    "qwen3_moe, ZeRO 1": Case(model="qwen3_moe"),
     "qwen3_moe, ZeRO 2": Case(model="qwen3_moe", stage=2),
     "own activation": Case(activation="swiglu_oai"),
 }
@@ -45,9 +44,7 @@ def _losses(
     ("name", "strategy"),
     [
         *((name, "sequential") for name in CASES),
-        ("mixtral, ZeRO 1", "chunked"),
         ("mixtral, ZeRO 2", "chunked"),
-        ("mixtral, ZeRO 1", "fused"),
         ("mixtral, ZeRO 2", "fused"),
     ],
 )
@@ -100,12 +97,11 @@ def _run_unsupported(rank: int, num_ranks: int, case: Case) -> list[str]:
     return [*paths, *(str(w.message) for w in caught if "must be" in str(w.message))]
 
 
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("case", "problem"),
+    ("case", "problem", "strict"),
     [
-        (Case(settings={"score_apply": "pre"}), "score_apply (pre) must be post"),
-        (Case(stage=3), "ZeRO stage (3) must be 1 or 2"),
+        (Case(settings={"score_apply": "pre"}), "score_apply (pre) must be post", True),
+        (Case(stage=3), "ZeRO stage (3) must be 1 or 2", False),
     ],
 )
 def test_unsupported_settings_are_left_to_deepspeed(
@@ -143,11 +139,6 @@ def test_enable_reports_and_disable_restores() -> None:
         assert issubclass(layers.AutoEPMoELayer, halley_deepspeed.HalleyMoELayer)
     halley_deepspeed.disable()
     assert layers.AutoEPMoELayer is own
-
-
-def test_unknown_strategy_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^strategy \(fastest\) must be one of sequential, "):
-        halley_deepspeed.enable("fastest")
 
 
 def _run_example(rank: int, num_ranks: int) -> list[str]:

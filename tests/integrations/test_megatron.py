@@ -28,7 +28,7 @@ from tests.integrations.megatron_case import (
 from tests.rank_pool import RunRanks
 
 
-NUM_STEPS, TOLERANCE = 10, 1e-5
+NUM_STEPS, TOLERANCE = 4, 1e-5
 CASES = {
     "plain": Case(),
     "batch overlap": Case(schedule="batch overlap"),
@@ -56,8 +56,6 @@ def _losses(
     ("name", "strategy"),
     [
         *((name, "sequential") for name in CASES),
-        ("plain", "chunked"),
-        ("plain", "fused"),
         ("batch overlap", "chunked"),
         ("batch overlap", "fused:recompute"),
         ("main_grad", "fused"),
@@ -124,8 +122,7 @@ def _exchange(rank: int, num_ranks: int, folder: Path, writer: str, singleton: b
             assert torch.equal(mine.mlp.experts.get_parameter(name), expected)
 
 
-@pytest.mark.parametrize("singleton", [False, True])
-@pytest.mark.parametrize("writer", ["", "sequential"])
+@pytest.mark.parametrize(("writer", "singleton"), [("", False), ("sequential", True)])
 def test_checkpoints_are_interchangeable(
     writer: str, singleton: bool, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
@@ -150,22 +147,9 @@ def _run_unsupported(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"add_bias_linear": True}, "add_bias_linear (True) must be False"),
-        (
-            {
-                "moe_shared_expert_intermediate_size": 24,
-                "moe_shared_expert_overlap": True,
-            },
-            "moe_shared_expert_overlap (True) must be False",
-        ),
-    ],
-)
-def test_unsupported_settings_are_left_to_megatron(
-    settings: dict[str, Any], problem: str, strict: bool, run_ranks: RunRanks
-) -> None:
+def test_unsupported_settings_are_left_to_megatron(strict: bool, run_ranks: RunRanks) -> None:
+    settings = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True}
+    problem = "moe_shared_expert_overlap (True) must be False"
     first, second = run_ranks(_run_unsupported, 2, settings, strict)
     if strict:
         for (said,) in (first, second):

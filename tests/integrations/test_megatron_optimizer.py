@@ -93,16 +93,14 @@ def _experts(model: Any) -> list[torch.Tensor]:
     return stacks
 
 
-def test_resumed_training_is_bit_equal(tmp_path: Path, run_ranks: RunRanks) -> None:
-    for expected, losses, difference in run_ranks(_resume, 2, tmp_path, "sequential", "sequential"):
-        assert losses == expected
-        assert difference == 0.0
-
-
-@pytest.mark.parametrize(("writer", "reader"), [("sequential", ""), ("", "sequential")])
-def test_training_resumes_with_the_other_kind_of_layers(
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("sequential", "sequential"), ("sequential", ""), ("", "sequential")]
+)
+def test_training_resumes_from_checkpoints_of_either_kind(
     writer: str, reader: str, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
+    """Bit for bit with the same kind of layers."""
+    tolerance = 0.0 if writer == reader else 1e-5
     for expected, losses, difference in run_ranks(_resume, 2, tmp_path, writer, reader):
-        assert losses == pytest.approx(expected, rel=0, abs=1e-5)
-        assert difference < 1e-4
+        assert losses == pytest.approx(expected, rel=0, abs=tolerance)
+        assert difference <= 10 * tolerance

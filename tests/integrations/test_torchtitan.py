@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.integrations.torchtitan_case import (
     FLAG,
@@ -24,7 +23,7 @@ from tests.integrations.torchtitan_case import (
 from tests.rank_pool import RunRanks
 
 
-NUM_STEPS, TOLERANCE = 10, 1e-5
+NUM_STEPS, TOLERANCE = 4, 1e-5
 CASES = {
     "ep2": Case(),
     "spmd_types": Case(backend="spmd_types"),
@@ -141,11 +140,6 @@ def test_unsupported_experts_are_reported(strict: bool) -> None:
         model_config.build()
 
 
-def test_unknown_strategy_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^strategy \(fastest\) must be one of sequential, "):
-        _apply(make_config(), strategy="fastest")
-
-
 def _divide(rank: int, num_ranks: int) -> str:
     case = Case(flag=(FLAG,))
     with on_cpu(case), pytest.raises(ValueError, match="num_experts") as caught:
@@ -166,20 +160,6 @@ def test_deprecated_override_warns_and_works() -> None:
     assert isinstance(
         model_config.layers[0].moe.routed_experts, halley_torchtitan.HalleyRoutedExperts.Config
     )
-
-
-def test_describe_is_empty_before_a_step() -> None:
-    assert halley_torchtitan.describe(make_config().build()) == {}
-
-
-def test_fullgraph_compilation_is_an_error() -> None:
-    model_config = make_config()
-    _apply(model_config, strategy="sequential")
-    routed = model_config.layers[0].moe.routed_experts.build()
-    inputs = torch.zeros(1, 2, 32), torch.zeros(1, 2, 2), torch.zeros(1, 2, 2).long(), None
-    with pytest.raises(Exception, match="a graph ends at Halley's experts: fullgraph must be F"):
-        torch.compile(routed, fullgraph=True, backend="eager")(*inputs)
-    torch.compiler.reset()
 
 
 def _run_example(rank: int, num_ranks: int) -> list[str]:

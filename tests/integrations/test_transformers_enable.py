@@ -21,6 +21,7 @@ from tests.integrations.transformers_case import (
     Mesh,
     compare_step,
     disabled_afterwards,
+    find_moe_block,
     load_sharded,
     make_model,
     make_tokens,
@@ -41,7 +42,8 @@ needs_names = pytest.mark.skipif(
 
 def test_missing_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"^package transformers must be installed: pip install"):
+    message = r"^package transformers must be installed: pip install '\.\[hf\]' in a checkout"
+    with pytest.raises(ValueError, match=message):
         halley_transformers.enable()
 
 
@@ -71,11 +73,6 @@ def test_changed_interface_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         halley_transformers.enable()
 
 
-def test_unknown_strategy_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^strategy \(fastest\) must be one of sequential, "):
-        halley_transformers.enable(strategy="fastest")
-
-
 def test_strategy_in_place_of_the_model_is_an_error() -> None:
     model: Any = "chunked"
     with pytest.raises(ValueError, match=r"^model \('chunked'\) must be a loaded model"):
@@ -98,12 +95,12 @@ def test_enable_reports_and_disable_restores() -> None:
 @pytest.mark.parametrize("default", [True, False])
 def test_default_replaces_the_implementation_auto(default: bool) -> None:
     point = find_extension_point()
-    interface = point.parallel.EPImplementationInterface
+    implementations = point.parallel.EPImplementationInterface()
     halley_transformers.enable(default=default)
-    assert (interface()["auto"] is interface()["halley"]) == default
+    assert (implementations["auto"] is implementations["halley"]) == default
     halley_transformers.disable()
-    assert interface()["auto"] is point.parallel.AutoEP
-    assert "halley" not in interface()
+    assert implementations["auto"] is point.parallel.AutoEP
+    assert "halley" not in implementations
 
 
 def test_deprecated_names_warn_and_work() -> None:
@@ -113,10 +110,11 @@ def test_deprecated_names_warn_and_work() -> None:
     with pytest.warns(FutureWarning, match=r"^unregister is deprecated: use .*disable$"):
         halley_transformers.unregister()
     assert "halley" not in find_extension_point().experts.ExpertsInterface()
-    model, own = make_model("mixtral"), make_model("mixtral")
+    model = make_model("mixtral", num_hidden_layers=1)
     with pytest.warns(FutureWarning, match=r"^shard_experts is deprecated: use .*enable\(model"):
         halley_transformers.shard_experts(model, None, strategy="sequential")
-    assert abs(run_step(model, make_tokens()) - run_step(own, make_tokens())) < 1e-5
+    run_step(model, make_tokens())
+    assert list(halley_transformers.describe(model).values()) == ["halley: sequential"]
     with pytest.warns(FutureWarning, match="^overlap_shared_experts is deprecated"):
         assert halley_transformers.overlap_shared_experts(model) == []
 
@@ -179,15 +177,16 @@ def test_enabled_model_on_one_rank_keeps_values() -> None:
 
 @pytest.mark.parametrize(("family", "compiled"), [("mixtral", False), ("qwen2_moe", True)])
 def test_experts_implementation_on_one_rank_keeps_values(family: str, compiled: bool) -> None:
-    """A compiled model stays one graph."""
+    """A compiled block stays one graph."""
     halley_transformers.enable(strategy="sequential", strict=True)
-    model, own = make_model(family, experts_implementation="halley"), make_model(family)
+    model = make_model(family, experts_implementation="halley", num_hidden_layers=1)
+    own = make_model(family, num_hidden_layers=1)
     assert model.config._experts_implementation == "halley"
     tokens = make_tokens()
     with warnings.catch_warnings():
         if compiled:
-            warnings.simplefilter("ignore")  # torch cannot trace parts of Transformers
-            model.compile(backend="aot_eager", fullgraph=True)
+            warnings.simplefilter("ignore")  # torch reads .grad of the graph's inputs
+            find_moe_block(model).compile(backend="aot_eager", fullgraph=True)
         assert abs(run_step(model, tokens) - run_step(own, tokens)) < 1e-5
     torch.compiler.reset()
     for name, parameter in own.named_parameters():
@@ -343,17 +342,3 @@ def test_models_and_groups_that_do_not_fit_are_errors(run_ranks: RunRanks) -> No
         "model (LlamaForCausalLM) must have experts to spread",
         "group (1 ranks) must be all 2 ranks: copies of experts need transformers 5.19 or newer",
     ]
-
-
-def _load_unevenly(rank: int, num_ranks: int, folder: Path) -> str:
-    with disabled_afterwards(), pytest.raises(ValueError, match="3") as caught:
-        load_sharded(folder, MESH, strategy="sequential")
-    return str(caught.value)
-
-
-def test_uneven_experts_are_an_error_at_load(tmp_path: Path, run_ranks: RunRanks) -> None:
-    """Transformers itself raises where it divides the experts."""
-    save_model("mixtral", tmp_path, num_local_experts=3, num_hidden_layers=1)
-    for error in run_ranks(_load_unevenly, 2, tmp_path):
-        assert "3 experts" in error or "num_experts (3)" in error
-        assert "\n" not in error

@@ -16,6 +16,7 @@ from tests.integrations.transformers_case import (
     Mesh,
     compare_step,
     disabled_afterwards,
+    find_moe_block,
     load_sharded,
     make_tokens,
     save_model,
@@ -38,9 +39,8 @@ def _save(rank: int, num_ranks: int, folder: Path, output: Path) -> None:
             model.save_pretrained(output, state_dict=state)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_saved_files_equal_loaded_files(family: str, tmp_path: Path, run_ranks: RunRanks) -> None:
-    save_model(family, tmp_path / "loaded")
+def test_saved_files_equal_loaded_files(tmp_path: Path, run_ranks: RunRanks) -> None:
+    save_model("mixtral", tmp_path / "loaded", num_hidden_layers=1)
     run_ranks(_save, 2, tmp_path / "loaded", tmp_path / "saved")
     expected = load_file(tmp_path / "loaded" / "model.safetensors")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
@@ -67,21 +67,21 @@ def _checkpointed(
 def test_activation_checkpointing_keeps_values(
     strategy: str, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    expected = save_model("qwen3_moe", tmp_path)
+    expected = save_model("qwen3_moe", tmp_path, num_hidden_layers=1)
     run_ranks(_checkpointed, 2, tmp_path, expected, strategy)
 
 
 def _compiled(rank: int, num_ranks: int, folder: Path, expected: Expected) -> None:
     with disabled_afterwards():
         model = load_sharded(folder, MESH, strategy="sequential")
+        find_moe_block(model).compile(backend="eager")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch cannot trace parts of FSDP2 and Transformers
-            model.compile(backend="aot_eager")
             compare_step(model, expected, MESH, tolerance=TOLERANCE)
         torch.compiler.reset()
 
 
-def test_compiled_model_keeps_values(tmp_path: Path, run_ranks: RunRanks) -> None:
+def test_compiled_block_keeps_values(tmp_path: Path, run_ranks: RunRanks) -> None:
     expected = save_model("mixtral", tmp_path, num_hidden_layers=1)
     run_ranks(_compiled, 2, tmp_path, expected)
 
@@ -111,7 +111,7 @@ def _train(rank: int, num_ranks: int, folder: Path, output: Path) -> list[float]
 
 
 def test_trainer_lowers_the_loss(tmp_path: Path, run_ranks: RunRanks) -> None:
-    save_model("qwen3_moe", tmp_path / "model")
+    save_model("qwen3_moe", tmp_path / "model", num_hidden_layers=1)
     losses = run_ranks(_train, 2, tmp_path / "model", tmp_path / "output")
     assert losses[0] == losses[1]
     assert losses[0][2] < losses[0][0]

@@ -1,6 +1,5 @@
 """A step of Transformers models with experts spread over ranks equals the undivided model's."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,8 +51,6 @@ def _step(
     rank: int, num_ranks: int, folder: Path, expected: Expected, mesh: Mesh, strategy: str
 ) -> dict[str, str]:
     with disabled_afterwards():
-        # The description below shows the same problem.
-        warnings.filterwarnings("ignore", r"strategy \(chunked\) cannot run")
         model = load_sharded(folder, mesh, strategy=strategy)
         compare_step(model, expected, mesh, tolerance=TOLERANCE)
         return halley_transformers.describe(model)
@@ -63,9 +60,7 @@ def _step(
 STEPS = [
     *((family, "sequential", "ep2") for family in FAMILIES),
     ("mixtral", "chunked", "ep4"),
-    ("deepseek_v3", "chunked", "ep2"),
-    ("gpt_oss", "chunked", "ep4"),
-    ("mixtral", "fused", "ep4"),
+    ("mixtral", "fused", "ep2"),
     ("deepseek_v3", "fused", "ep2"),
 ]
 
@@ -89,9 +84,7 @@ def test_step_equals_undivided_model(
     record_property("ran", "own arithmetic" if family in UNSUPPORTED else strategy)
 
 
-@pytest.mark.parametrize(
-    ("family", "mesh"), [("mixtral", "tp2_ep4"), ("qwen2_moe", "ep2_of_4"), ("gpt_oss", "tp2_ep4")]
-)
+@pytest.mark.parametrize(("family", "mesh"), [("mixtral", "tp2_ep4"), ("qwen2_moe", "ep2_of_4")])
 def test_step_on_two_dimensional_mesh(
     family: str, mesh: str, case: tuple[Path, Expected], run_ranks: RunRanks
 ) -> None:

@@ -158,6 +158,11 @@ def load_sharded(
     return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=distributed)
 
 
+def find_moe_block(model: nn.Module) -> nn.Module:
+    """Return the first module that has experts: it contains their router too."""
+    return next(module for module in model.modules() if hasattr(module, "experts"))
+
+
 def compare_step(model: nn.Module, expected: Expected, mesh: Mesh, *, tolerance: float) -> None:
     """Run a step on this rank's share of the tokens; compare the loss and all gradients."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -1,9 +1,7 @@
-"""Launches in the interpreter: order of programs, scheduling, errors, ranks as processes."""
+"""Launches in the interpreter: order of programs, scheduling, errors."""
 
 # Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
 # pyright: reportArgumentType=false
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import triton
 import triton.language as tl
 
 from halley.interpreter.scheduler import Scheduler
-from tests.rank_pool import RunRanks
 
 
 @triton.jit
@@ -38,16 +35,6 @@ def _wait_for_next_kernel(flags_P, out_P, VOLATILE: tl.constexpr):
             waits = tl.atomic_add(flags_P + program + 1, 0, sem="acquire", scope="gpu") == 0
     tl.store(out_P + program, program)
     tl.atomic_xchg(flags_P + program, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def _exchange_kernel(mine_N, theirs_N, my_flag, their_flag, out_N, N: tl.constexpr):
-    at = tl.arange(0, N)
-    tl.store(theirs_N + at, tl.load(out_N + at))
-    tl.atomic_xchg(their_flag, 1, sem="release", scope="sys")
-    while tl.atomic_add(my_flag, 0, sem="acquire", scope="sys") == 0:
-        pass
-    tl.store(out_N + at, tl.load(mine_N + at))
 
 
 @triton.jit
@@ -94,20 +81,6 @@ def test_waiting_for_a_higher_id_needs_both_resident(volatile: bool) -> None:
         scheduler.run_ranks(1, run)
 
 
-def test_same_seed_gives_the_same_values() -> None:
-    def draw(seed: int) -> tuple[list[int], list[int]]:
-        ticket, order_P = torch.zeros(1).int(), torch.zeros(2, 8).int()
-        scheduler = Scheduler(seed, resident=4, starve=0.05)
-        scheduler.run_ranks(
-            2, lambda rank: _ticket_kernel[(8,)](ticket, order_P[rank], torch.zeros(3).int())
-        )
-        return order_P.view(-1).tolist(), scheduler.trace
-
-    drawn = [draw(seed) for seed in range(4)]
-    assert drawn == [draw(seed) for seed in range(4)]
-    assert len({tuple(order) for order, _ in drawn}) == 4
-
-
 def test_error_in_a_kernel_is_raised_unchanged() -> None:
     with pytest.raises(AssertionError, match="not integers"):
         _failing_kernel[(1,)](torch.zeros(1))
@@ -118,22 +91,3 @@ def test_empty_grid_does_nothing() -> None:
     _failing_kernel[(0,)](x_N)
     Scheduler(0, resident=2).run_ranks(1, lambda rank: _failing_kernel[(0,)](x_N))
     assert x_N.item() == 0
-
-
-def _exchange(rank: int, num_ranks: int, folder: str) -> list[float]:
-    words = [
-        torch.from_file(f"{folder}/{name}.{r}", shared=True, size=16, dtype=torch.int32)
-        for name in ("data", "flag")
-        for r in (rank, 1 - rank)
-    ]
-    mine, theirs, my_flag, their_flag = words
-    out = torch.arange(16, dtype=torch.int32) + 100 * rank
-    _exchange_kernel[(1,)](mine, theirs, my_flag, their_flag, out, N=16)
-    return out.tolist()
-
-
-def test_ranks_in_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for name in ("data.0", "data.1", "flag.0", "flag.1"):
-        (tmp_path / name).write_bytes(bytes(64))
-    results = run_ranks(_exchange, 2, str(tmp_path))
-    assert results == [list(range(100, 116)), list(range(16))]

@@ -1,6 +1,5 @@
 """The scheduler: the same order from the same seed, and no thread that hangs."""
 
-import itertools
 import threading
 import time
 
@@ -30,8 +29,9 @@ def _assert_threads_ended(before: set[threading.Thread]) -> None:
 
 
 def test_results_are_in_the_order_of_ranks() -> None:
-    assert Scheduler(0, resident=1).run_ranks(4, lambda rank: rank * rank) == [0, 1, 4, 9]
-    assert Scheduler(0, resident=1).run_ranks(0, lambda rank: rank) == []
+    scheduler = Scheduler(0, resident=1)
+    assert scheduler.run_ranks(4, lambda rank: rank * rank) == [0, 1, 4, 9]
+    assert scheduler.run_ranks(0, lambda rank: rank) == []
 
 
 def test_same_seed_gives_the_same_order() -> None:
@@ -46,37 +46,32 @@ def test_same_seed_gives_the_same_order() -> None:
 
 
 def test_other_seeds_give_other_orders() -> None:
-    orders = {tuple(_interleave(Scheduler(seed, resident=1), 2)) for seed in range(200)}
-    assert len(orders) > 60  # of 6! / 2!**3 = 90
+    orders = {tuple(_interleave(Scheduler(seed, resident=1), 2)) for seed in range(40)}
+    assert len(orders) > 25  # of 6! / 2!**3 = 90
     assert {order[0] for order in orders} == {0, 1, 2}
 
 
-def test_programs_start_in_the_order_of_their_ids() -> None:
-    for resident, seed in itertools.product((1, 2, 3, 8), range(5)):
-        scheduler = Scheduler(seed, resident=resident)
-        started: list[int] = []
-        running: list[int] = []
+@pytest.mark.parametrize(("seed", "resident"), [(0, 1), (1, 3), (2, 8)])
+def test_programs_start_in_the_order_of_their_ids(seed: int, resident: int) -> None:
+    scheduler = Scheduler(seed, resident=resident)
+    started: list[int] = []
+    running: list[int] = []
 
-        def run_program(
-            program: int,
-            resident: int = resident,
-            started: list[int] = started,
-            running: list[int] = running,
-        ) -> None:
-            started.append(program)
-            running.append(program)
-            assert len(running) <= resident
-            switch_point()
-            running.remove(program)
+    def run_program(program: int) -> None:
+        started.append(program)
+        running.append(program)
+        assert len(running) <= resident
+        switch_point()
+        running.remove(program)
 
-        def run(rank: int, scheduler: Scheduler = scheduler, running: list[int] = running) -> None:
-            assert current_scheduler() is scheduler
-            scheduler.run_launches([(run_program, range(5))])
-            assert not running
-            scheduler.run_launches([(run_program, [])])
+    def run(rank: int) -> None:
+        assert current_scheduler() is scheduler
+        scheduler.run_launches([(run_program, range(5))])
+        assert not running
+        scheduler.run_launches([(run_program, [])])
 
-        scheduler.run_ranks(1, run)
-        assert started == list(range(5))
+    scheduler.run_ranks(1, run)
+    assert started == list(range(5))
     assert current_scheduler() is None
 
 
@@ -124,21 +119,21 @@ def test_launch_of_one_rank_does_not_block_another() -> None:
     assert flags == [True, True]
 
 
-def test_barrier_waits_for_all() -> None:
-    for seed in range(20):
-        scheduler = Scheduler(seed, resident=1)
-        arrived = [0, 0, 0]
+@pytest.mark.parametrize("seed", range(5))
+def test_barrier_waits_for_all(seed: int) -> None:
+    scheduler = Scheduler(seed, resident=1)
+    arrived = [0, 0, 0]
 
-        def run(rank: int, scheduler: Scheduler = scheduler, arrived: list[int] = arrived) -> None:
-            for step in range(1, 4):
-                for _ in range(rank):
-                    switch_point()
-                arrived[rank] = step
-                scheduler.barrier().wait()
-                assert min(arrived) == step
-                scheduler.barrier().wait()
+    def run(rank: int) -> None:
+        for step in range(1, 4):
+            for _ in range(rank):
+                switch_point()
+            arrived[rank] = step
+            scheduler.barrier().wait()
+            assert min(arrived) == step
+            scheduler.barrier().wait()
 
-        scheduler.run_ranks(3, run)
+    scheduler.run_ranks(3, run)
 
 
 def test_barrier_that_others_never_reach_is_an_error() -> None:
@@ -162,7 +157,7 @@ def test_endless_run_is_an_error_that_names_the_seed() -> None:
     assert scheduler.run_ranks(2, lambda rank: rank) == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_error_of_one_rank_ends_all_others(seed: int) -> None:
     """One rank fails; the others spin, wait at the barrier, and wait for a launch that spins."""
     before = set(threading.enumerate())

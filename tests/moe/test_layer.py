@@ -32,9 +32,9 @@ def _build(config: MoEConfig, hidden_size: int = 16, **changes) -> MoELayer:
     return layer
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("expert_bias", [False, True])
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "expert_bias", "gate"), [("swiglu", False, True), ("gelu", True, False)]
+)
 def test_output_is_the_sum_of_routed_and_shared_experts(
     activation: Activation, expert_bias: bool, gate: bool
 ) -> None:

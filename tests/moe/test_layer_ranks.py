@@ -1,33 +1,67 @@
-"""A layer on several ranks equals the reference, for each router and strategy."""
+"""A layer on several ranks equals the reference: routers, strategies, shards and replicas."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
+from halley.core.placement import ExpertPlacement
 from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
-from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.distributed.mesh import ParallelGroups, build_groups, global_norm
 from halley.moe.experts import GroupedExperts
 from halley.moe.layer import MoELayer
 from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
+from halley.tools.skew import zipf_load
 from tests.moe.model_case import CPU, MODELS, destroy
 from tests.rank_pool import RunRanks
 
 
-HIDDEN = 16
+HIDDEN, NUM_EXPERTS = 16, 8
 NUM_TOKENS = (11, 0, 7, 20)  # of each rank
+PLACEMENTS = {
+    2: ((0, 1, 3, 5, 6), (0, 2, 3, 4, 7)),
+    4: ((0, 1, 2), (0, 1, 3), (0, 1, 4), (5, 6, 7)),  # the last rank has no replica
+}
+LOADS = {
+    "zipf": zipf_load(NUM_EXPERTS, exponent=1.2, top_k=2),
+    "one takes all": torch.tensor([1.0] + [1e-9] * 7),
+    "one is empty": torch.tensor([0.0] + [1 / 7] * 7),
+}
+
+Tensors = dict[str, torch.Tensor]
 
 
-def _build(kind: str, groups: ParallelGroups, strategy: str) -> MoELayer:
+def _placement(num_ranks: int) -> ExpertPlacement:
+    return ExpertPlacement(num_experts=NUM_EXPERTS, experts_WL=PLACEMENTS[num_ranks])
+
+
+def _build(
+    kind: str,
+    groups: ParallelGroups,
+    strategy: str,
+    *,
+    load: str = "",
+    dtype: torch.dtype = torch.float32,
+    placed: bool = False,
+) -> MoELayer:
+    """Return a layer whose router produces about that load; each expert has its own weights."""
     layer = MoELayer(
         MODELS[kind].moe,
         HIDDEN,
         strategy=build_strategy(
-            strategy, groups.ep, recorder=Recorder(CPU), device=CPU, tp_size=groups.tp_size
+            strategy,
+            groups.ep,
+            recorder=Recorder(CPU),
+            device=CPU,
+            tp_size=groups.tp_size,
+            num_chunks=2,
         ),
         groups=groups,
+        placement=_placement(groups.ep_size) if placed else None,
+        dtype=dtype,
     )
     with torch.no_grad():
         for seed, (name, parameter) in enumerate(layer.named_parameters()):
@@ -36,30 +70,47 @@ def _build(kind: str, groups: ParallelGroups, strategy: str) -> MoELayer:
                 parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
                 continue
             short = name.removeprefix("experts.")
-            shape = (layer.config.num_experts, *layer.experts.full_shape(short))
+            shape = (NUM_EXPERTS, *layer.experts.full_shape(short))
             values = 0.4 * torch.randn(shape, generator=generator)
-            parameter.copy_(_local_shard(layer.experts, short, values))
+            parameter.copy_(_own_part(layer.experts, short, values))
+        if load:
+            layer.router.weight[:, 0] = LOADS[load].clamp_min(1e-9).log().float()
     return layer
 
 
-def _local_shard(experts: GroupedExperts, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return the shard of a rank, of values for all experts."""
+def _own_part(experts: GroupedExperts, name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return the part of a rank, from values of all experts."""
     return experts.local_shard(name, values[list(experts.expert_ids)])
 
 
-def _tokens(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + rank)
     shape = (NUM_TOKENS[rank], HIDDEN)
-    x_TD = torch.randn(shape, generator=generator).requires_grad_()
-    return x_TD, torch.randn(shape, generator=generator)
+    x_TD = torch.randn(shape, generator=generator)
+    x_TD[:, 0] = 1.0  # so that the first column of the router sets the load of each expert
+    return x_TD.to(dtype).requires_grad_(), torch.randn(shape, generator=generator).to(dtype)
 
 
-def _expected(kind: str, num_ranks: int, rank: int) -> dict[str, torch.Tensor]:
-    """Route the tokens of each rank separately, as capacity and losses are per rank; sum losses."""
-    layer = _build(kind, ParallelGroups(), "sequential")
-    results: dict[str, torch.Tensor] = {}
+def _run(layer: MoELayer, rank: int) -> Tensors:
+    """Return output, counts and gradients for the tokens of a rank."""
+    x_TD, grad_TD = _tokens(rank, layer.router.weight.dtype)
+    out = layer(x_TD)
+    ((out.y * grad_TD).sum() + out.router_loss).backward()
+    assert x_TD.grad is not None
+    values = {"y": out.y.detach(), "x": x_TD.grad, "counts": out.counts_E}
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    assert grads.keys() == dict(layer.named_parameters()).keys()
+    return values | grads
+
+
+def _expected(
+    kind: str, load: str, own: GroupedExperts, *, num_ranks: int, rank: int, dtype: torch.dtype
+) -> Tensors:
+    """Route the tokens of each rank separately, because capacity and losses are per rank."""
+    layer = _build(kind, ParallelGroups(), "sequential", load=load, dtype=dtype)
+    results: Tensors = {}
     for source in range(num_ranks):
-        x_TD, grad_TD = _tokens(source)
+        x_TD, grad_TD = _tokens(source, dtype)
         routed = layer.router(x_TD)
         y_TD = moe_reference(x_TD, routed.routing, layer.local_experts())
         layer.router.weight.grad = None  # of this rank's tokens alone
@@ -67,60 +118,149 @@ def _expected(kind: str, num_ranks: int, rank: int) -> dict[str, torch.Tensor]:
         if source == rank:
             assert x_TD.grad is not None
             assert layer.router.weight.grad is not None
-            results |= {"y": y_TD.detach(), "x": x_TD.grad, "router": layer.router.weight.grad}
-    return results | _expert_gradients(layer.experts)
+            results |= {"y": y_TD.detach(), "x": x_TD.grad, "counts": routed.counts_E}
+            results["router.weight"] = layer.router.weight.grad
+    for name, parameter in layer.experts.named_parameters():
+        assert parameter.grad is not None
+        results[f"experts.{name}"] = _own_part(own, name, parameter.grad)
+    return results
 
 
-def _expert_gradients(experts: GroupedExperts) -> dict[str, torch.Tensor]:
-    return {n: p.grad for n, p in experts.named_parameters() if p.grad is not None}
-
-
-def _check(rank: int, num_ranks: int, kind: str, strategy: str, tp_size: int = 1) -> None:
+def _check(
+    rank: int,
+    num_ranks: int,
+    kind: str,
+    strategies: list[str],
+    loads: list[str],
+    dtype: torch.dtype = torch.float32,
+    tp_size: int = 1,
+    placed: bool = True,
+) -> list[Tensors]:
+    """Compare each strategy with the reference; return the expert gradients of each run."""
     groups = build_groups(0, device_type="cpu", tp_size=tp_size)
-    layer = _build(kind, groups, strategy)
-    x_TD, grad_TD = _tokens(rank)
-    out = layer(x_TD)
-    ((out.y * grad_TD).sum() + out.router_loss).backward()
-    got = {"y": out.y.detach(), "x": x_TD.grad, "router": layer.router.weight.grad}
-    got |= _expert_gradients(layer.experts)
+    found: list[Tensors] = []
+    for load in loads:
+        for strategy in strategies:
+            layer = _build(kind, groups, strategy, load=load, dtype=dtype, placed=placed)
+            got, sizes = _run(layer, rank), {"num_ranks": num_ranks, "rank": rank}
+            want = _expected(kind, load, layer.experts, dtype=dtype, **sizes)
+            counts_E = got.pop("counts")
+            assert torch.equal(counts_E, want.pop("counts"))
+            if load.startswith("one"):
+                assert counts_E[0] == (NUM_TOKENS[rank] if load == "one takes all" else 0)
+            assert got.keys() == want.keys()
+            for name, value in got.items():
+                error = relative_error(value, want[name])
+                assert error <= RELATIVE_TOLERANCE[dtype], f"{strategy} {load} {name}"
+            found.append({n: g for n, g in got.items() if n.startswith("experts.")})
     destroy(groups)
-    for name, want in _expected(kind, num_ranks, rank).items():
-        if name not in ("y", "x", "router"):
-            want = _local_shard(layer.experts, name, want)
-        value = got[name]
-        assert value is not None
-        error = relative_error(value, want)
-        assert error <= RELATIVE_TOLERANCE[torch.float32], f"{name} is off by {error:.2e}"
+    return found
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("sequential", 2), ("chunked", 4)])
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "switch", "top2", "biases"])
-def test_layer_on_several_ranks_equals_the_reference(
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "strategy"),
+    [
+        ("softmax", 4, "chunked"),
+        ("sigmoid", 2, "sequential"),
+        ("switch", 4, "chunked"),
+        ("top2", 2, "sequential"),
+        ("biases", 2, "chunked"),
+    ],
+)
+def test_layer_equals_the_reference(
     run_ranks: RunRanks, kind: str, num_ranks: int, strategy: str
 ) -> None:
-    run_ranks(_check, num_ranks, kind, strategy)
+    run_ranks(_check, num_ranks, kind, [strategy], [""], torch.float32, 1, False)
 
 
-@pytest.mark.parametrize("strategy", ["sequential", "chunked", "functional", "fused"])
-@pytest.mark.parametrize(("num_ranks", "tp_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"), [("sequential", 2), ("chunked", 4), ("functional", 4), ("fused", 2)]
+)
 def test_layer_whose_ranks_share_experts_equals_the_reference(
-    run_ranks: RunRanks, num_ranks: int, tp_size: int, strategy: str
+    run_ranks: RunRanks, num_ranks: int, strategy: str
 ) -> None:
-    run_ranks(_check, num_ranks, "sigmoid", strategy, tp_size)
+    run_ranks(_check, num_ranks, "sigmoid", [strategy], [""], torch.float32, 2, False)
 
 
-def _mismatched(rank: int, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "strategies", "loads", "dtype"),
+    [
+        (2, "softmax", ["sequential", "chunked", "functional"], ["zipf"], torch.float32),
+        (4, "softmax", ["chunked"], list(LOADS), torch.float32),
+        (2, "softmax", ["fused"], ["one takes all", "one is empty"], torch.float32),
+        (4, "softmax", ["fused"], ["zipf"], torch.float32),
+        (2, "softmax", ["sequential", "fused"], ["zipf"], torch.bfloat16),
+        (4, "switch", ["sequential"], ["zipf"], torch.float32),  # drops slots
+        (2, "biases", ["chunked"], ["zipf"], torch.float32),
+    ],
+    ids=["2", "4", "2, fused", "4, fused", "bfloat16", "dropped slots", "biases"],
+)
+def test_layer_with_replicas_equals_the_reference(
+    run_ranks: RunRanks,
+    num_ranks: int,
+    kind: str,
+    strategies: list[str],
+    loads: list[str],
+    dtype: torch.dtype,
+) -> None:
+    """The gradients of an expert are bitwise equal on all ranks that hold it."""
+    by_rank = run_ranks(_check, num_ranks, kind, strategies, loads, dtype)
+    placement = _placement(num_ranks)
+    for expert in placement.replicated:
+        first, *others = placement.ranks_of(expert)
+        for other in others:
+            for mine, theirs in zip(by_rank[first], by_rank[other], strict=True):
+                for name, gradient in mine.items():
+                    place, there = (placement.experts_WL[r].index(expert) for r in (first, other))
+                    assert torch.equal(gradient[place], theirs[name][there]), name
+
+
+def _norms(rank: int, num_ranks: int) -> tuple[float, float]:
+    """Return the norm of the expert gradients with and without replicas."""
+    groups = build_groups(0, device_type="cpu")
+    norms = []
+    for placed in (True, False):
+        layer = _build("softmax", groups, "sequential", load="zipf", placed=placed)
+        _run(layer, rank)
+        gradients = [p.grad for p in layer.experts.parameters() if p.grad is not None]
+        once = [layer.experts.without_replicas(gradient) for gradient in gradients]
+        norms.append(float(global_norm((), once, groups=groups)))
+    destroy(groups)
+    return norms[0], norms[1]
+
+
+def test_gradient_norm_counts_replicas_once(run_ranks: RunRanks) -> None:
+    for with_replicas, without in run_ranks(_norms, 4):
+        assert with_replicas == pytest.approx(without, rel=1e-6)
+
+
+def _refuse(rank: int, num_ranks: int) -> None:
+    groups = build_groups(0, device_type="cpu")
+    layer = _build("softmax", groups, "fused", load="zipf", placed=True)
+    weight = layer.experts.down_proj
+    vars(weight)["main_grad"] = torch.zeros_like(weight)
+    with pytest.raises(ValueError, match=r"main_grad \(a buffer\) must be None on experts of"):
+        layer(_tokens(rank, torch.float32)[0])
+    destroy(groups)
     groups = build_groups(0, device_type="cpu", tp_size=2)
-    try:
-        with pytest.raises(ValueError, match=re.escape("expert_bias (true) must be false")):
-            _build("biases", groups, "sequential")
-        sequential = build_strategy("sequential", groups.ep, recorder=Recorder(CPU), device=CPU)
-        wanted = re.escape("strategy's tp_size (1) must be that of groups (2)")
-        with pytest.raises(ValueError, match=wanted):
-            MoELayer(MODELS["softmax"].moe, HIDDEN, strategy=sequential, groups=groups)
-    finally:
-        destroy(groups)
+    with pytest.raises(ValueError, match=re.escape("expert_bias (true) must be false")):
+        _build("biases", groups, "sequential")
+    sequential = build_strategy("sequential", groups.ep, recorder=Recorder(CPU), device=CPU)
+    wanted = re.escape("strategy's tp_size (1) must be that of groups (2)")
+    with pytest.raises(ValueError, match=wanted):
+        MoELayer(MODELS["softmax"].moe, HIDDEN, strategy=sequential, groups=groups)
+    destroy(groups)
 
 
-def test_experts_that_ranks_cannot_share_are_an_error(run_ranks: RunRanks) -> None:
-    run_ranks(_mismatched, 2)
+def test_unsupported_replicas_and_shards_are_errors(run_ranks: RunRanks) -> None:
+    run_ranks(_refuse, 2)
+
+
+def test_placement_for_other_sizes_is_named() -> None:
+    moe = MODELS["softmax"].moe
+    strategy = build_strategy("sequential", None, recorder=Recorder(CPU), device=CPU)
+    with pytest.raises(ValueError, match=r"placement \(2 ranks\) must be for ep_size 1"):
+        MoELayer(moe, HIDDEN, placement=_placement(2), strategy=strategy)
+    more = dataclasses.replace(moe, num_experts=9)
+    with pytest.raises(ValueError, match=r"placement \(8 experts\) must be for num_experts 9"):
+        MoELayer(more, HIDDEN, placement=ExpertPlacement.plain(8, num_ranks=1), strategy=strategy)

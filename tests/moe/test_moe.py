@@ -1,4 +1,4 @@
-"""``halley.MoE`` sets itself up, and equals the reference forward and backward."""
+"""``halley.MoE`` builds its groups and equals the reference, forward and backward."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def test_one_rank_equals_the_reference() -> None:
 
 @needs_kernels
 def test_default_device_is_the_gpu_and_values_equal_the_reference() -> None:
-    """In float32, "auto" measures the strategies on collectives; in bfloat16 the fused one, too."""
+    """In float32, "auto" measures the strategies on collectives; in bfloat16 also "fused"."""
     sizes = {name: value for name, value in SIZES.items() if name != "device"}
     for dtype in (torch.float32, torch.bfloat16):
         moe = halley.MoE(**sizes, seed=3, dtype=dtype)

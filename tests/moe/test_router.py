@@ -92,7 +92,7 @@ def test_switch_router_weights_are_probabilities_and_excess_is_dropped() -> None
     assert out.routing.topk_idx_TK.flatten().tolist() == [0, 0, 0, 1, DROPPED, DROPPED]
     want_T = torch.tensor([0.75] * 4 + [0.0, 0.0])
     torch.testing.assert_close(out.routing.topk_weights_TK.flatten(), want_T)
-    assert out.counts_E.tolist() == [5, 1]  # what was wished, before anything was dropped
+    assert out.counts_E.tolist() == [5, 1]  # counted before slots are dropped
 
 
 def test_top2_router_keeps_first_choices_before_second_choices() -> None:
@@ -147,9 +147,9 @@ def _sigmoid_by_loop(
     return _largest(allowed, top_k)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
-    ("num_groups", "num_limited", "top_k"), [(1, 1, 3), (4, 2, 6), (4, 4, 3), (12, 5, 4), (2, 1, 6)]
+    ("normalize", "num_groups", "num_limited", "top_k"),
+    [(True, 1, 1, 3), (False, 4, 2, 6), (True, 12, 5, 4), (True, 2, 1, 6)],
 )
 def test_sigmoid_router(normalize: bool, num_groups: int, num_limited: int, top_k: int) -> None:
     router = _build(
@@ -162,7 +162,7 @@ def test_sigmoid_router(normalize: bool, num_groups: int, num_limited: int, top_
         scaling_factor=2.5,
     )
     assert isinstance(router, SigmoidRouter)
-    # With biases below -1 some scores are negative: closed groups must stay behind them.
+    # With biases below -1 some scores are negative. Experts of excluded groups must rank below.
     router.bias.copy_(0.5 * _logits(1, 12, seed=1)[0] - 1.0)
     x_TD = _logits(40, 12)
     out = router(x_TD)
@@ -235,7 +235,7 @@ def test_loss_is_the_sum_of_both_with_their_coefficients() -> None:
 
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
-    "softmax as it is": {"normalize": False},
+    "softmax, not normalized": {"normalize": False},
     "sigmoid": {"kind": "sigmoid", "num_groups": 2, "num_limited_groups": 1},
     "switch": {"kind": "switch", "capacity_factor": 1.0},
     "top2": {"kind": "top2", "capacity_factor": 1.0},
@@ -262,7 +262,7 @@ def test_gradient_reaches_weight_and_tokens(kind: str, through: str) -> None:
         grad, noise = leaf.grad, _logits(*leaf.shape, seed=seed)
         direction = grad / grad.norm() + noise / noise.norm()
         values = []
-        for sign in (1.0, -2.0, 1.0):  # there, back past the start, and home
+        for sign in (1.0, -2.0, 1.0):  # one step forward, one step back, and the first values
             with torch.no_grad():
                 leaf += sign * 1e-2 * direction
             values.append(loss().item())

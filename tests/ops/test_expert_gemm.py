@@ -1,26 +1,18 @@
-"""Grouped GEMMs, biases and experts against one group at a time."""
+"""Experts by grouped GEMMs against one expert at a time, and the operator ``expert_gemm``."""
 
 import pytest
 import torch
 
 from halley.core.reference import apply_expert
 from halley.core.types import Activation, Experts
-from halley.ops.expert_gemm import (
-    add_bias,
-    apply_experts,
-    check_alignment,
-    expert_gemm,
-    grouped_linear,
-)
+from halley.ops.expert_gemm import add_bias, apply_experts, check_alignment, expert_gemm
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 
 
 ROWS = [
-    pytest.param([3, 1, 4], id="full"),
-    pytest.param([0, 5, 0], id="empty at the ends"),
-    pytest.param([0, 0, 6], id="one takes all"),
-    pytest.param([2, 0, 1], id="empty within"),
-    pytest.param([0, 0, 0], id="none"),
+    pytest.param([0, 5, 0, 3], id="empty first and within"),
+    pytest.param([2, 0, 6, 0], id="empty last"),
+    pytest.param([0, 0, 0, 0], id="none"),
 ]
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -34,10 +26,6 @@ def _ends(rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows).cumsum(0).to(torch.int32)
 
 
-def _groups(rows: list[int]) -> list[int]:
-    return [group for group, count in enumerate(rows) for _ in range(count)]
-
-
 def _check(got: torch.Tensor, want: torch.Tensor, leaves: list[torch.Tensor]) -> None:
     """Compare a result and its gradients with those of the same leaves in float64."""
     dtype, grad = leaves[0].dtype, _normal(*want.shape, seed=9, dtype=leaves[0].dtype).detach()
@@ -46,25 +34,6 @@ def _check(got: torch.Tensor, want: torch.Tensor, leaves: list[torch.Tensor]) ->
     for value, reference in zip((got, *got_grads), (want, *want_grads), strict=True):
         assert value.dtype == dtype
         assert relative_error(value.detach(), reference.detach()) <= RELATIVE_TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-def test_grouped_linear(rows: list[int], dtype: torch.dtype) -> None:
-    x_RI = _normal(sum(rows), 16, seed=0, dtype=dtype)
-    weight_LOI = _normal(3, 8, 16, seed=1, dtype=dtype)
-    got = grouped_linear(x_RI, weight_LOI, ends_L=_ends(rows))
-    want = torch.einsum("ri,roi->ro", x_RI.double(), weight_LOI.double()[_groups(rows)])
-    _check(got, want, [x_RI, weight_LOI])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
-def test_add_bias(rows: list[int], dtype: torch.dtype) -> None:
-    x_RO = _normal(sum(rows), 8, seed=0, dtype=dtype)
-    bias_LO = _normal(3, 8, seed=1, dtype=dtype)
-    got = add_bias(x_RO, bias_LO, ends_L=_ends(rows))
-    _check(got, x_RO.double() + bias_LO.double()[_groups(rows)], [x_RO, bias_LO])
 
 
 def test_bias_gradient_is_accumulated_in_float32() -> None:
@@ -79,19 +48,18 @@ def test_bias_gradient_is_accumulated_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu", True), ("gelu", False)])
 def test_apply_experts(
     rows: list[int], activation: Activation, bias: bool, dtype: torch.dtype
 ) -> None:
     up_size = 16 if activation == "swiglu" else 8
     x_RD = _normal(sum(rows), 16, seed=0, dtype=dtype)
-    shapes = [(3, up_size, 16), (3, 16, 8)] + ([(3, up_size), (3, 16)] if bias else [])
+    shapes = [(4, up_size, 16), (4, 16, 8)] + ([(4, up_size), (4, 16)] if bias else [])
     weights = [_normal(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes, start=1)]
     got = apply_experts(x_RD, _experts(weights, activation), ends_L=_ends(rows))
     slow = _experts([weight.double() for weight in weights], activation)
-    parts = torch.split(x_RD.double(), rows)
-    want = torch.cat([apply_expert(part, slow, index=e) for e, part in enumerate(parts)])
+    groups = torch.split(x_RD.double(), rows)
+    want = torch.cat([apply_expert(group, slow, index=e) for e, group in enumerate(groups)])
     _check(got, want, [x_RD, *weights])
 
 
@@ -108,8 +76,7 @@ def _experts(weights: list[torch.Tensor], activation: Activation) -> Experts:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "multiple"),
-    [(6, torch.float32, 4), (12, torch.bfloat16, 8), (4, torch.float16, 8), (3, torch.float64, 2)],
+    ("size", "dtype", "multiple"), [(6, torch.float32, 4), (12, torch.bfloat16, 8)]
 )
 def test_rows_must_be_multiples_of_16_bytes(size: int, dtype: torch.dtype, multiple: int) -> None:
     rule = rf"hidden_size \({size}\) must be a multiple of {multiple} for {dtype}: "

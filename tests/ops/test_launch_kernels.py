@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of their launches. The compiler itself is not run: it wants a GPU."""
+"""Compile kernels before their launches. The compiler is replaced, because it needs a GPU."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from halley.ops.kernels.launch import Launcher, compile_only, only_compiles
 
 
 class Kernel:
-    """Notes what is compiled and launched, and compiles by the threads that Triton would use."""
+    """Records compilations and launches; compiles in the threads that Triton would use."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
@@ -58,17 +58,17 @@ def test_nothing_is_launched_while_kernels_are_compiled(kernel: Kernel) -> None:
     constants = sorted(args[-1] for args, _ in kernel.compiled)
     assert constants == [64, 128]
 
-    launcher(3, (x, 1), (64,), **options)  # in earnest
+    launcher(3, (x, 1), (64,), **options)  # outside of compile_only, so it launches
     assert kernel.launched == [kernel.compiled[constants.index(64)]]
     launcher(3, (x, 2), (64,), **options)
     assert kernel.launched[1:] == [((x, 2), 3)]
-    with compile_only(2):  # nor what is compiled already
+    with compile_only(2):  # nothing to compile, and no launch
         launcher(3, (x, 3), (64,), **options)
     assert len(kernel.launched) == 2
     assert len(kernel.compiled) == 2
 
 
-def test_one_within_another_waits_for_it(kernel: Kernel) -> None:
+def test_nested_compile_only_compiles_at_the_end_of_the_outer_one(kernel: Kernel) -> None:
     launcher, x = Launcher(kernel), torch.zeros(4)
     with compile_only(1):
         for constant in (64, 128):
@@ -79,7 +79,7 @@ def test_one_within_another_waits_for_it(kernel: Kernel) -> None:
     assert kernel.launched == []
 
 
-def test_what_cannot_be_compiled_is_told(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_compiler_is_raised(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         future: Future[None] = Future()
         future.set_exception(RuntimeError("out of resources"))

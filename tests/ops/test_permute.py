@@ -17,8 +17,7 @@ def _normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("num_rows", [0, 1, 9])
+@pytest.mark.parametrize(("num_rows", "dtype"), [(0, torch.int64), (9, torch.int32)])
 def test_inverse_of_a_permutation(num_rows: int, dtype: torch.dtype) -> None:
     order, inverse = _order(num_rows, dtype=dtype)
     assert inverse.tolist() == [order.tolist().index(place) for place in range(num_rows)]

@@ -64,7 +64,7 @@ def test_gradients_are_summed_over_the_ranks_that_hold_an_expert(run_ranks: RunR
         assert num_waits == 1  # one collective for all weights
 
 
-def _round(rank: int, num_ranks: int) -> tuple[list[float], list[float]]:
+def _round(rank: int, num_ranks: int) -> tuple[list[float], list[float], list[int]]:
     """Sum values of which bfloat16 would lose some if it rounded every addition."""
     values = [256.0, 1.0, 1.0, 0.0]
     gradient = torch.full((2, 1), values[rank], dtype=torch.bfloat16)
@@ -72,25 +72,18 @@ def _round(rank: int, num_ranks: int) -> tuple[list[float], list[float]]:
     (total,), (first,) = replicas.sum([gradient]), replicas.take_first([gradient])
     assert total.dtype == first.dtype == torch.bfloat16
     assert gradient.unique().tolist() == [values[rank]]  # unchanged
-    return total.flatten().tolist(), first.flatten().tolist()
+    return total.flatten().tolist(), first.flatten().tolist(), replicas.first.tolist()
 
 
-def test_sums_are_rounded_once(run_ranks: RunRanks) -> None:
+def test_sums_are_rounded_once_and_first_ranks_are_copied(run_ranks: RunRanks) -> None:
     """256 + 1 is 256 in bfloat16, 256 + 2 is 258."""
     assert run_ranks(_round, 4) == [
-        ([258.0, 256.0], [256.0, 256.0]),  # expert 1: 256 + 1 is a tie and rounds to the even 256
-        ([258.0, 1.0], [256.0, 1.0]),
-        ([258.0, 256.0], [256.0, 256.0]),
-        ([0.0, 0.0], [0.0, 0.0]),
+        # Expert 1: 256 + 1 is a tie and rounds to the even 256.
+        ([258.0, 256.0], [256.0, 256.0], [0, 1]),
+        ([258.0, 1.0], [256.0, 1.0], [1]),
+        ([258.0, 256.0], [256.0, 256.0], []),
+        ([0.0, 0.0], [0.0, 0.0], [0, 1]),
     ]
-
-
-def _firsts(rank: int, num_ranks: int) -> list[int]:
-    return _replicas(rank).first.tolist()
-
-
-def test_each_expert_is_first_on_one_rank(run_ranks: RunRanks) -> None:
-    assert run_ranks(_firsts, 4) == [[0, 1], [1], [], [0, 1]]
 
 
 def _count_sent(act: Callable[[], object]) -> int:

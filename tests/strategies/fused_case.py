@@ -1,4 +1,4 @@
-"""The fused strategy on a CPU, as tests of it make and compare it."""
+"""Helpers of the tests of the fused strategy on a CPU."""
 
 from typing import get_args
 
@@ -20,6 +20,6 @@ def build(workspaces: Workspaces, *, fused: bool = True, save: Save = "all") -> 
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object) -> None:
-    """Compare bits of values by name; ``what`` says which they are."""
+    """Check that tensors of the same name are bitwise equal; ``what`` is for the message."""
     for name, value in want.items():
         assert torch.equal(got[name], value), f"{name} differs, {what}"

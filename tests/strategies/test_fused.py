@@ -16,6 +16,7 @@ from halley.interpreter import sanitizer
 from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
+from tests.strategies.fused_case import CPU, build
 from tests.strategies.layer_case import (
     SIZES,
     LayerCase,
@@ -23,18 +24,6 @@ from tests.strategies.layer_case import (
     local_experts_of,
     make_tokens,
 )
-
-
-CPU = torch.device("cpu")
-FORMS = [pytest.param(True, id="fused"), pytest.param(False, id="unfused")]
-
-
-def _build(workspaces: Workspaces, *, fused: bool = True) -> FusedStrategy:
-    return FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), fused=fused)
-
-
-def _group(num_ranks: int) -> dist.ProcessGroup | None:
-    return dist.group.WORLD if num_ranks > 1 else None
 
 
 def _output(strategy: FusedStrategy, case: LayerCase, rank: int) -> torch.Tensor:
@@ -49,59 +38,49 @@ def _check_case(strategy: FusedStrategy, case: LayerCase, rank: int) -> None:
 
 
 def _check(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
-    workspaces = Workspaces(_group(num_ranks), CPU)
-    strategy = _build(workspaces)
+    workspaces = Workspaces(dist.group.WORLD, CPU)
+    strategy = build(workspaces)
     for case in cases:
         _check_case(strategy, case, rank)
     workspaces.close()
 
 
-def test_values_by_top_k(run_ranks: RunRanks) -> None:
-    """Each top-k is a shape class of its own, all in the same heap."""
+def test_values_without_gradients(run_ranks: RunRanks) -> None:
+    """Each top-k and dtype has buffers of its own, all in the same workspaces."""
     cases = [
-        LayerCase(num_tokens_W=(7, 12), num_experts=16, top_k=top_k, dtype=dtype)
-        for top_k, dtype in [
-            (1, torch.float32),
-            (2, torch.bfloat16),
-            (4, torch.float32),
-            (8, torch.float16),
-        ]
+        LayerCase(num_tokens_W=(7, 12), num_experts=2, top_k=1, activation="gelu"),
+        LayerCase(num_tokens_W=(7, 5), num_experts=8, top_k=8, dtype=torch.float16),
+        LayerCase(num_tokens_W=(9, 6), num_experts=4, dropped=0.4, dtype=torch.bfloat16),
+        LayerCase(num_tokens_W=(9, 6), num_experts=2, dropped=1.0),
+        LayerCase(num_tokens_W=(1, 0), num_experts=2, seed=2),
+        LayerCase(num_tokens_W=(0, 0), num_experts=2, seed=2),
     ]
     run_ranks(_check, 2, cases)
 
 
-def test_values_by_tokens_and_experts(run_ranks: RunRanks) -> None:
-    cases = [LayerCase(num_tokens_W=tokens, seed=2) for tokens in [(0, 9), (9, 0), (0, 0), (1, 0)]]
-    for activation in ("swiglu", "gelu"):
-        for dropped in (0.0, 0.4, 1.0):
-            case = LayerCase(num_tokens_W=(9, 6), activation=activation, dropped=dropped)
-            cases.append(case)
-    run_ranks(_check, 2, cases)
-
-
 def _run_in_subgroups(rank: int, num_ranks: int, case: LayerCase) -> None:
-    """Ranks 0 and 2, and 1 and 3, form a group each, with different tokens."""
+    """Run the case in two groups at once: ranks 0 and 2, ranks 1 and 3, with different tokens."""
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     assert isinstance(group, dist.ProcessGroup)
     mine = dataclasses.replace(case, seed=case.seed + rank % 2)
     workspaces = Workspaces(group, CPU)
-    _check_case(_build(workspaces), mine, rank // 2)
+    _check_case(build(workspaces), mine, rank // 2)
     workspaces.close()
     dist.destroy_process_group(group)
 
 
-def test_any_subgroup(run_ranks: RunRanks) -> None:
+def test_two_subgroups_run_at_once(run_ranks: RunRanks) -> None:
     run_ranks(_run_in_subgroups, 4, LayerCase(num_tokens_W=(8, 5)))
 
 
 def _grow(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU)
-    strategy = _build(workspaces)
-    # Fewer, more on both, many more on one rank alone, and few again.
-    for seed, tokens in enumerate([(9, 7), (3, 0), (12, 14), (0, 90), (130, 1), (2, 2)]):
-        _check_case(strategy, LayerCase(num_tokens_W=tokens, seed=seed), rank)
+    strategy = build(workspaces)
+    # Many more tokens on one rank alone, then on the other, and few again.
+    for seed, tokens in enumerate([(3, 1), (0, 90), (130, 1), (2, 2)]):
+        _check_case(strategy, LayerCase(num_tokens_W=tokens, num_experts=2, seed=seed), rank)
     (workspace,) = workspaces.all()
-    # 14 asked for 64, 90 for 128, 130 for 192.
+    # The capacity is 64 tokens for 3, 128 for 90, 192 for 130.
     assert workspace.context().send_buffer.local.shape == (
         2,
         token_capacity(130),
@@ -110,24 +89,24 @@ def _grow(rank: int, num_ranks: int) -> None:
     assert token_capacity(130) == 192
     assert workspace.layout.max_tokens == 256  # for which kernels are compiled
     heap_bytes = workspace.heap.num_bytes
-    assert heap_bytes == workspace.symmetric_bytes  # what was outgrown was given back
+    assert heap_bytes == workspace.symmetric_bytes  # the smaller buffers were freed
     workspaces.close()
 
 
-def test_tokens_beyond_max_tokens_on_one_rank(run_ranks: RunRanks) -> None:
+def test_buffers_grow_for_more_tokens_on_one_rank(run_ranks: RunRanks) -> None:
     run_ranks(_grow, 2)
 
 
 def test_first_buffers_hold_max_tokens() -> None:
     workspaces = Workspaces(None, CPU, max_tokens=100)
-    _check_case(_build(workspaces), LayerCase(num_tokens_W=(8,)), 0)
+    _check_case(build(workspaces), LayerCase(num_tokens_W=(8,)), 0)
     assert [w.context().send_buffer.local.shape[1] for w in workspaces.all()] == [100]
 
 
-def test_rows_beyond_capacity() -> None:
-    """A plan with more rows than the scratch holds runs again; the scratch stays grown."""
+def test_plan_with_more_rows_than_the_scratch_runs_again() -> None:
+    """The scratch keeps the larger size."""
     workspaces = Workspaces(None, CPU)
-    strategy = _build(workspaces)
+    strategy = build(workspaces)
     case = LayerCase(num_tokens_W=(40,), top_k=4)
     _check_case(strategy, case, 0)
     (workspace,) = workspaces.all()
@@ -138,17 +117,16 @@ def test_rows_beyond_capacity() -> None:
 
 def _run_layers(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU)
-    strategies = [_build(workspaces, fused=fused) for fused in (True, False, True)]
-    wide = LayerCase(num_tokens_W=(8, 21), top_k=4)
-    narrow = LayerCase(num_tokens_W=(30, 2), num_experts=4, top_k=1, dtype=torch.bfloat16)
-    for seed in range(2):
-        for strategy in strategies:
-            for case in (wide, narrow):
-                _check_case(strategy, dataclasses.replace(case, seed=seed), rank)
+    strategies = [build(workspaces, fused=fused) for fused in (True, False, True)]
+    wide = LayerCase(num_tokens_W=(8, 5), num_experts=6, top_k=3)
+    narrow = LayerCase(num_tokens_W=(9, 2), num_experts=4, top_k=1, dtype=torch.bfloat16)
+    for seed, strategy in enumerate(strategies):
+        for case in (wide, narrow):
+            _check_case(strategy, dataclasses.replace(case, seed=seed), rank)
     shapes = [workspace.shape for workspace in workspaces.all()]
-    assert [(s.num_experts, s.top_k) for s in shapes] == [(8, 4), (4, 1)]
+    assert [(s.num_experts, s.top_k) for s in shapes] == [(6, 3), (4, 1)]
     first, _ = workspaces.all()
-    assert first.epoch == 6
+    assert first.epoch == 3
     workspaces.close()
 
 
@@ -157,9 +135,9 @@ def test_layers_of_two_shapes_share_workspaces(run_ranks: RunRanks) -> None:
 
 
 def test_size_of_a_plan_is_predicted_from_the_same_layer() -> None:
-    """Alternating layers with different loads: each one gets memory for its own load."""
+    """Two layers with different loads alternate; each one gets memory for its own load."""
     workspaces = Workspaces(None, CPU)
-    strategy = _build(workspaces)
+    strategy = build(workspaces)
     cases = [LayerCase(num_tokens_W=(40,), dropped=dropped) for dropped in (0.0, 0.9)]
     layers = [local_experts_of(case, 0) for case in cases]
     for _ in range(2):
@@ -169,14 +147,13 @@ def test_size_of_a_plan_is_predicted_from_the_same_layer() -> None:
     (workspace,) = workspaces.all()
     many, few = (workspace.predict_size(experts.up_LGD).num_rows for experts in layers)
     assert few < many
-    assert (
-        workspace.predict_size(torch.zeros(1)).num_rows == few
-    )  # a layer that never ran: the last plan of any layer
+    # For a layer that never ran, the prediction is the last plan of any layer.
+    assert workspace.predict_size(torch.zeros(1)).num_rows == few
 
 
 def _run_out_of_memory(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU, timeout_s=60)
-    strategy = _build(workspaces)
+    strategy = build(workspaces)
     case = LayerCase(num_tokens_W=(8, 5))
 
     def fail(self: Workspace, num_rows: int) -> torch.Tensor:
@@ -188,7 +165,7 @@ def _run_out_of_memory(rank: int, num_ranks: int) -> None:
         with pytest.raises(MemoryError, match=r"rank 1 of 2 has no \d+ bytes .*pretended"):
             _output(strategy, case, rank)
     assert workspaces.all() == []
-    _check_case(strategy, case, rank)  # once there is room
+    _check_case(strategy, case, rank)  # with memory again
     workspaces.close()
 
 
@@ -196,17 +173,17 @@ def test_out_of_memory_on_one_rank_is_an_error_on_all(run_ranks: RunRanks) -> No
     run_ranks(_run_out_of_memory, 2)
 
 
-def _leave_alone(rank: int, num_ranks: int) -> None:
+def _lose_rank_1(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU)
-    strategy = _build(workspaces)
+    strategy = build(workspaces)
     case = LayerCase(num_tokens_W=(8, 5))
-    _check_case(strategy, case, rank)  # without a short timeout, because the machine may be busy
+    _check_case(strategy, case, rank)  # with the default timeout: the machine may be busy
     for workspace in workspaces.all():
         workspace.timeout_s = 0.5
     if rank == 1:
         return
     text = r"rank 0: rank 1 did not publish its routing \(plan\) within 0.5 s"
-    for _ in range(2):  # it stays broken
+    for _ in range(2):  # later calls raise the same error
         with pytest.raises(RuntimeError, match=text):
             _output(strategy, case, rank)
     with pytest.raises(RuntimeError, match=text):
@@ -216,25 +193,25 @@ def _leave_alone(rank: int, num_ranks: int) -> None:
 
 def test_missing_rank_is_named_in_the_error(run_ranks: RunRanks) -> None:
     with pytest.raises(AssertionError, match="ValueError: seen"):
-        run_ranks(_leave_alone, 2)
+        run_ranks(_lose_rank_1, 2)
     run_ranks(_check, 2, [LayerCase(num_tokens_W=(8, 5))])  # in new processes
 
 
 def _differ(rank: int, num_ranks: int) -> None:
-    strategy = _build(Workspaces(dist.group.WORLD, CPU))
+    strategy = build(Workspaces(dist.group.WORLD, CPU))
     case = LayerCase(num_tokens_W=(8, 5), top_k=2 + rank)
     with pytest.raises(ValueError, match=r"^top_k \(2 on rank 0, 3 on rank 1\) must be the same "):
         _output(strategy, case, rank)
 
 
-def test_ranks_that_run_different_layers(run_ranks: RunRanks) -> None:
+def test_ranks_with_different_layers_raise_an_error(run_ranks: RunRanks) -> None:
     run_ranks(_differ, 2)
 
 
 def test_last_reference_frees_the_memory() -> None:
     gc.collect()
     before = dict(sanitizer._registered)
-    strategy = _build(Workspaces(None, CPU))
+    strategy = build(Workspaces(None, CPU))
     _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
     assert len(sanitizer._registered) == len(before) + 4  # the four symmetric buffers
     del strategy
@@ -242,9 +219,9 @@ def test_last_reference_frees_the_memory() -> None:
     assert sanitizer._registered == before
 
 
-def test_closed_workspaces_are_made_again() -> None:
+def test_closed_workspaces_allocate_again() -> None:
     workspaces = Workspaces(None, CPU)
-    strategy = _build(workspaces)
+    strategy = build(workspaces)
     for _ in range(2):
         _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
         workspaces.close()
@@ -290,18 +267,18 @@ _PLAIN = _experts()
     ],
 )
 def test_find_problem_names_unsupported_layers(experts: Experts, top_k: int, problem: str) -> None:
-    found = _build(Workspaces(None, CPU)).find_problem(experts, top_k=top_k)
+    found = build(Workspaces(None, CPU)).find_problem(experts, top_k=top_k)
     assert re.search(problem, found) if problem else not found
 
 
 def test_missing_peer_access_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halley.symm_mem.cpu.peer_access", lambda group, device: "on Mars")
     with pytest.raises(RuntimeError, match=r"on Mars; the strategies sequential and chunked need"):
-        _check_case(_build(Workspaces(None, CPU)), LayerCase(num_tokens_W=(8,)), 0)
+        _check_case(build(Workspaces(None, CPU)), LayerCase(num_tokens_W=(8,)), 0)
 
 
 @pytest.mark.parametrize("sizes", [{"max_tokens": -1}, {"timeout_s": 0.0}])
-def test_sizes_of_workspaces(sizes: dict[str, float]) -> None:
+def test_wrong_size_of_workspaces_is_named(sizes: dict[str, float]) -> None:
     (name,) = sizes
     with pytest.raises(ValueError, match=name):
         Workspaces(None, CPU, **sizes)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Gradients of the fused strategy on one rank: all inputs and hooks that autograd allows."""
+"""Gradients of the fused strategy on one rank, for all inputs and hooks that autograd allows."""
 
 import dataclasses
 import gc
@@ -28,30 +28,26 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().t().contiguous().t()
 
 
-def _amid(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values at an address that no vector load takes."""
+def _unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values at an address that is not aligned for vector loads."""
     memory = tensor.new_empty(tensor.numel() + 1)
     return memory[1:].view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("make", [_strided, _amid])
-def test_strided_or_unaligned_gradients_of_the_output(
-    make: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    layer = build(Workspaces(None, CPU))
-    plain, other = (run_forward(layer.forward, ALONE, 0) for _ in range(2))
-    plain.y_TD.backward(plain.grad_TD)
-    other.y_TD.backward(make(other.grad_TD))
-    assert_same(other.values(), plain.values(), make.__name__)
-
-
-def test_expanded_gradient_of_the_output() -> None:
+def test_strided_unaligned_or_expanded_gradients_of_the_output() -> None:
     """The gradient of a sum is one number, expanded to the shape of the output."""
     layer = build(Workspaces(None, CPU))
-    plain, summed = (run_forward(layer.forward, ALONE, 0) for _ in range(2))
-    plain.y_TD.backward(torch.ones_like(plain.y_TD))
-    summed.y_TD.sum().backward()
-    assert_same(summed.values(), plain.values(), "of a sum")
+
+    def run(make: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        call = run_forward(layer.forward, ALONE, 0)
+        call.y_TD.backward(make(call.grad_TD))
+        return call.values()
+
+    want = run(lambda grad_TD: grad_TD)
+    for make in (_strided, _unaligned):
+        assert_same(run(make), want, make.__name__)
+    ones = run(torch.ones_like)
+    assert_same(run(lambda grad_TD: torch.ones(()).expand(grad_TD.shape)), ones, "expanded")
 
 
 @pytest.mark.parametrize(
@@ -72,27 +68,11 @@ def test_strided_tokens_and_routing_weights(name: str, save: Save) -> None:
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_saved_tensors_may_be_unpacked_to_other_memory(save: Save) -> None:
-    """As with hooks that offload tensors, or pack the tensors of a layer into one buffer."""
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        buffer = torch.full((16 + tensor.numel() + 48,), 7).to(tensor.dtype)
-        return buffer[16 : 16 + tensor.numel()].copy_(tensor.flatten()).view(tensor.shape)
-
-    case = LayerCase(num_tokens_W=(21,))
-    strategy = build(Workspaces(None, CPU), save=save)
-    values: list[dict[str, torch.Tensor]] = []
-    for hook in (lambda tensor: tensor, unpack):
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), hook):
-            call = run_forward(strategy.forward, case, 0)
-            call.y_TD.backward(call.grad_TD)
-        values.append(call.values())
-    assert_same(values[1], values[0], save)
-
-
-@pytest.mark.parametrize("save", SAVES)
 def test_saved_tensors_may_be_unpacked_from_one_shared_buffer(save: Save) -> None:
-    """As with an arena of two layers: a layer must not free memory of the other one."""
+    """Hooks that offload tensors return other memory, here an arena for two layers.
+
+    A layer must not free memory of the other layer.
+    """
     arena, end = torch.empty(1 << 20, dtype=torch.uint8), 0
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -157,10 +137,13 @@ def test_frozen_parts(frozen: tuple[str, ...], save: Save) -> None:
         assert relative_error(value, want[name]) <= RELATIVE_TOLERANCE[torch.float32], name
 
 
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("frozen", [(), ("up_LGD", "down_LDF")], ids=["all", "tokens"])
+@pytest.mark.parametrize(
+    ("frozen", "save"),
+    [((), "all"), ((), "inputs"), ((), "recompute"), (("up_LGD", "down_LDF"), "all")],
+    ids=["all", "inputs", "recompute", "tokens only"],
+)
 def test_second_derivative_is_refused(frozen: tuple[str, ...], save: Save) -> None:
-    """Also if no other tensor needs gradients, so that autograd itself would raise no error."""
+    """If only the tokens need gradients, autograd itself would raise no error."""
     layer = build(Workspaces(None, CPU), save=save)
     call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
     with pytest.raises(RuntimeError, match="gradients of fused layers have no gradients"):
@@ -169,7 +152,7 @@ def test_second_derivative_is_refused(frozen: tuple[str, ...], save: Save) -> No
 
 @pytest.mark.parametrize("save", SAVES)
 def test_backward_after_close_is_an_error(save: Save) -> None:
-    """Also if new workspaces exist, which have not made the plan."""
+    """The error is the same if the layer has new buffers, because they do not hold the plan."""
     layer = build(Workspaces(None, CPU), save=save)
     for num_tokens in (0, 3):
         call = run_forward(layer.forward, ALONE, 0)

@@ -2,21 +2,18 @@
 
 import re
 import time
-from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.timeline import Recorder
 from halley.core.types import Save
 from halley.fused.buffer_cache import Workspaces
-from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
+from tests.strategies.fused_case import CPU, assert_same, build
 from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens, run_forward
 
 
-CPU = torch.device("cpu")
 CASES = [
     LayerCase(num_tokens_W=(20, 14), num_experts=4, seed=1),
     LayerCase(num_tokens_W=(0, 9), num_experts=4, skew="zipf:1.2", dropped=0.3, seed=2),
@@ -24,20 +21,16 @@ CASES = [
 CROWD = LayerCase(num_tokens_W=(60, 60), num_experts=4, skew="one-hot", seed=3)
 
 
-def _build(workspaces: Workspaces, save: Save = "all") -> FusedStrategy:
-    return FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), save=save)
-
-
 def _forward(workspaces: Workspaces, case: LayerCase, rank: int) -> torch.Tensor:
     x_TD, routing, _ = make_tokens(case, rank)
     with torch.no_grad():
-        return _build(workspaces).forward(x_TD, routing, local_experts_of(case, rank))
+        return build(workspaces).forward(x_TD, routing, local_experts_of(case, rank))
 
 
 def _train(
     workspaces: Workspaces, case: LayerCase, rank: int, save: Save
 ) -> dict[str, torch.Tensor]:
-    call = run_forward(_build(workspaces, save).forward, case, rank)
+    call = run_forward(build(workspaces, save=save).forward, case, rank)
     call.y_TD.backward(call.grad_TD)
     return call.values()
 
@@ -45,14 +38,14 @@ def _train(
 def _compare(rank: int, num_ranks: int) -> list[int]:
     exact = Workspaces(dist.group.WORLD, CPU)
     bounded = Workspaces(dist.group.WORLD, CPU, max_load=1.5)
-    for case in CASES:
+    saves: tuple[tuple[Save, ...], ...] = (("all",), ("inputs", "recompute"))
+    for case, case_saves in zip(CASES, saves, strict=True):
         want = _train(exact, case, rank, "all")
         assert torch.equal(_forward(bounded, case, rank), want["y"])
-        for save in get_args(Save):
+        for save in case_saves:
             got = _train(bounded, case, rank, save)
             assert list(got) == list(want)
-            for name, value in want.items():
-                assert torch.equal(got[name], value), f"{name}, {save}, {case}"
+            assert_same(got, want, (save, case))
     max_rows = [workspace.max_rows for workspace in bounded.all()]
     exact.close()
     bounded.close()
@@ -60,7 +53,7 @@ def _compare(rank: int, num_ranks: int) -> list[int]:
 
 
 def test_calls_with_max_load_have_the_same_bits(run_ranks: RunRanks) -> None:
-    """20 tokens with 2 experts each are 40 rows if balanced; 60 rows and the padding make 96."""
+    """A balanced load is 40 rows: 20 tokens with 2 experts. 60 rows and the padding make 96."""
     assert run_ranks(_compare, 2) == [[96]] * 2
 
 
@@ -69,17 +62,17 @@ def _overflow(rank: int, num_ranks: int) -> list[str]:
     _forward(workspaces, CASES[0], rank)
     said: list[str] = []
     begin = time.monotonic()
-    for case in (CROWD, CASES[0]):  # and nothing works after
+    for case in (CROWD, CASES[0]):  # later calls raise the error too
         with pytest.raises(RuntimeError) as caught:
             _forward(workspaces, case, rank)
         said.append(str(caught.value))
-    assert time.monotonic() - begin < 20, "waited for a rank that has no sums"
+    assert time.monotonic() - begin < 20, "waited for partial sums that a rank cannot compute"
     workspaces.close()
     return said
 
 
 def test_too_many_rows_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
-    """One expert has 120 rows, the other one on its rank some more; the capacity is 160 rows."""
+    """One expert has 120 rows, the other expert of its rank has more; the capacity is 160 rows."""
     for rank, said in enumerate(run_ranks(_overflow, 2)):
         wanted = rf"rank {rank}: the experts of rank 0 got (\d+) rows, more than max_load allows"
         assert all(int(re.findall(wanted, text)[0]) > 160 for text in said), said

@@ -1,4 +1,4 @@
-"""The fused strategy on GPUs: right values and gradients, bits that do not vary, and lost peers.
+"""The fused strategy on GPUs: values, gradients, reproducible bits, and missing ranks.
 
 TRITON_INTERPRET=0 pytest tests/strategies/test_fused_cuda.py
 """
@@ -127,11 +127,11 @@ def _forward(strategy: FusedStrategy, case: LayerCase, rank: int) -> Call:
 
 
 def _check_gradients(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
-    """All forward, some of which need more room than was there, then backward in another order."""
+    """Run all cases forward, some with larger buffers, then backward in another order."""
     workspaces = _make_workspaces(rank, cases, max_tokens=64)
     first: list[dict[str, torch.Tensor]] = []
     for save in get_args(Save):
-        for fused in (True, False, True):  # and the first once more
+        for fused in (True, False, True):  # the first form twice, to compare two runs
             strategy = _build(workspaces, fused=fused, save=save)
             calls = [_forward(strategy, case, rank) for case in cases]
             for call in calls[::2] + calls[1::2]:
@@ -212,7 +212,7 @@ def _compare_compiled(rank: int, num_ranks: int, save: Save) -> None:
 
 
 @pytest.mark.parametrize("save", get_args(Save))
-def test_compiled_gives_the_same(run_ranks: RunRanks, save: Save) -> None:
+def test_compiled_layers_have_the_bits_of_eager_layers(run_ranks: RunRanks, save: Save) -> None:
     run_ranks(_compare_compiled, 2, save, timeout_s=300)
 
 
@@ -233,7 +233,7 @@ def _add_to_main_grad(rank: int, num_ranks: int, case: LayerCase) -> None:
         for weight, name in zip(weights, ("up_LGD", "down_LDF"), strict=True):
             assert weight.grad is None
             assert vars(weight)["grad_added_to_main_grad"]
-            once = vars(weight)["main_grad"] / times  # twice as much of it is exact
+            once = vars(weight)["main_grad"] / times  # exact, because times is 1 or 2
             assert torch.equal(once.to(case.dtype), plain.values()[f"{name}.grad"])
     workspaces.close()
 
@@ -243,18 +243,18 @@ def test_main_grad_is_added_to(run_ranks: RunRanks) -> None:
     run_ranks(_add_to_main_grad, 2, case)
 
 
-def _never_come_back(rank: int, num_ranks: int) -> str:
+def _skip_backward(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(dist.group.WORLD, device_of(rank), timeout_s=TIMEOUT_S)
     strategy = _build(workspaces, fused=True)
     case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)
     call = _forward(strategy, case, rank)
     torch.cuda.synchronize()
     if rank == 1:
-        time.sleep(2 * TIMEOUT_S)  # past the limit of those that wait
+        time.sleep(2 * TIMEOUT_S)  # longer than the other ranks wait
         return ""
 
     def run_backward() -> None:
-        call.y_TD.backward(call.grad_TD)  # knows of it if a kernel is compiled meanwhile
+        call.y_TD.backward(call.grad_TD)  # raises here if the wait fails while a kernel is compiled
         torch.cuda.synchronize()
         workspaces.check()
 
@@ -263,13 +263,13 @@ def _never_come_back(rank: int, num_ranks: int) -> str:
     return str(raised.value)
 
 
-def test_peer_that_never_comes_to_backward_is_named(run_ranks: RunRanks) -> None:
-    told, _ = run_ranks(_never_come_back, 2, timeout_s=120)
+def test_rank_that_runs_no_backward_is_named(run_ranks: RunRanks) -> None:
+    told, _ = run_ranks(_skip_backward, 2, timeout_s=120)
     assert told.startswith("rank 0: rank 1 did not publish its rows for another pass of call 1")
 
 
 @torch.no_grad()
-def _lose_a_peer(rank: int, num_ranks: int) -> str:
+def _lose_rank_1(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(
         dist.group.WORLD, device_of(rank), max_tokens=MAX_TOKENS, timeout_s=TIMEOUT_S
     )
@@ -279,20 +279,22 @@ def _lose_a_peer(rank: int, num_ranks: int) -> str:
     strategy.forward(*inputs)
     torch.cuda.synchronize()
     if rank == 1:
-        time.sleep(2 * TIMEOUT_S)  # past the limit of those that wait
+        time.sleep(2 * TIMEOUT_S)  # longer than the other ranks wait
         return ""
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=re.escape("rank 1 did not publish")) as raised:
         strategy.forward(*inputs)
     assert time.monotonic() - begin < 3 * TIMEOUT_S
     with pytest.raises(RuntimeError, match=re.escape("rank 1 did not publish")):
-        strategy.forward(*inputs)  # nothing works until all ranks make a new one
+        strategy.forward(*inputs)  # later calls of this strategy raise the same error
     return str(raised.value)
 
 
 @each_size
-def test_lost_peer_is_named_and_a_new_run_works(run_ranks: RunRanks, num_ranks: int) -> None:
-    told = run_ranks(_lose_a_peer, num_ranks, timeout_s=120)
+def test_missing_rank_is_named_and_a_new_strategy_works(
+    run_ranks: RunRanks, num_ranks: int
+) -> None:
+    told = run_ranks(_lose_rank_1, num_ranks, timeout_s=120)
     for rank in set(range(num_ranks)) - {1}:
         assert told[rank].startswith(f"rank {rank}: rank 1 did not publish its routing")
     run_ranks(_check, num_ranks, _cases(num_ranks, dtype=torch.bfloat16)[:4], timeout_s=120)

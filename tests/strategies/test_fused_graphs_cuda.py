@@ -1,4 +1,4 @@
-"""The fused strategy in CUDA graphs: replays have the bits of eager calls, and say what overflowed.
+"""The fused strategy in CUDA graphs: replays have the bits of eager calls and report overflows.
 
 TRITON_INTERPRET=0 pytest tests/strategies/test_fused_graphs_cuda.py
 """
@@ -29,7 +29,7 @@ each_size = pytest.mark.parametrize("num_ranks", [2, 4])
 
 
 class Layer:
-    """One rank's part of a layer in tensors that stay where they are, for graphs to run on."""
+    """One rank's part of a layer, in tensors whose addresses a CUDA graph can use again."""
 
     def __init__(self, case: LayerCase, rank: int, workspaces: Workspaces, save: Save) -> None:
         device = workspaces.device
@@ -49,7 +49,7 @@ class Layer:
         self.out: list[torch.Tensor] = []
 
     def load(self, skew: str, seed: int) -> None:
-        """Take other tokens, routing and gradients."""
+        """Copy other tokens, routing and gradients into the tensors."""
         case = dataclasses.replace(self.case, skew=skew, seed=seed)
         x_TD, routing, grad_TD = make_tokens(case, self.rank)
         with torch.no_grad():
@@ -96,13 +96,13 @@ def test_replays_have_the_bits_of_eager_calls(run_ranks: RunRanks, num_ranks: in
 
 def _overflow(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(dist.group.WORLD, device_of(rank), max_load=1.0, timeout_s=5.0)
-    # More rows than the room for a balanced load and for the padding of each expert's last tile.
+    # More rows than the capacity for a balanced load and the padding of each expert's last tile.
     layer = Layer(_case(num_ranks, times=4), rank, workspaces, "all")
     replay = captured(layer.run, device=workspaces.device)
     replay()
     torch.cuda.synchronize()
     workspaces.check()
-    layer.idx_TK.copy_(torch.arange(3).expand_as(layer.idx_TK))  # all of them on rank 0
+    layer.idx_TK.copy_(torch.arange(3).expand_as(layer.idx_TK))  # all slots go to experts of rank 0
     replay()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError) as caught:

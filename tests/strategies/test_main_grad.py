@@ -1,4 +1,4 @@
-"""Gradients that fused layers add to buffers of the weights, as Megatron has them."""
+"""Fused layers add weight gradients to ``main_grad`` buffers of the weights, as in Megatron."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from halley.core.timeline import Recorder
 from halley.core.types import Experts
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
+from tests.strategies.fused_case import CPU, build
 from tests.strategies.layer_case import (
     LayerCase,
     expected,
@@ -20,16 +20,11 @@ from tests.strategies.layer_case import (
 )
 
 
-CPU = torch.device("cpu")
 CASE = LayerCase(num_tokens_W=(9,), num_experts=4)
 
 
-def _build() -> FusedStrategy:
-    return FusedStrategy(Workspaces(None, CPU), recorder=Recorder(CPU, enabled=False))
-
-
 def _microbatch(layer: FusedStrategy, experts: Experts, case: LayerCase) -> torch.Tensor:
-    """Run a layer forward and backward with experts that are there; return the tokens' gradient."""
+    """Run a layer forward and backward with the given experts; return the tokens' gradient."""
     x_TD, routing, grad_TD = make_tokens(case, 0)
     layer.forward(x_TD, routing, experts).backward(grad_TD)
     assert x_TD.grad is not None
@@ -49,7 +44,7 @@ def _is_added(weight: torch.Tensor) -> bool:
 
 
 def test_main_grad_is_added_to() -> None:
-    layer = _build()
+    layer = build(Workspaces(None, CPU))
     cases = [LayerCase(num_tokens_W=t, num_experts=4, dtype=torch.bfloat16) for t in ((9,), (3,))]
     alone: list[list[torch.Tensor]] = []
     for case in cases:
@@ -58,7 +53,7 @@ def test_main_grad_is_added_to() -> None:
         dx_TD = _microbatch(layer, plain, case)
         assert torch.equal(_microbatch(layer, experts, case), dx_TD)
         for buffer, grad in zip(buffers, gradients(plain).values(), strict=True):
-            assert torch.equal(buffer.bfloat16(), grad)  # the same sum, rounded later
+            assert torch.equal(buffer.bfloat16(), grad)  # the same sum before its rounding
             assert not torch.equal(buffer, grad.float())
         alone.append(buffers)
     experts = local_experts_of(cases[0], 0)
@@ -75,7 +70,7 @@ def test_main_grad_is_added_to() -> None:
 
 
 def test_main_grad_of_one_projection() -> None:
-    layer = _build()
+    layer = build(Workspaces(None, CPU))
     experts = local_experts_of(CASE, 0)
     (buffer,) = _add_main_grad(experts.down_LDF)
     _microbatch(layer, experts, CASE)
@@ -98,11 +93,10 @@ def _offloaded(run: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", [_checkpointed, _offloaded])
-def test_main_grad_of_weights_that_come_back_as_other_tensors(
+def test_main_grad_of_weights_that_autograd_returns_as_other_tensors(
     how: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
 ) -> None:
-    """Autograd returns other tensor objects than it has saved here."""
-    layer = _build()
+    layer = build(Workspaces(None, CPU))
     x_TD, routing, grad_TD = make_tokens(CASE, 0)
     experts = local_experts_of(CASE, 0)
     buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
@@ -114,9 +108,9 @@ def test_main_grad_of_weights_that_come_back_as_other_tensors(
         assert relative_error(buffer, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
 
 
-def test_compiled_layer_leaves_main_grad_to_others() -> None:
-    """It gives gradients as any other layer, and says so by the flag."""
-    layer = _build()
+def test_compiled_layer_does_not_add_to_main_grad() -> None:
+    """It returns gradients, and the flag tells that they are not in ``main_grad``."""
+    layer = build(Workspaces(None, CPU))
     x_TD, routing, grad_TD = make_tokens(CASE, 0)
     experts = local_experts_of(CASE, 0)
     buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
@@ -139,12 +133,12 @@ def test_compiled_layer_leaves_main_grad_to_others() -> None:
         lambda weight: torch.zeros(weight.shape, dtype=torch.float16),
         lambda weight: torch.zeros(weight.numel() + 1)[1:].view(weight.shape),
     ],
-    ids=["flat", "strided", "half", "amid 16 bytes"],
+    ids=["flat", "strided", "half", "unaligned"],
 )
-def test_main_grad_that_nothing_can_be_added_to(
+def test_unsupported_main_grad_buffer_is_an_error(
     make: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    layer = _build()
+    layer = build(Workspaces(None, CPU))
     x_TD, routing, _ = make_tokens(CASE, 0)
     experts = local_experts_of(CASE, 0)
     vars(experts.down_LDF)["main_grad"] = make(experts.down_LDF)

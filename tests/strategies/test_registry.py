@@ -11,6 +11,7 @@ from halley.strategies.all_gather import AllGatherStrategy
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.fused import FusedStrategy
+from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.strategies.registry import (
     STRATEGIES,
     build_strategies,
@@ -34,29 +35,30 @@ def test_each_name_builds_its_strategy() -> None:
         TraceableStrategy,
         FusedStrategy,
         FusedStrategy,
+        HierarchicalStrategy,
+        HierarchicalStrategy,
         AutoStrategy,
     ]
     assert [s.fused for s in built if isinstance(s, FusedStrategy)] == [False, True]
-    assert [s.gemm for s in built[:-1]] == [*["torch"] * 4, "halley", "halley"]
+    assert [s.gemm for s in built[:6]] == [*["torch"] * 4, "halley", "halley"]
     chunked = build_strategy("chunked", None, recorder=recorder, device=CPU, num_chunks=3)
     assert isinstance(chunked, AllToAllStrategy)
     assert chunked.predictor is not None
     assert (chunked.num_chunks, chunked.predictor.hardware) == (3, CPU_FIGURES)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_chunks"),
-    [("sequential", 1), ("chunked", 0), ("chunked:1", 1), ("chunked:12", 12)],
-)
-def test_number_of_chunks_follows_from_the_name(name: str, num_chunks: int) -> None:
-    strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
-    assert isinstance(strategy, AllToAllStrategy)
-    assert strategy.num_chunks == num_chunks
-
-
-def test_old_name_of_all_gather_is_valid() -> None:
-    strategy = build_strategy("gathered", None, recorder=Recorder(CPU), device=CPU)
-    assert isinstance(strategy, AllGatherStrategy)
+def test_variant_follows_from_the_name() -> None:
+    chunks = {"sequential": 1, "chunked": 0, "chunked:1": 1, "chunked:12": 12}
+    for name, num_chunks in chunks.items():
+        strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
+        assert isinstance(strategy, AllToAllStrategy)
+        assert strategy.num_chunks == num_chunks
+    for name, save in {"fused": "all", "unfused:inputs": "inputs"}.items():
+        strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
+        assert isinstance(strategy, FusedStrategy)
+        assert (strategy.fused, strategy.save) == (name == "fused", save)
+    old_name = build_strategy("gathered", None, recorder=Recorder(CPU), device=CPU)
+    assert isinstance(old_name, AllGatherStrategy)
 
 
 def test_strategies_use_the_given_workspaces() -> None:
@@ -105,17 +107,10 @@ def test_unknown_strategy_is_an_error() -> None:
         check_strategy(name)
 
 
-@pytest.mark.parametrize(("name", "save"), [("fused", "all"), ("unfused:inputs", "inputs")])
-def test_saved_activations_follow_from_the_name(name: str, save: str) -> None:
-    strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU)
-    assert isinstance(strategy, FusedStrategy)
-    assert (strategy.fused, strategy.save) == (name == "fused", save)
-
-
 @pytest.mark.parametrize(
     ("device_name", "hardware"), [("NVIDIA H100 NVL", H100), ("NVIDIA Something New", H200)]
 )
-def test_gpu_without_figures_gets_those_of_an_h200(
+def test_gpu_without_a_cost_model_gets_that_of_an_h200(
     monkeypatch: pytest.MonkeyPatch, device_name: str, hardware: Hardware
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)

@@ -15,7 +15,7 @@ from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make
 
 CPU = torch.device("cpu")
 CASE = LayerCase(num_tokens_W=(40, 40))
-# The spans that recorder and simulator both have: experts in forward, and every wait.
+# The recorder and the simulator both have these spans: experts in forward, and every wait.
 COMPARED = ("dispatch", "experts", "combine", "restore")
 
 
@@ -53,9 +53,7 @@ def _simulate(name: str, num_chunks: int) -> list[str]:
     return [item for item in plain if item.startswith(COMPARED) and not item.endswith(".backward")]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_chunks"), [("sequential", 0), ("chunked", 2), ("chunked", 4)]
-)
+@pytest.mark.parametrize(("name", "num_chunks"), [("sequential", 0), ("chunked", 3)])
 def test_recorded_order_equals_the_simulated_order(
     run_ranks: RunRanks, name: str, num_chunks: int
 ) -> None:

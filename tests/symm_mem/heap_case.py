@@ -1,38 +1,22 @@
-"""The checks that every symmetric heap must pass; every rank calls them together."""
+"""Checks that every symmetric heap must pass; all ranks call them together."""
 
 import contextlib
 import ctypes
 import gc
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from halley.symm_mem.access import SHM
-from halley.symm_mem.cpu import ThreadWorld
-from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, SymmTensor
+from halley.symm_mem.heap import ALIGNMENT, SHM, AbstractSymmHeap, SymmTensor
 
 
-T = TypeVar("T")
+_SEGMENT = f"{SHM}/#"  # /proc shows unnamed files so
+TOO_MANY = 2**50  # bytes, more than the memory of any machine
 
-TIMEOUT_S = 30.0
-_SEGMENT = f"{SHM}/#"  # Linux's name of an unnamed file
-TOO_MANY = 2**50  # bytes; more than any machine's memory
-
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.float64,
-)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
 def copy_bytes(target: int, source: int, num_bytes: int, *, device: torch.device) -> None:
@@ -101,16 +85,15 @@ def check_several_tensors(heap: AbstractSymmHeap) -> None:
         assert tensors[-1].local.dtype == dtype
     for tensor in tensors:
         check_all_to_all(heap, tensor)
-    for i in (3, 0, 6):
+    for i in (3, 0):
         num_bytes -= tensors[i].local.nbytes
         heap.free(tensors[i])
         assert heap.num_bytes == num_bytes
-    for tensor in (tensors[1], tensors[5]):  # adjacent tensors keep their values
+    for tensor in tensors[1:3]:  # adjacent tensors keep their values
         assert torch.equal(tensor.local[0].unique(), tensor.local.new_tensor([heap.rank + 1]))
-    for i in (1, 2, 4, 5):
-        heap.free(tensors[i])
+        heap.free(tensor)
     del tensors, tensor
-    for _ in range(3):
+    for _ in range(2):
         again = heap.zeros((heap.num_ranks, 50), torch.float32)
         check_all_to_all(heap, again)
         heap.free(again)
@@ -128,8 +111,6 @@ def check_scalar(heap: AbstractSymmHeap) -> None:
 
 def check_wrong_calls(heap: AbstractSymmHeap) -> None:
     """Check that wrong calls are refused and leave the heap usable."""
-    with pytest.raises(ValueError, match=r"shape \(\(2, 0\)\) must have sizes of at least 1"):
-        heap.zeros((2, 0), torch.float32)
     with pytest.raises(ValueError, match=r"shape \(\(-1,\)\) must have sizes of at least 1"):
         heap.zeros((-1,), torch.float32)
     tensor = heap.zeros((heap.num_ranks,), torch.int32)
@@ -157,11 +138,11 @@ def check_failed_allocation(heap: AbstractSymmHeap) -> None:
 
 
 def check_barrier(heap: AbstractSymmHeap) -> None:
-    """Check, many times, that a load after the barrier reads a store before it."""
+    """Check, several times, that a load after the barrier reads a store before it."""
     tensor = heap.zeros((64,), torch.int64)
     addresses = tensor.ptrs_W.tolist()
     peer = (heap.rank + 1) % heap.num_ranks
-    for i in range(100):
+    for i in range(30):
         write(torch.full_like(tensor.local, 100 * heap.rank + i), addresses[peer])
         heap.barrier()
         writer = (heap.rank - 1) % heap.num_ranks
@@ -235,27 +216,3 @@ def subgroups(*members: list[int]) -> Iterator[list[dist.ProcessGroup]]:
     dist.barrier()  # before destroying, all ranks must have connected
     for group in mine:
         dist.destroy_process_group(group)
-
-
-def run_threads(fn: Callable[[int], T], num_ranks: int, barrier: threading.Barrier) -> list[T]:
-    """Return ``fn(rank)`` of one thread per rank; a failure ends the waits of the others."""
-
-    def run(rank: int) -> T:
-        try:
-            return fn(rank)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        futures = [pool.submit(run, rank) for rank in range(num_ranks)]
-    errors = [error for future in futures if (error := future.exception())]
-    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-        raise error
-    return [future.result() for future in futures]
-
-
-def thread_world(num_ranks: int) -> tuple[ThreadWorld, threading.Barrier]:
-    """Return a world without hooks and its barrier, which has a timeout."""
-    barrier = threading.Barrier(num_ranks, timeout=TIMEOUT_S)
-    return ThreadWorld(num_ranks, barrier), barrier

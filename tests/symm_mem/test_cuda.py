@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from halley.fused.buffer_cache import open_heap
 from halley.symm_mem import cuda
-from halley.symm_mem.access import MAY_SHARE, peer_access
 from halley.symm_mem.cuda import CudaHeap
+from halley.symm_mem.heap import MAY_SHARE, peer_access
 from tests.gpus import NUM_GPUS, device_of, needs_gpu
 from tests.symm_mem.heap_case import (
     CHECKS,

@@ -1,4 +1,4 @@
-"""The heap in shared memory: the heap contract, sub-groups, hooks, and no leaked files."""
+"""The heap in shared memory: checks of all heaps, sub-groups, hooks, and no leaked files."""
 
 import os
 import shutil
@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 
 from halley.distributed import peers
-from halley.symm_mem import access
+from halley.fused.buffer_cache import open_heap
 from halley.symm_mem import cpu as shared
-from halley.symm_mem.access import SHM
 from halley.symm_mem.cpu import SharedHeap
+from halley.symm_mem.heap import SHM
 from tests.symm_mem.heap_case import (
-    CHECKS,
     check_all_to_all,
-    check_close,
     check_heap,
     read,
     segments,
@@ -25,22 +23,16 @@ from tests.symm_mem.heap_case import (
 )
 
 
-def _check(rank: int, num_ranks: int, number: int) -> None:
+def _check(rank: int, num_ranks: int) -> None:
     heap = SharedHeap(dist.group.WORLD)
     assert (heap.rank, heap.num_ranks, heap.device) == (rank, num_ranks, torch.device("cpu"))
-    (*CHECKS, check_close)[number](heap)
-    heap.close()
+    check_heap(heap)
     del heap
     assert segments() == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "number",
-    range(len(CHECKS) + 1),
-    ids=[check.__name__ for check in (*CHECKS, check_close)],
-)
-def test_heap_contract(run_ranks, number: int) -> None:
-    run_ranks(_check, 4, number)
+def test_heap_passes_the_checks_of_all_heaps(run_ranks) -> None:
+    run_ranks(_check, 4)
 
 
 def test_single_process_needs_no_group() -> None:
@@ -60,11 +52,11 @@ def _check_subgroups(rank: int, num_ranks: int) -> None:
         for heap in heaps:
             kept.append(heap.zeros((2, 5), torch.float32))
             check_all_to_all(heap, kept[-1])
-        if rank != 0:  # the right group has one tensor more
+        if rank != 0:  # the group of ranks 1 and 2 has one more tensor
             check_all_to_all(heaps[-1], heaps[-1].zeros((2, 3), torch.int64))
         for heap, tensor in zip(heaps, kept, strict=True):
             want = [[heap.rank + 1.0] * 5, [heap.rank + 11.0] * 5]
-            assert tensor.local.tolist() == want  # untouched by the other group
+            assert tensor.local.tolist() == want  # the other group has not written to it
             check_all_to_all(heap, heap.zeros((2, 1), torch.uint8))
         assert [heap.num_bytes for heap in heaps] == [[42], [42, 90], [90]][rank]
         for heap in heaps:
@@ -77,11 +69,13 @@ def test_groups_that_share_a_rank_have_separate_heaps(run_ranks) -> None:
 
 def _check_hooks(rank: int, num_ranks: int) -> None:
     ranges: list[tuple[int, int]] = []
-    heap = SharedHeap(
+    heap = open_heap(
         dist.group.WORLD,
+        torch.device("cpu"),
         on_map=lambda address, num_bytes: ranges.append((address, num_bytes)),
         on_unmap=lambda address, num_bytes: ranges.remove((address, num_bytes)),
     )
+    assert isinstance(heap, SharedHeap)
     small, large = heap.zeros((3,), torch.float32), heap.zeros((5, 7), torch.int64)
     of_large = [(address, 280) for address in large.ptrs_W.tolist()]
     assert ranges == [(address, 12) for address in small.ptrs_W.tolist()] + of_large
@@ -92,7 +86,12 @@ def _check_hooks(rank: int, num_ranks: int) -> None:
 
 
 def test_hooks_of_every_rank_are_called_for_all_copies(run_ranks) -> None:
-    run_ranks(_check_hooks, 3)
+    run_ranks(_check_hooks, 2)
+
+
+def test_device_without_a_heap_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device \(meta\) must be a cpu or a cuda device"):
+        open_heap(None, torch.device("meta"))
 
 
 def _count_segments(rank: int, num_ranks: int) -> None:
@@ -127,18 +126,18 @@ def _fail_on_rank_1(rank: int, num_ranks: int, name: str) -> None:
             patch.setattr(shared, name, fail)
         with pytest.raises(
             MemoryError,
-            match=r"rank 1 of 3 has no 24 bytes of memory besides the 0 symmetric ones it holds: "
+            match=r"rank 1 of 2 has no 24 bytes of memory besides the 0 symmetric ones it holds: "
             r"\[Errno 28\] No space left on device",
         ):
-            heap.zeros((3, 2), torch.float32)
+            heap.zeros((2, 3), torch.float32)
     assert segments() == (0, 0)
-    check_all_to_all(heap, heap.zeros((3, 2), torch.float32))
+    check_all_to_all(heap, heap.zeros((2, 3), torch.float32))
     heap.close()
 
 
 @pytest.mark.parametrize("name", ["_open_segment", "_map"])
 def test_failed_allocation_on_one_rank_raises_on_all(run_ranks, name: str) -> None:
-    run_ranks(_fail_on_rank_1, 3, name)
+    run_ranks(_fail_on_rank_1, 2, name)
 
 
 def _ask_for_different_sizes(rank: int, num_ranks: int) -> None:
@@ -153,23 +152,11 @@ def test_different_sizes_are_refused(run_ranks) -> None:
     run_ranks(_ask_for_different_sizes, 2)
 
 
-def _open_without_shared_memory(rank: int, num_ranks: int, missing: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(access, "SHM", Path(missing))
-        with pytest.raises(RuntimeError, match="no symmetric memory: rank 1 has no shared memory"):
-            SharedHeap(dist.group.WORLD)
-
-
-def test_missing_shared_memory_on_one_rank_raises_on_all(run_ranks, tmp_path: Path) -> None:
-    run_ranks(_open_without_shared_memory, 2, str(tmp_path / "missing"))
-
-
 _LARGE = 64 * 2**20  # bytes
 
 
 def _die_in_zeros(rank: int, num_ranks: int, folder: str) -> None:
-    """Kill rank 1 after both ranks have allocated, and before it has mapped."""
+    """Kill rank 1 between its allocation and its mappings."""
     heap = SharedHeap(dist.group.WORLD)
     kept = heap.zeros((_LARGE,), torch.uint8)
 
@@ -195,11 +182,11 @@ def _wait_twice(heap: SharedHeap) -> None:
 
 
 def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
-    """Kill rank 1 after both ranks have mapped; rank 0 can still use its memory."""
+    """Kill rank 1 after the mappings; rank 0 can still use the memory of rank 1."""
     heap = SharedHeap(dist.group.WORLD)
     tensor = heap.zeros((_LARGE,), torch.uint8)
     tensor.local.fill_(rank + 1)
-    peers._REPORT_WAIT_S = 0.1  # shorter than the pool's delay before it kills its processes
+    peers._REPORT_WAIT_S = 0.1  # shorter than the time after which the pool kills rank 0
     if rank == 1:
         heap.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -212,12 +199,9 @@ def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
 
 def test_killed_rank_leaves_no_shared_memory(run_ranks, tmp_path: Path) -> None:
     before = shutil.disk_usage(SHM).used
-    for fn in (
-        _die_in_zeros,
-        _die_between_calls,
-    ):  # in one test, since tests measure the same disk usage
+    for fn in (_die_in_zeros, _die_between_calls):
         with pytest.raises(AssertionError, match=r"--- rank 1: died with exit code -9"):
             run_ranks(fn, 2, str(tmp_path))
         (tmp_path / "was here").unlink()
-        # All processes of the pool are dead. Other tests may hold a little.
+        # All processes of the pool are dead. Tests of other processes may use a little.
         assert shutil.disk_usage(SHM).used < before + _LARGE // 2

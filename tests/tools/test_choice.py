@@ -1,4 +1,4 @@
-"""The choice of "auto" for a layer: equal on all ranks; buffer sizes by hand."""
+"""The choice of "auto" for a layer is equal on all ranks; buffer sizes by hand."""
 
 import dataclasses
 
@@ -77,14 +77,14 @@ def test_buffers_of_fused_on_two_ranks(run_ranks: RunRanks) -> None:
 
 def test_progress_names_each_run_of_a_candidate() -> None:
     """A large layer runs for minutes; the user must see which strategy runs."""
-    told: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     groups = ParallelGroups()
     choice = choose_strategy(
-        CASE, groups=groups, device=CPU, on_progress=lambda *words: told.append(words)
+        CASE, groups=groups, device=CPU, on_progress=lambda *words: calls.append(words)
     )
-    assert told[:3] == [
+    assert calls[:3] == [
         ("drawing the weights of tiny", 0, 9),
         ("running strategy sequential", 0, 9),
         ("running strategy chunked", 1, 9),
     ]
-    assert told[-1] == (f"running strategy {choice.strategy}", 8, 9)
+    assert calls[-1] == (f"running strategy {choice.strategy}", 8, 9)

@@ -84,7 +84,7 @@ def test_grouped_gemm_that_does_not_run():
 def test_kernels_need_triton_and_no_grouped_gemm(monkeypatch: pytest.MonkeyPatch):
     state = check_strategy("fused", device=H200, backends=BOTH, grouped_gemm_problem="too old")
     assert (state.needs["triton"], state.problems) == (True, [])
-    monkeypatch.setattr(doctor, "_installed", lambda package: None)
+    monkeypatch.setattr(doctor, "installed_version", lambda package: None)
     state = check_strategy("fused", device=H200, backends=BOTH, grouped_gemm_problem=None)
     assert state.needs["triton"] is False
     assert state.problems == ["its kernels are written in Triton: install triton 3.6 or newer"]

@@ -1,4 +1,4 @@
-"""Loads by hand, and frequencies of drawn experts."""
+"""Loads worked out by hand, and frequencies of drawn experts."""
 
 import itertools
 import math
@@ -37,8 +37,7 @@ def test_load_with_std_falls_linearly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "top_k", "std"),
-    [(8, 2, 0.0), (8, 2, 0.032), (8, 2, 0.08), (64, 4, 0.005), (1, 1, 0.0), (8, 7, 0.011)],
+    ("num_experts", "top_k", "std"), [(8, 2, 0.032), (64, 4, 0.005), (1, 1, 0.0), (8, 7, 0.011)]
 )
 def test_load_with_std_has_that_deviation(num_experts: int, top_k: int, std: float) -> None:
     load = load_with_std(num_experts, std=std, top_k=top_k).tolist()
@@ -57,18 +56,16 @@ def test_largest_std(top_k: int, scale: float) -> None:
     largest = scale * math.sqrt(5.0) / 3.0
     want = [1 / 4 + scale * place for place in (1.0, 1 / 3, -1 / 3, -1.0)]
     _assert_load(load_with_std(4, std=largest, top_k=top_k), want)
-    with pytest.raises(ValueError, match=rf"std \(.*\) must be between 0 and {largest:.4f}"):
-        load_with_std(4, std=largest + 1e-6, top_k=top_k)
-
-
-def test_negative_std_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"std \(-0.01\) must be between 0 and 0.0818"):
-        load_with_std(8, std=-0.01, top_k=2)
+    for wrong in (-0.01, largest + 1e-6):
+        with pytest.raises(ValueError, match=rf"std \(.*\) must be between 0 and {largest:.4f}"):
+            load_with_std(4, std=wrong, top_k=top_k)
 
 
 def test_zipf_load_without_a_cap() -> None:
     _assert_load(zipf_load(4, exponent=1.0, top_k=1), [12 / 25, 6 / 25, 4 / 25, 3 / 25])
     _assert_load(zipf_load(4, exponent=0.0, top_k=2), [1 / 4] * 4)
+    with pytest.raises(ValueError, match=r"exponent \(-1.0\) must be at least 0"):
+        zipf_load(4, exponent=-1.0, top_k=1)
 
 
 def test_zipf_load_with_a_cap() -> None:
@@ -80,18 +77,12 @@ def test_zipf_load_with_a_cap() -> None:
     _assert_load(zipf_load(4, exponent=2.0, top_k=4), [1 / 4] * 4)
 
 
-@pytest.mark.parametrize("exponent", [0.5, 1.2, 3.0])
-@pytest.mark.parametrize("top_k", [1, 2, 8, 64])
-def test_zipf_load_is_a_falling_share(exponent: float, top_k: int) -> None:
+@pytest.mark.parametrize(("exponent", "top_k"), [(0.5, 1), (1.2, 8), (3.0, 64)])
+def test_zipf_load_decreases_with_the_index_of_the_expert(exponent: float, top_k: int) -> None:
     load = zipf_load(64, exponent=exponent, top_k=top_k).tolist()
     assert math.fsum(load) == pytest.approx(1.0, abs=1e-12)
     assert max(load) <= (1.0 + 1e-9) / top_k
     assert all(a >= b * (1.0 - 1e-12) for a, b in itertools.pairwise(load))
-
-
-def test_negative_exponent_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"exponent \(-1.0\) must be at least 0"):
-        zipf_load(4, exponent=-1.0, top_k=1)
 
 
 def test_one_hot_load() -> None:
@@ -100,7 +91,7 @@ def test_one_hot_load() -> None:
     _assert_load(one_hot_load(1, top_k=1), [1.0])
 
 
-def test_parse_load_reads_each_word() -> None:
+def test_each_kind_of_load_is_parsed() -> None:
     for text, want in {
         "balanced": balanced_load(8),
         "std:0.03": load_with_std(8, std=0.03, top_k=2),
@@ -111,33 +102,28 @@ def test_parse_load_reads_each_word() -> None:
         assert parse_load(text, num_experts=8, top_k=2).tolist() == want.tolist()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "even", "std", "std:", "std:x", "std:nan", "zipf:inf", "balanced:1", "one-hot:2"]
-)
-def test_parse_load_names_what_it_reads(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "even", "std", "std:x", "std:nan", "zipf:inf", "balanced:1"])
+def test_wrong_load_is_an_error_that_names_the_syntax(text: str) -> None:
     with pytest.raises(ValueError, match=rf"skew \({text}\) must be balanced, std:NUMBER"):
         parse_load(text, num_experts=8, top_k=2)
 
 
 @pytest.mark.parametrize("skew", ["balanced", "std:0.05", "zipf:1.2", "one-hot"])
-@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize("top_k", [1, 4])
 def test_each_expert_is_drawn_with_its_share(skew: str, top_k: int) -> None:
     num_tokens = 20_000
     load_E = parse_load(skew, num_experts=8, top_k=top_k)
-    routing = _draw(load_E, num_tokens, top_k=top_k)
-    picked = [0] * 8
-    for row in routing.topk_idx_TK.tolist():
-        assert len(set(row)) == top_k
-        for expert in row:
-            picked[expert] += 1
-    # A token picks an expert or not: the count is binomial. Five deviations, one in 2 million.
-    for count, share in zip(picked, load_E.tolist(), strict=True):
+    idx_TK = _draw(load_E, num_tokens, top_k=top_k).topk_idx_TK
+    assert (idx_TK.sort(1).values.diff(dim=1) > 0).all()  # the experts of a token differ
+    # A token chooses an expert or not, so the count is binomial. A correct count differs by more
+    # than five standard deviations once in two million draws.
+    for count, share in zip(idx_TK.flatten().bincount(minlength=8), load_E.tolist(), strict=True):
         mean = num_tokens * top_k * share
-        assert abs(count - mean) <= 5.0 * math.sqrt(max(mean * (1.0 - top_k * share), 0.0)) + 1e-9
+        limit = 5.0 * math.sqrt(max(mean * (1.0 - top_k * share), 0.0)) + 1e-9
+        assert abs(count.item() - mean) <= limit
 
 
-def test_every_choice_is_drawn_alike() -> None:
-    # The order of a token's choices says nothing about the expert.
+def test_order_of_the_choices_does_not_depend_on_the_expert() -> None:
     idx_TK = _draw(balanced_load(4), 20_000, top_k=2).topk_idx_TK
     first = torch.bincount(idx_TK[:, 0], minlength=4)
     assert (first - 5000).abs().max().item() <= 5.0 * math.sqrt(20_000 * 0.25 * 0.75)

@@ -10,18 +10,13 @@ from halley.tools.timer import Timing, summarise, time_interleaved
 from tests.rank_pool import RunRanks
 
 
-def test_summary_of_eleven_samples() -> None:
+def test_percentiles_are_interpolated_between_samples() -> None:
     samples_us = [float(n) for n in (11, 1, 10, 2, 9, 3, 8, 4, 7, 5, 6)]
     assert summarise(samples_us) == Timing(
         median_us=6.0, p10_us=2.0, p90_us=10.0, samples_us=tuple(samples_us)
     )
-
-
-def test_summary_interpolates_between_samples() -> None:
     timing = summarise([20.0, 10.0])
     assert (timing.median_us, timing.p10_us, timing.p90_us) == pytest.approx((15.0, 11.0, 19.0))
-    one = summarise([7.0])
-    assert (one.median_us, one.p10_us, one.p90_us) == (7.0, 7.0, 7.0)
 
 
 def test_variants_alternate_and_warm_up_is_not_counted() -> None:
@@ -29,8 +24,7 @@ def test_variants_alternate_and_warm_up_is_not_counted() -> None:
     progress: list[tuple[int, int]] = []
 
     def slow_at_first(name: str) -> None:
-        if calls.count(name) < 2:
-            time.sleep(0.1)
+        time.sleep(0.1 if calls.count(name) < 2 else 0.01)
         calls.append(name)
 
     timings = time_interleaved(
@@ -45,14 +39,7 @@ def test_variants_alternate_and_warm_up_is_not_counted() -> None:
     assert list(timings) == ["a", "b"]
     for timing in timings.values():
         assert len(timing.samples_us) == 3
-        assert timing.median_us < 100_000.0
-
-
-def test_a_sample_is_the_wall_clock_time() -> None:
-    timing = time_interleaved(
-        {"sleep": lambda: time.sleep(0.01)}, device="cpu", num_samples=3, num_warmup=0
-    )["sleep"]
-    assert 10_000.0 <= min(timing.samples_us) < 100_000.0
+        assert 10_000.0 <= timing.median_us < 100_000.0
 
 
 def test_wrong_argument_is_named() -> None:
@@ -71,10 +58,7 @@ def time_with_a_slow_rank(rank: int, num_ranks: int) -> dict[str, Timing]:
         time.sleep(0.2 * rank)
 
     return time_interleaved(
-        {"uneven": slow_on_rank_1, "even": lambda: None},
-        device="cpu",
-        num_samples=3,
-        num_warmup=1,
+        {"uneven": slow_on_rank_1, "even": lambda: None}, device="cpu", num_samples=3, num_warmup=1
     )
 
 

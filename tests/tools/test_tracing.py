@@ -11,12 +11,7 @@ from torch.profiler import record_function
 from halley.core.timeline import Recorder, Span, total_us, union_us
 from halley.tools.tracing import exposed_comm_us, gather_spans, time_by_part, trace_step
 from tests.rank_pool import RunRanks
-
-
-def span(name: str, start_us: float, end_us: float, stream: str = "compute", rank: int = 0) -> Span:
-    return Span(
-        name=name, rank=rank, stream=stream, start_us=start_us, duration_us=end_us - start_us
-    )
+from tests.tools.spans import span
 
 
 def test_time_by_part_excludes_nested_parts() -> None:

@@ -1,5 +1,6 @@
 """The tuner on CPU ranks: same result on all ranks, wrong values lose, large tiles are skipped."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,12 @@ from tests.rank_pool import RunRanks
 
 
 CPU = torch.device("cpu")
-CASE = LayerCase(model=find_model("tiny"), num_tokens=4, dtype=torch.float32)
+TINY = find_model("tiny")
+# The interpreter runs each kernel row by row, so the layer is as small as its tiles allow.
+SMALL = dataclasses.replace(
+    TINY, hidden_size=32, moe=dataclasses.replace(TINY.moe, num_experts=4, intermediate_size=16)
+)
+CASE = LayerCase(model=SMALL, num_tokens=4, dtype=torch.float32)
 FEWER, MORE = "sum_rows=2 combine_rows=8", "chunk_columns=128"
 
 
@@ -42,7 +48,7 @@ def test_all_ranks_find_the_same_configuration(run_ranks: RunRanks) -> None:
     assert min(t for sweep in first.sweeps.values() for t in sweep.values()) > 0
     assert first.median_us <= first.default_us
     assert set(first.settings) <= {*FEWER.split()}
-    assert (first.shape.hidden_size, first.shape.num_tokens) == (128, 4)
+    assert (first.shape.hidden_size, first.shape.num_tokens) == (32, 4)
 
 
 def test_fastest_configuration_with_correct_values_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,14 +58,14 @@ def test_fastest_configuration_with_correct_values_wins(monkeypatch: pytest.Monk
     def give(candidates: dict[str, tuple[str, ...]], *_: object, **__: object) -> dict[str, float]:
         return {name: times_us[name] for name in candidates}
 
-    is_right = tune._is_right
+    is_right = tune._is_correct
 
     def break_fewer(config: KernelConfig, want: list[torch.Tensor], *others: object) -> bool:
         wrong = [value + 1.0 for value in want] if config.sum_rows == 2 else want
         return is_right(config, wrong, *others)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(tune, "_time", give)
-    monkeypatch.setattr(tune, "_is_right", break_fewer)
+    monkeypatch.setattr(tune, "_is_correct", break_fewer)
     space = {"sum_rows": (FEWER,), "chunk_columns": (MORE,)}
     found = tune_layer(CASE, groups=ParallelGroups(), device=CPU, space=space)
     assert found.settings == ("chunk_columns=128",)
@@ -83,7 +89,7 @@ def test_configuration_that_the_compiler_rejects_loses(monkeypatch: pytest.Monke
 
 
 def test_configuration_that_exceeds_an_sm_is_not_tried() -> None:
-    case = LayerCase(model=find_model("tiny"), num_tokens=8)
+    case = LayerCase(model=TINY, num_tokens=8)
     tensors = make_tensors(case, ParallelGroups(), device=CPU)
     for values in SPACE.values():
         assert any(fits(KernelConfig().changed(value.split()), tensors) for value in values)

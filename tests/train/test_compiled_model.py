@@ -17,7 +17,7 @@ from halley.train import optim
 from halley.train.compiled_model import _find_profiles, check_passes
 from halley.train.optim import ModelOptimizer
 from halley.train.step import StepResult, train_step
-from tests.compiler.calls import AllToAllCalls
+from tests.compiler.model_case import AllToAllCalls
 from tests.train.run_case import SMALL, built, make_config, write_text
 
 

@@ -1,48 +1,49 @@
-"""Microseconds of consecutive nodes of a graph, as they are and as a pipeline of parts."""
+"""Predict the time of consecutive nodes on the full batch, and as a pipeline of microbatches."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, final
+from functools import cache
+from typing import Literal, NamedTuple, final
 
 from torch import fx
 
 from halley.compiler.graph_analysis import node_kind
 from halley.compiler.node_cost import ROLES, NodeCost, host_us, is_read
-from halley.compiler.partition.axes import BatchFlow, Division
-from halley.compiler.partition.merge_cost import Known, MergeCost, Price, PricingNodes
-from halley.compiler.partition.region import Region
+from halley.compiler.partition.concat_cost import ConcatCost, KnownPrices, Price, PricingNodes
+from halley.compiler.partition.propagation import BatchFlow, Division
+from halley.compiler.partition.segment import Segment
 from halley.compiler.sizes import Sizes
 from halley.cost.simulate import NO_CONTENTION, Contention, Operation, Role, graph_time
 
 
-# A node, and the part; None is the whole. Of what writes a part into the whole, -1 - part.
-_Key: TypeAlias = tuple[fx.Node, int | None]
+class _Key(NamedTuple):
+    """A node on a microbatch (None: the full batch), or the write of its result into a buffer."""
+
+    node: fx.Node
+    microbatch: int | None = None
+    what: Literal["run", "write"] = "run"
 
 
 class _Work(NamedTuple):
-    """What takes a stream for a while, and what it needs beside the node's inputs."""
+    """One operation to simulate. ``needs`` come in addition to the inputs of the node."""
 
     key: _Key
     needs: Sequence[_Key]
-    duration_us: float
+    price: Price
     role: Role
-    host_us: float = 0.0
 
 
 @final
 class PipelineCost:
-    """Prices ranges of one graph by simulating them alone.
+    """Predicts the time of segments of one graph by simulating each alone.
 
-    A part's node costs what it does on the part's shapes. Of rows whose number depends on data a
-    part has its share: Lancet takes an irregular all-to-all for an equal one, too.
+    A node in a microbatch costs as much as an operator of its shapes. Like Lancet, it treats an
+    all-to-all with splits that depend on data as one with equal splits.
 
     Args:
-        flow: of the graph.
+        flow: batch-dim propagation over the graph.
         cost: microseconds of a node.
-        sizes: of what nodes return.
-        contention: of computation and communication.
-
-    Attributes:
-        sizes: as given.
+        sizes: shapes and bytes of results.
+        contention: how computation and communication slow each other down.
     """
 
     def __init__(
@@ -53,121 +54,108 @@ class PipelineCost:
         sizes: Sizes,
         contention: Contention = NO_CONTENTION,
     ) -> None:
+        self.sizes = sizes
         self._flow = flow
         self._cost = cost
-        self.sizes = sizes
         self._contention = contention
         self._pricing_nodes = PricingNodes(flow, sizes)
-        self._known: dict[_Key, float] = {}
-        self._merges: Known = {}
-        self._roles: dict[fx.Node, Role] = {}
-        self._reads: dict[fx.Node, bool] = {}
-        self._host_us: dict[fx.Node, float] = {}
+        self._prices: dict[tuple[fx.Node, int], Price] = {}
+        self._concat_prices: KnownPrices = {}
 
-    def as_is(self, nodes: Sequence[fx.Node]) -> float:
-        """Return the time of nodes in their order."""
-        return self._time([self._whole_work(node) for node in nodes])
+        def role_of(node: fx.Node) -> Role:
+            return ROLES[node_kind(node)]
 
-    def in_parts(self, region: Region, num_parts: int, *, defers_merges: bool = False) -> float:
-        """Return the time of a region in parts, in the order of the pipeline.
+        # A search asks for the same nodes in many segments.
+        self._role = cache(role_of)
+        self._is_read = cache(is_read)
+
+    def full_batch_us(self, nodes: Sequence[fx.Node]) -> float:
+        """Return the time of consecutive nodes on the full batch, in their order."""
+        return self._simulate([self._work(_Key(node)) for node in nodes])
+
+    def pipeline_us(
+        self, segment: Segment, num_parts: int, *, defers_concats: bool = False
+    ) -> float:
+        """Return the time of a segment in microbatches, in the order of the pipeline.
 
         Args:
-            region: of the graph.
-            num_parts: of the batch.
-            defers_merges: whether parts are put together while others travel, if only backward or
-                nobody waits for the whole: then for free, as long as communication takes longer
-                than all computation.
+            segment: segment of the graph.
+            num_parts: number of microbatches.
+            defers_concats: whether concats behind the pipeline may overlap all-to-alls of other
+                segments, as only backward reads their results. They are then free, as long as
+                communication takes longer than all computation.
         """
-        divided = {node for stage in region.stages for node in stage}
-        merges = MergeCost(
-            region,
+        divided = {node for stage in segment.stages for node in stage}
+        concats = ConcatCost(
+            segment,
             num_parts,
             flow=self._flow,
             cost=self._cost,
             pricing_nodes=self._pricing_nodes,
-            known=self._merges,
+            known=self._concat_prices,
         )
-        works = [self._whole_work(node) for node in region.before]
-        for node, part in region.steps(num_parts):
+        works = [self._work(_Key(node)) for node in segment.before]
+        for node, microbatch in segment.steps(num_parts):
             call = self._flow.calls[node]
-            before: list[_Key] = []
-            if isinstance(call, Division) and call.carry is not None and part > 0:
-                before.append((node, part - 1))
-            before += [(source, part) for source in node.all_input_nodes if source in divided]
-            role = self._role(node)
-            part_us = self._part(node, num_parts)
-            works.append(_Work((node, part), before, part_us, role, self._host(node, part_us)))
-            fill = merges.fill(node, part)
-            if fill.device_us:
-                key = (node, -1 - part)
-                works.append(_Work(key, [(node, part)], fill.device_us, "compute", fill.host_us))
+            needs = [
+                _Key(source, microbatch) for source in node.all_input_nodes if source in divided
+            ]
+            if isinstance(call, Division) and call.carry is not None and microbatch > 0:
+                needs.append(_Key(node, microbatch - 1))
+            key = _Key(node, microbatch)
+            works.append(self._work(key, num_parts=num_parts, needs=needs))
+            write = concats.write(node, microbatch)
+            if write.device_us:  # 0 if Inductor's kernels compute right in the buffer
+                works.append(_Work(_Key(node, microbatch, "write"), [key], write, "compute"))
         deferred = Price()
-        for ending, node in region.after:
-            if ending == "merge":
-                parts = [(node, at) for at in range(-num_parts, num_parts)]
-                merge = merges.merge(node)
-                if defers_merges:
-                    deferred += merge
-                    merge = Price()
-                role = "compute" if merge.device_us else "free"
-                works.append(_Work((node, None), parts, merge.device_us, role, merge.host_us))
-            else:
-                works.append(self._whole_work(node))
-        compute_us = sum(work.duration_us for work in works if work.role == "compute")
-        issue_us = sum(work.host_us for work in works)
-        return max(self._time(works), compute_us + deferred.device_us, issue_us + deferred.host_us)
+        for epilogue, node in segment.after:
+            if epilogue != "concat":
+                works.append(self._work(_Key(node)))
+                continue
+            price = concats.concat(node)
+            if defers_concats:
+                deferred += price
+                price = Price()
+            runs = [_Key(node, at) for at in range(num_parts)]
+            writes = [_Key(node, at, "write") for at in range(num_parts)]
+            role = "compute" if price.device_us else "free"
+            works.append(_Work(_Key(node), runs + writes, price, role))
+        compute_us = sum(work.price.device_us for work in works if work.role == "compute")
+        issue_us = sum(work.price.host_us for work in works)
+        # Deferred concats take no time as long as neither the device nor the host becomes busier
+        # than the pipeline lasts.
+        return max(
+            self._simulate(works), compute_us + deferred.device_us, issue_us + deferred.host_us
+        )
 
-    def _time(self, works: Sequence[_Work]) -> float:
-        """Return the time of works in their order."""
+    def _simulate(self, works: Sequence[_Work]) -> float:
         position = {work.key: at for at, work in enumerate(works)}
         operations: list[Operation] = []
-        for (node, part), more, duration_us, role, issue_us in works:
-            inputs: list[_Key] = [(source, None) for source in node.all_input_nodes]
-            needs = {position[key] for key in (*inputs, *more) if key in position}
+        for key, more, price, role in works:
+            inputs = [_Key(source) for source in key.node.all_input_nodes]
+            needs = {position[each] for each in (*inputs, *more) if each in position}
             operations.append(
                 Operation(
-                    name=f"{node.name}.{part}",
+                    name=f"{key.node.name}.{key.microbatch}.{key.what}",
                     role=role,
-                    duration_us=duration_us,
+                    duration_us=price.device_us,
+                    # Inputs that the epilogue computes come later: microbatches do not read them.
                     needs=tuple(sorted(at for at in needs if at < len(operations))),
-                    host_us=issue_us,
-                    is_read=role == "compute" and self._is_read(node),
+                    host_us=price.host_us,
+                    is_read=role == "compute" and self._is_read(key.node),
                 )
             )
         return graph_time(operations, range(len(operations)), self._contention).makespan_us
 
-    def _whole_work(self, node: fx.Node) -> _Work:
-        whole_us = self._whole(node)
-        return _Work((node, None), (), whole_us, self._role(node), self._host(node, whole_us))
-
-    def _role(self, node: fx.Node) -> Role:
-        if node not in self._roles:
-            self._roles[node] = ROLES[node_kind(node)]
-        return self._roles[node]
-
-    def _is_read(self, node: fx.Node) -> bool:
-        if node not in self._reads:
-            self._reads[node] = is_read(node)
-        return self._reads[node]
-
-    def _host(self, node: fx.Node, duration_us: float) -> float:
-        if not duration_us:
-            return 0.0
-        if node not in self._host_us:
-            self._host_us[node] = host_us(node, self._cost)
-        return self._host_us[node]
-
-    def _whole(self, node: fx.Node) -> float:
-        if (node, None) not in self._known:
-            role = self._role(node)
-            self._known[node, None] = self._cost(node) if role in ("compute", "start") else 0.0
-        return self._known[node, None]
-
-    def _part(self, node: fx.Node, num_parts: int) -> float:
-        if (node, num_parts) not in self._known:
-            takes_time = self._role(node) in ("compute", "start")
-            time_us = (
-                self._cost(self._pricing_nodes.of_part(node, num_parts)) if takes_time else 0.0
-            )
-            self._known[node, num_parts] = time_us
-        return self._known[node, num_parts]
+    def _work(self, key: _Key, *, num_parts: int = 1, needs: Sequence[_Key] = ()) -> _Work:
+        """Return the work of a node on the full batch, or on one of ``num_parts`` microbatches."""
+        node, role = key.node, self._role(key.node)
+        if (node, num_parts) not in self._prices:
+            device_us = 0.0
+            if role in ("compute", "start"):
+                nodes = self._pricing_nodes
+                copy = node if num_parts == 1 else nodes.of_microbatch(node, num_parts)
+                device_us = self._cost(copy)
+            issue_us = host_us(node, self._cost) if device_us else 0.0
+            self._prices[node, num_parts] = Price(device_us, issue_us)
+        return _Work(key, needs, self._prices[node, num_parts], role)

@@ -1,132 +1,124 @@
-"""The weight-gradient pass: gradients that nobody waits for run while all-to-alls travel.
+"""Find the nodes that may move under all-to-alls, and assign them to all-to-alls.
 
-Backward emits a layer's weight gradients ahead of what the next all-to-all waits for. This pass
-finds them, gives each to an all-to-all that it neither needs nor feeds, and emits it behind that
-one's start; the wait goes to where its result is first read.
-
-Source: Lancet (arXiv:2404.19429), section 4 and algorithm 1; the deadline rule and the bound on
-what is too long stand in its code alone.
+The numbers in comments are those of the conditions in ``schedule.py``.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_gemm
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_gemm, mask_of
 from halley.compiler.node_cost import NodeCost
 
 
-# Whether units may run behind the all-to-all at a position among all; if so they will.
-Fits = Callable[[Sequence[int], int], bool]
-_TOO_LONG = 2.0  # times what is left to hide: a second gradient longer than that stays out
+# Moves units under the all-to-all of an overlap window and returns True, or returns False if there
+# is not enough memory. Arguments: indices of units, index of the window.
+TryMove = Callable[[Sequence[int], int], bool]
+_MAX_EXCESS = 2.0  # condition 8
 
 
 @dataclass(kw_only=True)
 class Unit:
-    """Nodes that move together: a weight gradient, with what prepares it and what follows it.
+    """Nodes that move together: a weight-gradient GEMM with the light nodes around it.
 
     Attributes:
-        nodes: ascending, in which order they are emitted.
-        is_gemm: whether a matrix product is among them. Others, sums of biases and norms, are
-            fillers of last resort.
-        hides: bit mask over the graph's all-to-alls: those that this may run behind.
-        needs: indices of units, all smaller, that must stand before.
-        duration_us: of all nodes.
+        nodes: indices of nodes, in the order in which they run.
+        is_gemm: whether a GEMM is among the nodes. Units without one, such as sums for bias
+            gradients, are fillers.
+        windows: indices of the overlap windows in which the unit may run.
+        needs: indices of the units, all smaller, that must run before.
+        duration_us: sum over the nodes.
     """
 
     nodes: list[int]
     is_gemm: bool
-    hides: int
+    windows: frozenset[int]
     needs: set[int] = field(default_factory=set[int])
     duration_us: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Which units run behind which all-to-all.
+    """Units by overlap window. Window i belongs to the i-th all-to-all of the graph.
 
     Attributes:
-        windows: indices of units, by position of the all-to-all among all of the graph, in the
-            order in which they are emitted.
-        left_us: of each all-to-all, what no unit hides.
+        windows: indices of the units of each window, in the order in which they run.
+        left_us: time of each all-to-all that no unit hides.
     """
 
     windows: tuple[tuple[int, ...], ...]
     left_us: tuple[float, ...]
 
 
-def label(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, int]:
-    """Return the movable nodes, each with the mask of all-to-alls that it may run behind.
-
-    Movable is computation that feeds no collective that ranks meet in, that some all-to-all does
-    not feed, and that needs no reduced gradient: what does is the optimizer's. It may run behind an
-    all-to-all if no product that it needs comes after the next one, which would have to wait for
-    that.
+def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, frozenset[int]]:
+    """Return the nodes that may move, each with its allowed overlap windows (conditions 1 to 4).
 
     Args:
         analysis: of the graph.
         all_to_alls: indices of nodes, ascending.
     """
-    met = sum(1 << index for index in analysis.find_collectives("all_to_all", "gather", "fused"))
-    reduced = sum(1 << index for index in analysis.find_collectives("reduce"))
+    ordered = mask_of(analysis.find_collectives("all_to_all", "gather", "fused"))
+    reductions = mask_of(analysis.find_collectives("reduce"))
     movable = [
         index
         for index in analysis.find(NodeKind.COMPUTE, NodeKind.VIEW)
-        if not (analysis.descendants[index] & met or analysis.ancestors[index] & reduced)
-        and not _stays(analysis, index)
+        if not analysis.descendants[index] & ordered  # 1
+        and not analysis.ancestors[index] & reductions
+        and _is_ordered_by_data_alone(analysis, index)  # 2
     ]
-    gemms = sum(1 << index for index, node in enumerate(analysis.nodes) if is_gemm(node))
-    gemms &= ~sum(1 << index for index in movable)
-    ends = [*all_to_alls[1:], len(analysis.nodes)]
-    found: dict[int, int] = {}
+    gemms = mask_of(index for index, node in enumerate(analysis.nodes) if is_gemm(node))
+    fixed_gemms = gemms & ~mask_of(movable)
+    window_ends = [*all_to_alls[1:], len(analysis.nodes)]
+    found: dict[int, frozenset[int]] = {}
     for index in movable:
         ancestors = analysis.ancestors[index]
-        latest = (ancestors & gemms).bit_length() - 1
-        mask = sum(
-            1 << at
-            for at, (a2a, end) in enumerate(zip(all_to_alls, ends, strict=True))
-            if not ancestors >> a2a & 1 and latest < end
+        last_gemm = (ancestors & fixed_gemms).bit_length() - 1
+        windows = frozenset(
+            window
+            for window, (start, end) in enumerate(zip(all_to_alls, window_ends, strict=True))
+            if not ancestors >> start & 1 and last_gemm < end  # 3, 4
         )
-        if mask:
-            found[index] = mask
+        if windows:
+            found[index] = windows
     return found
 
 
 def find_units(
-    analysis: GraphAnalysis, labels: dict[int, int], *, cost: NodeCost, gemms_alone: bool = False
+    analysis: GraphAnalysis,
+    movable: dict[int, frozenset[int]],
+    *,
+    cost: NodeCost,
+    gemms_alone: bool = False,
 ) -> list[Unit]:
-    """Return the movable nodes in units.
-
-    A node that reads a gradient and may run where it may joins it (a transpose, a cast, a sum with
-    another gradient); what only a gradient reads joins it too. Two gradients never share a unit.
+    """Group movable nodes into units (condition 5).
 
     Args:
         analysis: of the graph.
-        labels: as ``label`` returns them.
+        movable: result of ``find_movable``.
         cost: microseconds of a node that computes.
-        gemms_alone: whether units without a product stay: Inductor computes sums of biases and
-            norms in the kernels that make what they add up.
+        gemms_alone: return no units without a GEMM. Inductor fuses sums for gradients of biases and
+            norms into the kernels that compute their operands, so they should not move away.
     """
     units: list[Unit] = []
-    owner: dict[int, int] = {}
+    unit_of: dict[int, int] = {}
     readers = _readers(analysis)
-    for index, hides in labels.items():
-        product = is_gemm(analysis.nodes[index])
-        above = {owner[need] for need in analysis.needs[index] if need in owner}
-        home = max(above, default=-1)
-        if product or home < 0 or units[home].hides != hides:
-            units.append(Unit(nodes=[], is_gemm=product, hides=hides))
-            home = len(units) - 1
-        units[home].nodes.append(index)
-        owner[index] = home
-        units[home].needs |= above - {home}
-        if product:
-            _absorb(units, home, owner=owner, readers=readers)
+    for index, windows in movable.items():
+        starts_unit = is_gemm(analysis.nodes[index])
+        sources = {unit_of[need] for need in analysis.needs[index] if need in unit_of}
+        own = max(sources, default=-1)
+        if starts_unit or own < 0 or units[own].windows != windows:
+            units.append(Unit(nodes=[], is_gemm=starts_unit, windows=windows))
+            own = len(units) - 1
+        units[own].nodes.append(index)
+        unit_of[index] = own
+        units[own].needs |= sources - {own}
+        if starts_unit:
+            _absorb_operands(units, own, unit_of=unit_of, readers=readers)
     kept = [at for at, unit in enumerate(units) if unit.nodes and (unit.is_gemm or not gemms_alone)]
-    renamed = {old: new for new, old in enumerate(kept)}
+    renumbered = {old: new for new, old in enumerate(kept)}
     for at in kept:
         unit = units[at]
-        unit.needs = {renamed[need] for need in unit.needs if need in renamed}
+        unit.needs = {renumbered[need] for need in unit.needs if need in renumbered}
         unit.duration_us = sum(
             cost(analysis.nodes[index])
             for index in unit.nodes
@@ -135,127 +127,126 @@ def find_units(
     return [units[at] for at in kept]
 
 
-def _absorb(
-    units: list[Unit], home: int, *, owner: dict[int, int], readers: list[list[int]]
+def _absorb_operands(
+    units: list[Unit], own: int, *, unit_of: dict[int, int], readers: list[list[int]]
 ) -> None:
-    """Move into a product's unit the light units that it alone reads."""
-    for at in sorted(units[home].needs, reverse=True):
+    """Move the light units that only a GEMM reads, such as its transposes, into the GEMM's unit."""
+    unit = units[own]
+    for at in sorted(unit.needs, reverse=True):
         light = units[at]
-        others = (reader for node in light.nodes for reader in readers[node])
-        if light.is_gemm or any(owner.get(reader) not in (at, home) for reader in others):
+        is_shared = any(
+            unit_of.get(reader) not in (at, own) for node in light.nodes for reader in readers[node]
+        )
+        if light.is_gemm or is_shared or not unit.windows <= light.windows:
             continue
-        if units[home].hides & ~light.hides:
-            continue
-        units[home].nodes = sorted(light.nodes + units[home].nodes)
-        units[home].needs = (units[home].needs | light.needs) - {at}
-        for node in light.nodes:
-            owner[node] = home
+        unit.nodes = sorted(light.nodes + unit.nodes)
+        unit.needs = (unit.needs | light.needs) - {at}
+        unit_of |= dict.fromkeys(light.nodes, own)
         light.nodes = []
 
 
 @final
 class _Windows:
-    """What has been given to which all-to-all so far."""
+    """Units that have been placed into overlap windows so far."""
 
-    def __init__(self, units: Sequence[Unit], num_windows: int, fits: Fits) -> None:
+    def __init__(self, units: Sequence[Unit], num_windows: int, try_move: TryMove) -> None:
         self.units = units
-        self._fits = fits
         self.windows: list[list[int]] = [[] for _ in range(num_windows)]
-        self.placed: dict[int, int] = {}  # window by unit
+        self.window_of: dict[int, int] = {}
+        self._try_move = try_move
 
-    def is_available(self, at: int) -> bool:
-        """Return whether all products that an unplaced unit needs are placed."""
-        return all(
-            not self.units[need].is_gemm and self.is_available(need)
-            for need in self.units[at].needs - self.placed.keys()
-        )
+    def candidates(self, window: int, refused: set[int]) -> list[int]:
+        """Return the units that may be placed into a window next: GEMMs, or fillers if none."""
+        found = [
+            at
+            for at, unit in enumerate(self.units)
+            if at not in self.window_of and at not in refused
+            if window in unit.windows and unit.duration_us > 0.0
+            # A GEMM that is needed must be placed first. Fillers are placed along with the unit.
+            if not any(self.units[need].is_gemm for need in self._unplaced_needs(at))
+        ]
+        return [at for at in found if self.units[at].is_gemm] or found
 
     def allowed(self, at: int) -> list[int]:
-        """Return the windows that an unplaced unit may have: none ahead of what it needs."""
-        hides, first = self.units[at].hides, self._first(at)
-        return [window for window in range(first, len(self.windows)) if hides >> window & 1]
-
-    def _first(self, at: int) -> int:
-        placed = self.placed
-        needs = self.units[at].needs
-        firsts = (placed[need] if need in placed else self._first(need) for need in needs)
-        return max(firsts, default=0)
+        """Return the windows of an unplaced unit that are not before a placed unit it needs."""
+        first = max(
+            (
+                self.window_of[need]
+                for each in (*self._unplaced_needs(at), at)
+                for need in self.units[each].needs
+                if need in self.window_of
+            ),
+            default=0,
+        )
+        return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit, before it those that it needs.
+        """Place a unit behind the unplaced units that it needs.
 
         Returns:
-            The time of all of them; None if they do not fit and stay where they are.
+            The time of all placed units, or None if their memory does not fit.
         """
         units = [*self._unplaced_needs(at), at]
-        if not self._fits(units, window):
+        if not self._try_move(units, window):
             return None
         self.windows[window] += units
-        self.placed |= dict.fromkeys(units, window)
+        self.window_of |= dict.fromkeys(units, window)
         return sum(self.units[each].duration_us for each in units)
 
     def _unplaced_needs(self, at: int) -> list[int]:
         found: list[int] = []
-        for need in sorted(self.units[at].needs - self.placed.keys()):
+        for need in sorted(self.units[at].needs - self.window_of.keys()):
             found += [each for each in (*self._unplaced_needs(need), need) if each not in found]
         return found
 
 
-def _always_fits(units: Sequence[int], window: int) -> bool:
-    return True
-
-
 def assign(
-    units: Sequence[Unit], times_us: Sequence[float], *, fits: Fits = _always_fits
+    units: Sequence[Unit],
+    times_us: Sequence[float],
+    *,
+    try_move: TryMove = lambda units, window: True,
 ) -> Assignment:
-    """Give units to all-to-alls so that as much as possible of their time is hidden.
+    """Assign units to all-to-alls, so that units hide as much communication as possible.
 
-    Walks the all-to-alls in their order. Each takes, again and again, the unit whose time is
-    nearest to what is left to hide, products before others, until nothing is left, or the best is
-    more than twice as long as what is left and there is one already. Products that none took, the
-    longest first, go where they hide most of what is left, or else behind the last all-to-all that
-    they may run behind, whatever their time (the deadline). A unit comes after those that it needs.
-    One that does not fit is passed over, here alone.
+    The problem is a generalised assignment problem, which is NP-hard. This is a greedy best fit
+    (conditions 6 to 10).
 
     Args:
-        units: of the graph.
-        times_us: of the all-to-alls.
-        fits: asked for a unit with those that it needs and that are not placed, in order.
+        units: result of ``find_units``.
+        times_us: time of each all-to-all that remains to hide.
+        try_move: called for each unit together with the unplaced units that it needs.
 
-    Source: Lancet (arXiv:2404.19429), section 4.2; best fit for a generalised assignment problem,
-    which is NP-hard. There products that none took all go behind their last all-to-all: that of a
-    large output embedding, longer than any all-to-all, would leave those ahead bare.
+    Source: Lancet (arXiv:2404.19429), section 4.2. Lancet places all remaining GEMMs into their
+    last window. The GEMM of a large output embedding is longer than any all-to-all: there it would
+    leave all earlier all-to-alls exposed. Condition 10 avoids this.
     """
-    state = _Windows(units, len(times_us), fits)
+    state = _Windows(units, len(times_us), try_move)
     left_us: list[float] = []
-    for window, time_us in enumerate(times_us):
-        left = time_us
+    for window, left in enumerate(times_us):
         refused: set[int] = set()
-        while left > 0.0:
-            candidates = _candidates(state, window, refused)
-            if not candidates:
-                break
+        while left > 0.0 and (candidates := state.candidates(window, refused)):
             misfit_us = {at: abs(left - units[at].duration_us) for at in candidates}
-            best = min(candidates, key=misfit_us.__getitem__)
-            if state.windows[window] and units[best].duration_us > _TOO_LONG * left:
+            best = min(candidates, key=misfit_us.__getitem__)  # 7
+            if state.windows[window] and units[best].duration_us > _MAX_EXCESS * left:  # 8
                 break
             placed_us = state.place(best, window)
             left -= placed_us or 0.0
-            if placed_us is None:
+            if placed_us is None:  # 9
                 refused.add(best)
         left_us.append(max(0.0, left))
-    _place_late(state, left_us)
+    _place_remaining_gemms(state, left_us)
     return Assignment(windows=tuple(map(tuple, state.windows)), left_us=tuple(left_us))
 
 
-def _place_late(state: _Windows, left_us: list[float]) -> None:
-    """Give products that none took to the all-to-alls with most left, in place."""
+def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
+    """Place the GEMMs that no window has taken (condition 10), and update ``left_us``."""
     units = state.units
-    late = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.placed]
-    for at in sorted(late, key=lambda at: -units[at].duration_us):
-        if at in state.placed:  # along with one that needs it
+    remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
+    for at in sorted(remaining, key=lambda at: -units[at].duration_us):
+        if at in state.window_of:  # placed with a unit that needs it
             continue
         hidden_us = {each: min(left_us[each], units[at].duration_us) for each in state.allowed(at)}
+        # Of equal windows the last one, which is the deadline in Lancet.
         for window in sorted(hidden_us, key=lambda each: (hidden_us[each], each), reverse=True):
             placed_us = state.place(at, window)
             if placed_us is not None:
@@ -263,21 +254,9 @@ def _place_late(state: _Windows, left_us: list[float]) -> None:
                 break
 
 
-def _candidates(state: _Windows, window: int, refused: set[int]) -> list[int]:
-    """Return the units that this all-to-all may take now: products, or else what there is."""
-    found = [
-        at
-        for at, unit in enumerate(state.units)
-        if at not in state.placed and at not in refused
-        if unit.hides >> window & 1 and unit.duration_us > 0.0 and state.is_available(at)
-    ]
-    return [at for at in found if state.units[at].is_gemm] or found
-
-
-def _stays(analysis: GraphAnalysis, index: int) -> bool:
-    """Return whether others are ordered around a node by more than data."""
+def _is_ordered_by_data_alone(analysis: GraphAnalysis, index: int) -> bool:
     data = set(analysis.nodes[index].all_input_nodes)
-    return any(analysis.nodes[need] not in data for need in analysis.needs[index])
+    return all(analysis.nodes[need] in data for need in analysis.needs[index])
 
 
 def _readers(analysis: GraphAnalysis) -> list[list[int]]:

@@ -1,40 +1,41 @@
-"""From decisions to an order of a graph's nodes: units behind their all-to-alls, waits late."""
+"""Build the order of a graph from an assignment of units to all-to-alls.
+
+The numbers in comments are those of the conditions in ``schedule.py``.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import final
 
-from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, bits
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, bits, mask_of
 from halley.compiler.wgrad.movable_nodes import Unit
 from halley.cost.simulate import Operation, graph_spans
 
 
 @final
 class _Emitter:
-    """Lists nodes, each after what it needs."""
+    """Append nodes to an order, each after its ancestors."""
 
     def __init__(self, analysis: GraphAnalysis) -> None:
-        self.analysis = analysis
         self.order: list[int] = []
-        self.mask = 0
+        self._ancestors = analysis.ancestors
+        self._emitted = 0  # bit mask of nodes
 
     def emit(self, index: int) -> None:
-        """List a node, before it all that it needs and that is not listed yet."""
-        if self.mask >> index & 1:
+        """Append a node, and before it all of its ancestors that are missing."""
+        if self._emitted >> index & 1:
             return
-        for need in bits(self.analysis.ancestors[index] & ~self.mask):  # ascending is legal
-            self._list(need)
-        self._list(index)
+        # Ascending indices are the order of the graph, which is legal.
+        for each in (*bits(self._ancestors[index] & ~self._emitted), index):
+            self.order.append(each)
+            self._emitted |= 1 << each
 
     def emit_ready(self, indices: Iterable[int]) -> None:
-        """List those of the nodes, ascending, that wait for none that is not listed."""
+        """Append those of the nodes, in this order, of which no ancestor is missing."""
         for index in indices:
-            if not self.mask >> index & 1 and not self.analysis.ancestors[index] & ~self.mask:
-                self._list(index)
-
-    def _list(self, index: int) -> None:
-        self.order.append(index)
-        self.mask |= 1 << index
+            if not self._ancestors[index] & ~self._emitted:
+                self.emit(index)
 
 
 def build_order(
@@ -44,28 +45,35 @@ def build_order(
     *,
     early: Sequence[int] = (),
 ) -> list[int]:
-    """Return the nodes with units behind the start of their all-to-all.
+    """Return the order of a graph in which units follow the start of their all-to-all.
 
-    The rest keeps its order, but for waits and reductions: a wait comes right before what first
-    reads its result, a reduction as soon as its gradient is there. What reads a moved unit follows
-    it.
+    Other nodes keep their order, with these exceptions (condition 11):
+
+    - A wait runs directly before the first reader of its result.
+    - A node that reads a moved node follows it.
+    - Waits for reduced gradients, and their readers, run at the end.
 
     Args:
         analysis: of the graph.
-        units: what may move.
-        windows: by index of an all-to-all's node, the units that run behind it, in order.
-        early: nodes, ascending, that come as soon as what they need is there.
+        units: result of ``find_units``.
+        windows: for the index of an all-to-all, the indices of the units to run under it, in order.
+        early: nodes, ascending, that run as soon as their ancestors have run.
     """
-    moved = sum(1 << node for ats in windows.values() for at in ats for node in units[at].nodes)
-    reduced = sum(1 << index for index in analysis.find_collectives("reduce"))
-    last = [index for index, above in enumerate(analysis.ancestors) if above & reduced]
-    late = [index for index, above in enumerate(analysis.ancestors) if above & moved]
-    late = [index for index in late if not moved >> index & 1 and index not in last]
-    held = moved | sum(1 << index for index in (*last, *late))
+    moved = mask_of(node for ats in windows.values() for at in ats for node in units[at].nodes)
+    reductions = mask_of(analysis.find_collectives("reduce"))
+    after_moved: list[int] = []
+    held = moved
+    for index, ancestors in enumerate(analysis.ancestors):
+        if ancestors & reductions:
+            held |= 1 << index
+        elif ancestors & moved and not moved >> index & 1:
+            held |= 1 << index
+            after_moved.append(index)
     emitter = _Emitter(analysis)
     for index in analysis.find(NodeKind.INPUT):
         emitter.emit(index)
     for index, kind in enumerate(analysis.kinds):
+        # A wait is emitted as an ancestor of its first reader.
         if held >> index & 1 or kind in (NodeKind.WAIT, NodeKind.OUTPUT):
             continue
         emitter.emit(index)
@@ -73,9 +81,9 @@ def build_order(
             for node in units[at].nodes:
                 emitter.emit(node)
         if index in windows:
-            emitter.emit_ready(late)
+            emitter.emit_ready(after_moved)
         emitter.emit_ready(early)
-    for index in (*late, *range(len(analysis.nodes))):
+    for index in (*after_moved, *range(len(analysis.nodes))):  # the output is the last node
         if analysis.kinds[index] is not NodeKind.OUTPUT:
             emitter.emit(index)
     emitter.emit(len(analysis.nodes) - 1)
@@ -85,18 +93,19 @@ def build_order(
 def place_reductions(
     analysis: GraphAnalysis, operations: Sequence[Operation], order: Sequence[int]
 ) -> list[int]:
-    """Return the order with reductions of gradients in the gaps between all-to-alls.
+    """Return the order with reductions of gradients in the gaps between all-to-alls (condition 12).
 
-    All-to-alls go first: computation waits for them. In the gap that follows one, until the next
-    starts, go the reductions whose gradient is there by then, the longest that fits first. Those
-    that fit nowhere go behind the last all-to-all.
+    All-to-alls have priority on the network, because computation waits for them. The gap after an
+    all-to-all takes the longest reduction that fits and whose gradient is ready before the next
+    all-to-all, again and again. Other reductions follow the last all-to-all.
 
     Args:
         analysis: of the graph.
-        operations: the same nodes with their times.
+        operations: the nodes of the graph with their times.
         order: of all nodes.
 
-    Source: Lancet's code, which simulates with reductions that take no time and fills the gaps.
+    Source: the code of Lancet, which simulates the graph with reductions that take no time to find
+    the gaps.
     """
     reductions = [index for index in order if analysis.collectives[index] == "reduce"]
     all_to_alls = [index for index in order if analysis.collectives[index] == "all_to_all"]
@@ -111,23 +120,27 @@ def place_reductions(
         )
         for index in reductions
     }
-    behind: dict[int, list[int]] = {}
+    behind: dict[int, list[int]] = {}  # by position in ``rest``, the reductions to start after it
     waiting = list(reductions)
-    for window, gap_us in enumerate(gaps_us):
-        start, end = place[all_to_alls[window]], place[all_to_alls[window + 1]]
-        left_us = gap_us
+    for (start, end), left_us in zip(pairwise(all_to_alls), gaps_us, strict=True):
         while fitting := [
             index
             for index in waiting
-            if ready_at[index] < end and operations[index].duration_us <= left_us
+            if ready_at[index] < place[end] and operations[index].duration_us <= left_us
         ]:
             best = max(fitting, key=lambda index: operations[index].duration_us)
-            behind.setdefault(max(start, ready_at[best]), []).append(best)
+            behind.setdefault(max(place[start], ready_at[best]), []).append(best)
             left_us -= operations[best].duration_us
             waiting.remove(best)
     for index in waiting:
         behind.setdefault(max(place[all_to_alls[-1]], ready_at[index]), []).append(index)
-    return _repair(analysis, [n for at, i in enumerate(rest) for n in (i, *behind.get(at, ()))])
+    reduced = mask_of(reductions)
+    emitter = _Emitter(analysis)
+    placed = [each for at, index in enumerate(rest) for each in (index, *behind.get(at, ()))]
+    # Waits for reductions run last, so that the compute stream does not block in backward.
+    for index in sorted(placed, key=lambda index: bool(analysis.ancestors[index] & reduced)):
+        emitter.emit(index)
+    return emitter.order
 
 
 def _gaps_us(
@@ -136,34 +149,15 @@ def _gaps_us(
     order: Sequence[int],
     all_to_alls: Sequence[int],
 ) -> list[float]:
-    """Return for how long the wire is free between all-to-alls if reductions took no time."""
+    """Return the time in which the network is idle between all-to-alls without reductions."""
     reductions = set(analysis.find_collectives("reduce"))
-    instant = [
-        Operation(name=each.name, role=each.role, duration_us=0.0, needs=each.needs)
-        if index in reductions
-        else each
+    without = [
+        replace(each, duration_us=0.0, host_us=0.0, is_read=False) if index in reductions else each
         for index, each in enumerate(operations)
     ]
-    spans = {span.name: span for span in graph_spans(instant, order)}
+    spans = {span.name: span for span in graph_spans(without, order)}
     found = [spans.get(operations[index].name) for index in all_to_alls]
     return [
         0.0 if before is None or after is None else max(0.0, after.start_us - before.end_us)
         for before, after in pairwise(found)
     ]
-
-
-def _repair(analysis: GraphAnalysis, order: Sequence[int]) -> list[int]:
-    """Return the order with each wait of a reduction behind it, and what reads that behind both."""
-    emitter = _Emitter(analysis)
-    delayed: list[int] = []
-    for index in order:
-        reduced = any(
-            analysis.collectives[need] == "reduce" for need in bits(analysis.ancestors[index])
-        )
-        if reduced:
-            delayed.append(index)
-        else:
-            emitter.emit(index)
-    for index in delayed:
-        emitter.emit(index)
-    return emitter.order

@@ -1,4 +1,56 @@
-"""The weight-gradient pass's decisions for one graph, within its memory, and what they change."""
+"""Schedule weight-gradient GEMMs under backward all-to-alls, within a limit of live bytes.
+
+Autograd emits the weight-gradient GEMM of a layer (dw) before its data-gradient GEMM (dx), although
+only dx feeds the next all-to-all. It emits each wait directly after the start::
+
+    before   compute  | dw 2 | dx 2 |              | dw 1 | dx 1 |              | dw 0 |
+             network                | all-to-all 2 |             | all-to-all 1 |
+
+    after    compute  | dx 2 | dw 2 |       | dx 1 | dw 1 |       | dw 0 |
+             network         | all-to-all 2 |      | all-to-all 1 |
+
+The overlap window of an all-to-all is the time from its start to its wait. Rules of the schedule:
+
+A node may move (``movable_nodes.find_movable``) if
+
+ 1. no all-to-all, all-gather or fused layer depends on it, and it depends on no reduction of
+    gradients (nodes after a reduction belong to the optimizer),
+ 2. only data orders it: it draws no random numbers and writes to no argument.
+
+It may run in the window of an all-to-all if
+
+ 3. it does not depend on the all-to-all,
+ 4. each GEMM that it depends on, and that may not move, is before the next all-to-all in the graph.
+    Otherwise this GEMM would have to run early and would delay the next all-to-all.
+
+Nodes form units (``movable_nodes.find_units``):
+
+ 5. A unit has at most one GEMM. Light nodes that only this GEMM reads (transposes, casts) belong to
+    it, and so do light nodes that read its result and have the same windows. Other light nodes form
+    units of their own, the fillers.
+
+Units are assigned to windows (``movable_nodes.assign``):
+
+ 6. Windows are filled in the order of the graph. The time to fill is the part of the all-to-all
+    that nodes that do not move leave exposed.
+ 7. A window takes, again and again, the unit whose duration is nearest to the time left. GEMMs come
+    before fillers. A unit comes after the units that it needs.
+ 8. A window that has a unit takes none that is longer than twice the time left.
+ 9. A window takes no unit that raises the live bytes above the limit (``MemoryBudget``).
+10. GEMMs that no window has taken, the longest first, go to the window in which they hide most, or
+    to their last window if they hide nothing.
+
+The order follows (``order.py``):
+
+11. Units run directly after the start of their all-to-all. A wait runs directly before the first
+    reader of its result.
+12. Reductions of gradients run in the gaps between all-to-alls.
+13. If the peak of live bytes of this order is above the limit, conditions 6 to 12 run again with a
+    limit that is lower by the excess. After 8 failures the graph keeps its order.
+
+Source: Lancet (arXiv:2404.19429), section 4 and algorithm 1. Conditions 8 and 12, and the last
+window in 10, are in the code of Lancet only. Conditions 9 and 13 are Halley's.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,9 +61,9 @@ from torch import fx
 from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_gemm, module_of
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
-from halley.compiler.partition.choose import RangeReport
+from halley.compiler.partition.partition_plan import SegmentReport
 from halley.compiler.sizes import Sizes
-from halley.compiler.wgrad.movable_nodes import Unit, assign, find_units, label
+from halley.compiler.wgrad.movable_nodes import Unit, assign, find_movable, find_units
 from halley.compiler.wgrad.order import build_order, place_reductions
 from halley.core.timeline import Span, exposed_us
 from halley.cost.simulate import (
@@ -24,23 +76,26 @@ from halley.cost.simulate import (
 )
 
 
+_MAX_TRIES = 8  # condition 13
+
+
 @final
-class Headroom:
-    """Live bytes over the order of a graph, its units moved behind all-to-alls one after another.
+class MemoryBudget:
+    """Move units under all-to-alls one after another, as long as live bytes stay within a limit.
 
-    A gradient that runs later holds its operands longer, and has its own result later; what counts
-    is where the bytes come near the limit, mostly at the beginning of backward. Further down, where
-    activations are gone, gradients may be late for free.
+    A gradient that is computed later keeps its operands alive longer, and its own result becomes
+    alive later. Mostly the beginning of backward is near the limit. Later, saved activations have
+    been freed, and there moves are free.
 
-    The order that comes out differs in small things (casts that follow their gradient, waits that
-    come late), so that its peak is counted again.
+    Bytes are counted in the order of the graph, with each moved node at the position of its
+    all-to-all. The final order differs a little, so ``plan_wgrad`` counts its peak again.
 
     Args:
         analysis: of the graph.
-        live: of it.
+        live: buffers of the graph and their readers.
         units: that may move.
         all_to_alls: indices of nodes, ascending.
-        limit: bytes alive at most.
+        limit: most live bytes.
     """
 
     def __init__(
@@ -52,108 +107,106 @@ class Headroom:
         all_to_alls: Sequence[int],
         limit: float,
     ) -> None:
-        num_nodes = len(analysis.nodes)
         self._live = live
         self._units = units
         self._all_to_alls = all_to_alls
         self._limit = limit
         self._is_input = [kind is NodeKind.INPUT for kind in analysis.kinds]
-        self._place = list(range(num_nodes))
-        self._alive = live.alive(self._place)
-        # Behind each all-to-all: bytes that units make and let go, and the most more at once.
-        self._steps: dict[int, list[tuple[int, int]]] = {}
-        self._working = [0] * num_nodes
+        self._place = list(range(len(analysis.nodes)))  # position of each node
+        self._alive = live.alive(self._place)  # by position, without ``_transient``
+        # By position of an all-to-all: bytes that each move allocates and frees there, and the most
+        # bytes by which they exceed ``_alive`` while the moved units run.
+        self._moves: dict[int, list[tuple[int, int]]] = {}
+        self._transient = [0] * len(analysis.nodes)
         self._reads: list[list[int]] = [[] for _ in analysis.nodes]  # buffers that each node reads
         for buffer, readers in enumerate(live.readers):
             for reader in readers:
                 self._reads[reader].append(buffer)
 
-    def take(self, ats: Sequence[int], window: int) -> bool:
-        """Move units behind an all-to-all if live bytes stay within the limit.
+    def try_move(self, ats: Sequence[int], window: int) -> bool:
+        """Move units under an all-to-all and return True, or return False if memory is too small.
 
         Args:
-            ats: indices of units.
-            window: position of the all-to-all among all.
-
-        Returns:
-            Whether they are there now.
+            ats: indices of units, in the order in which they run.
+            window: index of the overlap window.
         """
         start = self._all_to_alls[window]
         nodes = [node for at in ats for node in self._units[at].nodes]
         touched = {buffer for node in nodes for buffer in self._reads[node]} | set(nodes)
         buffers = [buffer for buffer in touched if self._live.num_bytes[buffer]]
-        before = {buffer: self._span(buffer) for buffer in buffers}
         places = [self._place[node] for node in nodes]
+        before = {buffer: self._lifetime(buffer) for buffer in buffers}
         for node in nodes:
             self._place[node] = start
-        after = {buffer: self._span(buffer) for buffer in buffers}
+        after = {buffer: self._lifetime(buffer) for buffer in buffers}
         self._add(before, -1)
         self._add(after, 1)
         made = sum(self._live.num_bytes[node] for node in nodes)
         freed = sum(self._live.num_bytes[each] for each in buffers if after[each][1] == start + 1)
-        self._steps.setdefault(start, []).append((made, freed))
-        self._working[start] = _most(self._steps[start])
+        self._moves.setdefault(start, []).append((made, freed))
+        self._transient[start] = _most_bytes(self._moves[start])
+        # Live bytes grow only where a buffer has become alive.
         grown = [
-            self._alive[at] + self._working[at]
+            self._alive[at] + self._transient[at]
             for buffer, (first, end) in after.items()
             for at in range(first, end)
             if not before[buffer][0] <= at < before[buffer][1]
         ]
-        if max(self._alive[start] + self._working[start], *grown, 0) <= self._limit:
+        if max(self._alive[start] + self._transient[start], *grown, 0) <= self._limit:
             return True
-        self._steps[start].pop()
-        self._working[start] = _most(self._steps[start])
+        self._moves[start].pop()
+        self._transient[start] = _most_bytes(self._moves[start])
         self._add(after, -1)
         self._add(before, 1)
         for node, place in zip(nodes, places, strict=True):
             self._place[node] = place
         return False
 
-    def _span(self, buffer: int) -> tuple[int, int]:
+    def _lifetime(self, buffer: int) -> tuple[int, int]:
         """Return the positions ``[first, end)`` at which a buffer is alive.
 
-        What a moved node makes counts from behind its all-to-all on, and before in ``_working``.
+        The result of a moved node counts from the position after its all-to-all. At the position of
+        the all-to-all it is part of ``_transient``.
         """
         made = 0 if self._is_input[buffer] else self._place[buffer]
         first = made + (self._place[buffer] != buffer)
         last = max((self._place[reader] for reader in self._live.readers[buffer]), default=made)
         return first, max(first, last + 1)
 
-    def _add(self, spans: dict[int, tuple[int, int]], sign: int) -> None:
-        for buffer, (first, end) in spans.items():
+    def _add(self, lifetimes: dict[int, tuple[int, int]], sign: int) -> None:
+        for buffer, (first, end) in lifetimes.items():
             change = sign * self._live.num_bytes[buffer]
             for at in range(first, end):
                 self._alive[at] += change
 
 
-def _most(steps: Sequence[tuple[int, int]]) -> int:
-    """Return the most bytes beyond the first's, of steps that make some and then let some go."""
-    most = grown = 0
-    for made, freed in steps:
-        most = max(most, grown + made)
-        grown += made - freed
+def _most_bytes(moves: Sequence[tuple[int, int]]) -> int:
+    """Return the peak of a counter, at first 0, that each move raises by its bytes and then lowers.
+
+    Example: moves (30, 10) and (20, 40) give 40: 30, then 20, then 40, then 0.
+    """
+    most = current = 0
+    for made, freed in moves:
+        most = max(most, current + made)
+        current += made - freed
     return most
-
-
-_MAX_TRIES = 8  # each allows as much less as the last was too high
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderReport:
-    """What an order of a graph does, as predicted.
+    """Predicted effects of the order of a graph.
 
     Attributes:
-        windows: names of the matrix products behind each all-to-all, by name of that.
-        modules: where these are in the model, as ``module_of`` says it, by name.
-        time_before, time_after: of the graph.
-        peak_before, peak_after: bytes alive at the worst moment.
-        spans_before, spans_after: when each node runs.
-        ranges: that run in parts.
-        skipped: why others do not.
-        predicted: operations whose time nobody has measured, by their keys in profiles.
-        sm_margins: multiprocessors that dense and grouped products leave free beside collectives.
-        planning_s, measuring_s: what the passes took: to plan, and to measure what they did not
-            know yet.
+        windows: names of the GEMMs in the overlap window of each all-to-all, by its name.
+        modules: paths of the modules of these nodes, by name of the node.
+        time_before, time_after: of the graph, in its own order and in the new one.
+        peak_before, peak_after: most live bytes.
+        spans_before, spans_after: of each node.
+        ranges: segments that run in microbatches.
+        skipped: reasons why other segments do not.
+        predicted: keys, in profiles, of operations without a measured time.
+        sm_margins: SMs that dense and grouped GEMMs leave free beside collectives.
+        planning_s, measuring_s: seconds that the passes spent on the plan and on measurements.
     """
 
     windows: dict[str, tuple[str, ...]]
@@ -164,7 +217,7 @@ class OrderReport:
     modules: dict[str, str] = field(default_factory=dict[str, str], repr=False)
     spans_before: tuple[Span, ...] = field(default=(), repr=False)
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
-    ranges: tuple[RangeReport, ...] = ()
+    ranges: tuple[SegmentReport, ...] = ()
     skipped: tuple[str, ...] = ()
     predicted: tuple[str, ...] = ()
     sm_margins: tuple[int, int] = (0, 0)
@@ -182,63 +235,68 @@ def plan_wgrad(
     inside: Collection[fx.Node] = frozenset(),
     gemms_alone: bool = False,
 ) -> list[int]:
-    """Return the order of the weight-gradient pass; in forward, what joins parts moves, too.
+    """Return an order of a graph in which weight-gradient GEMMs run under all-to-alls.
+
+    The pass also serves forward graphs in microbatches, where it moves the nodes that put the
+    microbatches together.
 
     Args:
         analysis: of the graph.
         cost: microseconds of a node.
-        sizes: of what nodes return.
-        max_bytes: that may be alive.
+        sizes: bytes of results.
+        max_bytes: limit of live bytes.
         contention: of computation and communication.
-        inside: nodes whose results never come to memory, as of ``LiveBytes``.
-        gemms_alone: as of ``find_units``.
+        inside: nodes whose results stay inside of a kernel, for ``LiveBytes``.
+        gemms_alone: move no units without a GEMM, for ``find_units``.
 
-    Contract: the same nodes in another order, one that is legal. All-to-alls, gathers and fused
-    operators keep their order. Peak of live bytes at most ``max_bytes``, or as before.
+    Returns:
+        A legal order of the same nodes. All-to-alls, all-gathers and fused layers keep their order.
+        Live bytes are at most ``max_bytes``, or the order is that of the graph.
     """
     all_to_alls = analysis.find_collectives("all_to_all")
     identity = list(range(len(analysis.nodes)))
     if not all_to_alls:
         return identity
-    works = operations(analysis, cost)
-    labels = label(analysis, all_to_alls)
-    units = find_units(analysis, labels, cost=cost, gemms_alone=gemms_alone)
-    # In microseconds of computation as it is alone: so much runs behind an all-to-all.
-    stretch = contention.comm / contention.compute
-    times_us = [time_us * stretch for time_us in _exposed_us(works, units, all_to_alls)]
-    # Inductor computes these where what they read is made. What reads nothing, such as zeros for an
-    # embedding's gradient, would only take memory.
+    timed = operations(analysis, cost)
+    movable = find_movable(analysis, all_to_alls)
+    units = find_units(analysis, movable, cost=cost, gemms_alone=gemms_alone)
+    # Durations of units are without contention. Beside computation an all-to-all takes longer by
+    # the factor ``comm``, and computation by ``compute``.
+    scale = contention.comm / contention.compute
+    times_us = [time_us * scale for time_us in _exposed_us(timed, units, all_to_alls)]
+    # Inductor fuses light nodes into the kernels that make their operands, so they run early. A
+    # node without operands, such as the zeros of an embedding's gradient, would only take memory.
     in_units = {index for unit in units for index in unit.nodes}
-    movable = [index for index in labels if index not in in_units and analysis.needs[index]]
-    early = sorted(movable) if gemms_alone else []
+    light = [index for index in movable if index not in in_units and analysis.needs[index]]
+    early = sorted(light) if gemms_alone else []
     live = LiveBytes(analysis, sizes, inside=inside)
-    allowed = max_bytes
+    limit = max_bytes
     for _ in range(_MAX_TRIES):
-        capacity = Headroom(analysis, live, units=units, all_to_alls=all_to_alls, limit=allowed)
-        assignment = assign(units, times_us, fits=capacity.take)
+        budget = MemoryBudget(analysis, live, units=units, all_to_alls=all_to_alls, limit=limit)
+        assignment = assign(units, times_us, try_move=budget.try_move)
         windows = dict(zip(all_to_alls, assignment.windows, strict=True))
         order = build_order(analysis, units, windows, early=early)
-        order = place_reductions(analysis, works, order)
+        order = place_reductions(analysis, timed, order)
         peak = live.peak(order)[0]
         if peak <= max_bytes:
             return order
-        allowed -= peak - max_bytes
+        limit -= peak - max_bytes
     return identity
 
 
 def _exposed_us(
-    works: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
+    timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Return for how long nothing runs beside each all-to-all that stays where it is."""
+    """Return the time of each all-to-all that nodes that do not move leave exposed."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
-        replace(work, duration_us=0.0) if index in moved else work
-        for index, work in enumerate(works)
+        replace(each, duration_us=0.0) if index in moved else each
+        for index, each in enumerate(timed)
     ]
     spans = graph_spans(stays, range(len(stays)))
     compute = [span for span in spans if span.stream == "compute"]
     own = {span.name: span for span in spans if span.stream == "comm"}
-    found = [own.get(works[index].name) for index in all_to_alls]
+    found = [own.get(timed[index].name) for index in all_to_alls]
     return [0.0 if span is None else exposed_us([span], compute) for span in found]
 
 
@@ -251,21 +309,21 @@ def report_order(
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
 ) -> OrderReport:
-    """Return what an order does to a graph.
+    """Return the predicted effects of an order.
 
     Args:
-        analysis: of the graph as it was.
+        analysis: of the graph in its own order.
         order: of all of its nodes.
         cost: microseconds of a node.
-        sizes: of what nodes return.
+        sizes: bytes of results.
         contention: of computation and communication.
-        inside: nodes whose results never come to memory, as of ``LiveBytes``.
+        inside: nodes whose results stay inside of a kernel, for ``LiveBytes``.
     """
-    works, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
+    timed, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
     identity = range(len(analysis.nodes))
     shown = [analysis.nodes[index] for index in analysis.find_collectives("all_to_all")]
     shown += filter(is_gemm, analysis.nodes)
-    before, after = (graph_spans(works, each, contention) for each in (identity, order))
+    before, after = (graph_spans(timed, each, contention) for each in (identity, order))
     return OrderReport(
         windows=hidden_gemms(analysis, order),
         modules={node.name: module_of(node) for node in shown},
@@ -279,7 +337,7 @@ def report_order(
 
 
 def hidden_gemms(analysis: GraphAnalysis, order: Sequence[int]) -> dict[str, tuple[str, ...]]:
-    """Return the matrix products between start and wait of each all-to-all, by names."""
+    """Return the names of the GEMMs between start and wait of each all-to-all, by its name."""
     found: dict[str, tuple[str, ...]] = {}
     place = {index: at for at, index in enumerate(order)}
     for start in analysis.find_collectives("all_to_all"):

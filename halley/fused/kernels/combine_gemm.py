@@ -1,12 +1,12 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""The second GEMM in chunks of columns, which counts finished tiles for ``combine_kernel``.
+"""Second GEMM, one column chunk after another; counts finished tiles for ``combine_kernel``.
 
-All tiles of a chunk come before those of the next one, so that the combine of a chunk runs while
-the GEMM computes the next. Within a chunk, tiles are in the order of experts, and finished tiles
-are counted by group of experts: the combine of a token starts when the groups of its experts are
-done.
+All tiles of a chunk are computed before those of the next chunk, so that the combine of a chunk
+runs while the GEMM computes the next one. Within a chunk, tiles are in the order of experts, and
+finished tiles are counted by group of experts. The combine of a token starts when the groups of its
+experts are done.
 
 Source: COMET (arXiv:2502.19811), section 3.1: decompose the consumed tensor by columns.
 """
@@ -15,34 +15,41 @@ import triton
 import triton.language as tl
 
 from halley.fused.kernels.dispatch_plan import usable_here
-from halley.fused.kernels.layout import NUM_TILES
-from halley.fused.kernels.peer import MAX_ROWS, failure_code, report_failure, wait_bulk_stores
+from halley.fused.kernels.layout import (
+    COMBINE_EXITS,
+    COMBINE_TICKET,
+    NUM_TILES,
+    SECOND_GEMM_TICKET,
+    SUM_TICKET,
+)
+from halley.fused.kernels.peer import (
+    MAX_ROWS,
+    exits_last,
+    failure_code,
+    report_failure,
+    wait_bulk_stores,
+)
 from halley.fused.kernels.routing_exchange import group_of
 from halley.fused.launch_pair import let_second_begin
 from halley.ops.kernels.tiles import multiply_step, multiply_tile, tile_of
 
 
-# Words of the plan's tickets. The kernels of the first GEMM have words 0, 1 and 5.
-TILE_TICKET = tl.constexpr(2)
-TASK_TICKET = tl.constexpr(3)
-SUM_TICKET = tl.constexpr(4)
-_EXITED = tl.constexpr(6)
-_MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: counter and tiles share one word
+_MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: see _second_gemm_run
 
 
 @triton.jit
-def count_exit(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last one of both launches zeroes the counters for the next pass.
+def end_combine(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
+    """Count a CTA that ends; the last one of second GEMM and combine zeroes their counters.
 
-    The last one also reports a rank that raised its flags without sums, see ``count_task``.
+    The last one also reports ranks with more rows than ``max_rows``. Such a rank sets its
+    ``sums_ready`` flags without sending sums, see ``count_task``.
     """
     tickets = plan + LAYOUT.tickets
-    before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
-    if before == num_exits - 1:
-        tl.store(tickets + TILE_TICKET, 0)
-        tl.store(tickets + TASK_TICKET, 0)
+    if exits_last(tickets + COMBINE_EXITS, num_exits):
+        tl.store(tickets + SECOND_GEMM_TICKET, 0)
+        tl.store(tickets + COMBINE_TICKET, 0)
         tl.store(tickets + SUM_TICKET, 0)
-        tl.store(tickets + _EXITED, 0)
+        tl.store(tickets + COMBINE_EXITS, 0)
         num_counts: tl.constexpr = LAYOUT.max_chunks * LAYOUT.num_groups
         tl.store(plan + LAYOUT.chunk_done + tl.arange(0, num_counts), 0)
         tl.store(plan + LAYOUT.chunk_sent + tl.arange(0, LAYOUT.max_chunks), 0)
@@ -53,16 +60,20 @@ def count_exit(num_exits, plan, routing, status, host_status, LAYOUT: tl.constex
 
 
 @triton.jit
-def _multiply_run(
+def _second_gemm_run(
     ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of a ticket and count the tiles of the ticket before (``pending``).
+    """Compute the tiles of a ticket, and count the finished tiles of the previous ticket.
 
-    Returns the tiles of this ticket, which the caller must have counted later: the counter's index
-    times ``_MAX_RUN``, plus the number of tiles.
+    A CTA may count tiles only when their TMA stores are complete. So it counts them one ticket
+    later, and does not wait for the stores of its last tile.
+
+    ``pending`` describes the tiles of the previous ticket in one word: ``_MAX_RUN`` times the index
+    of their counter in ``chunk_done``, plus the number of tiles. The function returns the same word
+    for this ticket. Example: 2 tiles of chunk 1 and group 3, 8 groups: 1024 * 11 + 2.
     """
     BLOCK_M: tl.constexpr = LAYOUT.block_m
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
@@ -72,8 +83,8 @@ def _multiply_run(
     chunk = ticket // (num_tiles * chunk_runs)
     first_column = chunk * per_chunk
     end = tl.minimum(first_column + per_chunk, num_columns)
-    within = ticket - chunk * num_tiles * chunk_runs
-    tile, run = tile_of(within, num_tiles, tl.cdiv(end - first_column, RUN), GROUP)
+    ticket_in_chunk = ticket - chunk * num_tiles * chunk_runs
+    tile, run = tile_of(ticket_in_chunk, num_tiles, tl.cdiv(end - first_column, RUN), GROUP)
     first = first_column + run * RUN
     columns = tl.minimum(end - first, RUN)
     expert = tl.load(plan + LAYOUT.tile_expert + tile)
@@ -83,9 +94,11 @@ def _multiply_run(
         acc = multiply_tile(
             a_desc, b_desc, row, expert, column, DEPTH, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
         )
+        # After the main loop, when the stores of the previous tile are complete.
         _count_tiles(pending, plan, LAYOUT)
         z_desc.store([row, column], acc.to(z_desc.dtype))
     else:
+        # Before the loop: the stores in the loop would have to be waited for as well.
         _count_tiles(pending, plan, LAYOUT)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, columns * STEPS):
@@ -102,10 +115,10 @@ def _multiply_run(
 
 @triton.jit
 def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Count tiles whose stores this CTA has issued, once the stores are complete."""
+    """Wait until the stores of tiles are complete, then count the tiles; see _second_gemm_run."""
     if pending > 0:
         wait_bulk_stores()
-        tl.debug_barrier()
+        tl.debug_barrier()  # the stores of all threads are complete before one thread releases
         done = plan + LAYOUT.chunk_done + pending // _MAX_RUN
         tl.atomic_add(done, pending % _MAX_RUN, sem="release", scope="gpu")
 
@@ -119,15 +132,18 @@ def chunked_gemm_kernel(
 ):  # fmt: skip
     """Multiply the tiles of the plan, one chunk of columns after another; count finished tiles.
 
-    CTAs take tiles by tickets of one counter and wait for nothing but their own stores::
+    CTAs take tiles by tickets of one counter. They wait for nothing but their own stores::
 
-        a_desc, b_desc --multiply--> z_desc, then chunk_done[chunk, group] += 1 --> combine_kernel
+        chunked_gemm_kernel: load rows and weights, multiply, store z (TMA)
+                             chunk_done[c, g] += number of tiles (release)
+                                  |
+        combine_kernel: waits for chunk_done[c, g]
 
-    A CTA counts a tile only after the main loop of its next tile: by then the TMA stores are
-    complete, and it does not wait for them.
+    A CTA takes ``RUN`` neighbouring tiles at a time. It counts them one ticket later, when their
+    stores are complete: with ``RUN`` 1 after the next main loop, else before it.
 
-    Example: 3 tiles of rows, hidden size 1024, chunks of 512 columns, ``BLOCK_N`` 256: tickets 0-5
-    are chunk 0 (two columns of three tiles each), tickets 6-11 are chunk 1.
+    Example: 3 row tiles, hidden size 1024, chunks of 512 columns, ``BLOCK_N`` 256, ``RUN`` 1.
+    Tickets 0-5 are chunk 0 (two column tiles of three row tiles), tickets 6-11 are chunk 1.
     """
     let_second_begin()
     num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
@@ -139,14 +155,14 @@ def chunked_gemm_kernel(
     usable = usable_here(plan, capacity, copy_capacity, LAYOUT)
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     total = num_tiles * num_runs
-    tickets = plan + LAYOUT.tickets + TILE_TICKET
-    pending = 0  # tiles that are not counted yet, see _multiply_run
+    tickets = plan + LAYOUT.tickets + SECOND_GEMM_TICKET
+    pending = 0  # tiles that are not counted yet, see _second_gemm_run
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:
-        pending = _multiply_run(
+        pending = _second_gemm_run(
             ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
             LAYOUT, HIDDEN_SIZE, DEPTH, TRANSPOSED, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
         )  # fmt: skip
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     _count_tiles(pending, plan, LAYOUT)
-    count_exit(num_exits, plan, routing, status, host_status, LAYOUT)
+    end_combine(num_exits, plan, routing, status, host_status, LAYOUT)

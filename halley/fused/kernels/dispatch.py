@@ -3,9 +3,9 @@
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Dispatch with the first GEMM: multiply tiles whose rows have arrived while others are fetched.
 
-Forward, rows are tokens, and the tiles end in the activation. Backward, rows are gradients of the
-output, and the tiles end in the gradient of the activation. Both use the same two kernels side by
-side (``launch_pair.py``): ``fetch_kernel`` and ``arrived_gemm_kernel``.
+In forward, the rows are tokens, and the epilogue of a tile is the activation. In backward, the rows
+are gradients of the output, and the epilogue is the gradient of the activation. Both run the same
+two kernels side by side (``launch_pair.py``): ``fetch_kernel`` and ``arrived_gemm_kernel``.
 
 Source: COMET (arXiv:2502.19811), sections 3.1 and 3.2, with readiness by tile instead of by rank.
 """
@@ -23,14 +23,19 @@ from halley.fused.kernels.fetch import (
     FROM_PEERS,
     FROM_PEERS_AND_SAVE,
     FROM_SAVED,
-    TILE_TICKET,
-    count_exit,
+    end_dispatch,
     fetch_kernel,
     num_zero_rows,
 )
-from halley.fused.kernels.layout import ANY_COPIES, NUM_TILES, KernelContext, Layout
+from halley.fused.kernels.layout import (
+    ANY_COPIES,
+    FIRST_GEMM_TICKET,
+    NUM_TILES,
+    KernelContext,
+    Layout,
+)
 from halley.fused.kernels.peer import DISPATCH, failure_code, fence_async, wait
-from halley.fused.launch_pair import end_with_first, shape_launches, side_by_side
+from halley.fused.launch_pair import MOVE_WARPS, end_with_first, shape_launches, side_by_side
 from halley.ops.kernels.launch import Launcher
 from halley.ops.kernels.tiles import (
     GemmTile,
@@ -46,7 +51,7 @@ from halley.ops.kernels.tiles import (
 )
 
 
-_FETCH_REGISTERS = 72  # per thread; in backward, the GEMM leaves no more
+_FETCH_REGISTERS = 72  # per thread; the GEMM of backward leaves no more free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +59,11 @@ class DispatchMode:
     """Variant of the two kernels, passed to them as one constexpr.
 
     Attributes:
-        gated: the activation has two projections, gate and up (SwiGLU).
-        backward: rows are gradients of the output, else tokens.
-        save_pre: forward: store the input of the activation for backward.
-        row_source: where rows come from, see ``fetch.py``.
-        zero_multiple: rows of experts are followed by zero rows up to this multiple; 0 for none.
+        gated: whether the activation has two projections, gate and up (SwiGLU).
+        backward: whether the rows are gradients of the output instead of tokens.
+        save_pre: whether forward stores the inputs of the activation for backward.
+        row_source: one of the constants ``FROM_...`` of ``fetch.py``.
+        zero_multiple: zero rows follow the rows of each expert up to this multiple; 0 for none.
     """
 
     gated: bool
@@ -73,18 +78,18 @@ class DispatchMode:
         return 2 if self.gated else 1
 
     def tile_columns(self, tile: GemmTile) -> int:
-        """Return the columns of the activation that a tile yields."""
+        """Return how many columns of the activation a tile computes."""
         return tile.block_n if self.backward else tile.block_n // self.num_projections
 
 
 @triton.jit
 def _store_tile(
-    acc, row, column, index, num_rows, h, pre, dpre, weight_R, dweight_RC, MODE: tl.constexpr,
+    acc, row, column, index, num_rows, h, pre, dpre, weight_R, dweight_RJ, MODE: tl.constexpr,
     SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if MODE.backward:
         store_gradient(
-            acc, num_rows, h, pre, dpre, weight_R, dweight_RC, row, column, index,
+            acc, num_rows, h, pre, dpre, weight_R, dweight_RJ, row, column, index,
             MODE.gated, SIZE, NUM_COLUMNS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
@@ -92,24 +97,29 @@ def _store_tile(
 
 
 @triton.jit
-def _multiply_run(
-    row, expert, first, columns, num_rows, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+def _first_gemm_run(
+    row, expert, first, columns, num_rows, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RJ,
     MODE: tl.constexpr, DEPTH: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``columns`` tiles side by side in one loop, so that their loads overlap."""
+    """Compute ``columns`` neighbouring tiles of one row tile, from column tile ``first`` on.
+
+    One loop runs over the steps of all these tiles, so that the loads of the next tile start during
+    the last steps of the previous one.
+    """
     TRANSPOSED: tl.constexpr = MODE.backward
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
     NUM_COLUMNS: tl.constexpr = (SIZE + BLOCK_F - 1) // BLOCK_F
     if RUN == 1:
         column = first * BLOCK_F
         if MODE.backward:
+            # The epilogue needs these values; they are loaded into the cache during the main loop.
             prefetch_pre(pre, row, column, MODE.gated, SIZE, BLOCK_M, BLOCK_N)
         acc = multiply_tile(
             a_desc, b_desc, row, expert, column, DEPTH, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
         )
         _store_tile(
-            acc, row, column, first, num_rows, h, pre, dpre, weight_R, dweight_RC,
+            acc, row, column, first, num_rows, h, pre, dpre, weight_R, dweight_RJ,
             MODE, SIZE, NUM_COLUMNS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
@@ -126,7 +136,7 @@ def _multiply_run(
             )
             if step % STEPS == STEPS - 1:
                 _store_tile(
-                    acc, row, column, index, num_rows, h, pre, dpre, weight_R, dweight_RC,
+                    acc, row, column, index, num_rows, h, pre, dpre, weight_R, dweight_RJ,
                     MODE, SIZE, NUM_COLUMNS, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -134,7 +144,7 @@ def _multiply_run(
 
 @triton.jit(do_not_specialize=["capacity", "copy_capacity", "num_exits", "timeout_ns"])
 def arrived_gemm_kernel(
-    plan, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+    plan, a_desc, b_desc, h, pre, dpre, weight_R, dweight_RJ,
     capacity, copy_capacity, num_exits, status, host_status, timeout_ns: tl.int64,
     LAYOUT: tl.constexpr, MODE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -148,14 +158,14 @@ def arrived_gemm_kernel(
                                   |
         arrived_gemm_kernel: wait for tile_arrived[t] >= rows of tile t (acquire), load, multiply
 
-    There is no deadlock: the fetch kernel waits for nothing. It is launched first and this kernel
-    starts only when all its CTAs run, so that this kernel cannot occupy the SMs it needs.
+    There is no deadlock. The fetch kernel waits for nothing and is launched first. This kernel
+    begins only when all CTAs of the fetch kernel run, so it cannot occupy the SMs that they need.
 
     ``h``, ``pre`` and ``dpre`` are tensor descriptors in forward and pointers in backward. Backward
-    stores a tile in four parts of three tensors each, and would wait for each TMA store.
+    stores four parts of a tile to three tensors each. With TMA it would wait for each store.
 
-    Example: 300 rows of one expert are tiles 0, 1 and 2 with 128, 128 and 44 rows. With 2 columns
-    of tiles and ``GROUP`` 8, tickets 0-2 are the tiles of column 0, tickets 3-5 those of column 1.
+    Example: 300 rows of one expert are tiles 0, 1 and 2 with 128, 128 and 44 rows. With 2 column
+    tiles and ``GROUP`` 8, tickets 0-2 are the tiles of column 0, tickets 3-5 those of column 1.
     """
     BLOCK_M: tl.constexpr = LAYOUT.block_m
     ZERO_MULTIPLE: tl.constexpr = MODE.zero_multiple
@@ -164,7 +174,7 @@ def arrived_gemm_kernel(
     usable = usable_here(plan, capacity, copy_capacity, LAYOUT)
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     total = num_tiles * num_runs
-    tickets = plan + LAYOUT.tickets + TILE_TICKET
+    tickets = plan + LAYOUT.tickets + FIRST_GEMM_TICKET
     ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
     while ticket < total:
         tile, run = tile_of(ticket, num_tiles, num_runs, GROUP)
@@ -178,20 +188,20 @@ def arrived_gemm_kernel(
         if wait(arrived, need, timeout_ns, status, host_status, code, "gpu"):
             fence_async()
             first = run * RUN
-            _multiply_run(
+            _first_gemm_run(
                 tile * BLOCK_M, expert, first, tl.minimum(num_columns - first, RUN), num_rows,
-                a_desc, b_desc, h, pre, dpre, weight_R, dweight_RC,
+                a_desc, b_desc, h, pre, dpre, weight_R, dweight_RJ,
                 MODE, HIDDEN_SIZE, INTERMEDIATE_SIZE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_F,
             )  # fmt: skip
             ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
         else:
-            ticket = total
-    count_exit(plan, num_tiles, num_exits, LAYOUT)
+            ticket = total  # a wait failed, so this CTA ends
+    end_dispatch(plan, num_tiles, num_exits, LAYOUT)
     end_with_first()
 
 
 _launch_fetch = Launcher(fetch_kernel)
-_launch_gemm = Launcher(arrived_gemm_kernel)
+_launch_first_gemm = Launcher(arrived_gemm_kernel)
 
 
 def dispatch_gemm(
@@ -204,7 +214,7 @@ def dispatch_gemm(
     up_LGD: torch.Tensor,
     gated: bool,
     fused: bool = True,
-    copies_SD: torch.Tensor | None = None,
+    copies_PD: torch.Tensor | None = None,
     copies_saved: bool = False,
 ) -> None:
     """Fetch the rows of this rank's experts and multiply them by the first projection.
@@ -213,23 +223,23 @@ def dispatch_gemm(
         context: buffers of this rank, with the layout of the plan.
         plan: made by ``make_plan`` for this call.
         x_RD: written: rows sorted by expert, padded to tiles. If ``pre_RG`` is given, the padding
-            that ``weight_gemm`` reads is zero.
+            that ``weight_gemm`` reads becomes zero.
         h_RF: written: activations of these rows.
         pre_RG: written if given: inputs of the activation (gate, up), for backward.
         up_LGD: stacked weights, ``(L, 2F, D)`` if gated (gate first), else ``(L, F, D)``.
-        gated: whether the activation is SwiGLU.
+        gated: True for SwiGLU, False for GELU.
         fused: False fetches all rows before the GEMM starts.
-        copies_SD: written if given: each token copy once, in the order of the fetch list.
-        copies_saved: ``copies_SD`` is read instead: an earlier launch with this plan wrote it. No
-            other rank takes part.
+        copies_PD: written if given: each token copy once, in the order of the fetch list.
+        copies_saved: True reads the rows from ``copies_PD``, which an earlier launch with this plan
+            has written. No other rank takes part.
 
-    A plan with more rows than ``x_RD`` or ``h_RF``, or more token copies than ``copies_SD`` can
-    hold, does nothing. The caller compares the sizes in ``host_status`` and launches again.
+    The kernels do nothing if the plan has more rows than ``x_RD`` or ``h_RF``, or more token copies
+    than ``copies_PD``. The caller compares the sizes in ``host_status`` and launches again.
     """
     source = FROM_PEERS
-    if copies_SD is not None:
+    if copies_PD is not None:
         source = FROM_SAVED if copies_saved else FROM_PEERS_AND_SAVE
-    copy_capacity = ANY_COPIES if copies_SD is None or copies_saved else len(copies_SD)
+    copy_capacity = ANY_COPIES if copies_PD is None or copies_saved else len(copies_PD)
     save_pre = pre_RG is not None
     mode = DispatchMode(
         gated=gated,
@@ -245,12 +255,12 @@ def dispatch_gemm(
     x_desc = describe_rows(x_RD, block_rows=block_m, block_columns=tile.block_k)
     up_desc = describe_weights(up_LGD, num_projections=mode.num_projections, tile=tile)
     unused = context.status
-    _launch_pair(
+    _launch_fetch_and_gemm(
         context,
         plan,
         mode=mode,
         tile=tile,
-        copies_SD=x_RD if copies_SD is None else copies_SD,
+        copies_PD=x_RD if copies_PD is None else copies_PD,
         x_RD=x_RD,
         gemm_args=(x_desc, up_desc, h_desc, pre_desc, pre_desc, unused, unused),
         capacities=(min(len(x_RD), len(h_RF)), copy_capacity),
@@ -266,45 +276,45 @@ def dispatch_dgrad(
     dy_RD: torch.Tensor,
     dpre_RG: torch.Tensor,
     weighted_RF: torch.Tensor,
-    dweight_RC: torch.Tensor,
+    dweight_RJ: torch.Tensor,
     pre_RG: torch.Tensor,
     weight_R: torch.Tensor,
     down_LDF: torch.Tensor,
     gated: bool,
     fused: bool = True,
 ) -> None:
-    """Fetch gradients of the output and go back through the second projection and the activation.
+    """Fetch gradients of the output; compute gradients of the activation's inputs.
 
-    In all outputs, the padding that ``weight_gemm`` reads is zero.
+    In all outputs, the padding that ``weight_gemm`` reads becomes zero.
 
     Args:
         context: buffers of this rank, with the layout of the plan; ``publish_rows`` has published
             the gradients of all ranks.
-        plan: of the call.
+        plan: made by ``make_plan`` in forward.
         dy_RD: written: gradients of the output, one row for each expert of a token.
         dpre_RG: written: gradients of the activation's inputs.
         weighted_RF: written: activations times routing weights. With ``dy_RD`` they give the
             gradient of the second projection.
-        dweight_RC: written: summands of the gradient of each row's routing weight, float32, one
+        dweight_RJ: written: summands of the gradient of each row's routing weight, float32, one
             for each of ``num_dweight_columns`` column tiles.
         pre_RG: inputs of the activation, from forward.
         weight_R: routing weight of each row, float32, written by ``publish_rows``.
         down_LDF: stacked weights of the second projection.
-        gated: whether the activation is SwiGLU.
+        gated: True for SwiGLU, False for GELU.
         fused: False fetches all rows before the GEMM starts.
     """
     mode = DispatchMode(gated=gated, backward=True, zero_multiple=context.config.weight.block_k)
     tile = context.config.down_grad
     dy_desc = describe_rows(dy_RD, block_rows=context.layout.block_m, block_columns=tile.block_k)
     down_desc = describe_weights(down_LDF, num_projections=1, tile=tile, transposed=True)
-    _launch_pair(
+    _launch_fetch_and_gemm(
         context,
         plan,
         mode=mode,
         tile=tile,
-        copies_SD=dy_RD,
+        copies_PD=dy_RD,
         x_RD=dy_RD,
-        gemm_args=(dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG, weight_R, dweight_RC),
+        gemm_args=(dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG, weight_R, dweight_RJ),
         capacities=(len(dy_RD), ANY_COPIES),
         intermediate_size=weighted_RF.shape[1],
         fused=fused,
@@ -316,45 +326,44 @@ def num_dweight_columns(intermediate_size: int, config: KernelConfig) -> int:
     return -(-intermediate_size // config.down_grad.block_n)
 
 
-def _launch_pair(
+def _launch_fetch_and_gemm(
     context: KernelContext,
     plan: torch.Tensor,
     *,
     mode: DispatchMode,
     tile: GemmTile,
-    copies_SD: torch.Tensor,
+    copies_PD: torch.Tensor,
     x_RD: torch.Tensor,
     gemm_args: tuple[object, ...],
     capacities: tuple[int, int],
     intermediate_size: int,
     fused: bool,
 ) -> None:
-    """Launch the kernel that fetches ``x_RD`` and the GEMM that multiplies it."""
+    """Launch the kernel that fetches ``x_RD``, and the GEMM of these rows beside it."""
     hidden_size, send = x_RD.shape[1], context.send_buffer
-    shapes = shape_launches(
+    pair = shape_launches(
         tile=tile,
-        num_programs=context.num_sms,
+        num_sms=context.num_sms,
         fused=fused,
-        moves_first=True,
-        movers=1,
+        move_first=True,
         move_registers=_FETCH_REGISTERS,
+        ctas_beside=1,
     )
-    fetch_block = context.config.fetch_block(hidden_size, num_warps=shapes.move.num_warps)
+    fetch_block = context.config.fetch_block(hidden_size, num_warps=MOVE_WARPS)
     with side_by_side(fused):
         _launch_fetch(
-            shapes.move.num_programs,
-            (send.ptrs_W, send.local.shape[1], copies_SD, x_RD, plan, *capacities,
-             shapes.move.num_leaving),
+            pair.num_move_ctas,
+            (send.ptrs_W, send.local.shape[1], copies_PD, x_RD, plan, *capacities, pair.num_exits),
             (context.layout, mode, hidden_size, *fetch_block),
-            dtypes=(x_RD.dtype,), **shapes.move.options,
+            dtypes=(x_RD.dtype,), **pair.move_options,
         )  # fmt: skip
-        _launch_gemm(
-            shapes.multiply.num_programs,
-            (plan, *gemm_args, *capacities, shapes.multiply.num_leaving,
+        _launch_first_gemm(
+            pair.num_gemm_ctas,
+            (plan, *gemm_args, *capacities, pair.num_exits,
              context.status, context.host_status, context.timeout_ns),
             (context.layout, mode, hidden_size, intermediate_size, mode.tile_columns(tile),
              tile.block_n, tile.block_k, tile.group, tile.run),
-            dtypes=(x_RD.dtype,), **shapes.multiply.options,
+            dtypes=(x_RD.dtype,), **pair.gemm_options,
         )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Make the dispatch plan of a rank on the device, in one launch: exchange, count, copy, place.
+"""Make the dispatch plan of a rank on the device, in one launch: publish, count, copy, place.
 
-The launch is the first one of a forward pass. It also copies this rank's tokens into its send
-buffer, from which the other ranks fetch them (``fetch.py``).
+This is the first launch of a forward pass. It also copies this rank's tokens to its send buffer,
+from which the other ranks fetch them (``fetch.py``).
 """
 
 import torch
@@ -13,14 +13,14 @@ import triton.language as tl
 
 from halley.fused.kernels.layout import (
     COUNTED,
-    EXITED,
     IS_USABLE,
     NUM_COPIES,
     NUM_TILES,
+    PLAN_EXITS,
+    PLAN_TICKET,
     PLANNED,
     PUBLISHED,
     ROWS_COPIED,
-    TICKET,
     KernelContext,
 )
 from halley.fused.kernels.peer import (
@@ -46,12 +46,15 @@ from halley.ops.kernels.launch import Launcher, aligned
 
 COPY_ROWS = 16  # rows that a CTA copies to the send buffer at once
 _CTAS_PER_SM = 2  # tasks are short and mostly wait for memory
-_NEVER = tl.constexpr(2**62)  # ns
+_NO_LIMIT_NS = tl.constexpr(2**62)
 
 
 @triton.jit
 def usable_here(plan, capacity, copy_capacity, LAYOUT: tl.constexpr):
-    """Return 1 if a plan is usable and its rows and token copies fit into the buffers, else 0."""
+    """Return 1 if a plan is usable and its rows and token copies fit into the buffers, else 0.
+
+    It is a number because kernels multiply their number of tasks by it.
+    """
     summary = plan + LAYOUT.summary
     rows_fit = tl.load(summary + NUM_TILES) * LAYOUT.block_m <= capacity
     copies_fit = tl.load(summary + NUM_COPIES) <= copy_capacity
@@ -83,7 +86,11 @@ def _load_packed(record, token, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
-    """Return places in a list: first place of the key + earlier blocks + earlier in this block."""
+    """Return the indices of token copies in a list that is sorted by key.
+
+    An index is the first index of the key, plus the copies of this key in earlier blocks, plus
+    those earlier in this block (``before``).
+    """
     real = key < end_key
     base = block_bases(plan, i, LAYOUT.num_local + column, LAYOUT) + key * LAYOUT.max_blocks + block
     begin = plan + tl.where(i == 0, LAYOUT.own_begin, LAYOUT.other_begin) + column + key
@@ -92,7 +99,7 @@ def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr):
-    """Return the places of one block's token copies in the fetch list and the combine list."""
+    """Return the indices of one block's token copies in the fetch list and in the combine list."""
     STEP: tl.constexpr = min(32, LAYOUT.block_tokens)
     smallest = smallest_local(expert_TK, rank, LAYOUT)
     group = last_group(expert_TK, rank, LAYOUT)
@@ -116,9 +123,12 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
 
 @triton.jit
 def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Give the slots of one block of tokens their rows, and its token copies their places.
+    """Store the rows of one block of tokens, and its token copies in both lists.
 
-    ``i`` is the source rank, counted in ring order from this rank.
+    ``i`` is the distance of the source rank from this rank in ring order.
+
+    Example: expert 0 begins at row 0, and earlier blocks have 3 rows of it. A token of this block
+    with ``packed`` 0 << 16 | 2 gets row 0 + 3 + 2 = 5.
     """
     source = (rank + i) % LAYOUT.num_ranks
     record = record_of(routing, source, epoch, LAYOUT)
@@ -137,7 +147,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
     row += tl.load(base, mask=mine, other=0)
     row = tl.where(mine, row + (packed & ((1 << LAYOUT.order_bits) - 1)), -1)
 
-    # Slots of this rank come first, in the order of k; the other places of the line get -1.
+    # A token copy's line begins with the slots of this rank, in the order of k; -1 fills the rest.
     here = mine.to(tl.int32)
     count = tl.sum(here, axis=1)
     place = tl.cumsum(here, axis=1) - here
@@ -160,7 +170,10 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
-    """Store which ranks will send partial sums for this rank's tokens, one bit for each rank."""
+    """Store which ranks will send partial sums for this rank's tokens, one bit for each rank.
+
+    Example: two experts a rank, no tensor parallelism, experts (0, 5): bits 0 and 2, which is 5.
+    """
     owner = tl.where(expert >= 0, expert // LAYOUT.num_local, -1)
     ranks = tl.zeros_like(token)
     all_ranks = 0
@@ -175,7 +188,7 @@ def _store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_tiles(local, plan, LAYOUT: tl.constexpr):
-    """Write expert, number of rows and a zero arrival count for each tile of one expert."""
+    """Store expert, number of rows and a zero arrival count for each tile of one expert."""
     STEP: tl.constexpr = 64
     rows = tl.load(plan + LAYOUT.expert_rows + local)
     first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m
@@ -207,7 +220,7 @@ def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 def _wait_for_rows(
     routing, plan, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Wait until all ranks have published their rows; otherwise mark the plan as unusable."""
+    """Wait until all ranks have filled their send buffers; else make the plan unusable."""
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, 0)
         flag = routing + LAYOUT.rows_ready + peer
@@ -227,24 +240,24 @@ def plan_kernel(
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Exchange the routing of all ranks and write this rank's plan.
+    """Exchange the routing of all ranks and make this rank's plan.
 
-    CTAs take four kinds of tasks by tickets of one counter, in this order. Pass n of rank r::
+    CTAs take four kinds of tasks, in this order, by tickets of one counter. Pass n of rank r::
 
         publish   write routing to all ranks   last task: published[r] = n on every rank
         count     wait for published[s] >= n of all ranks s
                                                last task: counter PLANNED = n on this rank
         copy      x_TD -> send buffer n % 2    last task: rows_ready[r] = n on every rank
-        place     wait for PLANNED >= n, write lists and tiles
+        place     wait for PLANNED >= n, store lists and tiles
 
-    The CTA that exits last waits for ``rows_ready[s] >= n`` of all ranks s. So when the launch
-    ends, the rows of all ranks can be fetched.
+    The CTA that ends last waits for ``rows_ready[s] >= n`` of all ranks s. So when the launch has
+    ended, the rows of all ranks can be fetched.
 
-    There is no deadlock: a task waits only for tasks with lower tickets, which run already, and
-    publish and copy tasks wait for nothing.
+    There is no deadlock. Publish and copy tasks wait for nothing. Count tasks wait for publish
+    tasks of all ranks. Place tasks wait for count tasks, which have lower tickets and run already.
 
-    Example: 2 ranks, 40 tokens, 16 tokens a task, 10 columns: tickets 0-2 publish, 3-12 count,
-    13-15 copy, the others place.
+    Example: 40 tokens, 16 tokens for each task, 10 columns of counts. Tickets 0-2 publish, 3-12
+    count, 13-15 copy, and the others place.
     """
     first_count = num_tasks
     first_copy = first_count + LAYOUT.num_columns
@@ -253,7 +266,7 @@ def plan_kernel(
     healthy = True
     epoch = next_epoch(counters, status, host_status)
     send_buffer_TD = send_buffer_HTD + (epoch % 2).to(tl.int64) * send_tokens * HIDDEN_SIZE
-    task = tl.atomic_add(counters + TICKET, 1, sem="relaxed", scope="gpu")
+    task = tl.atomic_add(counters + PLAN_TICKET, 1, sem="relaxed", scope="gpu")
     while task < end:
         if task < first_count:
             publish_task(
@@ -277,21 +290,21 @@ def plan_kernel(
             if before == num_tasks - 1:
                 signal_all(LAYOUT.rows_ready, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif healthy:
-            # No time limit of its own: it would blame this rank before a count task blames the
-            # rank that is missing. Count tasks run already, and their waits are bounded.
+            # This wait has no time limit. With one, it could report this rank before a count task
+            # reports the missing rank. Count tasks run already, and their waits are limited.
             code = failure_code(PLAN, rank, 0)
             planned = counters + PLANNED
-            healthy = wait(planned, epoch, _NEVER, status, host_status, code, "gpu")
+            healthy = wait(planned, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
             if healthy:
                 _place_task(task - first_place, routing, plan, epoch, rank, LAYOUT)
-        task = tl.atomic_add(counters + TICKET, 1, sem="relaxed", scope="gpu")
-    exited = tl.atomic_add(counters + EXITED, 1, sem="acq_rel", scope="gpu")
-    if exited == tl.num_programs(0) - 1:
-        tl.store(counters + TICKET, 0)
+        task = tl.atomic_add(counters + PLAN_TICKET, 1, sem="relaxed", scope="gpu")
+    before = tl.atomic_add(counters + PLAN_EXITS, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.store(counters + PLAN_TICKET, 0)
         tl.store(counters + PUBLISHED, 0)
         tl.store(counters + COUNTED, 0)
         tl.store(counters + ROWS_COPIED, 0)
-        tl.store(counters + EXITED, 0)
+        tl.store(counters + PLAN_EXITS, 0)
         count_pass(counters, epoch)
         _wait_for_rows(routing, plan, epoch, status, host_status, timeout_ns, LAYOUT)
 
@@ -308,9 +321,9 @@ def make_plan(
     topk_weights_TK: torch.Tensor,
     max_rows: int = 0,
 ) -> None:
-    """Begin a call: exchange rows and routing with all ranks, and write the plan of this rank.
+    """Begin a call: fill the send buffer, exchange the routing, and make the plan of this rank.
 
-    When the launch ends, the other ranks' rows can be fetched.
+    When the launch has ended, the rows of all ranks can be fetched.
 
     Args:
         context: buffers of this rank.
@@ -320,9 +333,9 @@ def make_plan(
         topk_weights_TK: routing weights, a float dtype.
         max_rows: capacity in rows if the host does not read the size of the plan, else 0.
 
-    If a rank has too many tokens, the plan is unusable on all ranks, and ``host_status[2]`` is
-    the largest number of tokens on all of them; it is 0 otherwise. With ``max_rows`` this is a
-    failure, and so are more rows than ``max_rows``.
+    If a rank has too many tokens, the plan is unusable on all ranks, and ``host_status[2]`` is the
+    largest number of tokens of any rank; else it is 0. With ``max_rows``, too many tokens of a rank
+    or more rows than ``max_rows`` are a failure.
     """
     layout, routing, send = context.layout, context.routing_buffer, context.send_buffer.local
     x_TD, idx_TK, weights_TK = aligned(x_TD), aligned(topk_idx_TK), aligned(topk_weights_TK)

@@ -1,56 +1,60 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Fetch the rows of a plan: read each token copy once over the link, write all its rows.
+"""Fetch the rows of a plan: read each token copy once over the link, store it to all its rows.
 
-``dispatch.py`` launches this kernel beside the GEMM that consumes the rows.
+``dispatch.py`` launches this kernel beside the GEMM that multiplies the rows.
 """
 
 import triton
 import triton.language as tl
 
 from halley.fused.kernels.dispatch_plan import usable_here
-from halley.fused.kernels.layout import NUM_COPIES, NUM_OWN_COPIES, NUM_TILES, PASS
+from halley.fused.kernels.layout import (
+    DISPATCH_EXITS,
+    FETCH_TICKET,
+    FIRST_GEMM_TICKET,
+    NUM_COPIES,
+    NUM_OWN_COPIES,
+    NUM_TILES,
+    PASS,
+)
+from halley.fused.kernels.peer import exits_last
 from halley.fused.launch_pair import let_second_begin
 
 
-# Where rows come from, and whether token copies are saved.
+# The memory from which rows are read, and whether token copies are saved.
 FROM_PEERS = tl.constexpr(0)
 FROM_PEERS_AND_SAVE = tl.constexpr(1)
 FROM_SAVED = tl.constexpr(2)
 
-# Words of the plan's tickets. The kernels of the second GEMM have words 2, 3, 4 and 6.
-FETCH_TICKET = tl.constexpr(0)
-TILE_TICKET = tl.constexpr(1)
-_EXITED = tl.constexpr(5)
-
 
 @triton.jit
 def _fetch_task(
-    task, send_ptrs_W, first_token, copies_SD, x_RD, plan,
+    task, send_ptrs_W, first_token, copies_PD, x_RD, plan,
     LAYOUT: tl.constexpr, SOURCE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Read some token copies once over the link and store each to all rows of its experts.
+    """Read ``ROWS`` token copies once over the link and store each to all its rows.
 
-    ``first_token`` is the first row of the current half of the send buffers.
+    ``first_token`` is the first row of this pass's half of the send buffers.
 
     Example: token copy 5 is token 9 of rank 1 with rows (3, 130). Row 9 of rank 1's send buffer is
-    stored to rows 3 and 130 of ``x_RD``, and the arrival counts of tiles 0 and 1 (128 rows each)
-    grow by one. If token copies are saved, it is also stored to row 5 of ``copies_SD``.
+    stored to rows 3 and 130 of ``x_RD``. Then ``tile_arrived`` of tiles 0 and 1 (128 rows each)
+    grows by one. If token copies are saved, the row is also stored to row 5 of ``copies_PD``.
     """
     TOP_K: tl.constexpr = LAYOUT.top_k
     copy = task * ROWS + tl.arange(0, ROWS)
-    origin = tl.load(plan + LAYOUT.fetch_origin + copy)
+    origin = tl.load(plan + LAYOUT.fetch_origin + copy)  # source rank * max_tokens + token
     real = origin >= 0
     k = tl.arange(0, LAYOUT.padded_k)
     line = (copy * TOP_K)[:, None] + k[None, :]
     listed = real[:, None] & (k < TOP_K)[None, :]
-    # One load for all rows of the copies: a load for each k would wait K times.
+    # One load for all rows of the copies: a load for each k would wait for memory K times.
     row_RK = tl.load(plan + LAYOUT.fetch_rows + line, mask=listed, other=-1)
-    most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
+    most_rows = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
     if SOURCE == FROM_SAVED:
-        base = copies_SD + (copy.to(tl.int64) * HIDDEN_SIZE)[:, None]
+        base = copies_PD + (copy.to(tl.int64) * HIDDEN_SIZE)[:, None]
     else:
         token = first_token + (origin % LAYOUT.max_tokens).to(tl.int64)
         sender = tl.load(send_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
@@ -61,20 +65,20 @@ def _fetch_task(
         value = tl.load(base + column[None, :], mask=real[:, None] & inside)
         if SOURCE == FROM_PEERS_AND_SAVE:
             to = (copy.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
-            tl.store(copies_SD + to, value, mask=real[:, None] & inside)
+            tl.store(copies_PD + to, value, mask=real[:, None] & inside)
         for slot in tl.static_range(TOP_K):
-            if slot < most:
+            if slot < most_rows:
                 row = tl.max(tl.where(k[None, :] == slot, row_RK, -1), axis=1)
                 to = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
                 tl.store(x_RD + to, value, mask=(row >= 0)[:, None] & inside)
-    tl.debug_barrier()
+    tl.debug_barrier()  # the rows of all threads are stored before one thread releases
     arrived = plan + LAYOUT.tile_arrived + row_RK // LAYOUT.block_m
     tl.atomic_add(arrived, 1, mask=row_RK >= 0, sem="release", scope="gpu")
 
 
 @triton.jit
 def num_zero_rows(num_rows, ZERO_MULTIPLE: tl.constexpr):
-    """Return how many rows are missing to a multiple of ``ZERO_MULTIPLE``."""
+    """Return how many rows follow ``num_rows`` up to a multiple of ``ZERO_MULTIPLE``."""
     return tl.cdiv(num_rows, ZERO_MULTIPLE) * ZERO_MULTIPLE - num_rows
 
 
@@ -85,8 +89,8 @@ def _zero_task(
 ):  # fmt: skip
     """Zero the rows after an expert's rows up to a multiple, and count them as arrived.
 
-    The weight-gradient GEMM sums over whole steps of rows. Rows that are zero before their tile is
-    computed stay zero in all that is computed from them, forward and backward.
+    The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
+    ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
     """
     num_rows = tl.load(plan + LAYOUT.expert_rows + local)
     begin = tl.load(plan + LAYOUT.expert_begin + local) + num_rows
@@ -106,10 +110,10 @@ def _zero_task(
 
 @triton.jit
 def _alternate(task, num_own, num_tasks):
-    """Return the task at a position when own rows and rows of other ranks alternate.
+    """Return the fetch task of a ticket: tasks of own rows and of other ranks' rows alternate.
 
-    The link is busy from the start, and so are experts whose first rows are this rank's own.
-    Example: own tasks 0 and 1, others 2, 3 and 4: the order is 0, 2, 1, 3, 4.
+    So the link is busy from the start, and experts that begin with own rows are complete early.
+    Example: own tasks 0 and 1, others 2, 3 and 4: tickets 0 to 4 get tasks 0, 2, 1, 3 and 4.
     """
     num_pairs = tl.minimum(num_own, num_tasks - num_own)
     paired = tl.where(task % 2 == 0, task // 2, num_own + task // 2)
@@ -118,15 +122,17 @@ def _alternate(task, num_own, num_tasks):
 
 
 @triton.jit
-def count_exit(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last CTA of both launches zeroes the plan's counters."""
+def end_dispatch(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
+    """Count a CTA that ends; the last one of fetch and first GEMM zeroes their counters.
+
+    So another pass can use the same plan.
+    """
     STEP: tl.constexpr = 1024
     tickets = plan + LAYOUT.tickets
-    before = tl.atomic_add(tickets + _EXITED, 1, sem="acq_rel", scope="gpu")
-    if before == num_exits - 1:
+    if exits_last(tickets + DISPATCH_EXITS, num_exits):
         tl.store(tickets + FETCH_TICKET, 0)
-        tl.store(tickets + TILE_TICKET, 0)
-        tl.store(tickets + _EXITED, 0)
+        tl.store(tickets + FIRST_GEMM_TICKET, 0)
+        tl.store(tickets + DISPATCH_EXITS, 0)
         for start in range(0, num_tiles, STEP):
             tile = start + tl.arange(0, STEP)
             tl.store(plan + LAYOUT.tile_arrived + tile, 0, mask=tile < num_tiles)
@@ -134,20 +140,26 @@ def count_exit(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["send_tokens", "capacity", "copy_capacity", "num_exits"])
 def fetch_kernel(
-    send_ptrs_W, send_tokens, copies_SD, x_RD, plan, capacity, copy_capacity, num_exits,
+    send_ptrs_W, send_tokens, copies_PD, x_RD, plan, capacity, copy_capacity, num_exits,
     LAYOUT: tl.constexpr, MODE: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store all rows of the plan to ``x_RD``, zero padding rows, and count arrivals by tile.
 
-    CTAs take zero tasks and fetch tasks by tickets of one counter. They wait for nothing: the
-    launch before this one (``plan_kernel`` or ``publish_rows_kernel``) ends only when the rows of
-    all ranks are in their send buffers. So the GEMM beside it always gets its rows.
+    CTAs take zero tasks, then fetch tasks, by tickets of one counter::
 
-        send buffers of all ranks --fetch--> x_RD, then tile_arrived[tile] += rows --> GEMM kernel
+        send buffers of all ranks, or copies_PD
+                 | load, store to x_RD
+        fetch_kernel: tile_arrived[t] += n (release)
+                 |
+        arrived_gemm_kernel: waits for tile_arrived[t]
 
-    Example: 3 rows of expert 0, ``MODE.zero_multiple`` 4: a zero task clears row 3, and tile 0 has
-    all its rows when ``tile_arrived[0]`` is 4.
+    This kernel waits for nothing. The launch before it (``plan_kernel`` or ``publish_rows_kernel``)
+    ends only when the rows of all ranks are in their send buffers. So the GEMM beside this kernel
+    always gets its rows.
+
+    Example: expert 0 has 3 rows and ``MODE.zero_multiple`` is 4. A zero task zeroes row 3, and tile
+    0 has all its rows when ``tile_arrived[0]`` is 4.
     """
     let_second_begin()
     ZERO_MULTIPLE: tl.constexpr = MODE.zero_multiple
@@ -155,7 +167,7 @@ def fetch_kernel(
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     num_fetch = tl.load(plan + LAYOUT.summary + NUM_COPIES) // ROWS * usable
     num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_COPIES) // ROWS * usable
-    # Padding rows first: the tiles of experts with few rows wait for them.
+    # Zero tasks first: the tiles of experts with few rows wait for them.
     num_zero = (LAYOUT.num_local if ZERO_MULTIPLE > 0 else 0) * usable
     num_tasks = num_fetch + num_zero
     first_token = (tl.load(plan + LAYOUT.summary + PASS) % 2).to(tl.int64) * send_tokens
@@ -169,8 +181,8 @@ def fetch_kernel(
         elif task < num_tasks:
             _fetch_task(
                 _alternate(task - num_zero, num_own, num_fetch),
-                send_ptrs_W, first_token, copies_SD, x_RD, plan,
+                send_ptrs_W, first_token, copies_PD, x_RD, plan,
                 LAYOUT, MODE.row_source, HIDDEN_SIZE, ROWS, COLUMNS,
             )  # fmt: skip
         more = task + 1 < num_tasks
-    count_exit(plan, num_tiles, num_exits, LAYOUT)
+    end_dispatch(plan, num_tiles, num_exits, LAYOUT)

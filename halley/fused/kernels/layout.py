@@ -4,37 +4,48 @@ Both are one int32 tensor per rank. ``make_layout`` computes the offset of each 
 Kernels take the whole ``Layout`` as a constexpr and add offsets to a base pointer, for example
 ``plan + LAYOUT.tile_expert``.
 
-Routing buffer (symmetric memory, other ranks write to it). W ranks, T tokens, K choices a token::
+Routing buffer: symmetric memory to which the other ranks write. Entry s belongs to rank s::
 
     published      [W]          epoch of the last pass that rank s published
     sums_ready     [W, chunks]  epoch of the last partial sums of rank s for a column chunk
-    overflow_rows  [W]          rows of rank s, if they exceed ``max_rows``; then the layer fails
-    call_in_use    [2, W]       call whose plan rank s uses in this pass, 0 for a new call
+    overflow_rows  [W]          rows of rank s if they exceed ``max_rows``; then the layer fails
+    call_in_use    [2, W]       call whose plan rank s uses in this pass; 0 for a new call
     rows_ready     [W]          epoch of the last call whose rows rank s published
     records        [2, W, record_words]  routing of rank s
 
-A record holds ``header`` (number of tokens; number of tokens that did not fit), ``counts``
-(columns, blocks of tokens), ``packed`` (T, K: expert and order within the block) and ``weights``
-(T, K). The columns of the counts are, for each block of tokens: rows of each local expert (L),
-token copies by their smallest local expert (L), token copies by the group of their largest local
-expert (G). A token copy is one (token, destination rank): a token crosses the link once, however
-many of its experts are on that rank.
+Each record has four sections::
 
-Passes with an even epoch use one half of the records, passes with an odd epoch the other. Two
-halves are enough: a rank writes a half again only after every rank has published the pass between,
-which a rank does after it has read the half. Flags come first and depend on the number of ranks
-only. So a backward pass with a plan from before the buffers grew finds the flags at the same place.
+    header    word 0: number of tokens; word 1: number of tokens if the buffers hold fewer, else 0
+    counts    [num_columns, max_blocks], see below
+    packed    [T, K]  expert, and the number of earlier slots of this expert in the block
+    weights   [T, K]  routing weights, float32
 
-Plan (memory of one rank): which rows this rank receives, the place of each row, the tiles, and the
-counters that tiles and sums wait for. Rows of one expert are contiguous and padded to whole tiles,
-sorted by source rank in ring order from this rank, then by token. Each token copy is in two lists:
+The counts have a column of one number per block of tokens for each of these:
 
-    fetch     own token copies first, then those of other ranks; by smallest local expert, so that
-              experts become complete in the order of their tiles
-    combine   token copies of other ranks first, then own ones; by the group of their largest local
-              expert, since a token is summed when the tiles of this group are done
+    rows of each local expert (num_local columns)
+    token copies by their smallest local expert (num_local columns)
+    token copies by the group of their largest local expert (num_groups columns)
 
-The second part of a list starts at a multiple of ``task_rows``; unused places hold -1.
+A token copy is one (token, destination rank) pair. The token crosses the link once, even if
+several of its experts are on that rank.
+
+Records have two halves: passes with an even epoch use half 0, passes with an odd epoch half 1. Two
+halves are enough. A rank writes a half again only after every rank has published the pass between,
+and a rank publishes that pass only after it has read the half. The flags come before the records,
+and their offsets depend on the number of ranks only. So a backward pass whose plan is older than
+the last growth of the buffers finds the flags at the same offsets.
+
+Plan: memory of one rank. It has the rows that this rank receives, the position of each row, the
+tiles, and the counters on which tiles and sums wait. The rows of an expert are contiguous and
+padded to whole tiles. They are sorted by source rank in ring order from this rank, then by token.
+Two lists hold all token copies:
+
+    fetch     own token copies, then those of other ranks. Each part is sorted by smallest local
+              expert, so that experts become complete in the order of their tiles.
+    combine   token copies of other ranks, then own ones. Each part is sorted by the group of the
+              largest local expert, because a token is summed when the tiles of this group are done.
+
+The second part of a list starts at a multiple of ``task_rows``. Unused entries hold -1.
 """
 
 from dataclasses import dataclass
@@ -51,26 +62,36 @@ MAX_CHUNKS = 64  # column chunks of one combine
 MAX_GROUPS = 8  # groups of local experts; a group's sums start when the tiles of the group are done
 ANY_COPIES = 2**31 - 1  # capacity for any number of token copies
 TASK_ROWS = 64  # token copies of one combine task
-NUM_TICKETS = 8
 ORDER_BITS = 16  # packed slot: expert << 16 | number of earlier slots of this expert in its block
+
+# Words of the plan's tickets: atomic counters from which CTAs take tasks, and counts of CTAs that
+# have ended. All are zero between the launch pairs of a plan.
+NUM_TICKETS = 8
+FETCH_TICKET = tl.constexpr(0)
+FIRST_GEMM_TICKET = tl.constexpr(1)
+SECOND_GEMM_TICKET = tl.constexpr(2)
+COMBINE_TICKET = tl.constexpr(3)
+SUM_TICKET = tl.constexpr(4)
+DISPATCH_EXITS = tl.constexpr(5)  # of the fetch and the first GEMM
+COMBINE_EXITS = tl.constexpr(6)  # of the second GEMM and the combine
 
 # Words of the plan's summary.
 IS_USABLE = tl.constexpr(0)  # 1 if all ranks published in time; if 0, kernels skip the whole plan
 NUM_TILES = tl.constexpr(1)
-NUM_COPIES = tl.constexpr(2)  # length of the fetch list
-NUM_OWN_COPIES = tl.constexpr(3)  # length of its first part
+NUM_COPIES = tl.constexpr(2)  # length of the fetch list, with its unused entries
+NUM_OWN_COPIES = tl.constexpr(3)  # length of its first part, with its unused entries
 CALL = tl.constexpr(4)  # epoch of the call that made the plan
 PASS = tl.constexpr(5)  # epoch of the pass that uses the plan
 
 # Words of the counters of a rank. All but PLANNED and EPOCH are zero between launches.
 NUM_COUNTERS = 16
-TICKET = tl.constexpr(0)
+PLAN_TICKET = tl.constexpr(0)
 PUBLISHED = tl.constexpr(1)  # tasks that have published routing, or CTAs that have copied rows
-COUNTED = tl.constexpr(2)
+COUNTED = tl.constexpr(2)  # tasks that have counted a column
 PLANNED = tl.constexpr(3)  # epoch of the last plan whose expert offsets are known
-EXITED = tl.constexpr(4)
+PLAN_EXITS = tl.constexpr(4)
 EPOCH = tl.constexpr(5)  # epoch of the last pass; the device counts, so that CUDA graphs can replay
-ROWS_COPIED = tl.constexpr(6)
+ROWS_COPIED = tl.constexpr(6)  # tasks that have copied rows to the send buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,26 +101,29 @@ class Layout:
     Attributes:
         num_ranks: W, ranks of the group.
         num_experts: E, experts of all ranks.
-        tp_size: size of the tensor-parallel group; its ranks hold shards of the same experts. A
-            token goes to all of them, and their partial sums are added like those of any ranks.
+        tp_size: ranks of a tensor-parallel group, which hold shards of the same experts. A token
+            goes to all of them. Their partial sums are added like those of other ranks.
         top_k: K, experts of a token.
-        max_tokens: T, the most tokens of a rank. Row buffers may hold fewer.
+        max_tokens: T, capacity in tokens of a rank. Row buffers may hold fewer.
         block_m: rows of a tile.
         block_slots: slots (token, choice) of one block; the unit of counting, a power of two.
         num_local: L, experts of this rank.
-        num_groups: G, groups of local experts, a power of two.
+        num_groups: groups of local experts, a power of two.
         num_columns: columns of the counts.
         padded_k: K rounded up to a power of two.
         block_tokens: tokens of one block.
         max_blocks: blocks of a rank's tokens.
-        max_copies: places of the list of token copies.
+        max_copies: length of each list of token copies.
         max_tiles: tiles of a plan.
         task_rows, max_chunks, num_tickets, order_bits: the constants of this module.
 
-    The other attributes are offsets, named after the sections. ``tile_arrived`` counts the rows of
-    a tile that are in memory, ``chunk_done`` the finished tiles by column chunk and group,
-    ``chunk_sent`` the combine tasks whose sums were sent. Bit r of ``token_contributors`` says
-    that rank r sends a partial sum for a token; ``contributors`` is the union over all tokens.
+    The other attributes are offsets, named after the sections. Among them:
+
+    - ``tile_arrived`` counts the rows of a tile that are in memory.
+    - ``chunk_done`` counts the finished tiles by column chunk and group.
+    - ``chunk_sent`` counts the combine tasks whose sums were sent, by column chunk.
+    - ``token_contributors`` has bit r set if rank r sends a partial sum for the token.
+    - ``contributors`` is the bitwise or of ``token_contributors``.
     """
 
     num_ranks: int
@@ -262,21 +286,21 @@ def _offsets(**words: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelContext:
-    """Buffers and settings of a rank that all launches of a layer share.
+    """Buffers and settings of a rank that are arguments of all launches of a layer.
 
     Attributes:
         layout: sizes and offsets.
         config: kernel configuration.
         rank: this rank's index in the group.
-        num_sms: SMs that the persistent launches fill.
+        num_sms: SMs that a persistent launch uses.
         routing_buffer: int32 ``(routing_words,)``, zero before the first pass.
-        send_buffer: ``(2, tokens, D)``: rows that the other ranks fetch. The halves alternate,
-            since other ranks may still fetch rows of the last pass.
+        send_buffer: ``(2, tokens, D)``: rows that the other ranks fetch. Passes alternate between
+            the halves, because other ranks may still fetch rows of the previous pass.
         combine_buffer: ``(W, tokens, D)``: partial sums for the tokens of this rank, by sender.
         dweight_buffer: float32 ``(W, tokens, K)``: gradients of routing weights, by sender.
         counters: int32 ``(NUM_COUNTERS,)``, zero before the first pass.
         status: int64 ``(STATUS_WORDS,)`` on the device, zero before the first pass.
-        host_status: int64 ``(HOST_STATUS_WORDS,)``, pinned; see ``status.py``.
+        host_status: int64 ``(HOST_STATUS_WORDS,)``, pinned; see ``peer.py``.
         timeout_ns: time limit of each wait for another rank.
     """
 

@@ -5,7 +5,12 @@
 
 The ranks of the experts sum the rows of each token copy in float32 and store the sum in the combine
 buffer of the token's source rank. The source rank adds the partial sums in the order of ranks.
-``combine_kernel`` (``combine.py``) does both, one column chunk after another.
+``combine_kernel`` (``combine.py``) calls both kinds of functions, one column chunk after another::
+
+    rank of experts                                 source rank
+    send_sums: store in combine buffer
+    count_sent: sums_ready[r, c] = n (release)  --> sums_are_ready, wait_for_sums (acquire)
+                                                    sum_task: load from combine buffer, store y_TD
 """
 
 import triton
@@ -16,7 +21,7 @@ from halley.fused.kernels.peer import SUMS, failure_code, peer_ptr, poll, signal
 
 @triton.jit
 def _load_rows(first, plan, LAYOUT: tl.constexpr, ROWS: tl.constexpr):
-    """Return origin and rows of some token copies of the combine list; -1 for empty places."""
+    """Return origin and rows of some token copies of the combine list; -1 for unused entries."""
     copy = first + tl.arange(0, ROWS)
     k = tl.arange(0, LAYOUT.padded_k)
     origin = tl.load(plan + LAYOUT.combine_origin + copy)
@@ -51,7 +56,8 @@ def _store_sums(
     """Store partial sums in the combine buffers of the tokens' source ranks."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = (origin % LAYOUT.max_tokens).to(tl.int64)
-    # All addresses are loaded early and selected here: a load by origin would stall the store.
+    # The addresses of all ranks are loaded and one is selected. A load by origin would depend on
+    # the origin and stall the store.
     target = tl.zeros((ROWS,), tl.int64)
     for peer in tl.static_range(NUM_RANKS):
         address = tl.load(combine_ptrs_W + peer)
@@ -78,9 +84,10 @@ def send_sums(
     inside = (column < HIDDEN_SIZE)[None, :] if HIDDEN_SIZE % CHUNK else True
     first = task * LAYOUT.task_rows
     _, row_RK = _load_rows(first, plan, LAYOUT, LAYOUT.task_rows)
-    most = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
+    most_rows = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
     if STAGES == 1:
-        # All K rows of a copy are loaded, real or not: a fixed number of loads can be in flight.
+        # All K rows of a copy are loaded, even if it has fewer: a fixed number of loads can be
+        # unrolled and be in flight together.
         for start in range(0, LAYOUT.task_rows, ROWS):
             copy = first + start + tl.arange(0, ROWS)
             origin = tl.load(plan + LAYOUT.combine_origin + copy)
@@ -96,16 +103,16 @@ def send_sums(
             )  # fmt: skip
     else:
         acc = tl.zeros((ROWS, CHUNK), tl.float32)
-        # One loop over copies and slots, so that the rows of the next copies are loaded meanwhile.
-        for step in tl.range(0, most * (LAYOUT.task_rows // ROWS), num_stages=STAGES):
-            slot = step % most
-            copy = first + step // most * ROWS + tl.arange(0, ROWS)
+        # One loop over copies and slots, so that loads of the next copies overlap these sums.
+        for step in tl.range(0, most_rows * (LAYOUT.task_rows // ROWS), num_stages=STAGES):
+            slot = step % most_rows
+            copy = first + step // most_rows * ROWS + tl.arange(0, ROWS)
             origin = tl.load(plan + LAYOUT.combine_origin + copy)
             acc = _add_rows(
                 acc, copy * TOP_K + slot, origin, z_RD, plan, column, inside,
                 LAYOUT, HIDDEN_SIZE, WEIGHTED,
             )  # fmt: skip
-            if slot == most - 1:
+            if slot == most_rows - 1:
                 _store_sums(
                     acc, origin, z_RD, combine_ptrs_W, combine_tokens, rank, column, inside,
                     LAYOUT, HIDDEN_SIZE, ROWS,
@@ -115,12 +122,12 @@ def send_sums(
 
 @triton.jit
 def send_weight_gradients(
-    task, dweight_RC, plan, dweight_ptrs_W, combine_tokens, rank,
+    task, dweight_RJ, plan, dweight_ptrs_W, combine_tokens, rank,
     LAYOUT: tl.constexpr, NUM_SUMMANDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add the summands of routing-weight gradients; send them to the tokens' source ranks.
+    """Add the summands of routing-weight gradients; send the sums to the tokens' source ranks.
 
-    A token's gradients are stored in the order of its experts on this rank.
+    A token's gradients are stored in the order in which it chose the experts of this rank.
     """
     PADDED_K: tl.constexpr = LAYOUT.padded_k
     k = tl.arange(0, PADDED_K)
@@ -130,11 +137,11 @@ def send_weight_gradients(
         at = row_RK.to(tl.int64) * NUM_SUMMANDS
         acc = tl.zeros((ROWS, PADDED_K), tl.float32)
         for index in range(0, NUM_SUMMANDS):
-            acc += tl.load(dweight_RC + at + index, mask=row_RK >= 0, other=0.0)
+            acc += tl.load(dweight_RJ + at + index, mask=row_RK >= 0, other=0.0)
         token = (origin % LAYOUT.max_tokens).to(tl.int64)
         source = origin // LAYOUT.max_tokens
         target = tl.load(dweight_ptrs_W + source, mask=origin >= 0, other=0)
-        target = target.to(dweight_RC.dtype)[:, None]
+        target = target.to(dweight_RJ.dtype)[:, None]
         to = ((rank * combine_tokens + token) * LAYOUT.top_k)[:, None] + k[None, :]
         tl.store(target + to, acc, mask=row_RK >= 0)
 
@@ -144,7 +151,7 @@ def count_sent(
     chunk, num_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT: tl.constexpr
 ):  # fmt: skip
     """Count a task of a chunk as sent; the last one signals ``sums_ready`` on all ranks."""
-    tl.debug_barrier()
+    tl.debug_barrier()  # the sums of all threads are stored before one thread releases
     sent = plan + LAYOUT.chunk_sent + chunk
     if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
         for peer in range(LAYOUT.num_ranks):
@@ -154,14 +161,17 @@ def count_sent(
 
 @triton.jit
 def sums_are_ready(
-    sum_task, num_sum_tasks, chunk_sum_tasks, ready_chunk, plan, routing, epoch,
+    sum_ticket, num_sum_tasks, chunk_sum_tasks, arrived_chunk, plan, routing, epoch,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether a sum task can run without waiting."""
-    ready = sum_task < num_sum_tasks
+    """Return whether a sum task can run without waiting.
+
+    ``arrived_chunk`` is a chunk of which all sums are known to have arrived.
+    """
+    ready = sum_ticket < num_sum_tasks
     if ready:
-        chunk = sum_task // chunk_sum_tasks
-        if chunk != ready_chunk:
+        chunk = sum_ticket // chunk_sum_tasks
+        if chunk != arrived_chunk:
             ranks = tl.load(plan + LAYOUT.contributors)
             for peer in range(LAYOUT.num_ranks):
                 if (((ranks >> peer) & 1) != 0) & ready:
@@ -176,8 +186,8 @@ def wait_for_sums(
 ):
     """Wait until all contributing ranks have sent their partial sums of a chunk.
 
-    The limit for this rank's own sums is twice as long: the CTA that sends them may time out on a
-    tile, and its failure, which names the tile, must be the first one.
+    The time limit for this rank's own sums is twice as long. If a tile is missing, the CTA that
+    sends these sums must time out first, because its failure names the tile.
     """
     ranks = tl.load(plan + LAYOUT.contributors)
     complete = True
@@ -195,7 +205,10 @@ def _add_partial_sums(
     task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some tokens in the order of ranks; store the output."""
+    """Add the partial sums of some tokens in the order of ranks; store the output.
+
+    Example: a token with contributors 0b101 gets the sums of rank 0 and rank 2, in this order.
+    """
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = task * ROWS + tl.arange(0, ROWS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -221,10 +234,10 @@ def _collect_weight_gradients(
 ):  # fmt: skip
     """Store routing-weight gradients in the order of the tokens' choices.
 
-    Ranks of a tensor-parallel group share an expert; their gradients are added.
+    The ranks of a tensor-parallel group share an expert, so their gradients are added.
 
-    Example: experts (5, 0, 4), four experts a rank. The first and the last gradient are in slots 0
-    and 1 of rank 1, the second is in slot 0 of rank 0.
+    Example: a token chose experts (5, 0, 4), and each rank has four experts. The gradients of the
+    first and the last choice are entries 0 and 1 from rank 1, the second is entry 0 from rank 0.
     """
     TOP_K: tl.constexpr = LAYOUT.top_k
     PADDED_K: tl.constexpr = LAYOUT.padded_k
@@ -256,7 +269,7 @@ def sum_task(
     LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some tokens; with chunk 0, collect their weight gradients too."""
+    """Add the partial sums of some tokens; in chunk 0 of backward, also weight gradients."""
     _add_partial_sums(
         task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,
         LAYOUT, HIDDEN_SIZE, ROWS, CHUNK,

@@ -3,10 +3,13 @@
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Device functions for memory that other ranks and other CTAs write: flags, waits, failures.
 
-Flags and counters are int32 words that only grow while someone waits for them. A rank signals
-another rank with a store-release at system scope; the other rank polls with acquire loads. Each
-wait has a time limit. A wait that times out stores a failure code in ``status`` and
-``host_status``; then all waits of the rank fail at once, and its kernels end.
+Flags and counters are int32 words that only grow while a CTA waits for them. A rank signals another
+rank with a store-release at system scope; the other rank polls with acquire loads. Each wait has a
+time limit. A wait that times out stores a failure code in ``status``, for the other CTAs, and in
+``host_status``, for the host. Then all waits of the rank fail at once, and its kernels end.
+
+Words of ``host_status``: 0 is the failure code; 1, 2 and 3 describe the last plan: number of rows,
+tokens that did not fit into the buffers, and length of the fetch list.
 """
 
 import torch
@@ -19,12 +22,13 @@ from halley.fused.kernels.layout import EPOCH
 STATUS_WORDS = 1
 HOST_STATUS_WORDS = 4
 
+# Kinds of failures. The first five are waits that timed out.
 PLAN = tl.constexpr(1)
 DISPATCH = tl.constexpr(2)
 COMBINE = tl.constexpr(3)
 SUMS = tl.constexpr(4)
 ROWS = tl.constexpr(5)
-ORDER = tl.constexpr(6)
+ORDER = tl.constexpr(6)  # ranks run different passes
 EPOCHS = tl.constexpr(7)
 MAX_ROWS = tl.constexpr(8)
 MAX_TOKENS = tl.constexpr(9)
@@ -50,9 +54,9 @@ def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
     """Return the error message of a failure code.
 
     Args:
-        code: ``kind << 48 | peer << 32 | index``. ``index`` is a tile, a column chunk, a call (0
-            for a new call), a number of rows or a number of tokens, depending on the kind.
-        rank: the rank whose kernel wrote the code.
+        code: ``kind << 48 | peer << 32 | index``. Depending on the kind, ``index`` is a tile, a
+            column chunk, a call (0 for a new call), a number of rows or a number of tokens.
+        rank: the rank whose kernel stored the code.
         timeout_s: time limit of waits.
     """
     kind, peer, index = code >> 48, (code >> 32) & 0xFFFF, code & 0xFFFFFFFF
@@ -78,7 +82,7 @@ def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
         host_status: ``(HOST_STATUS_WORDS,)`` int64, pinned memory.
 
     Raises:
-        RuntimeError: a kernel failed; the text names rank, peer, operation and tile.
+        RuntimeError: a kernel failed; the message names rank, peer, operation and tile.
     """
     code = int(host_status[0])
     if code:
@@ -86,8 +90,8 @@ def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
 
 
 CLOCK_LANES = tl.constexpr(512)  # at least the threads of a CTA: see clock_ns
-SPINS_PER_LOOK = tl.constexpr(256)  # polls between two reads of the clock
-_LAST_EPOCH = tl.constexpr(2**31 - 2)
+POLLS_PER_CLOCK = tl.constexpr(256)  # polls between two reads of the clock, which is slow
+_LAST_EPOCH = tl.constexpr(2**31 - 2)  # the largest epoch whose successor is an int32
 
 
 @triton.jit
@@ -99,7 +103,10 @@ def peer_ptr(ptrs_W, peer, like):
 
 @triton.jit
 def fence_async():
-    """Order earlier acquires of this CTA before the TMA loads that follow."""
+    """Order earlier acquires of this CTA before the TMA loads that follow.
+
+    TMA accesses memory through the async proxy, which an acquire alone does not order.
+    """
     tl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [tl.full((), 0, tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -118,8 +125,8 @@ def wait_bulk_stores():
 @triton.jit
 def clock_ns():
     """Return the device clock in ns, the same value in all threads of the CTA."""
-    # Every thread reads its own clock. The maximum over a tensor that spans all warps goes through
-    # shared memory, which makes it one value: the condition of a loop must not differ by thread.
+    # Every thread reads its own clock, but the condition of a loop must not differ by thread. The
+    # maximum over a tensor that spans all warps goes through shared memory, so all threads get it.
     lanes = tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l,r", [tl.zeros((CLOCK_LANES,), tl.int32)],
         dtype=tl.int64, is_pure=False, pack=1,
@@ -129,13 +136,13 @@ def clock_ns():
 
 @triton.jit
 def poll(word, scope: tl.constexpr):
-    """Load a word with acquire semantics: later loads see all stores before its release."""
+    """Load a word with acquire semantics: later loads see all stores before the word's release."""
     return tl.atomic_add(word, 0, sem="acquire", scope=scope)
 
 
 @triton.jit
 def failure_code(kind: tl.constexpr, peer, index):
-    """Return the int64 code of a failure; see ``status.py``."""
+    """Return the int64 code of a failure; see ``describe_failure``."""
     return tl.full((), kind << 48, tl.int64) + tl.full((), 1 << 32, tl.int64) * peer + index
 
 
@@ -148,16 +155,20 @@ def report_failure(status, host_status, code):
 
 @triton.jit
 def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexpr):
-    """Poll until ``word >= target``; return False after the time limit or another failure."""
+    """Poll until ``word >= target``; return False after the time limit or another failure.
+
+    Example: the flag ``published[1]`` is 6 and pass 7 waits for it. The CTA polls until rank 1
+    stores 7. After ``timeout_ns`` it reports ``code``, and all other waits of this rank end.
+    """
     value = poll(word, scope)
-    spins = 0
+    num_polls = 0
     start = tl.full((), 0, tl.int64)
     healthy = True
     while (value < target) & healthy:
-        spins += 1
-        if spins % SPINS_PER_LOOK == 0:
+        num_polls += 1
+        if num_polls % POLLS_PER_CLOCK == 0:
             now = clock_ns()
-            if spins == SPINS_PER_LOOK:
+            if num_polls == POLLS_PER_CLOCK:
                 start = now
             if now - start > timeout_ns:
                 report_failure(status, host_status, code)
@@ -170,10 +181,10 @@ def wait(word, target, timeout_ns, status, host_status, code, scope: tl.constexp
 def signal(word, value):
     """Store a flag in another rank's memory, after all earlier stores of this CTA.
 
-    A store-release, and no atomic: not every link between GPUs carries atomics, and each flag has
-    one writer.
+    This is a store-release and not an atomic: each flag has one writer, and some links between GPUs
+    carry no atomics. The reader's ``wait`` acquires.
     """
-    tl.debug_barrier()
+    tl.debug_barrier()  # thread 0 releases for all threads, so their stores must come before
     tl.inline_asm_elementwise(
         """{
             .reg .pred first;
@@ -188,7 +199,10 @@ def signal(word, value):
 
 @triton.jit
 def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
-    """Set this rank's word of a section of flags on every rank."""
+    """Set this rank's word of a section of flags on every rank.
+
+    Example: ``signal_all(LAYOUT.published, 7, 2, ...)`` stores 7 in ``published[2]`` of every rank.
+    """
     for peer in range(LAYOUT.num_ranks):
         signal(peer_ptr(routing_ptrs_W, peer, routing) + flags + rank, epoch)
 
@@ -206,3 +220,9 @@ def next_epoch(counters, status, host_status):
 def count_pass(counters, epoch):
     """Store the epoch for later launches; called once, after all CTAs have read the old one."""
     tl.store(counters + EPOCH, epoch)
+
+
+@triton.jit
+def exits_last(num_exited, num_exits):
+    """Count a CTA that ends in the word ``num_exited``; return whether it is the last one."""
+    return tl.atomic_add(num_exited, 1, sem="acq_rel", scope="gpu") == num_exits - 1

@@ -1,11 +1,17 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Exchange the routing of all ranks and count it: the first two tasks of ``make_plan``.
+"""Exchange the routing of all ranks and count it: the first two kinds of tasks of ``plan_kernel``.
 
-``publish_task`` writes a block of this rank's routing into the record of this rank on every rank.
+``publish_task`` stores a block of this rank's routing in this rank's record on every rank.
 ``count_task`` waits for the records of all ranks and turns the counts of their blocks into offsets:
-the first row of each expert, and the first place of each block in the lists of token copies.
+the first row of each expert, and the first index of each block in the lists of token copies::
+
+    rank s: publish tasks --> records on all ranks, then published[s] = n (release)
+                                     |
+    rank r: count tasks wait for published[s] >= n of all s (acquire), then PLANNED = n (release)
+                                     |
+    rank r: place tasks wait for PLANNED >= n
 """
 
 import triton
@@ -34,7 +40,7 @@ from halley.fused.kernels.peer import (
 )
 
 
-_STEP = tl.constexpr(1024)
+_STEP = tl.constexpr(1024)  # blocks that one iteration counts
 
 
 @triton.jit
@@ -46,7 +52,7 @@ def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
 
 @triton.jit
 def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the call whose plan rank ``source`` uses in this epoch."""
+    """Return the address of the word for the call whose plan rank ``source`` uses in this epoch."""
     return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
 
 
@@ -103,10 +109,10 @@ def _publish_block(
     block, idx_TK, weights_TK, num_tokens, epoch, rank, routing, routing_ptrs_W,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Write the packed slots, the weights and the counts of one block into all ranks' records.
+    """Store the packed slots, the weights and the counts of one block in all ranks' records.
 
     Example: two tokens with experts (2, 0) and (2, 1) are packed as (2 << 16, 0 << 16) and
-    (2 << 16 | 1, 1 << 16), since the second slot of expert 2 has one before it in the block.
+    (2 << 16 | 1, 1 << 16), because one slot of expert 2 precedes the second one in the block.
     """
     SLOTS: tl.constexpr = LAYOUT.block_tokens * LAYOUT.padded_k
     STEP: tl.constexpr = min(32, SLOTS)
@@ -167,9 +173,12 @@ def publish_task(
 
 @triton.jit
 def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constexpr):
-    """Sum one column of the counts; store how much of it precedes each block (``block_base``).
+    """Sum one column of the counts; store the sum before each block (``block_base``).
 
-    Own token copies are a list of their own: after them, the sum starts at zero again.
+    Columns of token copies have two sums, because own copies are a separate part of each list.
+
+    Example: rank 0 of two ranks, two blocks each. A column of rows with counts (4, 1) and (2, 0)
+    gets bases (0, 4) and (5, 7). A column of token copies gets (0, 4) and (0, 2).
     """
     is_copies = column >= LAYOUT.num_local
     key = column - LAYOUT.num_local  # by smallest expert, then by group of the largest
@@ -197,7 +206,10 @@ def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constex
 
 @triton.jit
 def _place_list(counts, begins, keys, real, first, origins, plan, LAYOUT: tl.constexpr):
-    """Store the first place of each key in a list of token copies; return the padded end."""
+    """Store the first index of each key in a part of a list; return the padded end of the part.
+
+    Unused entries up to the padded end get -1. ``first`` is the first index of the part.
+    """
     count = tl.load(plan + counts + keys, mask=real, other=0)
     tl.store(plan + begins + keys, first + tl.cumsum(count, axis=0) - count, mask=real)
     end = first + tl.sum(count, axis=0)
@@ -212,7 +224,7 @@ def _lay_out(
     plan, host_status, epoch, usable, most_tokens, max_rows,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Give each expert its first row and its places in the lists; write summary and zero counters.
+    """Compute first rows and first list indices of experts; store summary and zero counters.
 
     Returns the number of rows, padded to tiles. More than ``max_rows`` make the plan unusable.
     """
@@ -262,7 +274,10 @@ def _lay_out(
 
 @triton.jit
 def _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
-    """Tell all ranks that this rank will send no partial sums, so that no rank waits for them."""
+    """Report too many rows to all ranks, and set the flags of this rank's partial sums.
+
+    This rank will send no sums. With the flags set, no rank waits for them.
+    """
     for peer in range(LAYOUT.num_ranks):
         theirs = peer_ptr(routing_ptrs_W, peer, routing)
         tl.store(theirs + LAYOUT.overflow_rows + rank, num_rows)
@@ -277,8 +292,8 @@ def count_task(
 ):  # fmt: skip
     """Wait for the records of all ranks and count one column; the last task lays out the plan.
 
-    Example: experts 0 and 1 of this rank have rows (130, 5) and tiles have 128 rows. Expert 0
-    begins at row 0 and has two tiles, expert 1 begins at row 256. The plan has 3 tiles, 384 rows.
+    Example: experts 0 and 1 of this rank have 130 and 5 rows, and tiles have 128 rows. Expert 0
+    begins at row 0 and has two tiles. Expert 1 begins at row 256. The plan has 3 tiles, 384 rows.
     """
     num_columns: tl.constexpr = LAYOUT.num_columns
     complete = 1
@@ -298,7 +313,7 @@ def count_task(
     usable = complete * (most_tokens == 0)
     _count_column(column, routing, plan, epoch, rank, usable, LAYOUT)
     tl.debug_barrier()
-    # Two sums in one word: tasks that finished, and those among them that saw all records.
+    # One word counts two things: finished tasks (low 16 bits), and those that saw all records.
     before = tl.atomic_add(counters + COUNTED, 1 + complete * 65536, sem="acq_rel", scope="gpu")
     if before % 65536 == num_columns - 1:
         all_complete = (before // 65536 + complete == num_columns).to(tl.int32)

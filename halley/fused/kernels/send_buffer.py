@@ -3,8 +3,8 @@
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Publish rows under an existing plan: the first launch of a backward pass and of a recompute.
 
-Backward uses the plan of its forward, so that no routing is exchanged. Ranks exchange only which
-call's plan they are about to use: a difference means that they run layers in different orders.
+Backward uses the plan of its forward, so it exchanges no routing. Ranks exchange only the number of
+the call whose plan they use. Different numbers mean that they run layers in different orders.
 """
 
 import torch
@@ -37,7 +37,7 @@ from halley.ops.kernels.launch import Launcher, aligned
 
 @triton.jit
 def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
-    """Store the routing weight of each row of the plan; every CTA does some of them."""
+    """Store the routing weight of each row of the plan; the CTAs share the combine list."""
     num_copies = tl.load(plan + LAYOUT.summary + NUM_COPIES)
     num_copies *= tl.load(plan + LAYOUT.summary + IS_USABLE)
     weights = (plan + LAYOUT.combine_weight).to(tl.pointer_type(tl.float32))
@@ -57,7 +57,7 @@ def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
 def _wait_for_all(
     routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait until all ranks have published for this call; otherwise mark the plan as unusable."""
+    """Wait until all ranks have published rows for this call; else make the plan unusable."""
     complete = True
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, call)
@@ -89,10 +89,11 @@ def publish_rows_kernel(
         last CTA        published[r] = n on every rank
         last CTA        wait for published[s] >= n of all ranks s, compare call_in_use[n % 2, s]
 
-    There is no deadlock: every CTA copies its rows before the last one waits.
+    There is no deadlock: each CTA copies its rows before it counts itself, and only the last CTA
+    waits, after it has set the flags.
 
-    Example: 100 rows, 16 rows at a time, 4 CTAs: CTA 0 copies rows 0-15 and 64-79, CTA 2 copies
-    rows 32-47 and 96-99.
+    Example: 100 rows, ``ROWS`` 16, 4 CTAs. CTA 0 copies rows 0-15 and 64-79, CTA 2 copies rows
+    32-47 and 96-99.
     """
     call = tl.load(plan + LAYOUT.summary + CALL)
     epoch = next_epoch(counters, status, host_status)
@@ -103,7 +104,7 @@ def publish_rows_kernel(
         for peer in range(LAYOUT.num_ranks):
             theirs = peer_ptr(routing_ptrs_W, peer, routing)
             tl.store(call_in_use(theirs, rank, epoch, LAYOUT), call)
-    tl.debug_barrier()
+    tl.debug_barrier()  # the rows of all threads are stored before one thread releases
     before = tl.atomic_add(counters + PUBLISHED, 1, sem="acq_rel", scope="sys")
     is_last = before == tl.num_programs(0) - 1
     if is_last:
@@ -127,15 +128,15 @@ def publish_rows(
     x_TD: torch.Tensor,
     weight_R: torch.Tensor | None = None,
 ) -> None:
-    """Begin another pass with an existing plan: publish rows of this rank for the others to fetch.
+    """Begin another pass with an existing plan: fill the send buffer, and wait for all ranks.
 
-    When the launch ends, the other ranks' rows can be fetched.
+    When the launch has ended, the rows of all ranks can be fetched.
 
     Args:
         context: buffers of this rank, with the layout of the plan.
         plan: made by ``make_plan``. It becomes unusable if a rank does not publish in time, or
             publishes for the plan of another call.
-        x_TD: one row for each token of that call: tokens again, or gradients of the output.
+        x_TD: one row for each token of that call: the token, or the gradient of its output.
         weight_R: written if given: the routing weight of each row of the plan, float32. Rows that
             are padding keep their content.
     """

@@ -1,4 +1,4 @@
-"""Replace Megatron-Core's MoE layer by one whose dispatch, experts and combine Halley runs."""
+"""Megatron-Core's MoE layer with dispatch, experts and combine run by a strategy of Halley."""
 
 import copy
 import importlib
@@ -24,7 +24,7 @@ _mcore = FRAMEWORK.import_names(
 for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
     FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
 
-# The only values with which Halley can run a layer, by field of Megatron's configuration.
+# The only values of fields of Megatron's configuration with which Halley can run a layer.
 _REQUIRED: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
     "add_bias_linear": False,
@@ -55,18 +55,18 @@ def find_problem(config: Any) -> str:
 class HalleyMoELayer(_mcore.MoELayer):
     """Megatron's MoE layer with its router and shared experts, and with stacked routed experts.
 
-    Megatron's schedules call a layer's phases one by one. ``routed_experts_compute`` does the work
-    of three phases here; ``dispatch`` and ``combine`` return their inputs.
+    Megatron's schedules call the phases of a layer one by one. Here ``routed_experts_compute``
+    dispatches, computes and combines; the phases ``dispatch`` and ``combine`` return their inputs.
 
     Args:
         config, submodules, layer_number, pg_collection: as for Megatron's layer.
         strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
             saved activations as well, as in "fused:inputs".
-        strict: raise where the default warns once and leaves the layer to Megatron.
+        strict: raise an error where the default warns once and leaves the layer to Megatron.
 
     Raises:
-        ValueError: ``strategy`` is unknown; the experts do not divide over the ranks; or
-            ``strict``, and ``find_problem`` finds one.
+        ValueError: ``strategy`` is unknown; the number of experts is no multiple of the number of
+            ranks; or ``strict``, and Halley cannot run the layer.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config, pg_collection)
-        # The batch-overlap schedule frees the inputs of a phase as soon as the phase has returned.
+        # The batch-overlap schedule frees the inputs of a phase when the phase returns.
         self._inputs_are_freed = config.overlap_moe_expert_parallel_comm
         self._expert_ids_TK: torch.Tensor | None = None
         self._shape = torch.Size()
@@ -139,7 +139,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
             probs: routing weights, ``(T, E)``, 0 for experts that are not in the map.
         """
         self._shape = tokens.shape
-        # Top-k of the map, not of the weights: the weight of a chosen expert may be 0.
+        # The top-k of the map, not of the weights: a chosen expert may have the weight 0.
         chosen_TK, ids_TK = routing_map.int().topk(self.config.moe_router_topk, dim=1)
         weights_TK = probs.gather(1, ids_TK)
         self._expert_ids_TK = ids_TK.masked_fill(chosen_TK == 0, DROPPED)
@@ -152,7 +152,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
         return ids_TK
 
     def copy_if_freed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a copy if the schedule frees it while it is still needed."""
+        """Return the tensor, or a copy of it if the schedule frees the inputs of phases."""
         return tensor.clone() if self._inputs_are_freed else tensor
 
     def token_dispatch(
@@ -170,6 +170,8 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
 
 def enable(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
     """Return a copy of a spec in which Halley's layer replaces each MoE layer of Megatron.
+
+    Build the model from the returned spec; ``spec`` itself and Megatron do not change.
 
     Args:
         spec: a ``ModuleSpec``, or a ``TransformerBlockSubmodules`` as Megatron's
@@ -208,8 +210,8 @@ def job_spec() -> Any:
     builds the same spec from the same arguments, then enables Halley in it.
 
     Raises:
-        ValueError: the job has virtual pipeline stages and both dense and MoE layers, so that the
-            stages need different specs.
+        ValueError: the job has virtual pipeline stages, and dense layers among its MoE layers, so
+            that the stages need different specs.
     """
     try:
         training: Any = importlib.import_module("megatron.training")

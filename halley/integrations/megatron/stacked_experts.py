@@ -41,7 +41,7 @@ class StackedExperts(_mcore.MegatronModule):
 
     Args:
         num_local_experts: L.
-        config: Megatron's configuration, one without a ``moe_layer.find_problem``.
+        config: Megatron's configuration, in which ``moe_layer.find_problem`` finds no problem.
         pg_collection: Megatron's process groups; None for the global ones.
     """
 
@@ -78,8 +78,8 @@ class StackedExperts(_mcore.MegatronModule):
             if self.config.gradient_accumulation_fusion:
                 self._register_gradient_hooks()
             else:
-                # Strategies add to ``main_grad`` where a weight has one. Views have none: autograd
-                # returns their gradients, and Megatron adds them itself.
+                # Strategies add gradients to ``main_grad`` of a weight. Views have no such buffer,
+                # so autograd returns their gradients, and Megatron adds them itself.
                 up, down = up.view_as(up), down.view_as(down)
             activation = "swiglu" if self.config.gated_linear_unit else "gelu"
             stacked = Experts(up_LGD=up, down_LDF=down, activation=activation)
@@ -91,7 +91,7 @@ class StackedExperts(_mcore.MegatronModule):
         )
 
     def backward_dw(self) -> None:
-        """Do nothing: backward computes weight gradients together with the others."""
+        """Do nothing: backward has computed the weight gradients already."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -100,8 +100,8 @@ class StackedExperts(_mcore.MegatronModule):
 
         Args:
             prefix, sharded_offsets: as for Megatron's modules.
-            metadata: with "singleton_local_shards", each expert has a key of its own; else all
-                experts are slices of one tensor.
+            metadata: if "singleton_local_shards" is true, each expert has a key of its own. Else
+                all experts are slices of one tensor.
         """
         singleton = (metadata or {}).get("singleton_local_shards", False)
         num_experts = self.ep_group.size() * self.num_local_experts
@@ -127,7 +127,7 @@ class StackedExperts(_mcore.MegatronModule):
                 partial(_stack, gated=gated),
                 replica,
             )
-            # Transformer Engine stores extra state beside a matrix, and Megatron's layers None.
+            # Transformer Engine stores extra state beside a matrix; Megatron's layers store None.
             for index, (expert_prefix, offsets) in enumerate(places, start=first):
                 key = f"{layer}._extra_state"
                 extra = _mcore.make_sharded_object_for_checkpoint(
@@ -196,7 +196,7 @@ class StackedExperts(_mcore.MegatronModule):
 
 
 def _ignore_extra_state(module: nn.Module, keys: Any) -> None:
-    """Remove the extra state of ``sharded_state_dict`` from the unexpected keys after loading."""
+    """Remove the extra state that ``sharded_state_dict`` added from the unexpected keys."""
     for key in list(keys.unexpected_keys):
         if "experts.expert" in key and key.endswith("._extra_state"):
             keys.unexpected_keys.remove(key)
@@ -230,9 +230,9 @@ def _split(
     gated: bool,
     singleton: bool,
 ) -> list[Any]:
-    """Return the tensors of a checkpoint for a stack: one matrix for each expert, or gate and up.
+    """Return the tensors of a stack in a checkpoint: a matrix for each expert, or its gate and up.
 
-    Megatron calls this with ``key``, to whose front it may have added another prefix.
+    Megatron passes the key of the factory, in front of which it may have added a prefix.
     """
     tensors: list[Any] = []
     for (expert_prefix, offsets), matrix in zip(places, stack, strict=True):
@@ -252,7 +252,7 @@ def _split(
 
 @torch.no_grad()
 def _stack(tensors: list[torch.Tensor], *, gated: bool) -> torch.Tensor:
-    """Return the stack that ``_split`` divided."""
+    """Return the stack that ``_split`` divided: the inverse of it."""
     if gated:
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         tensors = [torch.cat([gate, up]) for gate, up in pairs]

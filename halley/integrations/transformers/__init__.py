@@ -45,12 +45,12 @@ def unregister() -> None:
 def shard_experts(
     model: nn.Module, ep_group: Group, *, strategy: str = "auto", strict: bool = False
 ) -> list[str]:
-    """Deprecated form of ``enable(model)``; returns the names of the divided parameters."""
+    """Deprecated name of ``enable(model)``; returns the names of the divided parameters."""
     warn_deprecated("shard_experts", "halley.integrations.transformers.enable(model, group=...)")
     return shard_model(model, ep_group, runner=ExpertRunner(strategy, strict=strict))
 
 
 def overlap_shared_experts(model: nn.Module) -> list[str]:
-    """Deprecated, does nothing: shared experts on a side stream never had a measured speed-up."""
+    """Do nothing; deprecated: shared experts on a side stream had no measured speed-up."""
     warn_deprecated("overlap_shared_experts", "no call in its place: it has no effect any more")
     return []

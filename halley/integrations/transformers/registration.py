@@ -1,4 +1,7 @@
-"""Enable and disable Halley in Transformers, by the best extension point of its version."""
+"""Enable and disable Halley in Transformers.
+
+Each version of Transformers accepts other expert code at another place: see ``ExtensionPoint``.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,113 +23,35 @@ from halley.integrations.transformers.routed_experts import (
 )
 
 
+NAME = "halley"  # of Halley's entry in the registries of Transformers
+FRAMEWORK = Framework(
+    package="transformers", install="'.[hf]' in a checkout of Halley", newest=(5, 23)
+)
+
+_STYLE = "ep_dispatch_experts"  # Transformers' name of its parallel style for experts
+_DEFAULT = "auto"  # the ep_implementation of a model whose configuration names none
+_EXPERTS = "transformers.integrations.moe"
+# The module of the parallel styles since 5.22, then the one before 5.22.
+_STYLES = ("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel")
 # DistributedDataParallel skips the parameters whose names this attribute of the model lists.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-def shard_model(model: nn.Module, group: Group, *, runner: ExpertRunner) -> list[str]:
-    """Keep this rank's share of each module's experts; see ``enable``.
-
-    Returns:
-        The names of the parameters that were divided.
-
-    Raises:
-        ValueError: see ``enable``.
-    """
-    group, rank, ep_size = _resolve(group)
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ep_size != num_ranks:
-        raise ValueError(
-            f"group ({ep_size} ranks) must be all {num_ranks} ranks: "
-            "copies of experts need transformers 5.19 or newer"
-        )
-    modules = [(name, module) for name, module in model.named_modules() if is_experts(module)]
-    if not modules:
-        raise ValueError(f"model ({type(model).__name__}) must have experts to spread")
-    divided: list[str] = []
-    for prefix, module in modules:
-        if problem := find_problem(module):
-            leave_to_transformers(module, problem, runner=runner)
-            continue
-        if ep_size > 1:
-            divided += _divide(module, prefix, rank=rank, ep_size=ep_size)
-        module.forward = DispatchedExperts(module, group, tp_mesh=None, runner=runner)
-    setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, []), *divided])
-    return divided
-
-
-def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Tensor]:
-    """Return the state of the undivided model on the CPU, after ``enable(model)``; a collective.
-
-    With this state, ``model.save_pretrained(folder, state_dict=state)`` on the first rank writes
-    the files of a model that was never divided.
-
-    Args:
-        model: one that ``enable(model)`` has divided.
-        group: the group given to ``enable``; None for all ranks.
-    """
-    group, _, ep_size = _resolve(group)
-    divided = set(getattr(model, _DDP_IGNORES, []))
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name in divided:
-            shares = [torch.empty_like(tensor) for _ in range(ep_size)]
-            dist.all_gather(shares, tensor.contiguous(), group=group)
-            tensor = torch.cat([share.cpu() for share in shares])
-        state[name] = tensor.cpu()
-    return state
-
-
-def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return the process group, this rank in it and its size; a group of one without a job."""
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None:
-        return None, 0, 1
-    return group, dist.get_rank(group), dist.get_world_size(group)
-
-
-def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
-    """Replace each parameter by this rank's share of it; return their names in the model."""
-    num_local = local_experts(experts.num_experts, ep_size=ep_size)
-    names: list[str] = []
-    for name, parameter in list(experts.named_parameters(recurse=False)):
-        share = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
-        sharded = nn.Parameter(share, requires_grad=parameter.requires_grad)
-        if sharded.requires_grad:
-            # Backward sums over the tokens of all ranks, and each rank's loss is a mean of its own.
-            sharded.register_hook(lambda gradient: gradient / ep_size)
-        setattr(experts, name, sharded)
-        names.append(f"{prefix}.{name}")
-    experts.num_experts = num_local
-    return names
-
-
-NAME = "halley"  # of Halley's entry in the registries of Transformers
-FRAMEWORK = Framework(package="transformers", install="'halley-moe[hf]'", newest=(5, 23))
-
-_STYLE = "ep_dispatch_experts"
-_DEFAULT = "auto"  # the ep_implementation of a model whose configuration names none
-_EXPERTS = "transformers.integrations.moe"
-# The module of the parallel styles since 5.22, then the one before 5.22.
-_STYLES = ("transformers.distributed.expert_parallel", "transformers.distributed.tensor_parallel")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExtensionPoint:
-    """The best place at which the installed Transformers accepts other expert parallelism.
+    """The place at which the installed Transformers lets a plug-in replace its expert parallelism.
 
     Attributes:
         version: of Transformers.
-        kind: "ep_implementation" (5.23 and newer): a registry of implementations by name;
-            "parallel_style" (5.19 to 5.22): one class that all models use; "experts_function" (5.0
-            to 5.18): no all-to-all, only a registry of functions for the experts of one rank.
+        kind: one of three.
+            "ep_implementation" (5.23 and newer): a registry of implementations by name.
+            "parallel_style" (5.19 to 5.22): one class, which all models use.
+            "experts_function" (5.0 to 5.18): Transformers has no all-to-all, only a registry of
+            functions that compute the experts of one rank.
         experts: the module with ``ExpertsInterface``.
-        parallel: the module with the classes of ``kind``; None for "experts_function".
+        parallel: the module with the registry or class of ``kind``; None for "experts_function".
     """
 
     version: str
@@ -136,9 +61,7 @@ class ExtensionPoint:
 
 
 def find_extension_point() -> ExtensionPoint:
-    """Return the extension point of the installed Transformers.
-
-    The classes that exist decide, not the version number.
+    """Return the extension point of the installed Transformers, by the classes that exist in it.
 
     Raises:
         ValueError: Transformers is not installed, too old, or so new that these classes changed.
@@ -175,22 +98,23 @@ def enable(
 ) -> str:
     """Run the routed experts of Transformers models by a strategy of Halley.
 
-    Without ``model``: models that are loaded afterwards with ``ep_size`` above 1 (Transformers 5.19
-    and newer), and models with ``experts_implementation="halley"`` on a single rank. A second call
-    replaces the options of the first for models loaded after it.
+    Without ``model``, Halley runs models that are loaded afterwards with ``ep_size`` above 1
+    (Transformers 5.19 and newer). On a single rank, it runs models that are loaded with
+    ``experts_implementation="halley"``. A second call replaces the options of the first for models
+    loaded after it.
 
-    With ``model``: this model, which every rank has loaded in full (Transformers 5.0 and newer).
-    Each rank keeps its share of the experts, ``(E / W, ...)``, under the same parameter names. Call
-    it before an optimizer or a wrapper sees the parameters. The other parameters stay copies:
-    ``DistributedDataParallel`` averages their gradients and skips those of the experts, which are
-    already gradients of the mean loss over all ranks.
+    With ``model``, Halley runs this model, which every rank has loaded in full (Transformers 5.0
+    and newer). Each rank keeps its share of the experts, ``(E / W, ...)``, under the same parameter
+    names. Call it before an optimizer or a wrapper sees the parameters. ``DistributedDataParallel``
+    averages the gradients of the other parameters. It skips those of the experts, which are already
+    gradients of the mean loss over all ranks.
 
     Args:
         model: a loaded model.
-        group: with ``model``, the process group or mesh of all ranks of the job; None for these.
+        group: with ``model``: the process group or mesh of all ranks; None also means all ranks.
         strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
             saved activations as well, as in "fused:inputs".
-        strict: raise where the default warns once and leaves a module to Transformers.
+        strict: raise an error where the default warns once and leaves a module to Transformers.
         default: False restricts Halley to models with ``ep_implementation="halley"`` (5.23 and
             newer); True includes models that name no implementation.
 
@@ -199,15 +123,13 @@ def enable(
 
     Raises:
         ValueError: ``strategy`` is unknown; Transformers is not installed, too old or too new;
-            ``model`` has no experts, or they do not divide over ``group``; or ``strict``, and
-            Halley cannot run a module.
+            ``model`` has no experts, or their number is no multiple of the number of ranks; or
+            ``strict``, and Halley cannot run a module.
     """
     runner = ExpertRunner(strategy, strict=strict)
     point = find_extension_point()
     said = f"transformers {point.version}: experts run by Halley (strategy {strategy}) in "
     if model is not None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model ({model!r}) must be a loaded model of transformers")
         shard_model(model, group, runner=runner)
         return f"{said}this {type(model).__name__}"
     fallback = point.experts.ExpertsInterface()["grouped_mm"]
@@ -228,7 +150,7 @@ def enable(
 
 
 def disable() -> None:
-    """Restore the registries of Transformers; models that were made before keep Halley.
+    """Restore the registries of Transformers; models that are already loaded keep Halley.
 
     Raises:
         ValueError: Transformers is not installed, too old or too new.
@@ -247,7 +169,7 @@ def disable() -> None:
 def _build_implementation(
     experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, runner: ExpertRunner, point: ExtensionPoint
 ) -> Any:
-    """Return the object that ``EPImplementationInterface`` asks for, for one experts module."""
+    """Return the callable that runs one experts module, for ``EPImplementationInterface``."""
     problem = find_problem(experts)
     if not problem and point.parallel._uses_megamoe(experts):
         problem = f"experts module {type(experts).__name__} must not be deepgemm_megamoe's"
@@ -258,7 +180,12 @@ def _build_implementation(
 
 
 def _style_class(built_in: type, runner: ExpertRunner) -> type:
-    """Return a subclass of the style "ep_dispatch_experts" that installs Halley's forward."""
+    """Return a parallel style that replaces the forward of each experts module by Halley's.
+
+    Args:
+        built_in: Transformers' own style, which runs the modules that Halley cannot run.
+        runner: runs the experts.
+    """
 
     class HalleyExpertsParallel(built_in):
         def install_forward(self, module: Any, ep_mesh: Any, *, tp_mesh: Any = None) -> Any:
@@ -270,8 +197,8 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
 
             def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
                 if spans_all_ranks and hasattr(module, "set_force_sum_reduction_for_comms"):
-                    # FSDP2 with one rank divides gradients itself. Transformers 5.19 to 5.22 force
-                    # a sum, which would divide them a second time.
+                    # Here FSDP2 shards the experts over one rank, and divides gradients itself.
+                    # The sum that Transformers 5.19 to 5.22 force would divide them once more.
                     module.set_force_sum_reduction_for_comms(False)
                 with self.context_around_forward(module, ep_mesh):
                     return dispatched(hidden_states, top_k_index, top_k_weights)
@@ -280,3 +207,82 @@ def _style_class(built_in: type, runner: ExpertRunner) -> type:
             return module
 
     return HalleyExpertsParallel
+
+
+def shard_model(model: nn.Module, group: Group, *, runner: ExpertRunner) -> list[str]:
+    """Keep this rank's share of the experts of a model; return the names of divided parameters.
+
+    Raises:
+        ValueError: see ``enable``.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model ({model!r}) must be a loaded model of transformers")
+    group, rank, ep_size = _resolve(group)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ep_size != num_ranks:
+        raise ValueError(
+            f"group ({ep_size} ranks) must be all {num_ranks} ranks: "
+            "copies of experts need transformers 5.19 or newer"
+        )
+    modules = [(name, module) for name, module in model.named_modules() if is_experts(module)]
+    if not modules:
+        raise ValueError(f"model ({type(model).__name__}) must have experts to spread")
+    divided: list[str] = []
+    for prefix, module in modules:
+        if problem := find_problem(module):
+            leave_to_transformers(module, problem, runner=runner)
+            continue
+        if ep_size > 1:
+            divided += _divide(module, prefix, rank=rank, ep_size=ep_size)
+        module.forward = DispatchedExperts(module, group, tp_mesh=None, runner=runner)
+    setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, []), *divided])
+    return divided
+
+
+def full_state_dict(model: nn.Module, group: Group = None) -> dict[str, torch.Tensor]:
+    """Return the state dict of the undivided model, on the CPU; a collective.
+
+    ``model.save_pretrained(folder, state_dict=state)`` on the first rank writes the same files as
+    for a model that was never divided.
+
+    Args:
+        model: a model that ``enable(model)`` has divided.
+        group: the group given to ``enable``; None for all ranks.
+    """
+    group, _, ep_size = _resolve(group)
+    divided = set(getattr(model, _DDP_IGNORES, []))
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name in divided:
+            shares = [torch.empty_like(tensor) for _ in range(ep_size)]
+            dist.all_gather(shares, tensor.contiguous(), group=group)
+            tensor = torch.cat([share.cpu() for share in shares])
+        state[name] = tensor.cpu()
+    return state
+
+
+def _resolve(group: Group) -> tuple[dist.ProcessGroup | None, int, int]:
+    """Return the process group, this rank in it and its size; None, 0 and 1 without a job."""
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        return None, 0, 1
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def _divide(experts: Any, prefix: str, *, rank: int, ep_size: int) -> list[str]:
+    """Replace each parameter by this rank's share of it; return their names in the model."""
+    num_local = local_experts(experts.num_experts, ep_size=ep_size)
+    names: list[str] = []
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        share = parameter.detach()[rank * num_local : (rank + 1) * num_local].clone()
+        sharded = nn.Parameter(share, requires_grad=parameter.requires_grad)
+        if sharded.requires_grad:
+            # Backward sums over the tokens of all ranks, and the loss of each rank is a mean.
+            sharded.register_hook(lambda gradient: gradient / ep_size)
+        setattr(experts, name, sharded)
+        names.append(f"{prefix}.{name}")
+    experts.num_experts = num_local
+    return names

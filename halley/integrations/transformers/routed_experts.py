@@ -1,4 +1,4 @@
-"""Run one experts module of Transformers: read its weights, dispatch, compute, combine."""
+"""Run one experts module of Transformers by a strategy: read its weights, and call the runner."""
 
 from functools import partial
 from typing import Any, final
@@ -21,7 +21,7 @@ from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
 
 # Transformers' decorator ``use_experts_implementation`` sets these attributes on each module.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# One activation has several names: classes of Transformers, classes and functions of torch.
+# Names of one activation: classes of Transformers, classes of torch, functions of torch.
 _SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")
 
 
@@ -62,11 +62,11 @@ def find_unsupported(module: nn.Module) -> str:
 
 
 def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
-    """Return the experts of a module, with their weights as views where a strategy can use them.
+    """Return the experts of a module; ``stacked`` has views of its weights.
 
     Args:
-        module: one without a ``find_problem``; its weights are plain tensors of this rank.
-        function: computes the experts by Transformers' code.
+        module: a module in which ``find_problem`` finds none; its weights are plain tensors.
+        function: Transformers' own computation of these experts.
     """
     experts: Any = module
     reason = find_unsupported(module)
@@ -91,7 +91,7 @@ def _up_name(module: nn.Module) -> str:
 
 
 def _experts_function(forward: Any) -> ExpertsFunction:
-    """Return a function that applies Transformers' experts to rows with one local expert each."""
+    """Return a function that applies Transformers' experts to rows, one local expert for each."""
 
     def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         return forward(rows_RD, ids_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
@@ -108,8 +108,8 @@ class DispatchedExperts:
     Args:
         experts: the module, with its original forward; its weights may still be on "meta".
         ep: the ranks over which its experts are spread; None for a single rank.
-        tp_mesh: ranks that hold the same tokens, of which each processes a share; None if there is
-            no tensor parallelism.
+        tp_mesh: ranks that hold the same tokens; each rank processes a share of them. None without
+            tensor parallelism.
         runner: runs the experts.
 
     Raises:
@@ -139,7 +139,7 @@ class DispatchedExperts:
 
         Args:
             hidden_states: ``(T, D)``.
-            top_k_index: global expert ids, ``(T, K)`` int64; -1 for none.
+            top_k_index: global expert ids, ``(T, K)`` int64; -1 for a dropped slot.
             top_k_weights: ``(T, K)``.
         """
         tensors = (hidden_states, top_k_index, top_k_weights)
@@ -173,9 +173,9 @@ def run_local_experts(
     Args:
         experts: a module that the experts interface runs.
         hidden_states, top_k_weights: as for ``DispatchedExperts``.
-        top_k_index: ids among the module's experts; larger ids, of other ranks, are skipped.
+        top_k_index: local expert ids; ids past the module's own experts are skipped.
         runner: runs the experts.
-        fallback: an experts function of Transformers, for modules that no strategy can run.
+        fallback: Transformers' own function, for experts that no strategy can run.
     """
     found = read_experts(experts, _experts_function(partial(fallback, experts)))
     if found.stacked is None:
@@ -190,7 +190,7 @@ def run_local_experts(
 
 
 def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRunner) -> None:
-    """Warn, or raise if strict, that Transformers runs a module, and record the reason."""
+    """Let Transformers run a module: store the reason, and warn, or raise if strict."""
     runner.warn_or_raise(problem, fallback="transformers runs it")
     set_description(experts, f"transformers: {problem}")
 

@@ -1,8 +1,8 @@
 """Launch compiled Triton kernels through the CUDA driver, with little work on the host.
 
-A fused pass has about five launches, and some of their CTAs wait for other ranks. The launch
-overhead of one host therefore delays all ranks. Triton's own launcher encodes the TMA descriptors
-again for every call, and checks arguments that cannot be wrong here.
+A fused pass has about five launches, and some of their CTAs wait for other ranks. So a slow host
+delays all ranks. Triton's own launcher encodes all TMA descriptors in every call, and checks
+arguments that Halley has checked before.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from halley.interpreter.switch import INTERPRETED
 OutOfResources = triton.OutOfResources
 
 MAP_BYTES = 128  # size and alignment of a CUtensorMap
-_MOST_MAPS = 1024
+_MAX_MAPS = 1024
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _ADDRESS = struct.Struct("=Q")
@@ -37,9 +37,9 @@ _FORMATS = {"i32": "i", "i64": "q"}  # Halley's kernels have no other scalars
 class LaunchOptions(TypedDict, total=False):
     """Options of one launch.
 
-    ``max_registers`` limits the registers of a thread; None sets no limit. ``shares`` is True if
-    CTAs of other launches run on the same SMs. ``overlaps`` is True for a programmatic dependent
-    launch, which may begin before the previous launch has ended.
+    ``max_registers`` limits the registers of a thread; None sets no limit. ``shares`` says that
+    CTAs of other launches run on the same SMs. ``overlaps`` makes a programmatic dependent launch,
+    which may begin before the previous launch has ended.
     """
 
     num_warps: int
@@ -70,7 +70,7 @@ class _Config(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Address:
-    """Stand-in for a tensor in a descriptor: Triton reads nothing but its address."""
+    """Replaces the tensor of a descriptor; Triton reads only its address."""
 
     address: int
 
@@ -135,9 +135,9 @@ class DirectLaunch:
             self._prepared(stream)
 
     def flatten(self, index: int, arg: object) -> tuple[Any, ...]:
-        """Return the parameters that the driver takes for argument ``index``.
+        """Return the parameters of the driver call for argument ``index``.
 
-        That is the int, the tensor's address, or the descriptor's TMA map, shape and strides.
+        For an int, the int; for a tensor, its address; for a descriptor, TMA map, shape, strides.
         """
         if type(arg) is int:
             return (arg,)
@@ -156,9 +156,10 @@ class DirectLaunch:
             moved = object.__new__(type(desc))
             moved.__dict__.update(desc.__dict__, base=_Address(address))
             made = make_tensordesc_arg(moved, self._descs[index])[0]
-            if len(self._maps) == _MOST_MAPS:
+            if len(self._maps) == _MAX_MAPS:
                 self._maps.clear()
-            end = id(made) + type(made).__basicsize__  # the map is the last field of the object
+            # Triton exposes no bytes; the map is the last field of its C object.
+            end = id(made) + type(made).__basicsize__
             found = self._maps[key] = ctypes.string_at(end - MAP_BYTES, MAP_BYTES)
         return found
 
@@ -169,7 +170,7 @@ class DirectLaunch:
 
 @final
 class PreparedLaunch:
-    """A launch whose parameters lie in a buffer of its own and keep their values."""
+    """A launch with its own parameter buffer, whose values persist from launch to launch."""
 
     def __init__(self, launch: DirectLaunch) -> None:
         self._launch = launch  # keeps the function loaded
@@ -213,12 +214,12 @@ _recording = threading.local()  # steps: the list that launches of this thread a
 
 
 def set_recording(steps: list[Any] | None) -> None:
-    """Add all launches and calls of this thread to a list from now on; None ends it."""
+    """From now on, append all launches and calls of this thread to a list; None ends this."""
     _recording.steps = steps
 
 
 def note_step(step: Any) -> None:
-    """Add a step to the list that ``set_recording`` has set, if there is one."""
+    """Append a step to the list of ``set_recording``, if there is one."""
     steps = getattr(_recording, "steps", None)
     if steps is not None:
         steps.append(step)
@@ -266,9 +267,9 @@ def only_compiles() -> bool:
 class Launcher:
     """Launcher of one kernel, which bypasses Triton after the first launch of a variant.
 
-    Triton's binder inspects every argument of every call to select a binary; that takes longer
-    than a small kernel runs. Here the constants and dtypes alone select it. The kernels therefore
-    declare their ints as not specialised, and all pointers are multiples of 16 bytes (``aligned``).
+    Triton inspects every argument of every call to select a binary, which takes longer than a small
+    kernel runs. Here only constants and dtypes select it. Therefore kernels declare their ints as
+    ``do_not_specialize``, and all pointers are multiples of 16 bytes (``aligned``).
 
     Args:
         kernel: a ``triton.jit`` function whose constants come last.
@@ -376,10 +377,10 @@ def lay_out(types: list[str]) -> tuple[struct.Struct, list[int]]:
 
 
 def _prefer_shared_memory(function: int) -> None:
-    """Let an SM use as much of its L1 memory as shared memory as it can for a kernel.
+    """Request the largest part of an SM's L1 memory as shared memory for a kernel.
 
-    An SM has one split of that memory at a time. CTAs that want another split wait until the SM is
-    empty, so kernels that run side by side must want the same one.
+    An SM has one split of this memory at a time. A CTA with another split waits until the SM is
+    empty. So kernels that run side by side must request the same split.
     """
     code = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, 100)
     if code:

@@ -3,8 +3,9 @@
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Routing-index kernels: sort slots, apply capacity, group rows; one launch each.
 
-The results are deterministic, because no CTAs share a counter. Instead, each CTA reads all inputs
-that its results depend on: some thousand slots, or one count for each rank and expert.
+CTAs share no counter, signal nothing and wait for nothing, so the results are deterministic. Each
+CTA reads all inputs on which its results depend: some thousand slots, or one count for each rank
+and expert.
 """
 
 import torch
@@ -23,13 +24,12 @@ _WARPS = 8
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts"])
 def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Store the slots of one expert after those of the experts before it, in order.
+    """Store the slots of one expert, in order, after those of the experts before it.
 
-    One CTA for each expert, and one for the dropped slots, which come last. CTAs write disjoint
-    places and wait for nothing.
+    There is one CTA for each expert, and one for the dropped slots, which come last.
 
     Example: idx is [2, 0, 2, -1, 1, 2] with 3 experts. CTA 2 counts 2 slots of experts 0 and 1, and
-    stores its slots 0, 2 and 5 at places 2, 3 and 4. CTA 3 stores slot 3 at place 5.
+    stores its slots 0, 2 and 5 at indices 2, 3 and 4. CTA 3 stores slot 3 at index 5.
     """
     expert = tl.program_id(0)
     num_before = 0
@@ -63,8 +63,8 @@ def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
 def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BLOCK: tl.constexpr):
     """Mark the first slots of one expert, up to its capacity; first choices come before second.
 
-    Example: idx is [[0], [1], [0], [0]], expert 0 has used 1 of 3 places. CTA 0 keeps slots 0 and
-    2, drops slot 3, and stores 4 as the number of used places.
+    Example: idx is [[0], [1], [0], [0]], and expert 0 has 1 slot of at most 3 already. CTA 0 keeps
+    slots 0 and 2, drops slot 3, and stores 4 as the number of slots that chose expert 0.
     """
     expert = tl.program_id(0)
     num_taken = tl.load(used + expert).to(tl.int32)
@@ -81,9 +81,9 @@ def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BL
 
 @triton.jit
 def _starts(counts, rank, local, num_ranks, num_local, SEGMENTS: tl.constexpr):
-    """Return the first row of a segment (rank, expert) in three orders.
+    """Return the first row of a segment, the rows of one (rank, expert), in three orders.
 
-    The orders are: by expert, by arrival (by rank), and among the rows of its rank. ``counts`` is
+    The orders are: by expert, by arrival (by rank), and by expert within its rank. ``counts`` is
     (ranks, experts).
     """
     in_order = tl.zeros((), tl.int64)
@@ -114,8 +114,8 @@ def _group_rows_kernel(
 ):
     """Store the permutation between arrival order and expert order for one (rank, expert).
 
-    Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1, expert 0) has one row, which arrives as the
-    fourth and is the second in expert order: order[1] = 3 and inverse[3] = 1.
+    Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1, expert 0) has one row. It is the fourth row
+    in arrival order and the second in expert order: order[1] = 3 and inverse[3] = 1.
     """
     rank, local = tl.program_id(0) // num_local, tl.program_id(0) % num_local
     in_order, arrived, _ = _starts(counts, rank, local, num_ranks, num_local, SEGMENTS)

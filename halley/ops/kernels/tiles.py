@@ -1,7 +1,7 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""One tile of a grouped GEMM: its position, its main loop, and the TMA descriptors."""
+"""One tile of a grouped GEMM: its position, main loop, epilogues and TMA descriptors."""
 
 from dataclasses import dataclass
 
@@ -18,13 +18,13 @@ class GemmTile:
     Attributes:
         block_n: columns of the output before the activation.
         block_k: depth of one step of the loop.
-        group: row tiles that use the same columns of the weights before the next columns.
+        group: number of row tiles that are computed for a column tile before the next column tile.
         run: neighbouring tiles that one CTA computes in one loop. The loads of the next tile start
             during the last steps of the previous tile. 0, for weight gradients only, chooses the
             run and the tile size from the number of rows.
         num_warps: warps of a CTA.
         per_sm: CTAs on one SM; one of them can multiply while the other stores.
-        num_stages: steps in flight.
+        num_stages: stages of the software pipeline of the loop.
     """
 
     block_n: int = 256
@@ -40,8 +40,9 @@ class GemmTile:
 def tile_of(ticket, num_tiles, num_columns, GROUP: tl.constexpr):
     """Return (row tile, column tile) of a ticket.
 
-    Tickets go down ``GROUP`` row tiles before they step to the next column, so that the L2 cache
-    still holds the weights of a column.
+    Consecutive tickets are ``GROUP`` row tiles of one column tile, so that the L2 cache still holds
+    its weights. Example: 3 row tiles, 2 column tiles, ``GROUP`` 2: tickets 0 to 5 are tiles (0, 0),
+    (1, 0), (0, 1), (1, 1), (2, 0) and (2, 1).
     """
     width = GROUP * num_columns
     first = (ticket // width) * GROUP
@@ -57,9 +58,9 @@ def multiply_step(
 ):  # fmt: skip
     """Add ``a[row tile, k block] @ b[expert, column tile, k block].T`` to a tile.
 
-    ``b`` is (experts, projections, columns of a projection, depth). A tile holds the same columns
-    of every projection side by side, so that one CTA has the gate and the up value of a column.
-    Transposed, for gradients, ``b`` is (experts, 1, depth, columns).
+    ``b`` is (experts, projections, columns of a projection, depth). A tile has the same columns of
+    every projection side by side, because the activation needs gate and up value of a column. If
+    transposed, for gradients, ``b`` is (experts, 1, depth, columns).
     """
     a = a_desc.load([row, k])
     if TRANSPOSED:
@@ -85,14 +86,14 @@ def multiply_tile(
 
 @triton.jit
 def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the left and the right half of a tile; values stay in their threads."""
+    """Return the left and the right half of a tile; no value moves to another thread."""
     return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
 
 
 def describe(
     base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
 ) -> TensorDescriptor:
-    """Return a TMA descriptor without the checks of Triton's constructor, which are slow."""
+    """Return a TMA descriptor. Skips Triton's constructor, whose checks are slow."""
     desc = object.__new__(TensorDescriptor)
     desc.base, desc.shape, desc.strides, desc.block_shape = base, shape, strides, block
     desc.padding = "zero"
@@ -142,7 +143,7 @@ def store_activated(
     acc, h_desc, pre_desc, row, column,
     GATED: tl.constexpr, SAVE_PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the activation of a tile and, for backward, its inputs (``pre``)."""
+    """Store the activation of a tile and, with ``SAVE_PRE``, its inputs (``pre``)."""
     if GATED:
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
         h_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(h_desc.dtype))
@@ -158,7 +159,7 @@ def store_activated(
 
 @triton.jit
 def _load_pre(pre_RG, row, column, GATED: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr):
-    """Return some columns of the activation's inputs: gate and up, or twice the same tensor."""
+    """Return some columns of the activation's inputs: gate and up, or one tensor twice."""
     at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, QUARTER)
     gate = tl.load(pre_RG + at, mask=inside, other=0.0)
     if GATED:
@@ -206,7 +207,7 @@ def prefetch_pre(
     pre_RG, row, column,
     GATED: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the inputs of a tile's ``store_gradient`` into the L2 cache."""
+    """Prefetch the ``pre`` values that ``store_gradient`` will load into the L2 cache."""
     LINE: tl.constexpr = 128 // (pre_RG.dtype.element_ty.primitive_bitwidth // 8)
     NUM_LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
     columns = column + tl.arange(0, NUM_LINES) * LINE
@@ -222,16 +223,17 @@ def prefetch_pre(
 
 @triton.jit
 def store_gradient(
-    grad, num_rows, h_RF, pre_RG, dpre_RG, weight_R, dweight_RC, row, column, tile_column,
+    grad, num_rows, h_RF, pre_RG, dpre_RG, weight_R, dweight_RJ, row, column, tile_column,
     GATED: tl.constexpr, SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of a tile of backward, from the unweighted gradient of the activation h.
+    """Store the three results of a backward tile from ``grad``, the gradient of the activation h.
 
-    Three results are stored. ``dpre`` is the gradient of the activation's inputs. ``h`` is the
-    activation times the row's routing weight, an operand of the second projection's gradient:
-    so neither h nor a weighted gradient must be saved. ``dweight`` is this tile's summand of the
-    routing weight's gradient, the row sum of gradient times h.
+    - ``dpre``: gradient of the activation's inputs, ``weight * grad * act'(pre)``.
+    - ``h``: ``weight * act(pre)``, an operand of the second projection's gradient. It is computed
+      again here, so forward does not save it.
+    - ``dweight``: this tile's summand of the routing weight's gradient, the row sum of
+      ``grad * act(pre)``.
     """
     QUARTER: tl.constexpr = BLOCK_N // 4
     within = tl.arange(0, BLOCK_M)
@@ -241,7 +243,7 @@ def store_gradient(
     left, right = halves(grad, BLOCK_M, BLOCK_N)
     first, second = halves(left, BLOCK_M, BLOCK_N // 2)
     third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
-    # One quarter after the other: a whole tile of inputs needs more registers than a CTA has.
+    # One quarter after the other, because the inputs of a whole tile do not fit into registers.
     dweight = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(4):
         quarter = first if i == 0 else second if i == 1 else third if i == 2 else fourth
@@ -251,4 +253,4 @@ def store_gradient(
             GATED, SIZE, QUARTER,
         )  # fmt: skip
     at = rows.to(tl.int64) * NUM_COLUMNS + tile_column
-    tl.store(dweight_RC + at, dweight, mask=real)
+    tl.store(dweight_RJ + at, dweight, mask=real)

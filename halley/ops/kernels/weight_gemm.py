@@ -2,7 +2,10 @@
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false
-"""Weight-gradient GEMM of stacked experts, with a variable number of rows for each expert."""
+"""Grouped GEMMs of stacked experts: rows times weights, and the gradients of the weights.
+
+The GEMMs inside the fused layer are in ``halley/fused/kernels``.
+"""
 
 from dataclasses import replace
 
@@ -28,12 +31,13 @@ def grouped_gemm_kernel(
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all tiles; CTA p of n computes tiles p, p + n, p + 2 n, ..., and never waits.
+    """Multiply all tiles; CTA p of n computes tiles p, p + n, p + 2 n and so on.
 
-    Example: 3 row tiles, 2 columns, 4 CTAs: CTA 0 computes tiles 0 and 4, CTA 3 only tile 3.
+    CTAs signal nothing and wait for nothing. Example: 3 row tiles, 2 column tiles, 4 CTAs: CTA 0
+    computes tiles 0 and 4, CTA 3 only tile 3.
     """
     total = num_tiles * NUM_COLUMNS
-    # Flattened, so that the first loads of a tile start during the last steps of the previous one.
+    # Triton flattens both loops into one: loads of a tile start during the previous tile.
     for ticket in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
         tile, column = tile_of(ticket, num_tiles, NUM_COLUMNS, GROUP)
         expert = tl.load(tile_expert + tile)
@@ -86,7 +90,7 @@ def grouped_gemm(
     )
 
 
-_PAST_ALL_ROWS = tl.constexpr(1 << 30)
+_PAST_ALL_ROWS = tl.constexpr(1 << 30)  # a row index at which TMA loads zeros
 
 
 @triton.jit
@@ -99,9 +103,11 @@ def weight_gemm_kernel(
     """Compute all experts' gradients; CTA p of n computes runs p, p + n, p + 2 n and so on.
 
     A run is ``RUN`` neighbouring tiles in one loop. If an expert has few rows, a tile has few
-    steps, and the start of its pipeline would take as long as the steps. In a run, the loads of the
-    next tile start during the current one. CTAs wait for nothing. One CTA sums each element in a
-    fixed order, without atomics, so results are equal from launch to launch.
+    steps, and filling its pipeline would take as long as the steps. In a run, the loads of the next
+    tile start during the current one.
+
+    CTAs signal nothing and wait for nothing. One CTA sums each element in a fixed order, without
+    atomics, so results are equal from launch to launch.
 
     Example: 2 experts, gradients of 256 x 512, tiles of 128 x 256, ``RUN`` 2: each expert has two
     runs of two tiles, and CTA 3 computes rows 128-255 of expert 1.
@@ -124,7 +130,7 @@ def weight_gemm_kernel(
                 BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
             )  # fmt: skip
         else:
-            # An expert without rows does one step past all rows, where TMA loads zeros.
+            # An expert without rows needs one step of zeros, because the loop stores the tile.
             begin = tl.where(steps > 0, begin, _PAST_ALL_ROWS)
             steps = tl.maximum(steps, 1)
             first = run * RUN
@@ -199,13 +205,13 @@ def weight_gemm(
             chooses the run from the average number of rows of an expert.
         block_m: columns of ``grad_RM`` in a tile.
         num_programs: CTAs of the launch for each CTA that an SM holds.
-        accumulate: add to ``out_LMN``, for gradient accumulation over microbatches.
+        accumulate: True adds to ``out_LMN``, for gradient accumulation over microbatches.
     """
     num_experts, num_m, num_n = out_LMN.shape
     is_wide = out_LMN.dtype == torch.float32
     is_plain = not (is_wide or accumulate)
     tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
-    # A whole tile in float32 would take the shared memory of the steps in flight.
+    # A whole float32 tile would need shared memory that the loads of the main loop use.
     in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
     out_block = [1, block_m, tile.block_n // (2 if in_halves else 1)]
     _launch(
@@ -236,11 +242,11 @@ def weight_gemm(
 
 
 def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:
-    """Return the tile with ``run`` and size chosen by the number of rows, if ``run`` is 0.
+    """Choose ``run`` and the tile size by the number of rows, if ``run`` is 0.
 
-    The fewer rows, the shorter is each tile, and the more tiles belong to a run. Runs use two CTAs
-    on each SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to
-    its output, or writes float32, has no shared memory left for that, nor for a run.
+    With fewer rows, a tile has fewer steps, and a run needs more tiles. Runs use two CTAs on each
+    SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to its
+    output, or stores float32, has no shared memory left for two CTAs or a run.
 
     Measured on an H200 with the experts of four models, against one tile of 256 columns at a time:
     256 rows take 14 to 20 % less time, 512 rows 4 to 11 %, 1024 rows up to 8 %. With 2048 rows and

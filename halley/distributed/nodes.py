@@ -1,0 +1,101 @@
+"""Find the nodes of a process group, and create the group of the ranks of each node."""
+
+import os
+import socket
+from collections import Counter
+from dataclasses import dataclass
+from typing import cast
+
+import torch.distributed as dist
+
+from halley.distributed.peers import all_gather_objects, rank_and_size, time_limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The ranks of a group as nodes of equal size, in order of rank.
+
+    Attributes:
+        node, num_nodes: this rank's node.
+        local_rank, ranks_per_node: this rank inside its node.
+        local: the ranks of this node; None for nodes of one rank.
+    """
+
+    node: int = 0
+    num_nodes: int = 1
+    local_rank: int = 0
+    ranks_per_node: int = 1
+    local: dist.ProcessGroup | None = None
+
+    def splits(self, counts_N: list[int]) -> list[int]:
+        """Return how many rows each rank of the group gets, from the rows for each node.
+
+        A rank exchanges rows only with the ranks that have its local rank in their nodes.
+        """
+        splits = [0] * (self.num_nodes * self.ranks_per_node)
+        splits[self.local_rank :: self.ranks_per_node] = counts_N
+        return splits
+
+
+def find_nodes(group: dist.ProcessGroup | None, *, ranks_per_node: int = 0) -> Nodes:
+    """Divide a group into nodes and create the groups of their ranks. Collective of all ranks.
+
+    All ranks of the default group call it at the same time, each with the group it belongs to.
+
+    Args:
+        group: the ranks over which experts are spread; None for a single rank.
+        ranks_per_node: ranks of a node; 0 finds the nodes by the hosts of the ranks. A host is
+            known by its name, or by ``NCCL_HOSTID`` where that is set, as in NCCL itself.
+
+    Raises:
+        ValueError: the hosts have different numbers of ranks, the ranks of a host do not follow
+            each other, or ``ranks_per_node`` does not divide the number of ranks. On all ranks.
+    """
+    if group is None:
+        return Nodes()
+    own = tuple(dist.get_process_group_ranks(group))
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    asked = all_gather_objects(
+        (own, host, ranks_per_node), group=dist.group.WORLD, operation="the search for nodes"
+    )
+    hosts = {rank: name for rank, (_, name, _) in enumerate(asked)}
+    sizes = {
+        ranks: size or _find_ranks_per_node(ranks, hosts)
+        for ranks, size in dict.fromkeys((ranks, size) for ranks, _, size in asked)
+    }
+    for ranks, size in sizes.items():
+        if size < 1 or len(ranks) % size:
+            raise ValueError(
+                f"ranks_per_node ({size}) must divide the ranks of the group ({len(ranks)})"
+            )
+    # new_group is a collective of all ranks of the job, also for groups of some of them.
+    local = None
+    for ranks, size in sizes.items():
+        for first in range(0, len(ranks), size):
+            members = list(ranks[first : first + size])
+            if size > 1:
+                made = dist.new_group(members, timeout=time_limit(group))
+                local = cast(dist.ProcessGroup, made) if dist.get_rank() in members else local
+    size = sizes[own]
+    node, local_rank = divmod(rank_and_size(group)[0], size)
+    return Nodes(
+        node=node,
+        num_nodes=len(own) // size,
+        local_rank=local_rank,
+        ranks_per_node=size,
+        local=local,
+    )
+
+
+def _find_ranks_per_node(ranks: tuple[int, ...], host_of: dict[int, str]) -> int:
+    hosts = [host_of[rank] for rank in ranks]
+    counts = Counter(hosts)
+    if len(set(counts.values())) > 1:
+        described = ", ".join(f"{count} on {name}" for name, count in counts.items())
+        raise ValueError(f"hosts must have the same number of ranks of the group: {described}")
+    size = counts[hosts[0]]
+    if any(len(set(hosts[first : first + size])) > 1 for first in range(0, len(hosts), size)):
+        raise ValueError(
+            f"ranks of one host must follow each other in the group: {', '.join(hosts)}"
+        )
+    return size

@@ -1,0 +1,226 @@
+"""Strategy across nodes: values of the reference, rows on the network, and wrong meshes."""
+
+from dataclasses import replace
+from typing import cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from halley.core.timeline import Recorder
+from halley.core.types import DROPPED, Experts, Routing
+from halley.distributed.nodes import find_nodes
+from halley.ops.crossing import WireDtype
+from halley.ops.exchange import Exchange
+from halley.strategies.hierarchical import HierarchicalStrategy
+from halley.strategies.registry import build_strategy
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import LayerCase, expected, make_tokens, run_forward
+
+
+CPU = torch.device("cpu")
+
+
+def _build(inner: str, *, ranks_per_node: int, tp_size: int = 1) -> HierarchicalStrategy:
+    group, recorder = dist.group.WORLD, Recorder(CPU, enabled=False)
+    nodes = find_nodes(group, ranks_per_node=ranks_per_node)
+    strategy = build_strategy(inner, nodes.local, recorder=recorder, device=CPU, tp_size=tp_size)
+    return HierarchicalStrategy(group, nodes=nodes, inner=strategy, recorder=recorder)
+
+
+def _run(strategy: HierarchicalStrategy, case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
+    call = run_forward(strategy.forward, case, rank)
+    call.y_TD.backward(call.grad_TD)
+    return call.values()
+
+
+def _check(
+    rank: int, num_ranks: int, cases: list[LayerCase], inner: str, ranks_per_node: int
+) -> None:
+    strategies = {
+        tp_size: _build(inner, ranks_per_node=ranks_per_node, tp_size=tp_size)
+        for tp_size in dict.fromkeys(case.tp_size for case in cases)
+    }
+    for case in cases:
+        strategy = strategies[case.tp_size]
+        got = _run(strategy, case, rank)
+        for name, want in expected(case, rank).items():
+            error = relative_error(got[name], want)
+            assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}: {case}"
+        again = _run(strategy, case, rank)
+        for name, value in got.items():
+            assert torch.equal(value, again[name]), f"{name} of a second run: {case}"
+
+
+UNEVEN = LayerCase(num_tokens_W=(9, 5, 14, 0), num_experts=16)
+CASES = [
+    *(replace(UNEVEN, top_k=top_k) for top_k in (1, 2, 8)),
+    replace(UNEVEN, top_k=8, skew="zipf:1.5", dropped=0.3),
+    replace(UNEVEN, dropped=1.0),
+    replace(UNEVEN, skew="one-hot", top_k=1),  # one node gets all tokens
+    replace(UNEVEN, skew="empty-expert", bias=True, activation="gelu"),
+    replace(UNEVEN, num_tokens_W=(0, 0, 0, 0)),
+    replace(UNEVEN, num_tokens_W=(0, 0, 30, 0)),
+    replace(UNEVEN, dtype=torch.bfloat16, top_k=4),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (4, 2), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("inner", ["sequential", "fused"])
+def test_values_equal_the_reference_and_repeat(
+    run_ranks: RunRanks, inner: str, num_ranks: int, ranks_per_node: int
+) -> None:
+    cases = [
+        replace(case, num_tokens_W=case.num_tokens_W[:num_ranks], num_experts=4 * num_ranks)
+        for case in CASES
+    ]
+    if inner == "fused":
+        cases = [case for case in cases[:4] if not case.bias]
+    run_ranks(_check, num_ranks, cases, inner, ranks_per_node)
+
+
+def test_nodes_with_fewer_experts_than_choices(run_ranks: RunRanks) -> None:
+    case = LayerCase(num_tokens_W=(9, 5), num_experts=4, top_k=3, dropped=0.2)
+    run_ranks(_check, 2, [case], "sequential", 1)
+
+
+def test_values_where_ranks_of_a_node_share_experts(run_ranks: RunRanks) -> None:
+    case = LayerCase(num_tokens_W=(9, 5, 0, 7), tp_size=2, top_k=3, skew="zipf:1.2", dropped=0.2)
+    run_ranks(_check, 4, [case], "sequential", 2)
+
+
+def _count_rows(rank: int, num_ranks: int, case: LayerCase, ranks_per_node: int) -> None:
+    """Compare the rows that leave this rank with the distinct (token, node) pairs."""
+    strategy = _build("sequential", ranks_per_node=ranks_per_node)
+    sent: dict[tuple[str, bool], int] = {}
+    launch = Exchange.launch
+
+    def counted(exchange: Exchange, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        if exchange.group is strategy.group:
+            sent[exchange.name, backward] = rows.shape[0]
+        return launch(exchange, rows, backward=backward)
+
+    with mock.patch.object(Exchange, "launch", counted):
+        _run(strategy, case, rank)
+    per_node = case.num_experts * ranks_per_node // num_ranks
+
+    def count_pairs(sender: int, node: int) -> int:
+        idx_TK = make_tokens(case, sender)[1].topk_idx_TK
+        here_TK = (idx_TK != DROPPED) & (idx_TK // per_node == node)
+        return int(here_TK.any(1).sum())
+
+    own = strategy.nodes.node
+    peers = list(range(strategy.nodes.local_rank, num_ranks, ranks_per_node))
+    out = sum(count_pairs(rank, n) for n in range(len(peers)) if n != own)
+    arrived = sum(count_pairs(peer, own) for peer in peers if peer != rank)
+    assert sent == {
+        ("dispatch", False): out,
+        ("combine", False): arrived,
+        ("combine", True): out,
+        ("dispatch", True): arrived,
+    }
+    assert out > 0 or not case.num_tokens_W[rank]
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (4, 2), (4, 1)])
+def test_a_token_crosses_once_to_each_node(
+    run_ranks: RunRanks, num_ranks: int, ranks_per_node: int
+) -> None:
+    case = replace(UNEVEN, num_tokens_W=UNEVEN.num_tokens_W[:num_ranks], top_k=4, dropped=0.2)
+    run_ranks(_count_rows, num_ranks, case, ranks_per_node)
+
+
+def _find_by_host(rank: int, num_ranks: int, hosts: str, message: str) -> None:
+    with mock.patch.dict("os.environ", {"NCCL_HOSTID": hosts[rank]}):
+        if message:
+            with pytest.raises(ValueError, match=message):
+                find_nodes(dist.group.WORLD)
+            return
+        nodes = find_nodes(dist.group.WORLD)
+    names = sorted(set(hosts))
+    assert (nodes.node, nodes.num_nodes) == (names.index(hosts[rank]), len(names))
+    assert nodes.ranks_per_node == num_ranks // len(names)
+    assert (nodes.local is None) == (len(names) == 4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ("aabb", ""),
+        ("abcd", ""),
+        ("aaaa", ""),
+        ("aaab", "hosts must have the same number of ranks of the group: 3 on a, 1 on b"),
+        ("abab", "ranks of one host must follow each other in the group: a, b, a, b"),
+    ],
+)
+def test_nodes_are_the_hosts_of_the_ranks(run_ranks: RunRanks, hosts: str, message: str) -> None:
+    run_ranks(_find_by_host, 4, hosts, message)
+
+
+def _give_wrong_size(rank: int, num_ranks: int) -> None:
+    with pytest.raises(ValueError, match=r"ranks_per_node \(3\) must divide .* \(4\)"):
+        find_nodes(dist.group.WORLD, ranks_per_node=3)
+
+
+def test_a_mesh_that_does_not_divide_is_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
+    run_ranks(_give_wrong_size, 4)
+
+
+def _compare_wires(rank: int, num_ranks: int, hidden_size: int, num_tokens_W: list[int]) -> None:
+    """Compare output and gradients of both wires; all experts of a token are in the other node."""
+    generator = torch.Generator().manual_seed(rank)
+    num_tokens = num_tokens_W[rank]
+    x_TD = torch.randn(num_tokens, hidden_size, generator=generator)
+    idx_TK = torch.rand(num_tokens, 4, generator=generator).argsort(1)[:, :2] + 4 * (1 - rank)
+    weights_TK = torch.rand(num_tokens, 2, generator=generator)
+    up = torch.randn(4, 64, hidden_size, generator=generator) * hidden_size**-0.5
+    down = torch.randn(4, hidden_size, 32, generator=generator) * 32**-0.5
+    grad_TD = torch.randn(num_tokens, hidden_size, generator=generator)
+
+    def run(strategy: HierarchicalStrategy) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x_TD, weights_TK, up, down)]
+        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=leaves[1])
+        y_TD = strategy.forward(leaves[0], routing, Experts(up_LGD=leaves[2], down_LDF=leaves[3]))
+        y_TD.backward(grad_TD)
+        return [y_TD.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    plain = _build("sequential", ranks_per_node=1)
+    float8 = HierarchicalStrategy(
+        plain.group,
+        nodes=plain.nodes,
+        inner=plain.inner,
+        recorder=plain.recorder,
+        wire_dtype="float8",
+    )
+    least_db = {"y": 28.0, "x.grad": 26.0, "weights.grad": 25.0, "up.grad": 25.0, "down.grad": 25.0}
+    for name, want, got in zip(least_db, run(plain), run(float8), strict=True):
+        if not want.any():  # no tokens, or no token for the experts of this rank
+            assert not got.any()
+            continue
+        noise = (got - want).square().sum() / want.square().sum()
+        assert 0 < noise < 10 ** (-least_db[name] / 10), f"{name}: {-10 * noise.log10():.1f} dB"
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "num_tokens_W"),
+    [(256, [64, 64]), (200, [64, 0])],  # 200 columns have two groups, one padded
+)
+def test_tokens_in_8_bits_lose_little_accuracy(
+    run_ranks: RunRanks, hidden_size: int, num_tokens_W: list[int]
+) -> None:
+    run_ranks(_compare_wires, 2, hidden_size, num_tokens_W)
+
+
+def test_unknown_wire_dtype_is_an_error() -> None:
+    recorder = Recorder(CPU, enabled=False)
+    inner = build_strategy("sequential", None, recorder=recorder, device=CPU)
+    with pytest.raises(ValueError, match=r"wire_dtype \('fp4'\) must be one of '', 'float8'"):
+        HierarchicalStrategy(
+            None,
+            nodes=find_nodes(None),
+            inner=inner,
+            recorder=recorder,
+            wire_dtype=cast(WireDtype, "fp4"),
+        )
