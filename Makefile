@@ -32,7 +32,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/codespell
-	$(BIN)/pytest -q tests/test_layering.py
+	$(BIN)/pytest -q tests/test_layering.py tests/test_language.py
 
 # A training run that is killed, stopped and damaged for two minutes, and must end as if it had not.
 chaos: $(VENV)/.installed
