@@ -1,5 +1,8 @@
 """Installing the repairs: bad interpreters are refused, a compiling Triton stays unchanged."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -72,3 +75,12 @@ def test_only_an_interpreting_triton_is_changed(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="must be set before triton is first imported"):
         module.install.__wrapped__()
     assert (GridExecutor.__call__, dict(vars(InterpreterBuilder))) == before
+
+
+@pytest.mark.parametrize("first", ["halley.compiler", "halley.fused.op", "halley.ops.expert_gemm"])
+def test_any_module_may_be_imported_first(first: str) -> None:
+    """Triton reads TRITON_INTERPRET at its first import, which Inductor may cause."""
+    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    code = f"import {first}, halley.interpreter.switch as switch; assert switch.INTERPRETED"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
