@@ -22,11 +22,11 @@ from halley.distributed.peers import Collective
 from halley.ops.exchange import Exchange
 
 
-# Of token rows between nodes in forward: that of the tokens, or 8 bits with scales.
+# Dtype of the tokens that the forward pass sends between nodes; "" keeps the dtype of the tokens.
 WireDtype = Literal["", "float8"]
 _FLOAT8 = torch.float8_e4m3fn
 _GROUP = 128  # columns that share a scale, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2)
-_SMALLEST_SCALE = 1e-20
+_SMALLEST_MAX = 1e-20  # keeps the scale of a group of zeros above 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,17 @@ class Crossing:
 def plan_crossing(
     routing: Routing, *, nodes: Nodes, num_experts: int, group: dist.ProcessGroup
 ) -> Crossing:
-    """Find the rows that cross, and how many arrive. Collective; the host waits for the counts."""
+    """Find the rows to send, and how many rows arrive. Collective; the host waits for the counts.
+
+    Args:
+        routing: of this rank's tokens, with expert ids of all nodes.
+        nodes: the ranks of ``group`` as nodes.
+        num_experts: experts of a node.
+        group: the ranks of all nodes.
+
+    Raises:
+        RuntimeError: a rank is missing; names the ranks.
+    """
     idx_TK = routing.topk_idx_TK
     num_tokens, num_nodes = idx_TK.shape[0], nodes.num_nodes
     # One more column takes the dropped slots; the column of the own node is cleared.
@@ -102,38 +112,41 @@ def plan_crossing(
 
 
 def keep_node(routing: Routing, *, node: int, num_experts: int) -> Routing:
-    """Return the routing of this rank's tokens inside its node."""
-    columns_TK, here_TK = _find_columns(routing.topk_idx_TK, node, num_experts=num_experts)
-    idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
-    if columns_TK is not None:
-        idx_TK, weights_TK = idx_TK.gather(1, columns_TK), weights_TK.gather(1, columns_TK)
-    return Routing(
-        topk_idx_TK=torch.where(here_TK, idx_TK % num_experts, DROPPED),
-        topk_weights_TK=torch.where(here_TK, weights_TK, 0.0),
-    )
+    """Return the routing of this rank's tokens inside its node.
+
+    Ids count from the first expert of the node. Slots of other nodes are dropped.
+    """
+    return _keep_node(routing, node, num_experts=num_experts)[0]
 
 
-def _find_columns(
-    idx_TK: torch.Tensor, node: torch.Tensor | int, *, num_experts: int
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Find the slots whose experts are in a node.
+def _keep_node(
+    routing: Routing, node: torch.Tensor | int, *, num_experts: int
+) -> tuple[Routing, torch.Tensor | None]:
+    """Drop the slots whose experts are in other nodes.
 
     Args:
-        idx_TK: expert ids of all nodes, or ``DROPPED``.
-        node: the node, one for all tokens or ``(T, 1)``.
+        routing: with expert ids of all nodes.
+        node: the node to keep, one for all tokens or ``(T, 1)``.
         num_experts: experts of a node, E'.
 
     Returns:
-        If K is above E', the E' columns to keep for each token, ``(T, E')``, else None: a token has
-        at most E' experts in a node, so all others are dropped. Then whether the expert of each
-        (kept) slot is in the node.
+        The routing inside the node, with min(K, E') slots for each token, and the columns of the
+        slots that it keeps, ``(T, E')``; None for all K. A token has at most E' experts in a node.
     """
+    idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
     here_TK = (idx_TK != DROPPED) & (idx_TK // num_experts == node)
-    if idx_TK.shape[1] <= num_experts:
-        return None, here_TK
-    order_TK = here_TK.byte().sort(dim=1, descending=True, stable=True).indices
-    columns_TK = order_TK[:, :num_experts]
-    return columns_TK, here_TK.gather(1, columns_TK)
+    columns_TK = None
+    if idx_TK.shape[1] > num_experts:
+        order_TK = here_TK.byte().sort(dim=1, descending=True, stable=True).indices
+        columns_TK = order_TK[:, :num_experts]
+        idx_TK, weights_TK, here_TK = (
+            values.gather(1, columns_TK) for values in (idx_TK, weights_TK, here_TK)
+        )
+    kept = Routing(
+        topk_idx_TK=torch.where(here_TK, idx_TK % num_experts, DROPPED),
+        topk_weights_TK=torch.where(here_TK, weights_TK, 0.0),
+    )
+    return kept, columns_TK
 
 
 @final
@@ -146,22 +159,29 @@ class Wire:
 
     With dtype "float8", a token crosses as E4M3 with one float32 scale for each 128 columns.
 
-    Attributes:
-        num_columns: weights of a row, min(K, experts of a node).
+    Args:
+        crossing: the rows that cross.
+        exchange: the all-to-all that brings them to other nodes, and their gradients back.
+        hidden_size, top_k: D and K of the layer.
+        dtype: dtype of the tokens in forward messages.
     """
 
     def __init__(
-        self, crossing: Crossing, exchange: Exchange, *, hidden_size: int, dtype: WireDtype
+        self,
+        crossing: Crossing,
+        exchange: Exchange,
+        *,
+        hidden_size: int,
+        top_k: int,
+        dtype: WireDtype,
     ) -> None:
         self.crossing, self.exchange = crossing, exchange
-        self.hidden_size, self.dtype = hidden_size, dtype
-        self.num_columns = 0
+        self.hidden_size, self.top_k, self.dtype = hidden_size, top_k, dtype
+        self.weights_bytes = 4 * min(top_k, crossing.num_experts)  # of a row
 
-    def pack(
-        self, x_SD: torch.Tensor, weights_SK: torch.Tensor, idx_SK: torch.Tensor
-    ) -> torch.Tensor:
-        self.num_columns = weights_SK.shape[1]
-        parts = [weights_SK.float(), idx_SK.int()]
+    def pack(self, x_SD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the rows of a forward message, uint8; ``routing`` is inside the nodes."""
+        parts = [routing.topk_weights_TK.float(), routing.topk_idx_TK.int()]
         if self.dtype == "float8":
             parts += _quantize(x_SD)
         else:
@@ -171,7 +191,8 @@ class Wire:
     def unpack(
         self, message_RB: torch.Tensor, *, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        words = 4 * self.num_columns
+        """Return tokens in ``dtype``, float32 weights and int64 expert ids of a message."""
+        words = self.weights_bytes
         weights, idx = message_RB[:, :words], message_RB[:, words : 2 * words]
         tokens = message_RB[:, 2 * words :]
         if self.dtype == "float8":
@@ -197,8 +218,7 @@ def _quantize(x_SD: torch.Tensor) -> list[torch.Tensor]:
     """Return a float32 scale for each 128 columns, and the columns divided by it, in E4M3."""
     padded = F.pad(x_SD.float(), (0, -x_SD.shape[1] % _GROUP))
     groups = padded.unflatten(1, (-1, _GROUP))
-    # A group of zeros has any scale but 0.
-    scale = groups.abs().amax(2).clamp_min(_SMALLEST_SCALE) / torch.finfo(_FLOAT8).max
+    scale = groups.abs().amax(2).clamp_min(_SMALLEST_MAX) / torch.finfo(_FLOAT8).max
     codes = (groups / scale[:, :, None]).to(_FLOAT8)
     return [scale, codes.flatten(1)]
 
@@ -242,20 +262,17 @@ class _SendRows(torch.autograd.Function):
     def forward(ctx, x_TD, weights_TK, idx_TK, wire):
         crossing = wire.crossing
         token_S, num_experts = crossing.token_S, crossing.num_experts
-        idx_SK, weights_SK = idx_TK.index_select(0, token_S), weights_TK.index_select(0, token_S)
-        columns_SK, here_SK = _find_columns(
-            idx_SK, crossing.node_of_rows()[:, None], num_experts=num_experts
+        routing = Routing(
+            topk_idx_TK=idx_TK.index_select(0, token_S),
+            topk_weights_TK=weights_TK.index_select(0, token_S),
         )
-        if columns_SK is not None:
-            idx_SK, weights_SK = idx_SK.gather(1, columns_SK), weights_SK.gather(1, columns_SK)
-        idx_SK = torch.where(here_SK, idx_SK % num_experts, DROPPED)
-        weights_SK = torch.where(here_SK, weights_SK, 0.0)
-        ctx.save_for_backward(columns_SK, here_SK)
-        ctx.wire, ctx.top_k = wire, idx_TK.shape[1]
-        ctx.dtypes = x_TD.dtype, weights_TK.dtype
-        message = wire.pack(x_TD.index_select(0, token_S), weights_SK, idx_SK)
+        node_S1 = crossing.node_of_rows()[:, None]
+        routing, columns_SK = _keep_node(routing, node_S1, num_experts=num_experts)
+        ctx.save_for_backward(columns_SK, routing.topk_idx_TK != DROPPED)
+        ctx.wire, ctx.dtypes = wire, (x_TD.dtype, weights_TK.dtype)
+        message = wire.pack(x_TD.index_select(0, token_S), routing)
         wire.exchange.launch(message, backward=False)
-        # Autograd needs a result to link both halves by; the exchange holds the received rows.
+        # This result links both halves in the autograd graph. The exchange holds the rows.
         return x_TD.new_zeros(())
 
     @staticmethod
@@ -263,11 +280,11 @@ class _SendRows(torch.autograd.Function):
         columns_SK, here_SK = ctx.saved_tensors
         wire: Wire = ctx.wire
         message = wire.exchange.finish(backward=True)
-        words = 4 * wire.num_columns
+        words = wire.weights_bytes
         grad_weights = _view(message[:, :words], torch.float32)
         grad_weights = torch.where(here_SK, grad_weights, 0.0)
         if columns_SK is not None:
-            full = grad_weights.new_zeros(grad_weights.shape[0], ctx.top_k)
+            full = grad_weights.new_zeros(grad_weights.shape[0], wire.top_k)
             grad_weights = full.scatter_(1, columns_SK, grad_weights)
         x_dtype, weights_dtype = ctx.dtypes
         grad_rows = _view(message[:, words:], x_dtype)

@@ -6,6 +6,7 @@ A strategy runs routed experts that are spread over ranks. ``forward`` does the 
 
 import abc
 from functools import partial
+from math import comb
 from typing import Any, final
 
 import torch
@@ -16,6 +17,12 @@ from halley.core.types import Experts, LayerShape, Routing
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import Task
 from halley.distributed.peers import Collective, compare_ranks, name_ranks, time_limit
+
+
+def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
+    """Return the share of tokens that have any of ``num_experts`` experts, balanced routing."""
+    elsewhere = comb(shape.num_experts - num_experts, shape.top_k)
+    return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 
 
 class AbstractStrategy(abc.ABC):

@@ -9,7 +9,6 @@ Source: COMET (arXiv:2502.19811).
 """
 
 from functools import partial
-from math import comb
 from typing import final, get_args
 
 import torch
@@ -31,6 +30,7 @@ from halley.strategies.base import (
     comm_task,
     compute_task,
     gemms_us,
+    share_of_tokens,
     wants_gradients,
 )
 
@@ -240,10 +240,7 @@ def fused_tasks(
     rows, ranks = shape.num_tokens * shape.top_k, shape.ep_size
     row_bytes = shape.hidden_size * shape.itemsize
     num_local = local_experts(shape.num_experts, ep_size=ranks)
-    # The share of tokens with any expert on a given rank, under balanced routing.
-    elsewhere = comb(shape.num_experts - num_local, shape.top_k)
-    reach = 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
-    crossings = shape.num_tokens * (ranks - 1) * reach
+    crossings = shape.num_tokens * (ranks - 1) * share_of_tokens(shape, num_experts=num_local)
     up_us, down_us = gemms_us(shape, predictor, num_rows=rows, num_groups=num_local)
     publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
     plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us

@@ -24,7 +24,6 @@ With nodes of one rank this sends each token once to each destination rank: the 
 """
 
 from dataclasses import replace
-from math import comb
 from typing import final, get_args
 
 import torch
@@ -46,7 +45,13 @@ from halley.ops.crossing import (
     receive_rows,
     send_rows,
 )
-from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs
+from halley.strategies.base import (
+    AbstractStrategy,
+    Lockstep,
+    check_inputs,
+    comm_task,
+    share_of_tokens,
+)
 
 
 @final
@@ -80,7 +85,7 @@ class HierarchicalStrategy(AbstractStrategy):
 
     @property
     def gemm(self) -> str:
-        # Two halves of a batch may round otherwise than the whole batch in some GEMM libraries.
+        # GEMMs of half a batch may round differently, so the bits are not those of the inner one.
         return f"{self.inner.gemm}, by node"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
@@ -97,7 +102,10 @@ class HierarchicalStrategy(AbstractStrategy):
         check_inputs(x_TD, experts)
         num_experts = self._count_experts(experts)
         check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts * nodes.num_nodes)
-        self._lockstep.begin(x_TD, experts, nodes=nodes.num_nodes)
+        top_k = routing.topk_idx_TK.shape[1]
+        self._lockstep.begin(  # top_k and wire_dtype decide the size of a message
+            x_TD, experts, top_k=top_k, wire_dtype=self.wire_dtype, num_nodes=nodes.num_nodes
+        )
         if self.group is None or nodes.num_nodes == 1:
             return self._lockstep.end(self.inner.forward(x_TD, routing, experts))
 
@@ -106,7 +114,9 @@ class HierarchicalStrategy(AbstractStrategy):
                 routing, nodes=nodes, num_experts=num_experts, group=self.group
             )
         dispatch, combine = crossing.exchanges(nodes, group=self.group, recorder=recorder)
-        wire = Wire(crossing, dispatch, hidden_size=x_TD.shape[1], dtype=self.wire_dtype)
+        wire = Wire(
+            crossing, dispatch, hidden_size=x_TD.shape[1], top_k=top_k, dtype=self.wire_dtype
+        )
         started = send_rows(x_TD, routing, wire=wire)
 
         own = keep_node(routing, node=nodes.node, num_experts=num_experts)
@@ -144,8 +154,7 @@ def _list_tasks(
     forward, backward = tasks[:first], tasks[first:]
     if nodes.num_nodes == 1:
         return tasks
-    elsewhere = comb(shape.num_experts - per_node, shape.top_k)
-    reach = 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
+    reach = share_of_tokens(shape, num_experts=per_node)
     crossings = shape.num_tokens * (nodes.num_nodes - 1) * reach
     crossing_us = predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize)
     route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=8)
@@ -155,20 +164,16 @@ def _list_tasks(
     for direction, part in (("", forward), (".backward", backward)):
         sent = f"rail.dispatch{direction}"
         returned = f"rail.combine{direction}"
-        listed.append(_cross(sent, crossing_us, needs=listed[-1].name))
+        listed.append(comm_task(sent, crossing_us, needs=listed[-1].name))
         listed += _scale(part, half, suffix="own.0", needs=listed[-2].name)
         listed += _scale(part, 1.0 - 2 * half, suffix="received", needs=sent)
-        listed.append(_cross(returned, crossing_us, needs=listed[-1].name))
+        listed.append(comm_task(returned, crossing_us, needs=listed[-1].name))
         listed += _scale(part, half, suffix="own.1", needs=listed[-2].name)
         add_us = predictor.memory_us(2.0 * crossings * shape.hidden_size * shape.itemsize)
         needs = (returned, listed[-1].name)
         add = Task(name=f"add{direction}", stream="compute", duration_us=add_us, needs=needs)
         listed.append(add)
     return listed
-
-
-def _cross(name: str, duration_us: float, *, needs: str) -> Task:
-    return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,))
 
 
 def _scale(tasks: list[Task], share: float, *, suffix: str, needs: str) -> list[Task]:

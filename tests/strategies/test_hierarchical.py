@@ -91,6 +91,27 @@ def test_values_where_ranks_of_a_node_share_experts(run_ranks: RunRanks) -> None
     run_ranks(_check, 4, [case], "sequential", 2)
 
 
+def _differ(rank: int, num_ranks: int) -> None:
+    """Give the ranks messages of different sizes, which would abort gloo."""
+    strategy = _build("sequential", ranks_per_node=1)
+    with pytest.raises(ValueError, match=r"top_k \(2 on rank 0, 3 on rank 1\) must be the same"):
+        run_forward(strategy.forward, LayerCase(num_tokens_W=(9, 5), top_k=2 + rank), rank)
+    wires: tuple[WireDtype, WireDtype] = ("", "float8")
+    strategy = HierarchicalStrategy(
+        strategy.group,
+        nodes=strategy.nodes,
+        inner=strategy.inner,
+        recorder=strategy.recorder,
+        wire_dtype=wires[rank],
+    )
+    with pytest.raises(ValueError, match=r"wire_dtype \(.* on rank 0, .* on rank 1\) must be"):
+        run_forward(strategy.forward, LayerCase(num_tokens_W=(9, 5)), rank)
+
+
+def test_ranks_with_other_messages_are_an_error_on_all(run_ranks: RunRanks) -> None:
+    run_ranks(_differ, 2)
+
+
 def _count_rows(rank: int, num_ranks: int, case: LayerCase, ranks_per_node: int) -> None:
     """Compare the rows that leave this rank with the distinct (token, node) pairs."""
     strategy = _build("sequential", ranks_per_node=ranks_per_node)
