@@ -66,7 +66,7 @@ def train(num_ranks: int) -> list[str]:
 
 def main() -> None:
     if find_spec("transformers") is None:
-        sys.stdout.write("no experts to run: pip install 'halley-moe[hf]' installs transformers\n")
+        sys.stdout.write("no experts to run: pip install '.[hf]' installs transformers\n")
         return
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     lines = train(num_ranks)

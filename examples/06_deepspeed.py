@@ -62,7 +62,7 @@ def train(num_ranks: int) -> list[str]:
 
 def main() -> None:
     if find_spec("deepspeed") is None or find_spec("transformers") is None:
-        sys.stdout.write("no experts to run: pip install deepspeed 'halley-moe[hf]'\n")
+        sys.stdout.write("no experts to run: pip install deepspeed '.[hf]'\n")
         return
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1:  # variables that torchrun would set

@@ -32,7 +32,8 @@ def check_package(name: str, *, extra: str, option: str) -> None:
     """
     if find_spec(name) is None:
         raise ValueError(
-            f"{option} must have the package {name}: pip install 'halley-moe[{extra}]'"
+            f"{option} must have the package {name}: pip install '.[{extra}]' in a checkout of "
+            "Halley"
         )
 
 

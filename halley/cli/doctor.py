@@ -225,7 +225,7 @@ def machine_table(machine: Machine) -> Table:
         "links": _links(machine.links),
         "backends": [(name, _mark(there)) for name, there in machine.backends.items()],
         "packages": [
-            (name, version or f"- pip install 'halley-moe[{OPTIONAL_PACKAGES[name]}]'")
+            (name, version or f"- pip install '.[{OPTIONAL_PACKAGES[name]}]'")
             for name, version in machine.packages.items()
         ],
     }

@@ -76,7 +76,8 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
         from safetensors.torch import save_file
     except ImportError as error:
         raise ValueError(
-            "halley export must have the package safetensors: pip install 'halley-moe[hf]'"
+            "halley export must have the package safetensors: pip install '.[hf]' "
+            "in a checkout of Halley"
         ) from error
     checkpoint = find_newest_checkpoint(folder / CHECKPOINTS_FOLDER)
     if checkpoint is None:

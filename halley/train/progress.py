@@ -37,7 +37,7 @@ class Reporter:
             except ImportError as error:
                 raise ValueError(
                     "train.tensorboard (true) must have the package tensorboard: "
-                    "pip install 'halley-moe[tensorboard]'"
+                    "pip install '.[tensorboard]' in a checkout of Halley"
                 ) from error
             if metrics is not None:
                 self._board = SummaryWriter(

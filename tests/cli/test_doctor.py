@@ -79,7 +79,7 @@ def test_table_shows_all_facts():
     text = _rendered(MACHINE)
     assert _row(text, "torch") == "2.13.0"
     assert _row(text, "triton") == "-"
-    assert _row(text, "safetensors") == "- pip install 'halley-moe[hf]'"
+    assert _row(text, "safetensors") == "- pip install '.[hf]'"
     assert _row(text, "cuda:1") == ("NVIDIA Fast, 80 GiB, compute capability 9.0, 132 SMs")
     assert _row(text, "cpu") == "Some [CPU], 4 cores, 16 GiB"
     assert _row(text, "all pairs") == "NVLink (NV18), peer access yes"

@@ -65,7 +65,9 @@ def test_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch.setattr("halley.cli.checks.find_spec", lambda name: None)
     assert main(command.split()) == 2
     line = _line_of(capsys.readouterr().err)
-    assert line.endswith(f"must have the package {package}: pip install 'halley-moe[{extra}]'")
+    assert line.endswith(
+        f"must have the package {package}: pip install '.[{extra}]' in a checkout of Halley"
+    )
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

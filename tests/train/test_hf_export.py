@@ -243,5 +243,5 @@ def test_checkpoint_of_another_model(tmp_path: Path):
 def test_missing_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     _write_run(tmp_path / "run", "olmoe")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ValueError, match=r"pip install 'halley-moe\[hf\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[hf\]'"):
         export_run(tmp_path / "run", tmp_path / "hf")
