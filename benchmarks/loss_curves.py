@@ -18,7 +18,7 @@ import torch
 from benchmarks.model_bench.case import cut_model
 from halley.core.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from halley.distributed.mesh import World, build_groups, join_world
-from halley.tools.results import Row, machine_keys, results_path
+from halley.tools.timer import Row, machine_keys, results_path
 from halley.train.step import build_run, train_step
 
 

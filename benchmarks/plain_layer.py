@@ -17,16 +17,15 @@ import torch.nn.functional as F
 
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.mesh import build_groups, join_world
 from halley.strategies.all_to_all import all_to_all_tasks
 from halley.strategies.base import AbstractStrategy
 from halley.tools.candidates import build_candidates, measure_link
 from halley.tools.layer_bench import bench_layer
 from halley.tools.layer_case import LayerCase
-from halley.tools.results import Row, machine_keys, write_rows
+from halley.tools.timer import Row, machine_keys, write_rows
 
 
 MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")

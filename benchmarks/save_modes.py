@@ -22,7 +22,7 @@ from halley.tools.candidates import build_candidates, measure_link
 from halley.tools.choice import choose_strategy
 from halley.tools.layer_bench import bench_layer
 from halley.tools.layer_case import LayerCase
-from halley.tools.results import Row, machine_keys, write_rows
+from halley.tools.timer import Row, machine_keys, write_rows
 
 
 SAVES = {"fused": "all", "fused:inputs": "inputs", "fused:recompute": "recompute"}

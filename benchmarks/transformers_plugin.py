@@ -96,8 +96,8 @@ def _replace_default(strategy: str, record: Record) -> None:
     import torch
 
     import halley.integrations.transformers as halley_transformers
-    from halley.integrations.transformers.registration import find_extension_point
-    from halley.integrations.transformers.routed_experts import read_experts
+    from halley.integrations.transformers import find_extension_point
+    from halley.integrations.transformers_experts import read_experts
 
     halley_transformers.enable(strategy=strategy)
     point = find_extension_point()

@@ -32,10 +32,9 @@ import halley.integrations.transformers as halley_transformers
 from halley.core.config import ModelConfig, RunConfig
 from halley.core.models import find_model
 from halley.distributed.mesh import World, build_groups, join_world
-from halley.integrations.transformers.registration import find_extension_point
+from halley.integrations.transformers import find_extension_point
 from halley.tools.layer_case import RELATIVE_TOLERANCE
-from halley.tools.results import Row, machine_keys, write_rows
-from halley.tools.timer import time_interleaved
+from halley.tools.timer import Row, machine_keys, time_interleaved, write_rows
 from halley.train.hf_export import hf_config
 
 

@@ -18,8 +18,7 @@ from halley.distributed.mesh import ParallelGroups, build_groups, join_world
 from halley.fused.config import KernelConfig
 from halley.ops.kernels.weight_gemm import weight_gemm
 from halley.tools.layer_case import RELATIVE_TOLERANCE, LayerCase, relative_error
-from halley.tools.results import Row, machine_keys, write_rows
-from halley.tools.timer import time_interleaved
+from halley.tools.timer import Row, machine_keys, time_interleaved, write_rows
 
 
 MODELS = ("mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "deepseek-v3")

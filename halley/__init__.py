@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from halley.core.config import MoEConfig, RouterConfig
 from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups, sync_gradients
 from halley.distributed.watchdog import Watchdog
 from halley.moe.layer import MoELayer, MoEOutput
@@ -61,14 +60,13 @@ def compile(
 ) -> "Callable[..., Any]":
     """Compile a model or a training step with Halley's backend of ``torch.compile``.
 
-    The passes schedule weight-gradient GEMMs under all-to-alls. They also run microbatches so that
-    the all-to-alls of one run under the computation of another. MoE layers must use a strategy that
+    The pass schedules weight-gradient GEMMs under all-to-alls. MoE layers must use a strategy that
     can be traced: "functional", "unfused" or "fused".
 
     Args:
         function: a module or a function of tensors.
         fullgraph: raise an error where a graph would break, as for ``torch.compile``.
-        options: options of the passes, see ``halley.compiler.options.Options``.
+        options: options of the pass, see ``halley.compiler.options.Options``.
 
     Returns:
         A function with the arguments and results of ``function``, compiled at its first call.

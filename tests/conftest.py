@@ -32,6 +32,7 @@ TIERS = {
     "cost": "unit",
     "planner": "unit",
     "compiler": "unit",
+    "lanes": "unit",
     "cli": "unit",
     "fused": "kernels",
     "interpreter": "kernels",
@@ -40,10 +41,9 @@ TIERS = {
 }
 # Modules that compile models with Inductor, run commands, or train: too slow for the unit tier.
 SLOW_MODULES = {
-    "test_bench_layer", "test_doctor", "test_gpu_attention", "test_gradient_ready",
-    "test_group_cost", "test_inductor", "test_partition", "test_partition_model",
-    "test_plan", "test_planned_run", "test_run", "test_step_plan", "test_trace",
-    "test_train_and_export",
+    "test_bench_layer", "test_doctor", "test_gradient_ready", "test_group_cost",
+    "test_inductor", "test_plan", "test_planned_run", "test_run", "test_step_plan",
+    "test_trace", "test_train_and_export",
 }  # fmt: skip
 
 

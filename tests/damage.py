@@ -16,9 +16,9 @@ class MakesFile:
         return os.mkdir, (str(self.marker),)
 
 
-def pickle_bomb(marker: Path) -> bytes:
+def pickle_bomb(marker: Path, *, protocol: int | None = None) -> bytes:
     """Return a pickle that creates the folder ``marker`` in a process that unpickles it."""
-    return pickle.dumps(MakesFile(marker))
+    return pickle.dumps(MakesFile(marker), protocol=protocol)
 
 
 def flip_bytes(path: Path, *, num_bytes: int) -> None:

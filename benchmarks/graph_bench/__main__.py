@@ -22,13 +22,15 @@ from halley.cli.bench import (
     OutputOption,
     SamplesOption,
     SeedOption,
+    check_output,
+    print_rows,
+    saved_rows,
 )
 from halley.cli.checks import check_known, check_samples, check_seed, read_dtype, split_names
 from halley.cli.main import main as run_command
-from halley.cli.ranks import count_ranks, joined, launch_ranks
-from halley.cli.result_rows import check_output, print_rows, saved_rows, step_progress
+from halley.cli.ranks import count_ranks, joined, launch_ranks, step_progress
 from halley.distributed.mesh import build_groups, pick_device
-from halley.tools.results import Row, results_path
+from halley.tools.timer import Row, results_path
 
 
 app = typer.Typer(name="benchmarks.graph_bench", add_completion=False, rich_markup_mode="markdown")
@@ -60,9 +62,6 @@ _InnerOption = Annotated[
 ]
 _GateOption = Annotated[str, typer.Option(help="Router: switch, top2, prioritized or dropless.")]
 _BatchOption = Annotated[int, typer.Option(help="Sequences per rank; 0: the default of the model.")]
-_NumPartsOption = Annotated[
-    int, typer.Option(help="Microbatches per segment; 0: choose by predicted time.")
-]
 _MemoryMarginOption = Annotated[
     float, typer.Option(help="Share by which the passes may raise peak memory.")
 ]
@@ -77,7 +76,6 @@ def graph(
     inner: _InnerOption = "inductor",
     gate: _GateOption = "switch",
     batch: _BatchOption = 0,
-    num_parts: _NumPartsOption = 0,
     memory_margin: _MemoryMarginOption = 0.02,
     slow_link: _SlowLinkOption = "none",
     dtype: _DtypeOption = "default",
@@ -106,7 +104,6 @@ def graph(
             batch_size=batch or shape.batch_size,
             dtype=read_dtype(dtype, on_gpu=on_gpu),
             inner=check_inner(inner),
-            num_parts=num_parts,
             memory_margin=memory_margin,
             seed=seed,
         )
@@ -116,7 +113,7 @@ def graph(
     check_seed(seed)
     check_samples(samples)
     _check_link(slow_link, on_gpu=on_gpu)
-    where = {"device": pick_device(device), "num_ranks": num_ranks}
+    where = {"device": device, "num_ranks": num_ranks}
     check_output(output, case=graph_case_name(slow_link), has_chart=True, **where)
     code = launch_ranks(nproc, device=device)
     if code is not None:

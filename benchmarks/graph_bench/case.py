@@ -20,10 +20,9 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of tokens and tar
 Values = dict[str, torch.Tensor]
 
 SEQUENTIAL, NONE, CHUNKED, OVERLAP = "sequential", "none", "chunked", "inductor-overlap"
-WITH_PASSES = ("both", "wgrad", "partition")
-VARIANTS: tuple[str, ...] = (NONE, SEQUENTIAL, *WITH_PASSES, CHUNKED, OVERLAP)
+WGRAD = "wgrad"
+VARIANTS = (NONE, SEQUENTIAL, WGRAD, CHUNKED, OVERLAP)
 _CHUNKS = (2, 3, 4, 8)
-MAX_PARTS = 8  # of halley/compiler/options.py, whose import loads torch's compiler
 
 
 def graph_case_name(slow_link: str) -> str:
@@ -53,7 +52,6 @@ class GraphCase:
         batch_size: sequences per rank.
         dtype: of weights and activations.
         inner: the compiler that runs after the passes.
-        num_parts: microbatches per segment in the partition pass; 0 lets it choose.
         memory_margin: share by which the passes may raise peak memory.
         seed: of the tokens.
 
@@ -66,17 +64,12 @@ class GraphCase:
     batch_size: int
     dtype: torch.dtype
     inner: Inner = "inductor"
-    num_parts: int = 0
     memory_margin: float = 0.02
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch ({self.batch_size}) must be at least 1, or 0 for the model's")
-        if self.num_parts != 0 and not 2 <= self.num_parts <= MAX_PARTS:
-            raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {MAX_PARTS}")
-        if self.num_parts and self.batch_size % self.num_parts:
-            raise ValueError(f"num_parts ({self.num_parts}) must divide batch ({self.batch_size})")
         if not 0.0 <= self.memory_margin < inf:
             raise ValueError(f"memory_margin ({self.memory_margin}) must be finite and at least 0")
 
@@ -101,7 +94,6 @@ class GraphCase:
         return {
             "passes": passes,
             "inner": self.inner,
-            "num_parts": self.num_parts,
             "memory_margin": self.memory_margin,
             "unknown_size": self.num_slots,  # rows per rank if the load is balanced
         }

@@ -9,8 +9,7 @@ from torch import nn
 
 from halley.core.config import MoEConfig, RouterConfig
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.experts import GroupedExperts
-from halley.moe.layer import MoELayer
+from halley.moe.layer import GroupedExperts, MoELayer
 from halley.moe.transformer import ModelOutput
 from halley.strategies.base import AbstractStrategy
 

@@ -18,23 +18,29 @@ from benchmarks.graph_bench.case import (
     NONE,
     OVERLAP,
     SEQUENTIAL,
-    WITH_PASSES,
+    WGRAD,
     GraphCase,
     graph_case_name,
 )
 from benchmarks.graph_bench.variants import Variant, Workshop
-from halley.cli.result_rows import to_float
+from halley.compiler import OrderReport
 from halley.core.timeline import union_us
 from halley.distributed.mesh import ParallelGroups
 from halley.tools.candidates import measure_link
-from halley.tools.results import Row, machine_keys, time_keys
-from halley.tools.timer import Progress, Timing, time_interleaved
+from halley.tools.timer import (
+    Progress,
+    Row,
+    Timing,
+    machine_keys,
+    time_interleaved,
+    time_keys,
+    to_float,
+)
 from halley.tools.tracing import exposed_comm_us, trace_step
 
 
 _TRACES = 3
 _SHOWN_NAMES = 4  # of gradients that differ
-_SHOWN_REASONS = 4  # why layers stay whole
 Key = tuple[str, str]  # variant and setting
 
 
@@ -129,7 +135,7 @@ def _bench_case(
                 on_progress=report,
             )
         times = dict(zip(ready, timings.values(), strict=True))
-        predicted = _predict(ready)
+        predicted = _predict(ready[WGRAD, ""].reports) if (WGRAD, "") in ready else {}
         rows: list[Row] = []
         for key in _best_settings(keys, times):
             row = _workload(case, groups, key)
@@ -161,23 +167,20 @@ def _best_settings(keys: Sequence[Key], times: dict[Key, Timing]) -> list[Key]:
     ]
 
 
-def _predict(ready: dict[Key, Variant]) -> dict[str, tuple[float, float]]:
+def _predict(reports: Sequence[OrderReport]) -> dict[str, tuple[float, float]]:
     """Return the predicted time of a step and of its exposed communication, by variant.
 
-    Reports exist only for graphs that a pass has changed. "partition" does not change the backward
-    graph and "none" changes neither, so their times come from the reports of other variants.
+    A graph has a report only if the pass has changed it, so "none" takes its times from the reports
+    of "wgrad".
     """
-    reports = {key[0]: each.reports for key, each in ready.items() if key[0] in WITH_PASSES}
-    whole = next((found for found in reports.values() if len(found) == 2), None)
-    before = None if whole is None else [report.time_before for report in whole]
-    found: dict[str, tuple[float, float]] = {}
-    for name in (NONE, *WITH_PASSES):
-        after = [report.time_after for report in reports.get(name, ())]
-        if name == NONE or (name == "partition" and after):
-            after += [] if before is None else before[len(after) :]
-        if len(after) == 2:
-            found[name] = sum(t.makespan_us for t in after), sum(t.exposed_us for t in after)
-    return found
+    if len(reports) != 2:
+        return {}
+    times = {NONE: [each.time_before for each in reports]}
+    times[WGRAD] = [each.time_after for each in reports]
+    return {
+        name: (sum(each.makespan_us for each in both), sum(each.exposed_us for each in both))
+        for name, both in times.items()
+    }
 
 
 def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
@@ -186,7 +189,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
     is_plain = variant in (SEQUENTIAL, CHUNKED)
     figures = "median_us p10_us p90_us floor_us exposed_comm_us comm_us predicted_us"
     figures += " predicted_exposed_us predicted_over_measured compile_s optimise_s plan_s peak_mib"
-    figures += " max_rel_err bit_equal num_differing differing parts skipped filled_windows"
+    figures += " max_rel_err bit_equal num_differing differing filled_windows"
     figures += " sm_margins baseline speedup exposed_over_baseline peak_over_none error"
     return {
         "case": "graph",
@@ -205,7 +208,7 @@ def _workload(case: GraphCase, groups: ParallelGroups, key: Key) -> Row:
         "seed": case.seed,
         "dtype": str(case.dtype).removeprefix("torch."),
         "strategy": variant if is_plain else "functional",
-        "passes": variant if variant in WITH_PASSES else "none",
+        "passes": WGRAD if variant == WGRAD else "none",
         "inner": None if is_plain else "inductor" if variant == OVERLAP else case.inner,
         "memory_margin": case.memory_margin,
         "direction": "forward_backward",
@@ -241,9 +244,6 @@ def _figures(
         measuring_s = sum(report.measuring_s for report in each.reports)
         row["optimise_s"] = round(planning_s + measuring_s, 2)
         row["plan_s"] = round(planning_s, 2)
-        row["parts"] = [found.num_parts for report in each.reports for found in report.ranges]
-        reasons = dict.fromkeys(reason for report in each.reports for reason in report.skipped)
-        row["skipped"] = list(reasons)[:_SHOWN_REASONS]
         windows = [behind for report in each.reports for behind in report.windows.values()]
         row["sm_margins"] = max((report.sm_margins for report in each.reports), default=(0, 0))
         row["filled_windows"] = f"{sum(map(bool, windows))}/{len(windows)}"

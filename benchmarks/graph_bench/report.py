@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from halley.cli.result_rows import format_ms, to_float
-from halley.tools.results import Row
-from halley.tools.timeline_chart import LIGHT_GREY, new_figure
+from halley.cli.bench import format_ms
+from halley.tools.charts import LIGHT_GREY, new_figure
+from halley.tools.timer import Row, to_float
 
 
 _BLUE, _RED, _INK = "#0072B2", "#C1121F", "#222222"

@@ -24,6 +24,11 @@ from halley.cli.bench import (
     SeedOption,
     StrategiesOption,
     TokensOption,
+    check_output,
+    format_ms,
+    format_number,
+    print_rows,
+    saved_rows,
     split_strategy_names,
 )
 from halley.cli.checks import (
@@ -35,19 +40,10 @@ from halley.cli.checks import (
     split_names,
 )
 from halley.cli.main import main as run_command
-from halley.cli.ranks import count_ranks, joined, launch_ranks
-from halley.cli.result_rows import (
-    check_output,
-    format_ms,
-    format_number,
-    print_rows,
-    saved_rows,
-    step_progress,
-    to_float,
-)
+from halley.cli.ranks import count_ranks, joined, launch_ranks, step_progress
 from halley.core.config import OptimizerConfig
 from halley.distributed.mesh import build_groups, pick_device
-from halley.tools.results import Row
+from halley.tools.timer import Row, to_float
 from halley.train.optim import ModelOptimizer
 
 
@@ -97,9 +93,7 @@ def model(
     memory_bytes = rank_memory_bytes(num_ranks, device=device)
     for case in cases:
         check_memory(case, num_ranks=num_ranks, memory_bytes=memory_bytes)
-    check_output(
-        output, case="model", device=pick_device(device), num_ranks=num_ranks, has_chart=False
-    )
+    check_output(output, case="model", device=device, num_ranks=num_ranks, has_chart=False)
     code = launch_ranks(nproc, device=device)
     if code is not None:
         return code

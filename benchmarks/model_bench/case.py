@@ -16,8 +16,7 @@ from halley.core.routing import local_experts
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, global_norm, sync_gradients
 from halley.moe.dense import next_token_loss
-from halley.moe.experts import expert_parameter_names
-from halley.moe.layer import MoELayer
+from halley.moe.layer import MoELayer, grouped_experts
 from halley.moe.router import RouterOutput
 from halley.moe.transformer import MoETransformer, flops_per_token
 from halley.ops.exchange import gather_table
@@ -192,7 +191,7 @@ class Subject:
         loss = loss.detach() / self.groups.num_ranks
         if self.groups.world is not None:
             dist.all_reduce(loss, group=self.groups.world)
-        names = expert_parameter_names(self.model)
+        names = grouped_experts(self.model)
         dense: list[torch.Tensor] = []
         expert: list[torch.Tensor] = []
         for name, parameter in self.model.named_parameters():

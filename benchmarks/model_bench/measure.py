@@ -23,8 +23,15 @@ from halley.moe.transformer import MoETransformer, flops_per_token
 from halley.strategies.base import AbstractStrategy
 from halley.tools.candidates import bound_gemms, build_candidates, measure_link, wire_us
 from halley.tools.layer_case import RELATIVE_TOLERANCE, LayerCase, relative_error
-from halley.tools.results import Row, machine_keys, time_keys
-from halley.tools.timer import Progress, Timing, measure_waits, time_interleaved
+from halley.tools.timer import (
+    Progress,
+    Row,
+    Timing,
+    machine_keys,
+    measure_waits,
+    time_interleaved,
+    time_keys,
+)
 
 
 if TYPE_CHECKING:

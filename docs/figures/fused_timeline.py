@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 
-# Colours, sizes and fonts are those of halley/tools/timeline_chart.py.
+# Colours, sizes and fonts are those of halley/tools/charts.py.
 INK, GREY = "#222222", "#777777"
 FONT_PT = 9.0
 FILLS = {

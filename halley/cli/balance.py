@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,24 +15,6 @@ from halley.core.config import ModelConfig
 from halley.core.models import find_model
 from halley.core.placement import ExpertPlacement, read_counts, save_placements
 from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
-
-
-_ITEMSIZE = 2  # bytes of a weight in bfloat16
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """Loads of one layer.
-
-    Attributes:
-        before: load of each rank without a placement; None if the ranks do not divide the experts.
-        after: load of each rank with the placement.
-        num_spare: experts that each rank holds beyond an even share.
-    """
-
-    before: list[float] | None
-    after: list[float]
-    num_spare: int
 
 
 def balance(
@@ -70,34 +51,60 @@ def balance(
             f"{priced.moe.num_experts}"
         )
     check_range(ranks, 1, MAX_PLANNED_RANKS, option="ranks")
-    check_replaceable(
-        output, option="output", is_own=_is_placement, what="a placement of halley plan balance"
-    )
+    what = "a placement of halley plan balance"
+    check_replaceable(output, option="output", what=what, start=b"{", inside=b'"num_experts": ')
     placements = [plan_placement(each, num_ranks=ranks, spare=spare) for each in counts_ME]
     save_placements(output, placements)
-    fewest = -(-num_experts // ranks)
-    layers = [
-        _Layer(
-            before=_plain_loads(counts_E, num_ranks=ranks),
-            after=rank_loads(placement, counts_E),
-            num_spare=placement.num_local - fewest,
-        )
-        for counts_E, placement in zip(counts_ME, placements, strict=True)
-    ]
-    num_bytes = None if priced is None else _expert_bytes(priced)
-    Console(stderr=True).print(_table(layers, num_bytes=num_bytes))
-    typer.echo(json.dumps(_summary(layers, num_bytes=num_bytes) | {"output": str(output)}))
+    table, summary = _compare_loads(counts_ME, placements, num_ranks=ranks, model=priced)
+    Console(stderr=True).print(table)
+    typer.echo(json.dumps(summary | {"output": str(output)}))
     return 0
 
 
-def _is_placement(head: bytes) -> bool:
-    return head.startswith(b"{") and b'"num_experts": ' in head
-
-
-def _plain_loads(counts_E: Sequence[float], *, num_ranks: int) -> list[float] | None:
-    if len(counts_E) % num_ranks:
-        return None
-    return rank_loads(ExpertPlacement.plain(len(counts_E), num_ranks=num_ranks), counts_E)
+def _compare_loads(
+    counts_ME: Sequence[Sequence[float]],
+    placements: Sequence[ExpertPlacement],
+    *,
+    num_ranks: int,
+    model: ModelConfig | None,
+) -> tuple[Table, dict[str, object]]:
+    """Return a table of the loads of all ranks, and the keys of the JSON line."""
+    num_experts = len(counts_ME[0])
+    before_MW: list[list[float]] = []  # empty if the ranks do not divide the experts
+    if num_experts % num_ranks == 0:
+        plain = ExpertPlacement.plain(num_experts, num_ranks=num_ranks)
+        before_MW = [rank_loads(plain, counts_E) for counts_E in counts_ME]
+    pairs = zip(placements, counts_ME, strict=True)
+    after_MW = [rank_loads(placement, counts_E) for placement, counts_E in pairs]
+    fewest = -(-num_experts // num_ranks)
+    spare_M = [placement.num_local - fewest for placement in placements]
+    num_spare, num_bytes = sum(spare_M), None
+    caption = f"{num_spare} spare experts a rank in {len(placements)} layers"
+    if model is not None:
+        num_bytes = num_spare * _expert_bytes(model)
+        caption += f": {num_bytes / 2**20:,.0f} MiB of weights in bfloat16"
+    table = Table(title="load of each rank, % of the mean", caption=caption)
+    for name in ("layer", "before", "max / mean", "after", "max / mean", "spare"):
+        table.add_column(name, justify="left" if name in ("before", "after") else "right")
+    layers: list[dict[str, object]] = []
+    for index, (after, spare) in enumerate(zip(after_MW, spare_M, strict=True)):
+        before = before_MW[index] if before_MW else None
+        ratios = [loads and max_over_mean(loads) for loads in (before, after)]
+        cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        table.add_row(
+            str(index), _percents(before), cells[0], _percents(after), cells[1], str(spare)
+        )
+        layers.append({
+            "max_over_mean_before": ratios[0], "max_over_mean_after": ratios[1],
+            "spare_experts_per_rank": spare,
+        })  # fmt: skip
+    return table, {
+        "max_over_mean_before": _overall(before_MW),
+        "max_over_mean_after": _overall(after_MW),
+        "spare_experts_per_rank": num_spare,
+        "spare_bytes_per_rank": num_bytes,
+        "layers": layers,
+    }
 
 
 def _expert_bytes(config: ModelConfig) -> int:
@@ -106,55 +113,19 @@ def _expert_bytes(config: ModelConfig) -> int:
     up_size = moe.intermediate_size * (2 if moe.activation == "swiglu" else 1)
     num_weights = (up_size + moe.intermediate_size) * config.hidden_size
     num_biases = up_size + config.hidden_size if moe.expert_bias else 0
-    return (num_weights + num_biases) * _ITEMSIZE
+    return 2 * (num_weights + num_biases)
 
 
-def _summary(layers: Sequence[_Layer], *, num_bytes: int | None) -> dict[str, object]:
-    """Return the keys of the JSON line: figures of all layers together, and of each layer."""
-    num_spare = sum(layer.num_spare for layer in layers)
-    plain_loads = [layer.before for layer in layers if layer.before is not None]
-    return {
-        "max_over_mean_before": _overall(plain_loads) if plain_loads else None,
-        "max_over_mean_after": _overall([layer.after for layer in layers]),
-        "spare_experts_per_rank": num_spare,
-        "spare_bytes_per_rank": None if num_bytes is None else num_spare * num_bytes,
-        "layers": [
-            {
-                "max_over_mean_before": layer.before and max_over_mean(layer.before),
-                "max_over_mean_after": max_over_mean(layer.after),
-                "spare_experts_per_rank": layer.num_spare,
-            }
-            for layer in layers
-        ],
-    }
-
-
-def _overall(loads_MW: Sequence[Sequence[float]]) -> float:
+def _overall(loads_MW: Sequence[Sequence[float]]) -> float | None:
     """Return the sum over layers of the largest load, over the sum over layers of the mean."""
+    if not loads_MW:
+        return None
     total = math.fsum(math.fsum(loads) for loads in loads_MW)
     return sum(max(loads) for loads in loads_MW) * len(loads_MW[0]) / total
 
 
-def _table(layers: Sequence[_Layer], *, num_bytes: int | None) -> Table:
-    num_spare = sum(layer.num_spare for layer in layers)
-    price = f"{num_spare} spare experts a rank in {len(layers)} layers"
-    if num_bytes is not None:
-        price += f": {num_spare * num_bytes / 2**20:,.0f} MiB of weights in bfloat16"
-    table = Table(title="load of each rank, % of the mean", caption=price)
-    for name in ("layer", "before", "max / mean", "after", "max / mean", "spare"):
-        table.add_column(name, justify="left" if name in ("before", "after") else "right")
-    for index, layer in enumerate(layers):
-        table.add_row(
-            str(index),
-            "" if layer.before is None else _percents(layer.before),
-            "" if layer.before is None else f"{max_over_mean(layer.before):.2f}",
-            _percents(layer.after),
-            f"{max_over_mean(layer.after):.2f}",
-            str(layer.num_spare),
-        )
-    return table
-
-
-def _percents(loads: Sequence[float]) -> str:
+def _percents(loads: Sequence[float] | None) -> str:
+    if loads is None:
+        return ""
     mean = math.fsum(loads) / len(loads)
     return " ".join(f"{100 * load / mean:.0f}" for load in loads)

@@ -1,14 +1,21 @@
-"""``halley bench layer``: measure the MoE layers of named models with each strategy."""
+"""``halley bench layer``: measure the MoE layers of named models, print and save result lines."""
 
+import json
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from halley.cli.checks import (
+    CHART,
+    check_package,
+    check_replaceable,
     check_samples,
     check_seed,
     rank_memory_bytes,
@@ -16,17 +23,16 @@ from halley.cli.checks import (
     split_integers,
     split_names,
 )
-from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks
-from halley.cli.result_rows import check_output, layer_table, print_rows, saved_rows, step_progress
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.models import find_model
-from halley.distributed.mesh import build_groups, pick_device
+from halley.distributed.mesh import World, build_groups, pick_device
 from halley.strategies.registry import STRATEGIES, check_strategy
-from halley.tools.bar_charts import draw_layer_bench
 from halley.tools.candidates import check_case_memory
+from halley.tools.charts import draw_layer_bench
 from halley.tools.layer_bench import measure_layers
 from halley.tools.layer_case import LayerCase
-from halley.tools.results import Row, results_path
 from halley.tools.skew import parse_load
+from halley.tools.timer import Row, machine_name, results_path, to_float, write_rows
 
 
 app = typer.Typer(help="Measure MoE layers.", no_args_is_help=True)
@@ -67,7 +73,6 @@ CommitOption = Annotated[
 DeviceOption = Annotated[
     str, typer.Option(help="cpu or cuda; auto is cuda if there is a GPU, else cpu.")
 ]
-
 _SkewOption = Annotated[
     str,
     typer.Option(
@@ -119,21 +124,19 @@ def layer(
     one JSON line per measurement.
     """
     num_ranks = count_ranks(nproc, device=device)
-    on_gpu = pick_device(device).type == "cuda"
     cases = layer_cases(
-        models, tokens, skew=skew, dtype=read_dtype(dtype, on_gpu=on_gpu), seed=seed, spare=spare,
-        on_gpu=on_gpu,
-    )  # fmt: skip
+        models, tokens, skew=skew, dtype=dtype, seed=seed, spare=spare, device=device
+    )
     names = split_strategy_names(strategies)
     check_samples(samples)
-    _check_graphs(max_load, names, on_gpu=on_gpu)
+    _check_graphs(max_load, names, device=device)
     tp_sizes = split_integers(tp_size, option="tp_size")
-    needs = {"memory_bytes": rank_memory_bytes(num_ranks, device=device), "backward": True}
-    for case, size in product(cases, tp_sizes):
-        check_case_memory(case, ep_size=num_ranks, tp_size=size, **needs)
+    where = {"device": device, "num_ranks": num_ranks}
+    for size in tp_sizes:
+        check_memory(cases, tp_size=size, backward=True, **where)
     case_name = _case_name(cases, tp_sizes, max_load)
-    where = {"device": pick_device(device), "num_ranks": num_ranks}
-    check_output(output, case=case_name, has_chart=case_name == _PLAIN_CASE, **where)
+    has_chart = case_name == _PLAIN_CASE
+    check_output(output, case=case_name, has_chart=has_chart, **where)
     code = launch_ranks(nproc, device=device)
     if code is not None:
         return code
@@ -152,7 +155,7 @@ def layer(
                 on_rows=lambda found, before=tuple(rows): save([*before, *found]),
             )  # fmt: skip
     if world.is_first:
-        if output is not None and case_name == _PLAIN_CASE:
+        if output is not None and has_chart:
             draw_layer_bench(rows, results_path(output, rows[0]).with_suffix(".png"))
         print_rows(layer_table(rows), rows)
     return 0
@@ -174,22 +177,17 @@ def layer_cases(
     tokens: str,
     *,
     skew: str = "balanced",
-    dtype: torch.dtype,
+    dtype: str,
     seed: int = 0,
     spare: int | None = None,
-    on_gpu: bool,
+    device: str,
 ) -> list[LayerCase]:
     """Return one case for each combination of model, number of tokens and load.
 
-    Args:
-        models, tokens: comma-separated, or "default".
-        skew: comma-separated loads, in the syntax of ``parse_load``.
-        dtype, seed, spare: as for ``LayerCase``.
-        on_gpu: whether "default" means models and tokens for GPUs.
-
-    Raises:
-        ValueError: a name, number or load is wrong.
+    Raise ``ValueError`` if a name, number or load is wrong. The arguments are options of commands.
     """
+    on_gpu = pick_device(device).type == "cuda"
+    options = {"dtype": read_dtype(dtype, on_gpu=on_gpu), "seed": seed, "spare": spare}
     check_seed(seed)
     if models == "default":
         models = _BENCH_MODELS if on_gpu else "tiny"
@@ -197,17 +195,22 @@ def layer_cases(
         tokens = "2048,8192" if on_gpu else "512"
     configs = [find_model(name) for name in split_names(models, option="models")]
     loads = split_names(skew, option="skew")
-    for config in configs:
-        for load in loads:
-            parse_load(load, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
+    for config, load in product(configs, loads):
+        parse_load(load, num_experts=config.moe.num_experts, top_k=config.moe.top_k)
+    numbers = split_integers(tokens, option="tokens")
     return [
-        LayerCase(
-            model=config, num_tokens=num_tokens, skew=load, dtype=dtype, seed=seed, spare=spare
-        )
-        for config in configs
-        for num_tokens in split_integers(tokens, option="tokens")
-        for load in loads
+        LayerCase(model=config, num_tokens=num_tokens, skew=load, **options)
+        for config, num_tokens, load in product(configs, numbers, loads)
     ]
+
+
+def check_memory(
+    cases: Sequence[LayerCase], *, num_ranks: int, device: str, tp_size: int = 1, backward: bool
+) -> None:
+    """Raise ``ValueError`` if a layer does not fit the ranks, or the memory of a rank."""
+    limits = {"memory_bytes": rank_memory_bytes(num_ranks, device=device), "backward": backward}
+    for case in cases:
+        check_case_memory(case, ep_size=num_ranks, tp_size=tp_size, **limits)
 
 
 def split_strategy_names(text: str) -> list[str]:
@@ -229,15 +232,118 @@ def _case_name(cases: list[LayerCase], tp_sizes: list[int], max_load: float) -> 
     return "-".join([_PLAIN_CASE, *(name for name, is_so in differs.items() if is_so)])
 
 
-def _check_graphs(max_load: float, strategies: list[str], *, on_gpu: bool) -> None:
-    if max_load and not 1 <= max_load < math.inf:
+def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> None:
+    if not max_load:
+        return
+    if not 1 <= max_load < math.inf:
         raise ValueError(
             f"max_load ({max_load}) must be finite and at least 1, or 0 for no CUDA graphs"
         )
-    if max_load and not on_gpu:
+    if pick_device(device).type != "cuda":
         raise ValueError(f"max_load ({max_load}) must be 0 without a GPU: graphs are CUDA's")
-    if max_load and not any(name.partition(":")[0] in ("fused", "unfused") for name in strategies):
+    if not any(name.partition(":")[0] in ("fused", "unfused") for name in strategies):
         raise ValueError(
             f"max_load ({max_load}) must come with fused or unfused in strategies: others have no "
             "CUDA graphs"
         )
+
+
+def check_output(
+    output: Path | None, *, case: str, device: str, num_ranks: int, has_chart: bool
+) -> None:
+    """Raise ``ValueError`` unless result lines, and perhaps a chart, can be written into a folder.
+
+    The key "case" of the lines is the name of the file; device and ranks name the subfolder.
+    """
+    if output is None:
+        return
+    if has_chart:
+        check_package("matplotlib", extra="plot", option=f"output ({output})")
+    gpu = machine_name(pick_device(device))
+    path = results_path(output, {"gpu": gpu, "num_gpus": num_ranks, "case": case})
+    what = "result lines of halley bench"
+    check_replaceable(path, option="output", what=what, start=b"{", inside=b'"case": ')
+    if has_chart:
+        check_replaceable(path.with_suffix(".png"), option="output", **CHART)
+
+
+@contextmanager
+def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row]], None]]:
+    """Yield a function that saves the result lines so far, so that an interrupt loses one case.
+
+    Only the first rank writes and prints. Without a folder ``output``, the lines are printed if an
+    error or an interrupt ends the block.
+    """
+    rows: list[Row] = []
+
+    def save(found: list[Row]) -> None:
+        rows[:] = found
+        if output is not None and world.is_first and found:
+            write_rows(found, output)
+
+    try:
+        yield save
+    except BaseException:
+        if output is None and world.is_first:
+            _print_json(rows)
+        raise
+
+
+def print_rows(table: Table, rows: list[Row], *, width: int = 140) -> None:
+    """Print a table of result lines, then the lines as JSON.
+
+    The table has ``width`` characters per line if standard output is not a terminal.
+    """
+    Console(width=None if Console().is_terminal else width).print(table)
+    _print_json(rows)
+
+
+def _print_json(rows: list[Row]) -> None:
+    for row in rows:
+        typer.echo(json.dumps(row))
+
+
+def layer_table(rows: list[Row]) -> Table:
+    """Return a table of result lines of the layer benchmark, with times in microseconds."""
+    gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
+    table = Table(
+        title=f"MoE layer on {count} x {gpu}: slowest rank, us",
+        caption="routing +N: placed experts, N spare per rank; /N: N ranks share an expert; "
+        "floor: lower bound (GEMMs or wire alone); hidden: (unfused - fused) / wire; "
+        "error: of the worst tensor; = same bits",
+    )
+    for name in ("model", "tokens", "routing", "pass", "strategy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("median", "p90", "floor", "/ floor", "exposed", "hidden", "MiB", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        median, bound = row["median_us"], row["floor_us"]
+        # For example "zipf:1.2 +1 /2".
+        placed = "" if row.get("spare") is None else f" +{row['spare']}"
+        shared = "" if row["tp_size"] == 1 else f" /{row['tp_size']}"
+        table.add_row(
+            str(row["model"]),
+            str(row["num_tokens"]),
+            f"{row['skew']}{placed}{shared}",
+            "fwd" if row["direction"] == "forward" else "fwd+bwd",
+            f"{row['strategy']} {row['setting'] or ''}".strip(),
+            format_number(median) if median else "[red]wrong",
+            format_number(row["p90_us"]),
+            format_number(bound),
+            f"{to_float(median) / to_float(bound):.2f}" if median else "",
+            format_number(row["exposed_comm_us"]),
+            "" if row.get("hidden") is None else f"{to_float(row['hidden']):.0%}",
+            format_number(row["peak_mib"]),
+            f"{to_float(row['max_rel_err']):.0e}" + ("=" if row["bit_equal"] else " "),
+        )
+    return table
+
+
+def format_ms(duration_us: object) -> str:
+    """Return microseconds as milliseconds with two digits; "" for None."""
+    return "" if duration_us is None else f"{to_float(duration_us) / 1e3:.2f}"
+
+
+def format_number(value: object) -> str:
+    """Return a number without decimals, with commas between thousands; "" for None."""
+    return "" if value is None else f"{to_float(value):,.0f}"

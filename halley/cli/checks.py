@@ -3,7 +3,7 @@
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,21 +15,16 @@ from halley.moe.memory_check import total_memory
 
 
 MAX_PLANNED_RANKS = 65536
+# Arguments of ``check_replaceable`` for a PNG of matplotlib.
+CHART = {"what": "a chart of Halley's", "start": b"\x89PNG\r\n\x1a\n", "inside": b"Matplotlib"}
 
 _MAX_COUNT = 10**6  # samples or steps: more would run for days
 _MAX_SEED = 2**63 // 1_000_003 - 1  # ranks multiply the seed by this factor, in 64 bits
-_PNG = b"\x89PNG\r\n\x1a\n"
 _HEAD_BYTES = 4096
 
 
 def check_package(name: str, *, extra: str, option: str) -> None:
-    """Raise ``ValueError`` with the command to install an optional package, if it is missing.
-
-    Args:
-        name: the package.
-        extra: the extra of halley-moe that installs it.
-        option: the option that needs it, with its value, for the error.
-    """
+    """Raise ``ValueError`` if a package is missing, with the extra of Halley that installs it."""
     if find_spec(name) is None:
         raise ValueError(
             f"{option} must have the package {name}: pip install '.[{extra}]' in a checkout of "
@@ -38,11 +33,7 @@ def check_package(name: str, *, extra: str, option: str) -> None:
 
 
 def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
-    """Return the dtype of that name; "default" is bfloat16 on GPUs and float32 on CPUs.
-
-    Raises:
-        ValueError: the name is neither "default" nor in ``DTYPES``.
-    """
+    """Return the dtype of that name; "default" is bfloat16 on GPUs and float32 on CPUs."""
     if name == "default":
         return torch.bfloat16 if on_gpu else torch.float32
     if name not in DTYPES:
@@ -102,9 +93,7 @@ def check_known(names: Sequence[str], allowed: Sequence[str], *, option: str) ->
 def rank_memory_bytes(num_ranks: int, *, device: str) -> int:
     """Return the memory of this rank's GPU, or on a CPU an equal share of the host's memory.
 
-    Args:
-        num_ranks: ranks of this host; the environment of torchrun overrides it.
-        device: "auto", "cpu" or "cuda".
+    The environment of torchrun overrides ``num_ranks``, the number of ranks of this host.
     """
     place = pick_device(device)
     num_bytes = total_memory(place)
@@ -124,20 +113,17 @@ def check_readable(path: Path, *, option: str) -> None:
 
 
 def check_replaceable(
-    path: Path, *, option: str, is_own: Callable[[bytes], bool], what: str
+    path: Path, *, option: str, what: str, start: bytes = b"", inside: bytes = b""
 ) -> None:
-    """Check that a command may write a file: the file is new, or Halley wrote it.
+    """Raise ``ValueError`` unless a file can be written and is new, or a file of Halley.
 
     Creates the folder of the file. Does not change the file.
 
     Args:
         path: the file that the command writes at its end.
         option: the option of the command line.
-        is_own: returns whether a file with these first bytes is of Halley.
-        what: the content of such files, for the error.
-
-    Raises:
-        ValueError: the file is a folder, cannot be written, or holds something else.
+        what: the content of such files of Halley, for the error.
+        start, inside: bytes at the start of such a file, and bytes among its first 4096.
     """
     head = b""
     try:
@@ -152,20 +138,17 @@ def check_replaceable(
                 file.flush()
     except OSError as error:
         raise ValueError(f"{option} ({path}) must be a file to write: {error.strerror}") from error
-    if head and not is_own(head):
+    if head and not (head.startswith(start) and inside in head):
         raise ValueError(
             f"{option} ({path}) must be a new file or hold {what}: it holds something else"
         )
 
 
-def check_chart(path: Path, *, option: str) -> None:
+def check_chart(path: Path | None, *, option: str) -> None:
     """Raise ``ValueError`` unless a chart can be drawn into a file: a new .png, or an old chart."""
+    if path is None:
+        return
     check_package("matplotlib", extra="plot", option=f"{option} ({path})")
     if path.suffix.lower() != ".png":
         raise ValueError(f"{option} ({path}) must be named .png")
-    check_replaceable(path, option=option, is_own=is_chart, what="a chart of Halley's")
-
-
-def is_chart(head: bytes) -> bool:
-    """Return whether a file with these first bytes is a PNG of matplotlib."""
-    return head.startswith(_PNG) and b"Matplotlib" in head
+    check_replaceable(path, option=option, **CHART)

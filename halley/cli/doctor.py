@@ -6,38 +6,29 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from halley.cli.checks import check_range, rank_memory_bytes, read_dtype
-from halley.cli.ranks import count_ranks, joined, launch_ranks
-from halley.cli.result_rows import step_progress
+from halley.cli.bench import DeviceOption, DtypeOption, check_memory
+from halley.cli.checks import check_range, read_dtype
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.models import find_model
-from halley.distributed.failures import tell_failure
+from halley.distributed.launcher import tell_failure
 from halley.distributed.mesh import build_groups, pick_device
-from halley.tools.candidates import check_case_memory, check_experts
 from halley.tools.choice import LayerChoice, choose_strategy
-from halley.tools.diagnosis import (
-    OPTIONAL_PACKAGES,
-    Device,
-    Link,
-    Machine,
-    StrategyState,
-    examine_machine,
-)
+from halley.tools.diagnosis import OPTIONAL_PACKAGES, Link, Machine, StrategyState, examine_machine
 from halley.tools.layer_case import LayerCase
 
 
-_DEFAULT_TIME_LIMIT_S = 300.0
 _MAX_TIME_LIMIT_S = 10**7  # 116 days; waits of the threading module overflow soon above
 
-# Fields of ``FusedBuffers`` with the text that the table shows.
+# Keys of ``measure_buffers`` with the text that the table shows.
 _BUFFERS = {
     "routing_mib": "flags and routing, symmetric",
     "send_mib": "send buffers, symmetric",
@@ -49,36 +40,21 @@ _BUFFERS = {
 }
 
 
-_ModelOption = Annotated[
-    str | None, typer.Option(help="Name of a model. Ranks start and run an MoE layer of it.")
-]
-_TokensOption = Annotated[
-    int | None, typer.Option(help="Tokens per rank; default: 2048 on GPUs, 512 on CPUs.")
-]
-_DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="bfloat16, float16 or float32; default: bfloat16 on GPUs, float32 on CPUs."),
-]
-_NprocOption = Annotated[
-    int | None,
-    typer.Option(help="Number of ranks to start; default: one per GPU, or 2 without GPUs."),
-]
-_DeviceOption = Annotated[
-    str | None,
-    typer.Option(help="cpu or cuda; auto (default) is cuda if there is a GPU, else cpu."),
-]
-_TimeLimitOption = Annotated[
-    float | None, typer.Option(help="Seconds that the run of the layer may take; default: 300.")
-]
-
-
 def doctor(
-    model: _ModelOption = None,
-    tokens: _TokensOption = None,
-    dtype: _DtypeOption = None,
-    nproc: _NprocOption = None,
-    device: _DeviceOption = None,
-    time_limit: _TimeLimitOption = None,
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Name of a model. Ranks start and run an MoE layer of it."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens per rank; default: 2048 on GPUs, 512 on CPUs.")
+    ] = None,
+    dtype: DtypeOption = "default",
+    nproc: NprocOption = 0,
+    device: DeviceOption = "auto",
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds that the run of the layer may take.")
+    ] = 300,
 ) -> int:
     """Show versions, devices and links, and whether each strategy can run on this machine.
 
@@ -91,57 +67,42 @@ def doctor(
     fails, or if the layer exceeds the time limit.
     """
     if model is None:
-        options = {
-            "tokens": tokens, "dtype": dtype, "nproc": nproc, "device": device,
-            "time_limit": time_limit,
-        }  # fmt: skip
-        for name, value in options.items():
-            if value is not None:
+        for name in ("tokens", "dtype", "nproc", "device", "time_limit"):
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                value = context.params[name]
                 raise ValueError(f"{name} ({value}) must come with a model: add --model")
         machine = examine_machine()
         Console().print(machine_table(machine))
         typer.echo(json.dumps(dataclasses.asdict(machine)))
         return 0 if machine.can_run else 1
-    device = device or "auto"
-    limit_s = _DEFAULT_TIME_LIMIT_S if time_limit is None else time_limit
-    if not 0 < limit_s <= _MAX_TIME_LIMIT_S:
+    if not 0 < time_limit <= _MAX_TIME_LIMIT_S:
         raise ValueError(
-            f"time_limit ({limit_s:g}) must be above 0 and at most {_MAX_TIME_LIMIT_S} s"
+            f"time_limit ({time_limit:g}) must be above 0 and at most {_MAX_TIME_LIMIT_S} s"
         )
-    num_ranks = count_ranks(nproc or 0, device=device)
+    num_ranks = count_ranks(nproc, device=device)
     on_gpu = pick_device(device).type == "cuda"
     case = LayerCase(
         model=find_model(model),
         num_tokens=(2048 if on_gpu else 512) if tokens is None else tokens,
-        dtype=read_dtype(dtype or "default", on_gpu=on_gpu),
+        dtype=read_dtype(dtype, on_gpu=on_gpu),
     )
     check_range(case.num_tokens, 1, option="tokens")
-    check_experts(case, ep_size=num_ranks)
-    memory_bytes = rank_memory_bytes(num_ranks, device=device)
-    check_case_memory(case, ep_size=num_ranks, memory_bytes=memory_bytes)
-    code = launch_ranks(nproc or 0, device=device)
-    return _try_layer(case, device=device, limit_s=limit_s) if code is None else code
+    check_memory([case], num_ranks=num_ranks, device=device, backward=False)
+    code = launch_ranks(nproc, device=device)
+    return _try_layer(case, device=device, limit_s=time_limit) if code is None else code
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
     """Run the layer on this rank; rank 0 prints the machine and the choice of "auto"."""
-    last_text = "waiting for the other ranks"
-
-    def explain() -> str:
-        return (
-            f"{last_text} (model {case.model.name}, {case.num_tokens} tokens a rank): lower "
-            "--tokens, choose a smaller --model or raise --time-limit"
-        )
-
-    with (
-        _time_limit(limit_s, explain=explain),
-        joined(device) as (world, _),
-        step_progress(world) as show,
-    ):
+    texts = ["waiting for the other ranks"]
+    layer = f"(model {case.model.name}, {case.num_tokens} tokens a rank)"
+    advice = "lower --tokens, choose a smaller --model or raise --time-limit"
+    limit = _time_limit(limit_s, explain=lambda: f"{texts[-1]} {layer}: {advice}")
+    with limit, joined(device) as (world, _), step_progress(world) as show:
 
         def on_progress(text: str, done: int, total: int) -> None:
-            nonlocal last_text
-            last_text = text
+            texts.append(text)
             show(text, done, total)
 
         groups = build_groups(0, device_type=world.device.type)
@@ -158,13 +119,9 @@ def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
 
 @contextmanager
 def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]:
-    """End this process with exit code 1 if the block takes longer than a limit.
+    """End this process with exit code 1, and an explanation, if the block exceeds a time limit.
 
     A thread ends the process, because an exception would wait for a running collective or kernel.
-
-    Args:
-        limit_s: seconds.
-        explain: returns the current work of the process, and a way to avoid the limit.
     """
 
     def end() -> None:
@@ -184,44 +141,33 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
 def choice_table(choice: LayerChoice) -> Table:
     """Return a table of the choice of "auto"; a problem with peer memory access is red."""
-    title = f"MoE layer of {choice.model}, forward: {choice.num_tokens} tokens a rank, "
-    table = Table(title=f"{title}{choice.dtype}, ep_size {choice.num_ranks}")
-    for name in ("", "what", "state"):
-        table.add_column(name, overflow="fold")
-    table.add_row("strategy auto", "picks", escape(choice.strategy))
-    for name, time_us in choice.times_us.items():
-        table.add_row("", escape(name), f"{time_us:,.0f} us")
-    table.add_row("", "why", escape(choice.reason))
-    table.add_section()
+    table = _empty_table(
+        f"MoE layer of {choice.model}, forward: {choice.num_tokens} tokens a rank, "
+        f"{choice.dtype}, ep_size {choice.num_ranks}"
+    )
+    times = [(escape(name), f"{time_us:,.0f} us") for name, time_us in choice.times_us.items()]
+    reason = ("why", escape(choice.reason))
+    _add_section(table, "strategy auto", [("picks", escape(choice.strategy)), *times, reason])
     problem = f"[red]no: {escape(choice.access_problem)}[/red]"
-    table.add_row("memory of peers", "addressed", problem if choice.access_problem else "yes")
-    table.add_section()
-    title = "buffers of fused"
-    if choice.buffers is None:
-        table.add_row(title, "", escape(f"not measured: {choice.no_buffers}"))
-        return table
-    for key, text in _BUFFERS.items():
-        table.add_row(title, text, f"{getattr(choice.buffers, key):.3f} MiB")
-        title = ""
-    table.add_section()
-    title = "training with fused"
-    for save, memory in choice.memory.items():
-        saved, peak = memory.saved / 2**20, memory.peak / 2**20
-        table.add_row(
-            title, f"save={save}", f"saves {saved:,.1f} MiB a layer, peak {peak:,.1f} MiB"
-        )
-        title = ""
+    access = problem if choice.access_problem else "yes"
+    _add_section(table, "memory of peers", [("addressed", access)])
+    buffers = [("", escape(f"not measured: {choice.no_buffers}"))]
+    if choice.buffers is not None:
+        buffers = [(text, f"{choice.buffers[key]:.3f} MiB") for key, text in _BUFFERS.items()]
+    _add_section(table, "buffers of fused", buffers)
+    memory: list[tuple[str, str]] = []
+    for save, each in choice.memory.items():
+        saved, peak = each.saved / 2**20, each.peak / 2**20
+        memory.append((f"save={save}", f"saves {saved:,.1f} MiB a layer, peak {peak:,.1f} MiB"))
+    _add_section(table, "training with fused", memory)
     return table
 
 
 def machine_table(machine: Machine) -> Table:
     """Return a table of the facts about a machine; each problem of a strategy is red."""
-    table = Table(title="Halley on this machine")
-    for name in ("", "what", "state"):
-        table.add_column(name, overflow="fold")
     sections = {
         "versions": [(name, version or "-") for name, version in machine.versions.items()],
-        "devices": _devices(machine.devices),
+        "devices": _devices(machine),
         "links": _links(machine.links),
         "backends": [(name, _mark(there)) for name, there in machine.backends.items()],
         "packages": [
@@ -229,30 +175,35 @@ def machine_table(machine: Machine) -> Table:
             for name, version in machine.packages.items()
         ],
     }
+    table = _empty_table("Halley on this machine")
     for section, rows in sections.items():
-        for index, (what, state) in enumerate(rows):
-            table.add_row("" if index else section, escape(what), escape(state))
-        if rows:
-            table.add_section()
-    for index, strategy in enumerate(machine.strategies):
-        title = "" if index else "strategies"
-        table.add_row(title, escape(strategy.name), _strategy(strategy))
-    for index, note in enumerate(machine.notes):
-        if not index:
-            table.add_section()
-        table.add_row("" if index else "notes", "", f"[yellow]{escape(note)}[/yellow]")
+        _add_section(table, section, [(escape(what), escape(state)) for what, state in rows])
+    states = [(escape(each.name), _strategy(each)) for each in machine.strategies]
+    _add_section(table, "strategies", states)
+    notes = [("", f"[yellow]{escape(note)}[/yellow]") for note in machine.notes]
+    _add_section(table, "notes", notes)
     return table
 
 
-def _devices(devices: list[Device]) -> list[tuple[str, str]]:
+def _empty_table(title: str) -> Table:
+    columns = [Column(name, overflow="fold") for name in ("", "what", "state")]
+    return Table(*columns, title=title)
+
+
+def _add_section(table: Table, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    for index, row in enumerate(rows):
+        table.add_row("" if index else title, *row)
+    table.add_section()
+
+
+def _devices(machine: Machine) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
-    for index, device in enumerate(devices):
-        memory = f"{device.memory_bytes / 2**30:.0f} GiB"
-        if device.kind == "cpu":
-            rows.append(("cpu", f"{device.name}, {device.num_cores} cores, {memory}"))
-            continue
-        state = f"{device.name}, {memory}, compute capability {device.compute_capability}"
-        rows.append((f"cuda:{index}", f"{state}, {device.num_cores} SMs"))
+    for index, each in enumerate(machine.devices):
+        memory = f"{each.memory_bytes / 2**30:.0f} GiB"
+        on_gpu = f"{memory}, compute capability {each.compute_capability}, {each.num_cores} SMs"
+        is_cpu = each.kind == "cpu"
+        state = f"{each.num_cores} cores, {memory}" if is_cpu else on_gpu
+        rows.append(("cpu" if is_cpu else f"cuda:{index}", f"{each.name}, {state}"))
     return rows
 
 
@@ -261,18 +212,14 @@ def _links(links: list[Link]) -> list[tuple[str, str]]:
     pairs: dict[str, list[str]] = defaultdict(list)
     for link in links:
         access = f"peer access {_mark(link.peer_access)}"
-        pairs[f"{link.kind}, {access}" if link.kind else access].append(
-            f"{link.first}-{link.second}"
-        )
-    return [
-        ("all pairs" if len(pairs) == 1 else " ".join(among), state)
-        for state, among in pairs.items()
-    ]
+        state = f"{link.kind}, {access}" if link.kind else access
+        pairs[state].append(f"{link.first}-{link.second}")
+    names = ["all pairs"] if len(pairs) == 1 else [" ".join(among) for among in pairs.values()]
+    return list(zip(names, pairs, strict=True))
 
 
 def _strategy(strategy: StrategyState) -> str:
-    color = "red" if strategy.problems else "green"
-    state = "cannot run" if strategy.problems else "can run"
+    color, state = ("red", "cannot run") if strategy.problems else ("green", "can run")
     needs = ", ".join(f"{name} {_mark(there)}" for name, there in strategy.needs.items())
     lines = [f"[{color}]{state}[/{color}]: {escape(needs)}"]
     lines += [f"[red]{escape(problem)}[/red]" for problem in strategy.problems]

@@ -1,25 +1,122 @@
-"""Define the ``halley`` command, run a subcommand, and print an error as one line."""
+"""Define the ``halley`` command, run a subcommand or a script, print an error as one line."""
 
 import contextlib
 import difflib
 import os
+import runpy
 import sys
 import traceback
 import warnings
-from typing import TextIO, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, cast
 
 import typer
 
-from halley.cli import bench, doctor, plan, run, trace, train, tune
-from halley.cli.ranks import COMMAND
-from halley.distributed.failures import tell_failure
-from halley.distributed.launcher import READER_GONE, USER_ERROR
+from halley.cli import balance, bench, doctor, plan, train, tune
+from halley.cli.checks import check_package
+from halley.cli.ranks import COMMAND, NprocOption, launch_ranks
+from halley.distributed.launcher import READER_GONE, USER_ERROR, tell_failure
 from halley.distributed.mesh import is_launched
+from halley.strategies.registry import STRATEGIES, check_strategy
 
 
 INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
 _KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}  # pydantic's names of errors
 _MIN_SIMILARITY = 0.8  # difflib ratio: do not suggest --seed for --nonsense
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A Python script with its arguments, which runs after the command line has been parsed."""
+
+    path: Path
+    arguments: list[str]
+
+    def run(self) -> int:
+        """Run the script in this process; return the exit code that ``python script.py`` has.
+
+        Tracebacks begin in the script. If ``halley`` started several ranks, ranks with the same
+        error print it once.
+        """
+        sys.argv = [str(self.path), *self.arguments]
+        sys.path.insert(0, str(self.path.resolve().parent))
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        except SystemExit as error:
+            if not is_launched() or isinstance(error.code, int | None):
+                raise
+            tell_failure(str(error.code), error=error)
+        except Exception as error:
+            first = error.__traceback__
+            while first is not None and first.tb_frame.f_code.co_filename != str(self.path):
+                first = first.tb_next
+            error.__traceback__ = first or error.__traceback__
+            if is_launched():
+                text = "".join(traceback.format_exception_only(error))
+                tell_failure(text, error=error, details="".join(traceback.format_exception(error)))
+            else:
+                sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            return 0
+        return 1
+
+
+def check_script(path: Path) -> None:
+    """Raise ``ValueError`` if a file cannot be read or is not valid Python."""
+    try:
+        source = path.read_bytes()
+    except (OSError, ValueError) as error:  # a NUL byte in a path is a ValueError
+        problem = getattr(error, "strerror", None) or error
+        raise ValueError(f"script ({path}) must be a readable file: {problem}") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run of the script repeats these warnings
+            compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"script ({path}) must be Python: {error}") from error
+
+
+def run(
+    script: Annotated[
+        Path, typer.Argument(help="Python file to run. All words after it are its arguments.")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", hidden=True)] = None,
+    strategy: Annotated[
+        str, typer.Option(help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}.")
+    ] = "auto",
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Raise an error if Halley cannot run the experts of a layer. By default, "
+            "transformers runs them.",
+        ),
+    ] = False,
+    nproc: NprocOption = 1,
+) -> int | Script:
+    """Run a Python script that uses transformers; Halley runs the experts of its models.
+
+    Halley runs the experts of models that the script loads with expert parallelism and without
+    another experts implementation.
+
+    Options of halley must come before the script. With torchrun, the command is
+    `torchrun --nproc-per-node 8 -m halley.cli run train.py`.
+    """
+    check_script(script)
+    check_strategy(strategy)
+    check_package("transformers", extra="hf", option="halley run")
+    code = launch_ranks(nproc, device="auto")
+    if code is not None:
+        return code
+    # Imported here, because the import of transformers takes seconds.
+    from halley.integrations.transformers import enable
+
+    description = enable(strategy=strategy, strict=strict)
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"halley: {description}", err=True)
+    return Script(path=script, arguments=arguments or [])
+
 
 app = typer.Typer(
     name="halley",
@@ -32,13 +129,19 @@ app = typer.Typer(
 )
 app.command("train")(train.run)
 app.add_typer(bench.app, name="bench")
-app.add_typer(plan.app, name="plan")
-app.command("trace")(trace.trace)
+plans = typer.Typer(
+    help="Predict training steps and plan the placement of experts, without ranks or GPUs.",
+    no_args_is_help=True,
+)
+plans.command("balance")(balance.balance)
+plans.command("graph")(plan.graph)
+app.add_typer(plans, name="plan")
+app.command("trace")(train.trace)
 app.command("export")(train.export)
 app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 # Without interspersed arguments, all words after the script's path are arguments of the script.
-app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+app.command("run", context_settings={"allow_interspersed_args": False})(run)
 
 
 def main(
@@ -70,10 +173,13 @@ def main(
         _discard_output()
         return READER_GONE
     except Exception as error:
-        if not _can_flush() and isinstance(error, OSError):
-            _discard_output()
+        if isinstance(error, OSError):
+            try:
+                _flush_output()
+            except OSError:  # for example a full disk
+                _discard_output()
         return _report(error, details=traceback.format_exc() if debug else "")
-    if isinstance(code, run.Script):
+    if isinstance(code, Script):
         return code.run()  # Outside of the try: Python reports errors and warnings of a script.
     if code == INTERRUPTED and not is_launched():
         sys.stderr.write("halley: interrupted\n")
@@ -85,10 +191,9 @@ def _remove_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
     After ``run``, all arguments may belong to a script, so a --debug there is not removed.
     """
-    is_word = [argument != "--debug" for argument in arguments]
-    first = is_word.index(True) if any(is_word) else len(arguments)
-    end = first if arguments[first : first + 1] == ["run"] else len(arguments)
-    own = [argument for argument in arguments[:end] if argument != "--debug"]
+    command = next((word for word in arguments if word != "--debug"), "")
+    end = arguments.index("run") if command == "run" else len(arguments)
+    own = [word for word in arguments[:end] if word != "--debug"]
     return [*own, *arguments[end:]], len(own) < end
 
 
@@ -112,13 +217,11 @@ def _check_arguments(arguments: list[str]) -> None:
 def _report(error: Exception, *, details: str) -> int:
     """Print ``details``, then the error as one line; return the exit code."""
     usage = _usage_text(error)
-    if usage is not None or isinstance(error, ValueError):
-        text = str(error) if usage is None else usage
-        if text:  # Empty if typer has already printed the help.
-            tell_failure(text, is_mistake=True, error=error, details=details)
-        return USER_ERROR
-    tell_failure(str(error) or type(error).__name__, error=error, details=details)
-    return 1
+    is_mistake = usage is not None or isinstance(error, ValueError)
+    text = str(error) or type(error).__name__ if usage is None else usage
+    if text:  # Empty if typer has already printed the help.
+        tell_failure(text, is_mistake=is_mistake, error=error, details=details)
+    return USER_ERROR if is_mistake else 1
 
 
 def _usage_text(error: Exception) -> str | None:
@@ -142,14 +245,6 @@ def _usage_text(error: Exception) -> str | None:
     return str(text())
 
 
-def _can_flush() -> bool:
-    try:
-        _flush_output()
-    except OSError:  # for example a full disk
-        return False
-    return True
-
-
 def _flush_output() -> None:
     if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None if closed
         sys.stdout.flush()
@@ -164,13 +259,6 @@ def _discard_output() -> None:
         os.close(null)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning as one line, without the place in the code."""
     sys.stderr.write(f"halley: warning: {' '.join(str(message).split())}\n")

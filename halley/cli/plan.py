@@ -1,4 +1,4 @@
-"""``halley plan``: predict a training step with compiler passes, or place experts (balance.py)."""
+"""``halley plan graph``: predict a training step with compiler passes, and choose strategies."""
 
 import dataclasses
 import json
@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from halley.cli.balance import balance
 from halley.cli.checks import (
     MAX_PLANNED_RANKS,
     check_chart,
@@ -21,13 +20,12 @@ from halley.cli.checks import (
     check_replaceable,
     check_samples,
 )
-from halley.cli.ranks import joined, launch_ranks
-from halley.cli.result_rows import shown_progress, step_progress
+from halley.cli.ranks import joined, launch_ranks, step_progress
 from halley.cli.train import ConfigOption, SetOption, check_groups, read_config
 from halley.core.config import RunConfig
 from halley.core.routing import local_experts
-from halley.cost.hardware import Hardware, find_hardware
-from halley.cost.profiles import ProfileTable, find_environment
+from halley.cost.hardware import find_environment, find_hardware
+from halley.cost.profiles import ProfileTable
 from halley.planner.step_plan import (
     StepPlan,
     check_strategies,
@@ -36,31 +34,20 @@ from halley.planner.step_plan import (
     trace_step,
 )
 from halley.strategies.registry import PLANNED, describe_strategies, split_strategies
+from halley.tools.charts import draw_timelines
 from halley.tools.timer import Progress
-from halley.train.compiled_model import check_passes
+from halley.tools.tracing import GraphMeasure, measure_graphs, simulated_step
+from halley.train.step import check_passes
 
 
 if TYPE_CHECKING:
     from halley.compiler import OrderReport
-    from halley.tools.compiled_step import GraphMeasure
 
-app = typer.Typer(
-    help="Predict training steps and plan the placement of experts, without ranks or GPUs.",
-    no_args_is_help=True,
-)
-app.command("balance")(balance)
 _DEVICE = "NVIDIA H200"  # the default of --device
-# MAX_PARTS of halley/compiler/options.py. Importing it would load torch's compiler, for seconds.
-_MAX_PARTS = 8
-_DIRECTIONS = ("forward", "backward")
-
 
 _PassesOption = Annotated[
     str,
-    typer.Option(
-        help="Compiler passes: wgrad (run weight-gradient GEMMs under all-to-alls), partition (run "
-        "segments in microbatches), or both."
-    ),
+    typer.Option(help="Compiler passes: wgrad (run weight-gradient GEMMs under all-to-alls)."),
 ]
 _RanksOption = Annotated[int, typer.Option(help="Number of ranks of the predicted run.")]
 _DeviceOption = Annotated[
@@ -69,9 +56,6 @@ _DeviceOption = Annotated[
 _LinkOption = Annotated[
     float,
     typer.Option(help="Bandwidth out of each device in GB/s; 0: the known one of the device."),
-]
-_NumPartsOption = Annotated[
-    int, typer.Option(help="Microbatches per segment; 0: the number with the least predicted time.")
 ]
 _MemoryMarginOption = Annotated[
     float,
@@ -94,7 +78,6 @@ _FillOption = Annotated[
     bool,
     typer.Option(help="Measure operators without a time on this GPU, and add them to --profiles."),
 ]
-_ExplainOption = Annotated[bool, typer.Option(help="Print why layers do not run in microbatches.")]
 _TimelineOption = Annotated[
     Path | None, typer.Option(help="PNG file for a chart of the simulated step.")
 ]
@@ -106,20 +89,17 @@ _MeasureOption = Annotated[
 ]
 
 
-@app.command()
 def graph(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    passes: _PassesOption = "both",
+    passes: _PassesOption = "wgrad",
     ranks: _RanksOption = 8,
     device: _DeviceOption = _DEVICE,
     link: _LinkOption = 0.0,
-    num_parts: _NumPartsOption = 0,
     memory_margin: _MemoryMarginOption = 0.02,
     peer_access: _PeerAccessOption = True,
     profiles: _ProfilesOption = None,
     fill: _FillOption = False,
-    explain: _ExplainOption = False,
     timeline: _TimelineOption = None,
     measure: _MeasureOption = 0,
 ) -> int:
@@ -129,51 +109,41 @@ def graph(
     Prints tables, then one JSON line.
     """
     run_config = read_config(config, overrides)
-    _check_partition(num_parts, memory_margin)
+    # As ``halley.compiler.options`` does, without loading torch's compiler.
+    if not 0.0 <= memory_margin < math.inf:
+        raise ValueError(f"memory_margin ({memory_margin}) must be finite and at least 0")
     _check(run_config, passes=passes, ranks=ranks, measure=measure, device=device, link=link)
     run_config = _with_passes(run_config, passes, strategy="functional" if measure else PLANNED)
-    if timeline is not None:
-        check_chart(timeline, option="timeline")
-    options: dict[str, Any] = {
-        "passes": passes,
-        "num_parts": num_parts,
-        "memory_margin": memory_margin,
-    }
+    check_chart(timeline, option="timeline")
+    options: dict[str, Any] = {"passes": passes, "memory_margin": memory_margin}
     if measure and (profiles or fill):
         raise ValueError("profiles and fill must be left out with measure, which has its own")
     if not measure:
-        options |= {"num_ranks": ranks, "hardware": _hardware(device, link), "fill": fill}
-        options |= {"profiles": _check_profiles(profiles, fill=fill, device=device)}
-        with shown_progress() as on_progress:
-            strategies, plan = _plan(
-                run_config, options, peer_access=peer_access, on_progress=on_progress
+        hardware = find_hardware(device)
+        if link and not 0.001 <= link < math.inf:
+            raise ValueError(
+                f"link ({link:g}) must be at least 0.001 GB/s, or 0 for the device's own"
             )
-            on_progress("tracing the step as chosen", 0, 0)
+        if link:
+            hardware = dataclasses.replace(hardware, link_bytes_per_s=link * 1e9)
+        options |= {"num_ranks": ranks, "hardware": hardware, "fill": fill}
+        options |= {"profiles": _check_profiles(profiles, fill=fill, device=device)}
+        with step_progress() as show:
+            strategies, plan = _plan(run_config, options, peer_access=peer_access, show=show)
+            show("tracing the step as chosen", 0, 0)
             reports = trace_step(run_config, strategies, **options)
-        _show(reports, explain=explain, timeline=timeline, plan=plan)
+        _show(reports, timeline=timeline, plan=plan)
         return 0
     code = launch_ranks(ranks, device=run_config.device)
     if code is not None:
         return code
-    found = _measure_on_ranks(run_config, options, num_steps=measure)
-    if found is not None:
-        _show(found.reports, explain=explain, timeline=timeline, measured=found)
+    with joined(run_config.device) as (world, _), step_progress(world) as show:
+        found = measure_graphs(
+            run_config, options=options, device=world.device, num_steps=measure, on_progress=show
+        )
+    if world.is_first:
+        _show(found.reports, timeline=timeline, measured=found)
     return 0
-
-
-def _measure_on_ranks(
-    run_config: RunConfig, options: dict[str, Any], *, num_steps: int
-) -> "GraphMeasure | None":
-    """Measure a compiled step on all ranks; return the result on the first rank, else None."""
-    from halley.tools.compiled_step import measure_graphs
-
-    with joined(run_config.device) as (world, _):
-        with step_progress(world) as on_progress:
-            found = measure_graphs(
-                run_config, options=options, device=world.device, num_steps=num_steps,
-                on_progress=on_progress,
-            )  # fmt: skip
-        return found if world.is_first else None
 
 
 def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
@@ -187,18 +157,15 @@ def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
 
 
 def _plan(
-    config: RunConfig, options: dict[str, Any], *, peer_access: bool, on_progress: Progress
+    config: RunConfig, options: dict[str, Any], *, peer_access: bool, show: Progress
 ) -> tuple[tuple[str, ...], StepPlan | None]:
     """Return the strategy of each layer, and the plan unless the user names the strategies."""
     if config.strategy != PLANNED:
         return split_strategies(config.strategy, num_layers=config.model.num_moe_layers), None
-    problems = find_problems(
-        config,
-        hardware=options["hardware"],
-        fused_problem="" if peer_access else "ranks do not address each other's memory",
-    )
+    problem = "" if peer_access else "ranks do not address each other's memory"
+    problems = find_problems(config, hardware=options["hardware"], fused_problem=problem)
     chosen = {name: value for name, value in options.items() if name != "passes"}
-    plan = plan_strategies(config, problems=problems, on_progress=on_progress, **chosen)
+    plan = plan_strategies(config, problems=problems, on_progress=show, **chosen)
     return plan.strategies, plan
 
 
@@ -206,8 +173,8 @@ def _check(
     config: RunConfig, *, passes: str, ranks: int, measure: int, device: str, link: float
 ) -> None:
     """Raise ``ValueError`` if an option has a wrong value, before the model is traced."""
-    if passes not in ("wgrad", "partition", "both"):
-        raise ValueError(f"passes ({passes}) must be one of wgrad, partition, both")
+    if passes != "wgrad":
+        raise ValueError(f"passes ({passes}) must be wgrad")
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
     check_range(ranks, 2, MAX_PLANNED_RANKS, option="ranks")
@@ -219,41 +186,9 @@ def _check(
     if ep_size < 2:
         raise ValueError(f"ep_size ({ep_size}) must be above 1: one rank has no all-to-alls")
     local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
-    if measure:
-        _check_measured(config, device=device, link=link)
-
-
-def _check_partition(num_parts: int, memory_margin: float) -> None:
-    """Check two options as ``halley.compiler.options`` does, without loading torch's compiler."""
-    if num_parts != 0 and not 2 <= num_parts <= _MAX_PARTS:
-        raise ValueError(f"num_parts ({num_parts}) must be 0, or 2 to {_MAX_PARTS}")
-    if not 0.0 <= memory_margin < math.inf:
-        raise ValueError(f"memory_margin ({memory_margin}) must be finite and at least 0")
-
-
-def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
-    """Return the file of measured times, or "" for the tables in the package.
-
-    Raises:
-        ValueError: the file does not exist, or this machine cannot measure for the device.
-    """
-    if not fill:
-        if path is not None:
-            check_readable(path, option="profiles")
-            here = find_environment(torch.device("cpu"), topology="")
-            ProfileTable(path, here, offline=True)  # reads and checks all lines of the file
-        return path or ""
-    if path is None:
-        raise ValueError("fill must come with profiles, the file to fill")
-    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    if not here.startswith(device):
-        raise ValueError(f"fill must run where the GPU ({here}) is the device ({device})")
-    check_replaceable(path, option="profiles", is_own=lambda head: True, what="profiles")
-    return path
-
-
-def _check_measured(config: RunConfig, *, device: str, link: float) -> None:
-    """Raise ``ValueError`` if the options ask for more than --measure can run on this host."""
+    if not measure:
+        return
+    # With --measure, the step runs on this host.
     for name, value, default in (("device", device, _DEVICE), ("link", link, 0.0)):
         if value != default:
             raise ValueError(
@@ -266,75 +201,67 @@ def _check_measured(config: RunConfig, *, device: str, link: float) -> None:
         )
 
 
+def _check_profiles(path: Path | None, *, fill: bool, device: str) -> Path | str:
+    """Return the file of measured times, or "" for the tables in the package."""
+    if not fill:
+        if path is not None:
+            check_readable(path, option="profiles")
+            here = find_environment(torch.device("cpu"), topology="")
+            ProfileTable(path, here, offline=True)  # reads and checks all lines of the file
+        return path or ""
+    if path is None:
+        raise ValueError("fill must come with profiles, the file to fill")
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    if not here.startswith(device):
+        raise ValueError(f"fill must run where the GPU ({here}) is the device ({device})")
+    check_replaceable(path, option="profiles", what="profiles")
+    return path
+
+
 def _show(
     reports: "Sequence[OrderReport]",
     *,
-    explain: bool,
     timeline: Path | None,
     plan: StepPlan | None = None,
-    measured: "GraphMeasure | None" = None,
+    measured: GraphMeasure | None = None,
 ) -> None:
     """Print the tables and the JSON line, and draw the timeline."""
     console = Console(stderr=True)
     found: dict[str, object] = {}
-    for direction, report in zip(_DIRECTIONS, reports, strict=False):
-        console.print(_table(direction, report))
-        if explain:
-            for reason in report.skipped:
-                name, _, why = reason.partition(" ")
-                console.print(f"- {_place(name, report)} {why}", highlight=False, soft_wrap=True)
-        found[direction] = _as_dict(report)
+    for direction, report in zip(("forward", "backward"), reports, strict=False):
+        console.print(_graph_table(direction, report))
+        fields = dataclasses.asdict(dataclasses.replace(report, spans_before=(), spans_after=()))
+        del fields["spans_before"], fields["spans_after"]
+        found[direction] = fields
+    timelines = {
+        "simulated, without passes": simulated_step(reports, passed=False),
+        "simulated, with passes": simulated_step(reports, passed=True),
+    }
     if measured is not None:
+        measured_us, predicted_us = measured.measured_us, measured.predicted_us
+        ratio = predicted_us / measured_us
         console.print(
-            f"a step: {measured.measured_us / 1e3:.2f} ms measured, "
-            f"{measured.predicted_us / 1e3:.2f} ms predicted, "
-            f"predicted / measured {measured.predicted_over_measured:.3f}"
+            f"a step: {measured_us / 1e3:.2f} ms measured, {predicted_us / 1e3:.2f} ms predicted, "
+            f"predicted / measured {ratio:.3f}"
         )
         found["step"] = {
-            "measured_us": measured.measured_us,
-            "predicted_us": measured.predicted_us,
-            "predicted_over_measured": measured.predicted_over_measured,
-        }
+            "measured_us": measured_us, "predicted_us": predicted_us,
+            "predicted_over_measured": ratio,
+        }  # fmt: skip
+        timelines["measured, with passes"] = list(measured.measured)
     if plan is not None:
         found["plan"] = dataclasses.asdict(plan)
         console.print(_plan_table(plan))
         for name, why in plan.problems.items():
             console.print(f"- not {name}: {why}", highlight=False, soft_wrap=True)
     if timeline is not None:
-        _draw(reports, timeline, measured)
+        draw_timelines(timelines, timeline)
     typer.echo(json.dumps(found))
-
-
-def _as_dict(report: "OrderReport") -> dict[str, object]:
-    """Return the fields of a report without the spans of its nodes."""
-    fields = dataclasses.asdict(dataclasses.replace(report, spans_before=(), spans_after=()))
-    return {name: value for name, value in fields.items() if not name.startswith("spans")}
-
-
-def _draw(reports: "Sequence[OrderReport]", path: Path, measured: "GraphMeasure | None") -> None:
-    from halley.tools.compiled_step import simulated_step
-    from halley.tools.timeline_chart import draw_timelines
-
-    timelines = {
-        "simulated, without passes": simulated_step(reports, passed=False),
-        "simulated, with passes": simulated_step(reports, passed=True),
-    }
-    if measured is not None:
-        timelines["measured, with passes"] = list(measured.measured)
-    draw_timelines(timelines, path)
-
-
-def _hardware(device: str, link: float) -> Hardware:
-    hardware = find_hardware(device)
-    if link and not 0.001 <= link < math.inf:
-        raise ValueError(f"link ({link:g}) must be at least 0.001 GB/s, or 0 for the device's own")
-    return dataclasses.replace(hardware, link_bytes_per_s=link * 1e9) if link else hardware
 
 
 def _plan_table(plan: StepPlan) -> Table:
     """Return the predicted step of the chosen strategies, and of each strategy for all layers."""
-    table = Table(title="a step by the strategies of its layers, predicted")
-    table.add_column("strategies")
+    table = Table("strategies", title="a step by the strategies of its layers, predicted")
     table.add_column("step", justify="right", no_wrap=True)
     rows = {f"chosen: {describe_strategies(plan.strategies)}": plan.step_us}
     rows |= {f"all {name}": us for name, us in plan.uniform_us.items()}
@@ -344,8 +271,13 @@ def _plan_table(plan: StepPlan) -> Table:
     return table
 
 
-def _table(direction: str, report: "OrderReport") -> Table:
-    """Return a table of the segments in microbatches and of the GEMMs under all-to-alls."""
+def _graph_table(direction: str, report: "OrderReport") -> Table:
+    """Return a table of the GEMMs under all-to-alls."""
+
+    def place(name: str) -> str:
+        module = report.modules.get(name, "")
+        return f"{name} of {module}" if module else name
+
     before, after = report.time_before, report.time_after
     table = Table(
         title=f"{direction}: {before.makespan_us / 1e3:.2f} ms -> {after.makespan_us / 1e3:.2f} ms",
@@ -356,18 +288,9 @@ def _table(direction: str, report: "OrderReport") -> Table:
             f"{len(report.predicted)} operators were never measured"
         ),
     )
-    table.add_column("what", no_wrap=True)
+    table.add_column("all-to-all", no_wrap=True)
     table.add_column("becomes")
-    for each in report.ranges:
-        gain = f"{each.before_us / 1e3:.2f} ms -> {each.after_us / 1e3:.2f} ms"
-        table.add_row(f"{each.first} to {each.last}", f"{each.num_parts} microbatches, {gain}")
     for exchange, gemms in report.windows.items():
-        hidden = ", ".join(_place(name, report) for name in gemms)
-        table.add_row(_place(exchange, report), f"overlaps {hidden or 'no GEMM'}")
+        hidden = ", ".join(map(place, gemms)) or "no GEMM"
+        table.add_row(place(exchange), f"overlaps {hidden}")
     return table
-
-
-def _place(name: str, report: "OrderReport") -> str:
-    """Return the name of a node, with the name of its module if the report has one."""
-    module = report.modules.get(name, "")
-    return f"{name} of {module}" if module else name

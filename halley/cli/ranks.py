@@ -1,20 +1,27 @@
-"""Start a command on several ranks of this host, and join these ranks."""
+"""Start a command on several ranks of this host, join these ranks, and show their progress."""
 
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress as ProgressBar
 
-from halley.distributed.launcher import default_num_processes, launch
+from halley.distributed.launcher import launch
 from halley.distributed.mesh import World, check_launcher, is_launched, join_world, pick_device
 from halley.distributed.watchdog import Watchdog
+from halley.tools.timer import Progress
 
 
 _MAX_RANKS = 1024
+_LINE_INTERVAL_S = 10.0
 # The Python module that the launcher runs on each rank, then the arguments of the command.
 COMMAND: ContextVar[tuple[str, ...]] = ContextVar("COMMAND")
 
@@ -24,33 +31,22 @@ NprocOption = Annotated[
 
 
 def launch_ranks(nproc: int, *, device: str) -> int | None:
-    """Run this command on ``nproc`` new processes, unless this process is a rank or one is enough.
-
-    Args:
-        nproc: number of ranks; 0 means one rank per GPU, or 2 without GPUs.
-        device: "auto", "cpu" or "cuda".
+    """Run this command on new processes, unless this process is a rank or one is enough.
 
     Returns:
         The exit code of the ranks, or None if the caller must do the work in this process.
-
-    Raises:
-        ValueError: as for ``count_ranks``.
     """
-    check_launcher()
-    if is_launched():
-        return None
     num_processes = count_ranks(nproc, device=device)
-    if num_processes == 1:
+    if is_launched() or num_processes == 1:
         return None
-    return launch(list(COMMAND.get()), num_processes=num_processes)
+    return launch([sys.executable, "-m", *COMMAND.get()], num_processes=num_processes)
 
 
 def count_ranks(nproc: int, *, device: str) -> int:
     """Return the number of ranks on which this command runs.
 
-    Args:
-        nproc: as for ``launch_ranks``. Under torchrun, its environment gives the number instead.
-        device: "auto", "cpu" or "cuda".
+    The number 0 means one rank per GPU, or 2 without GPUs. Under torchrun, its environment gives
+    the number. The device is "auto", "cpu" or "cuda".
 
     Raises:
         ValueError: the device does not exist, or there are fewer GPUs than ranks.
@@ -66,7 +62,7 @@ def count_ranks(nproc: int, *, device: str) -> int:
     if nproc > _MAX_RANKS:
         raise ValueError(f"nproc ({nproc}) must be at most {_MAX_RANKS} on one host")
     num_gpus = torch.cuda.device_count() if on_gpu else 0
-    num_ranks = nproc or (default_num_processes() if on_gpu else 2)
+    num_ranks = nproc or (num_gpus if on_gpu else 2)
     if on_gpu and num_ranks > num_gpus:
         raise ValueError(f"nproc ({num_ranks}) must be at most the number of GPUs ({num_gpus})")
     return num_ranks
@@ -74,17 +70,52 @@ def count_ranks(nproc: int, *, device: str) -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
-    """Join the ranks of this command; yield them, and the watchdog if there are several.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-
-    Raises:
-        RuntimeError: a rank is lost; the message names the rank and the step.
-    """
+    """Join the ranks of this command; yield them, and the watchdog if there are several."""
     with join_world(device) as world:
         if world.store is None:
             yield world, None
             return
         with Watchdog(world.store, rank=world.rank, num_ranks=world.num_ranks) as watchdog:
             yield world, watchdog
+
+
+@contextmanager
+def step_progress(world: World | None = None) -> Iterator[Progress]:
+    """Yield a function that shows a text, the steps done and the total; a total of 0 is unknown.
+
+    Only calls of that function redraw the bar, between samples. A thread that redraws it would hold
+    the global interpreter lock while a sample is timed. Only the first rank of a world shows it.
+    """
+    if world is not None and not world.is_first:
+        yield lambda text, done, total: None
+        return
+    console = Console(stderr=True)
+    if not console.is_interactive:  # a file, a pipe or a terminal that cannot move its cursor
+        yield line_progress()
+        return
+    with ProgressBar(console=console, transient=True, auto_refresh=False) as progress:
+        bar = progress.add_task("", total=None)
+
+        def update(text: str, done: int, total: int) -> None:
+            size = total or None
+            progress.update(bar, description=escape(text), completed=done, total=size, refresh=True)
+
+        yield update
+
+
+def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a function that prints each new text at once, and a repeated one every ten seconds."""
+    texts: set[str] = set()
+    next_s = 0.0
+
+    def update(text: str, done: int, total: int) -> None:
+        nonlocal next_s
+        if text in texts and now_s() < next_s:
+            return
+        texts.add(text)
+        next_s = now_s() + _LINE_INTERVAL_S
+        share = f" ({done} of {total})" if total else ""
+        sys.stderr.write(f"halley: {text}{share}\n")
+        sys.stderr.flush()
+
+    return update

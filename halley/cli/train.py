@@ -1,28 +1,57 @@
-"""``halley train`` and ``halley export``: train a model, and write its weights as safetensors."""
+"""``halley train``, ``trace`` and ``export``: train, profile steps, and write safetensors."""
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from halley.cli.checks import check_package
-from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks
+from halley.cli.bench import StrategiesOption, format_ms, split_strategy_names
+from halley.cli.checks import check_chart, check_package, check_replaceable, check_samples
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.config import RunConfig
 from halley.core.models import load_config
-from halley.core.routing import chunk_sizes, local_experts
-from halley.core.sharding import shard_size
+from halley.core.routing import chunk_sizes, local_experts, shard_size
+from halley.core.timeline import write_chrome_trace
 from halley.core.types import DTYPES
-from halley.ops.expert_gemm import check_alignment
+from halley.ops.expert_rows import check_alignment
 from halley.planner.step_plan import check_strategies
 from halley.strategies.registry import PLANNED, STRATEGIES
+from halley.tools.charts import draw_timelines
+from halley.tools.timer import to_float
 from halley.train.checkpoint import check_writable
-from halley.train.compiled_model import check_passes
+from halley.train.compare import EXPOSED, OTHER, STEP, compare_strategies
+from halley.train.data import check_vocabulary, open_corpus
 from halley.train.hf_export import export_run
-from halley.train.step import check_vocabulary, open_corpus, read_placements
+from halley.train.step import check_passes, read_placements
 from halley.train.trainer import CHECKPOINTS_FOLDER, train
 
+
+_PICTURE = "timeline.png"
+# The parts of a step, in the order in which they run.
+_PARTS = {
+    "attention": "attention with its norm",
+    "ffn": "routers, norms, shared experts",
+    "route": "sort, counts, gather of tokens",
+    "route.wait": "wait: counts of all ranks",
+    "dispatch.wait": "wait: dispatch",
+    "experts": "experts",
+    "combine.wait": "wait: combine",
+    "restore": "weighted sum",
+    "forward": "embedding and head",
+    "loss": "loss",
+    "backward": "backward",
+    "combine.backward.wait": "wait: backward of combine",
+    "dispatch.backward.wait": "wait: backward of dispatch",
+    "replicas.wait": "wait: gradients of replicas",
+    "gradients.wait": "wait: all-reduce of gradients",
+    "optimizer": "clipping and optimizer",
+    OTHER: "other",
+}
 
 ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with the configuration.")]
 SetOption = Annotated[
@@ -97,12 +126,7 @@ def read_config(path: Path | None, overrides: list[str] | None, **options: str |
 
 
 def check_config(config: RunConfig, *, nproc: int) -> None:
-    """Check a configuration before ranks start, so that a mistake gives one message at once.
-
-    Raises:
-        ValueError: a value is invalid, the text is missing, or the experts cannot be divided over
-            the ranks or the chunks.
-    """
+    """Raise ``ValueError`` before ranks start if a value is invalid or the text is missing."""
     check_strategies(config)
     check_passes(config)
     ep_size = check_groups(config, num_ranks=count_ranks(nproc, device=config.device))
@@ -114,38 +138,28 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
         num_local = min(placement.num_local for placement in placements)
     if config.num_chunks:
         chunk_sizes(num_local, config.num_chunks)
-    _check_model(config)
+    model, dtype = config.model, DTYPES[config.train.dtype]
+    check_alignment(model.hidden_size, name="model.hidden_size", dtype=dtype)
+    if tp_size > 1 and model.moe.expert_bias:
+        raise ValueError(
+            f"model.moe.expert_bias (true) must be false with expert_tp_size ({tp_size})"
+        )
+    own_size = shard_size(model.moe.intermediate_size, tp_size=tp_size)
+    check_alignment(own_size, name="model.moe.intermediate_size", dtype=dtype)
+    check_vocabulary(config)
     if config.train.tensorboard:
         check_package("tensorboard", extra="tensorboard", option="train.tensorboard (true)")
     open_corpus(config)
 
 
 def check_groups(config: RunConfig, *, num_ranks: int) -> int:
-    """Return the size of an expert-parallel group.
-
-    Raises:
-        ValueError: ``ep_size`` does not divide the number of ranks, or ``expert_tp_size`` does not
-            divide ``ep_size``.
-    """
+    """Return the size of an expert-parallel group; raise ``ValueError`` if ranks cannot form it."""
     ep_size, tp_size = config.ep_size or num_ranks, config.expert_tp_size
     if num_ranks % ep_size != 0:
         raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({num_ranks})")
     if ep_size % tp_size != 0:
         raise ValueError(f"expert_tp_size ({tp_size}) must divide ep_size ({ep_size})")
     return ep_size
-
-
-def _check_model(config: RunConfig) -> None:
-    model, moe, tp_size = config.model, config.model.moe, config.expert_tp_size
-    dtype = DTYPES[config.train.dtype]
-    check_alignment(model.hidden_size, name="model.hidden_size", dtype=dtype)
-    if tp_size > 1 and moe.expert_bias:
-        raise ValueError(
-            f"model.moe.expert_bias (true) must be false with expert_tp_size ({tp_size})"
-        )
-    own_size = shard_size(moe.intermediate_size, tp_size=tp_size)
-    check_alignment(own_size, name="model.moe.intermediate_size", dtype=dtype)
-    check_vocabulary(config)
 
 
 def export(
@@ -161,3 +175,75 @@ def export(
     written = export_run(run, output)
     typer.echo(json.dumps({"output": str(output)} | dataclasses.asdict(written)))
     return 0
+
+
+def trace(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    strategies: StrategiesOption = "sequential,chunked",
+    steps: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 11,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the traces and the chart; default: trace/ in the output folder of the "
+            "configuration."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text file or folder to train on; default as for train.")
+    ] = None,
+    nproc: NprocOption = 0,
+) -> int:
+    """Profile training steps with each strategy, and draw one step of each.
+
+    Prints a table with the time of each part of a step, then one JSON line. Writes one Chrome trace
+    per strategy (open it in ui.perfetto.dev) and one chart of all strategies. Earlier traces and
+    charts in the folder are replaced.
+    """
+    run_config = read_config(config, overrides, data=data)
+    names = split_strategy_names(strategies)
+    check_samples(steps, option="steps")
+    for name in names:
+        check_config(dataclasses.replace(run_config, strategy=name), nproc=nproc)
+    folder = output or Path(run_config.output) / "trace"
+    check_chart(folder / _PICTURE, option="output")
+    paths = {name: folder / f"trace-{name}.json.gz" for name in names}
+    for path in paths.values():
+        check_replaceable(path, option="output", what="a trace of Halley's", start=b"\x1f\x8b")
+    code = launch_ranks(nproc, device=run_config.device)
+    if code is not None:
+        return code
+
+    with joined(run_config.device) as (world, _), step_progress(world) as on_progress:
+        profiles = compare_strategies(
+            run_config, names, world, num_steps=steps,
+            on_progress=lambda done, total: on_progress("measuring steps", done, total),
+        )  # fmt: skip
+    if world.is_first:
+        for name, path in paths.items():
+            write_chrome_trace(profiles[name].spans, path)
+        draw_timelines({name: each.spans for name, each in profiles.items()}, folder / _PICTURE)
+        parts_us = {name: {EXPOSED: None, **each.parts_us} for name, each in profiles.items()}
+        Console().print(_step_table(parts_us))
+        typer.echo(f"timelines: {folder / _PICTURE}")
+        typer.echo(f"traces:    {folder}/trace-*.json.gz (ui.perfetto.dev opens them)")
+        typer.echo(json.dumps(parts_us))
+    return 0
+
+
+def _step_table(profiles: Mapping[str, Mapping[str, float | None]]) -> Table:
+    """Return a table with a column per strategy, from the microseconds of each part of a step."""
+    table = Table(title="A training step by part: mean of ranks, median of steps, ms")
+    table.add_column("part")
+    for name in profiles:
+        table.add_column(name, justify="right")
+    for part, text in _PARTS.items():
+        if any(part in parts_us for parts_us in profiles.values()):
+            cells = [format_ms(parts_us.get(part, 0.0)) for parts_us in profiles.values()]
+            table.add_row(text, *cells, style="red" if part.endswith(".wait") else None)
+    table.add_section()
+    for part, text in ((STEP, "whole step"), (EXPOSED, "exposed communication")):
+        table.add_row(text, *(format_ms(p[part]) for p in profiles.values()), style="bold")
+    steps_us = [to_float(parts_us[STEP]) for parts_us in profiles.values()]
+    table.add_row("speed", *(f"{steps_us[0] / us:.2f}x" for us in steps_us), style="bold")
+    return table

@@ -1,35 +1,35 @@
 """``halley tune``: find the fastest kernel configuration of fused layers, or show stored ones."""
 
-import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from halley.cli.bench import DeviceOption, DtypeOption, ModelsOption, TokensOption, layer_cases
+from halley.cli.bench import (
+    DeviceOption,
+    DtypeOption,
+    ModelsOption,
+    TokensOption,
+    check_memory,
+    layer_cases,
+    print_rows,
+)
 from halley.cli.checks import (
     check_chart,
     check_known,
     check_readable,
     check_replaceable,
     check_samples,
-    rank_memory_bytes,
-    read_dtype,
     split_names,
 )
-from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks
-from halley.cli.result_rows import step_progress
+from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.distributed.mesh import build_groups, pick_device
-from halley.tools.candidates import check_case_memory
-from halley.tools.layer_case import LayerCase
 
 
 if TYPE_CHECKING:
-    from halley.cost.profiles import Environment
     from halley.fused.config import ConfigTable
 
 
@@ -96,11 +96,10 @@ def tune(
     num_ranks = count_ranks(nproc, device=device)
     file = path or config_path()
     environment = tuning_environment(pick_device(device), num_ranks=num_ranks, tp_size=tp_size)
-    if chart is not None:
-        check_chart(chart, option="chart")
-    for source in merge:
-        check_readable(source, option="merge")
+    check_chart(chart, option="chart")
     if merge:
+        for source in merge:
+            check_readable(source, option="merge")
         merge_tables(merge, file)
     if show or merge:
         _print(ConfigTable(file, environment), chart)
@@ -108,67 +107,40 @@ def tune(
     names = list(SPACE) if settings == "all" else split_names(settings, option="settings")
     check_known(names, list(SPACE), option="settings")
     check_samples(samples)
-    cases = _cases(models, tokens, dtype=dtype, num_ranks=num_ranks, tp_size=tp_size, device=device)
-    _check_table(file, environment)
+    cases = layer_cases(models, tokens, dtype=dtype, device=device)
+    check_memory(cases, num_ranks=num_ranks, device=device, tp_size=tp_size, backward=True)
+    with warnings.catch_warnings(action="ignore"):  # the ranks warn, not this process
+        ConfigTable(file, environment)
+    check_replaceable(file, option="path", what="tuned kernel configurations")
     code = launch_ranks(nproc, device=device)
     if code is not None:
         return code
-
-    with joined(device) as (world, _):
+    with joined(device) as (world, _), step_progress(world) as on_progress:
         groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
         table = ConfigTable(file, environment)
-        with step_progress(world) as on_progress:
-            for case in cases:
-                found = tune_layer(
-                    case, groups=groups, device=world.device, num_samples=samples,
-                    space={name: SPACE[name] for name in names}, on_progress=on_progress,
-                )  # fmt: skip
-                if world.is_first:
-                    table.write(found)
-        if world.is_first:
-            _print(table, chart)
+        for case in cases:
+            found = tune_layer(
+                case, groups=groups, device=world.device, num_samples=samples,
+                space={name: SPACE[name] for name in names}, on_progress=on_progress,
+            )  # fmt: skip
+            if world.is_first:
+                table.write(found)
+    if world.is_first:
+        _print(table, chart)
     return 0
-
-
-def _check_table(file: Path, environment: "Environment") -> None:
-    """Raise ``ValueError`` if the file cannot be read or extended."""
-    from halley.fused.config import ConfigTable
-
-    with warnings.catch_warnings():
-        # A warning about configurations of other machines follows from the ranks.
-        warnings.simplefilter("ignore")
-        ConfigTable(file, environment)
-    check_replaceable(
-        file, option="path", is_own=lambda head: True, what="tuned kernel configurations"
-    )
-
-
-def _cases(
-    models: str, tokens: str, *, dtype: str, num_ranks: int, tp_size: int, device: str
-) -> list[LayerCase]:
-    on_gpu = pick_device(device).type == "cuda"
-    cases = layer_cases(models, tokens, dtype=read_dtype(dtype, on_gpu=on_gpu), on_gpu=on_gpu)
-    memory_bytes = rank_memory_bytes(num_ranks, device=device)
-    for case in cases:
-        check_case_memory(
-            case, ep_size=num_ranks, tp_size=tp_size, memory_bytes=memory_bytes, backward=True
-        )
-    return cases
 
 
 def _print(table: "ConfigTable", chart: Path | None) -> None:
     if chart is not None:
-        from halley.tools.bar_charts import draw_sweeps
+        from halley.tools.charts import draw_sweeps
 
         draw_sweeps(table.found, chart)
-    shown = Table(title=f"{table.path}: {table.environment.device}, {table.environment.topology}")
-    for name in ("hidden", "experts", "top-k", "tokens", "default us", "tuned us", "settings"):
-        shown.add_column(name)
+    names = ("hidden", "experts", "top-k", "tokens", "default us", "tuned us", "settings")
+    title = f"{table.path}: {table.environment.device}, {table.environment.topology}"
+    shown = Table(*names, title=title)
     for each in table.found:
         shape = each.shape
         sizes = (shape.hidden_size, shape.num_experts, shape.top_k, shape.num_tokens)
         times = (f"{each.default_us:.0f}", f"{each.median_us:.0f}")
         shown.add_row(*map(str, sizes), *times, " ".join(each.settings) or "defaults")
-    Console(width=None if Console().is_terminal else 140).print(shown)
-    for each in table.found:
-        typer.echo(json.dumps(asdict(each)))
+    print_rows(shown, [asdict(each) for each in table.found])

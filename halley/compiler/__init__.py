@@ -4,13 +4,12 @@ Start reading in ``pipeline.py``, which lists all changes to a graph in order. `
 the entry points. docs/lancet.md explains the method.
 """
 
-from halley.interpreter import switch as switch  # before Inductor, which imports triton
+from halley import interpreter as interpreter  # before Inductor, which imports triton
 
 
 # isort: split
 from halley.compiler.backend import Backend, register, run
-from halley.compiler.partition.propagation import Batch, Call, Division, Refusal
 from halley.compiler.wgrad.schedule import OrderReport
 
 
-__all__ = ["Backend", "Batch", "Call", "Division", "OrderReport", "Refusal", "register", "run"]
+__all__ = ["Backend", "OrderReport", "register", "run"]

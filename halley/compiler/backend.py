@@ -27,12 +27,11 @@ from halley.compiler.graph_memory import StepPeak
 from halley.compiler.options import Options, parse_options
 from halley.compiler.pipeline import (
     device_of,
-    find_batch_inputs,
     is_backward,
     report_unchanged,
+    reserve_sms,
     run_passes,
 )
-from halley.compiler.reserved_sms import reserve_sms
 from halley.compiler.wgrad.schedule import OrderReport
 
 
@@ -40,12 +39,7 @@ NAME = "halley"
 Compiled = Callable[..., Any]
 
 
-def run(
-    gm: fx.GraphModule,
-    *,
-    options: dict[str, object] | None = None,
-    batch_inputs: Sequence[str] = (),
-) -> OrderReport | None:
+def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> OrderReport | None:
     """Run the passes over a graph of operators, in place; a collective of the graph's groups.
 
     Use it for graphs that come from elsewhere: a training step traced by ``make_fx``, or the
@@ -55,20 +49,15 @@ def run(
         gm: module with functional collectives.
         options: as for the backend. ``inner`` names the compiler that the graph will go to, which
             decides the predicted times.
-        batch_inputs: names of the inputs whose first dimension is the batch. Without any, as for a
-            backward graph, nothing runs in microbatches.
 
     Returns:
         The report of the changes, or None if the graph keeps its order.
 
     Raises:
         RuntimeError: the ranks' collectives differ, or a rank is missing.
-        ValueError: an option or an input is unknown, or the value of an option is not allowed.
+        ValueError: an option is unknown, or its value is not allowed.
     """
-    names = {node.name for node in gm.graph.find_nodes(op="placeholder")}
-    if unknown := sorted(set(batch_inputs) - names):
-        raise ValueError(f"batch_inputs ({', '.join(unknown)}) must be inputs of the graph")
-    report = run_passes(gm.graph, parse_options(options), batch_inputs=batch_inputs)
+    report = run_passes(gm.graph, parse_options(options))
     if report is not None:
         reserve_sms(gm.graph, report.sm_margins)
     gm.recompile()
@@ -114,7 +103,6 @@ class Backend:
         """
         parsed = parse_options(options)
         self._warn_of_graph_break(gm)
-        inputs = _find_inputs(example_inputs)
         hooks = GradientHooks(example_inputs)
         if parsed.inner == "inductor" and not self._plans_only:
             from halley.compiler.inductor import compile_by_inductor
@@ -123,11 +111,10 @@ class Backend:
                 gm,
                 example_inputs,
                 options=parsed,
-                inputs=inputs,
                 hooks=hooks,
                 add_report=self.reports.append,
             )
-        return self._compile_eager(gm, example_inputs, parsed, inputs=inputs, hooks=hooks)
+        return self._compile_eager(gm, example_inputs, parsed, hooks=hooks)
 
     def _compile_eager(
         self,
@@ -135,18 +122,15 @@ class Backend:
         example_inputs: Sequence[Any],
         options: Options,
         *,
-        inputs: Sequence[int],
         hooks: GradientHooks,
     ) -> Compiled:
-        """Compile a graph whose operators run one by one: changes 1 to 9 of ``pipeline.py``."""
+        """Compile a graph whose operators run one by one: the changes of ``pipeline.py``."""
         split = hooks.wrap_split(min_cut_rematerialization_partition)
         step_peak = StepPeak(options.unknown_size, split)
 
         def compile_graph(half: fx.GraphModule, _: Sequence[Any]) -> Compiled:
-            names, backward = find_batch_inputs(half.graph, inputs), is_backward(half.graph)
-            report = run_passes(
-                half.graph, options, batch_inputs=names, step_peak=step_peak.num_bytes
-            )
+            backward = is_backward(half.graph)
+            report = run_passes(half.graph, options, step_peak=step_peak.num_bytes)
             if report is not None:
                 reserve_sms(half.graph, report.sm_margins, in_all=backward and hooks.has_any)
             elif self._plans_only:
@@ -199,17 +183,6 @@ def register() -> Backend:
     if NAME not in list_backends():
         register_backend(BACKEND, name=NAME)  # pyright: ignore[reportArgumentType]
     return BACKEND
-
-
-def _find_inputs(example_inputs: Sequence[Any]) -> list[int]:
-    """Return the positions of tensors that are neither parameters nor buffers."""
-    return [
-        at
-        for at, value in enumerate(example_inputs)
-        if isinstance(value, torch.Tensor)
-        and not isinstance(value, torch.nn.Parameter)
-        and getattr(value, "_dynamo_static_input_type", None) is None
-    ]
 
 
 def _communicates(graph: fx.Graph) -> bool:

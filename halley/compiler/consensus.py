@@ -146,12 +146,7 @@ class Consensus:
 
 
 def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
-    """Return the consensus of a process group.
-
-    Args:
-        group_name: name of the group in functional collectives.
-        timeout_s: time that rank 0 waits for the other ranks, in seconds.
-    """
+    """Return the consensus of a process group; arguments as for ``Consensus``."""
     group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
     return Consensus(
         group.get_group_store(),

@@ -8,20 +8,18 @@ from torch import fx
 
 from halley.compiler.graph_analysis import (
     NodeKind,
-    is_buffer_write,
+    Sizes,
     is_empty,
     is_gemm,
     is_random,
     mutates_arguments,
     node_kind,
+    result_of,
 )
 from halley.compiler.graph_collectives import find_operator, operator_name
-from halley.compiler.sizes import Sizes, result_of
 from halley.cost.hardware import Predictor
 
 
-# Key in ``node.meta`` of a node that prices one microbatch: the node of the full batch.
-FULL_BATCH_NODE = "halley_full_batch_node"
 _TAGS = frozenset({"pointwise", "reduction"})
 _GATHERS = frozenset(
     f"aten::{name}"
@@ -74,16 +72,8 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_concat(node: fx.Node) -> bool:
-    """Return whether a node puts tensors together, by ``cat`` or by a write into a buffer.
-
-    Kernels that Inductor generates write their results directly into the output of such a node.
-    """
-    return operator_name(node) in ("aten::cat", "halley::write_slice")
-
-
-def is_dense_gemm(node: fx.Node) -> bool:
-    """Return whether a node is an ``mm`` or ``addmm``, which can write into a given buffer."""
-    return operator_name(node) in ("aten::addmm", "aten::mm") and not node.kwargs
+    """Return whether a node is ``cat``: kernels of Inductor write their results into its output."""
+    return operator_name(node) == "aten::cat"
 
 
 def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
@@ -172,42 +162,29 @@ def fused_us(
     kernel add the time of their loads only.
 
     Args:
-        node: of the graph, or a copy of one that prices a microbatch. ``meta[FULL_BATCH_NODE]`` of
-            such a copy and of its inputs is the node of the graph.
         boundaries: of the graph. A node without an entry is a kernel alone.
         predictor: rates of the device.
-        sizes: shapes and bytes of results.
     """
     if is_concat(node):
-        copied = _copied_bytes(node, sizes)
+        # The inputs that their kernels do not write in place.
+        inputs = (each for each in node.all_input_nodes if not is_fused(_root(each)))
+        copied = sum(sizes.num_bytes(result_of(each)) for each in inputs)
         return predictor.memory_us(2 * copied) if copied else 0.0
-    full_node = _full_batch(node)
-    boundary = boundaries.get(full_node)
-    second_us = predictor.hardware.split_sum_us if is_split_sum(full_node, sizes) else 0.0
+    boundary = boundaries.get(node)
+    second_us = predictor.hardware.split_sum_us if is_split_sum(node, sizes) else 0.0
     own = sizes.num_bytes(result_of(node))
     moved = 0
-    for full_source, source in {_full_batch(each): each for each in node.all_input_nodes}.items():
-        if boundary is None or full_source in boundary.reads:
+    for source in node.all_input_nodes:
+        if boundary is None or source in boundary.reads:
             # An expanded tensor occupies the bytes of the tensor before ``expand``.
             num_bytes = sizes.num_bytes(result_of(source))
-            num_bytes = min(num_bytes, sizes.num_bytes(result_of(_root(full_source))))
+            num_bytes = min(num_bytes, sizes.num_bytes(result_of(_root(source))))
             # A gather loads only the rows that it returns.
             moved += min(num_bytes, own) if operator_name(node) in _GATHERS else num_bytes
     if boundary is None or boundary.writes:
         kernel_us = 1e6 * (moved + own) / predictor.hardware.fused_bytes_per_s
         return max(kernel_us, predictor.hardware.kernel_us) + second_us
     return 1e6 * moved / predictor.hardware.fused_bytes_per_s + second_us
-
-
-def _copied_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Return the bytes of the inputs of a concat that their kernels do not write in place."""
-    into_buffer = is_buffer_write(node)  # its first input is the buffer
-    return sum(
-        sizes.num_bytes(result_of(source))
-        for source in node.all_input_nodes[into_buffer:]
-        if not is_fused(_root(_full_batch(source)))
-        and not (into_buffer and is_dense_gemm(_full_batch(source)))
-    )
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -217,10 +194,6 @@ def _root(node: fx.Node) -> fx.Node:
             break
         node = node.all_input_nodes[0]
     return node
-
-
-def _full_batch(node: fx.Node) -> fx.Node:
-    return node.meta.get(FULL_BATCH_NODE, node)
 
 
 def _has_tensors(node: fx.Node) -> bool:

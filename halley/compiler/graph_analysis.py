@@ -1,11 +1,14 @@
-"""Classify the nodes of a graph, find their dependencies, and check orders of them."""
+"""The nodes of a graph: kinds, sizes of results, dependencies, and legal orders."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from halley.compiler.graph_collectives import (
     Kind,
@@ -14,7 +17,6 @@ from halley.compiler.graph_collectives import (
     is_wait,
     operator_name,
 )
-from halley.compiler.sizes import result_of
 
 
 class NodeKind(Enum):
@@ -45,7 +47,58 @@ _EMPTY_NAMES = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 )
-_BUFFER_WRITE_NAMES = frozenset({"halley::write_slice", "halley::write_rows"})
+
+
+def result_of(node: fx.Node) -> object:
+    """Return the traced result of a node: tensors without values, a number, or None."""
+    return node.meta.get("val")
+
+
+def without_values() -> FakeTensorMode:
+    """Return a mode that creates tensors without values, whose sizes may depend on data."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+@final
+class Sizes:
+    """Shapes and bytes of results, where some sizes are known only when the graph runs.
+
+    Args:
+        unknown: value to assume for a size that depends on data, the same on all ranks. A sum of
+            such sizes has this value too.
+    """
+
+    def __init__(self, unknown: int) -> None:
+        self._unknown = unknown
+
+    def number(self, size: int | torch.SymInt) -> int:
+        """Return a size as an integer, assumed if it depends on data."""
+        known = _known_size(size)
+        return self._unknown if known is None else known
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a tensor.
+
+        The first size that depends on data is a number of rows. A second one is assumed to be 1: in
+        results of fused layers it counts the few tiles of a row.
+        """
+        shape = cast(Sequence[int | torch.SymInt], tensor.shape)
+        unknown = [at for at, size in enumerate(shape) if _known_size(size) is None]
+        return tuple(1 if at in unknown[1:] else self.number(size) for at, size in enumerate(shape))
+
+    def num_bytes(self, result: object) -> int:
+        """Return the bytes of a result: of a tensor, or of all tensors of a tuple; else 0."""
+        if isinstance(result, torch.Tensor):
+            return result.element_size() * math.prod(self.shape(result))
+        if isinstance(result, tuple | list):
+            return sum(map(self.num_bytes, cast(Sequence[object], result)))
+        return 0
+
+
+def _known_size(size: int | torch.SymInt) -> int | None:
+    """Return a size, as it was in the traced example; None if it depends on data."""
+    known: object = size if isinstance(size, int) else getattr(cast(Any, size).node, "hint", None)
+    return known if isinstance(known, int) else None
 
 
 def is_gemm(node: fx.Node) -> bool:
@@ -129,11 +182,12 @@ class GraphAnalysis:
         """Return the indices of the waits for the collective that a node starts, ascending."""
         return [index for index in self.find(NodeKind.WAIT) if start in self.needs[index]]
 
-    def check_order(self, order: Sequence[int]) -> None:
-        """Check that the graph may run in an order.
+    def find_window(self, start: int) -> range:
+        """Return the indices of the nodes between the start of a collective and its first wait."""
+        return range(start + 1, min(self.find_waits(start), default=start + 1))
 
-        Args:
-            order: indices of nodes.
+    def check_order(self, order: Sequence[int]) -> None:
+        """Check that the graph may run in an order of indices.
 
         Raises:
             RuntimeError: the order does not contain each node once, has a node before one of its
@@ -153,7 +207,7 @@ class GraphAnalysis:
 
 
 def apply_order(graph: fx.Graph, order: Sequence[int]) -> None:
-    """Move the nodes of a graph into a legal order; their operators and arguments stay."""
+    """Move the nodes of a graph into a legal order."""
     nodes = list(graph.nodes)
     cursor = nodes[order[0]]
     for index in order[1:]:
@@ -216,14 +270,6 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
     return found
 
 
-def is_buffer_write(node: fx.Node) -> bool:
-    """Return whether a node writes one microbatch into a buffer of the full batch.
-
-    Readers take the result of the node, not the buffer itself, so that data alone orders them.
-    """
-    return operator_name(node) in _BUFFER_WRITE_NAMES
-
-
 def is_empty(node: fx.Node) -> bool:
     """Return whether a node allocates memory and neither reads nor writes it."""
     return operator_name(node) in _EMPTY_NAMES
@@ -232,9 +278,7 @@ def is_empty(node: fx.Node) -> bool:
 def mutates_arguments(node: fx.Node) -> bool:
     """Return whether a node writes to arguments that others may read: data does not order it."""
     operator = find_operator(node)
-    if operator is None or is_buffer_write(node):
-        return False
-    return operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    return operator is not None and operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 
 
 def is_random(node: fx.Node) -> bool:

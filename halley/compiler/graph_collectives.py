@@ -1,7 +1,7 @@
 """Find the collectives of a graph, and describe them so that ranks can compare their graphs."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -129,13 +129,8 @@ class Signature:
     structure: str
 
 
-def signature(graph: fx.Graph, batch_inputs: Collection[str] = ()) -> Signature:
-    """Return the signature of a graph.
-
-    Args:
-        graph: of operators.
-        batch_inputs: names of inputs whose sizes are part of the structure, because a plan that
-            divides the batch depends on them.
+def signature(graph: fx.Graph) -> Signature:
+    """Return the signature of a graph of operators.
 
     The numbers of rows that ranks send and receive may differ. Of an all-to-all, only dtype and row
     shape are compared. Groups are numbered by first use: a group's name may differ between ranks.
@@ -146,8 +141,7 @@ def signature(graph: fx.Graph, batch_inputs: Collection[str] = ()) -> Signature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         inputs = ",".join(str(position[source]) for source in node.all_input_nodes)
-        sizes = _operand(node) if node.name in batch_inputs else ""
-        digest.update(f"{node.op} {_target(node)} {inputs} {sizes}\n".encode())
+        digest.update(f"{node.op} {_target(node)} {inputs}\n".encode())
         if kind := collective_kind(node):
             group = groups.get(group_of(node) or "")
             # Of an all-to-all or all-gather, the number of rows may differ between ranks.

@@ -1,13 +1,12 @@
 """Count the live bytes of a graph in a given order, and the peak of a training step."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 from torch import fx
 
 from halley.compiler.fusion import find_boundaries, inside_kernels
-from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_buffer_write
-from halley.compiler.sizes import Sizes, result_of
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, Sizes, result_of
 
 
 @final
@@ -54,9 +53,6 @@ class LiveBytes:
             elif kind is NodeKind.VIEW or node in inside:
                 held.append(read)
                 continue
-            elif is_buffer_write(node):
-                held.append(held[position[cast(fx.Node, node.args[0])]])
-                continue
             else:
                 held.append({index})
             # aot_autograd calls inputs that the caller owns "primals".
@@ -64,11 +60,9 @@ class LiveBytes:
             if kind not in (NodeKind.WAIT, NodeKind.OUTPUT) and not is_owned:
                 self.num_bytes[index] = sizes.num_bytes(result_of(node))
 
-    def peak(self, order: Sequence[int]) -> tuple[int, int]:
-        """Return the most live bytes, and the first position in ``order`` that has them."""
-        alive = self.alive(order)
-        peak = max(alive, default=0)
-        return peak, alive.index(peak) if peak else 0
+    def peak(self, order: Sequence[int]) -> int:
+        """Return the most live bytes in an order of nodes."""
+        return max(self.alive(order), default=0)
 
     def alive(self, order: Sequence[int]) -> list[int]:
         """Return the live bytes while each node of ``order`` runs."""
@@ -109,11 +103,7 @@ class StepPeak:
     """
 
     def __init__(
-        self,
-        unknown_size: int,
-        divide: Callable[..., Halves],
-        *,
-        fuses: bool = False,
+        self, unknown_size: int, divide: Callable[..., Halves], *, fuses: bool = False
     ) -> None:
         self.num_bytes = 0
         self._unknown_size = unknown_size
@@ -128,6 +118,5 @@ class StepPeak:
             analysis = GraphAnalysis(half.graph)
             boundaries = find_boundaries(half.graph, sizes) if self._fuses else {}
             live = LiveBytes(analysis, sizes, inside=inside_kernels(boundaries))
-            peak, _ = live.peak(range(len(analysis.nodes)))
-            self.num_bytes = max(self.num_bytes, peak)
+            self.num_bytes = max(self.num_bytes, live.peak(range(len(analysis.nodes))))
         return halves

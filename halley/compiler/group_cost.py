@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import (
 )
 
 from halley.compiler.consensus import Consensus
+from halley.compiler.graph_analysis import Sizes
 from halley.compiler.graph_collectives import ALL_TO_ALL, group_of, operator_name
 from halley.compiler.node_cost import exchanged_bytes
-from halley.compiler.sizes import Sizes
 from halley.cost.profiles import Curve, ProfileTable, Work, measure_contention, measure_curve
 from halley.cost.simulate import Contention
 from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout

@@ -21,65 +21,19 @@ from halley.compiler.graph_analysis import GraphAnalysis, is_gemm
 from halley.compiler.graph_collectives import operator_name
 from halley.compiler.graph_memory import Halves, StepPeak
 from halley.compiler.options import Options
-from halley.compiler.pipeline import find_batch_inputs, is_backward, run_passes
-from halley.compiler.reserved_sms import reserve_sms
-from halley.compiler.sizes import Sizes
+from halley.compiler.pipeline import is_backward, reserve_sms, run_passes
 from halley.compiler.wgrad.schedule import OrderReport
-from halley.compiler.writes import lower_writes
 from halley.ops.library import DECOMPOSITIONS
 
 
-def order_kernels(nodes: list[Any]) -> list[Any]:
-    """Sort kernels by the last graph node that each computes, after the kernels they depend on.
-
-    Inductor sorts a fused kernel by its first node. It may fuse nodes that are far apart, such as
-    token counts with the end of the loss that reads them. The kernel of the loss would then come
-    first, and all kernels that it depends on before the in-place concats, which nothing waits for.
-    The concats would run after forward instead of under its all-to-alls.
-
-    Args:
-        nodes: of Inductor's scheduler, as its ``_post_fusion_custom_pass`` receives them.
-
-    Returns:
-        The same kernels. Each comes after those whose results it reads, and after the allocation of
-        a buffer that it writes to: torch 2.11 does not record the latter for fused kernels.
-    """
-    makers = {name: node for node in nodes for name in node.get_buffer_names()}
-    needs = {node: [makers[name] for name in _needs(node) if name in makers] for node in nodes}
-    order: dict[Any, None] = {}
-    for node in sorted(nodes, key=_last_place):
-        stack = [node]
-        while stack:
-            missing = [need for need in needs[stack[-1]] if need not in order]
-            if missing:
-                stack.append(min(missing, key=_last_place))
-            else:
-                order[stack.pop()] = None
-    return list(order)
-
-
-def _needs(node: Any) -> set[str]:
-    """Return the names of buffers that a kernel reads, or writes to without allocating them."""
-    own = set(node.get_buffer_names())
-    changed = {node.scheduler.mutation_real_name.get(name) for name in own}
-    return ({need.name for need in node.unmet_dependencies} | changed) - own
-
-
-def _last_place(node: Any) -> int:
-    return node.max_order
-
-
 def decompose(graph: fx.Graph) -> None:
-    """Replace Halley's operators on a GPU by the ATen operators that they consist of.
+    """Replace Halley's operators on a GPU by the ATen operators that they consist of, in place.
 
     Inductor can then fuse them with other operators, and calls kernels instead of operators that
     are written in Python. Operators on a CPU stay: there, the expert GEMM reads group sizes.
-
-    Args:
-        graph: of operators with fake tensors; changed in place.
     """
     for node in list(graph.nodes):
-        run = DECOMPOSITIONS.get(operator_name(node) or "")
+        run = DECOMPOSITIONS.get(operator_name(node))
         if run is not None and _is_on_gpu(node) and (_is_traceable_gemm(node) or not is_gemm(node)):
             _inline(node, run)
     graph.lint()
@@ -145,34 +99,26 @@ def compile_by_inductor(
     example_inputs: Sequence[Any],
     *,
     options: Options,
-    inputs: Sequence[int],
     hooks: GradientHooks,
     add_report: Callable[[OrderReport], None],
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor, with the passes as a step of it.
 
-    Args:
-        gm: graph of Dynamo.
-        example_inputs: of the graph.
-        options: of the passes.
-        inputs: positions of the inputs that may have the batch as first dimension.
-        hooks: gradient-ready hooks of the graph's parameters.
-        add_report: called with the report of each graph that the passes change.
+    ``add_report`` is called with the report of each graph that the passes change.
 
     Raises:
         RuntimeError: Inductor's configuration has a custom pass already where Halley sets its own.
     """
-    for name in ("post_grad_custom_post_pass", "_post_fusion_custom_pass"):
-        if getattr(config, name) is not None:
-            raise RuntimeError(f"torch._inductor.config.{name} must be None: halley sets it")
+    name = "post_grad_custom_post_pass"
+    if getattr(config, name) is not None:
+        raise RuntimeError(f"torch._inductor.config.{name} must be None: halley sets it")
     split = config.custom_partitioner_fn or min_cut_rematerialization_partition
     step_peak = StepPeak(options.unknown_size, hooks.wrap_split(split), fuses=True)
     patches: dict[str, Any] = {
         "post_grad_custom_post_pass": InductorPass(
-            options, inputs=inputs, step_peak=step_peak, hooks=hooks, add_report=add_report
+            options, step_peak=step_peak, hooks=hooks, add_report=add_report
         ),
         "custom_partitioner_fn": _Partitioner(step_peak),
-        "_post_fusion_custom_pass": order_kernels,
     }
     if config.cpp_wrapper:
         patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
@@ -187,11 +133,7 @@ def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
     Autograd records nothing inside a compiled graph. For collectives and Halley's operators that
     key runs Python code, which takes the host as long as a kernel.
     """
-    reorders = config.reorder_for_peak_memory
-    try:
-        compiled = compile_fx_inner(*args, **kwargs)
-    finally:
-        config.reorder_for_peak_memory = reorders  # InductorPass may have set it
+    compiled = compile_fx_inner(*args, **kwargs)
     if isinstance(compiled, CompiledFxGraph) and (run := compiled.current_callable):
 
         def call(inputs: Sequence[Any]) -> Any:
@@ -217,46 +159,33 @@ class _UncachedPass(CustomGraphPass):
 class InductorPass(_UncachedPass):
     """Runs the passes over the last graph that Inductor lowers to kernels.
 
-    Args:
-        options: of the passes.
-        inputs: positions of the forward inputs that may have the batch as first dimension.
-        step_peak: has counted the live bytes of the step when the joint graph was split.
-        hooks: gradient-ready hooks of the graph's parameters.
-        add_report: called with the report of each graph that the passes change.
+    ``step_peak`` has counted the live bytes of the step when the joint graph was split.
     """
 
     def __init__(
         self,
         options: Options,
         *,
-        inputs: Sequence[int],
         step_peak: StepPeak,
         hooks: GradientHooks,
         add_report: Callable[[OrderReport], None],
     ) -> None:
         self._options = options
-        self._inputs = inputs
         self._step_peak = step_peak
         self._hooks = hooks
         self._add_report = add_report
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Make changes 2 to 9 of ``pipeline.py`` to a forward or backward graph."""
-        names, backward = find_batch_inputs(graph, self._inputs), is_backward(graph)
-        step_peak = self._step_peak.num_bytes
-        report = run_passes(graph, self._options, batch_inputs=names, step_peak=step_peak)
-        decompose(graph)  # change 5
+        """Make changes 2 to 7 of ``pipeline.py`` to a forward or backward graph."""
+        backward = is_backward(graph)
+        report = run_passes(graph, self._options, step_peak=self._step_peak.num_bytes)
+        decompose(graph)  # change 4
         if report is not None:
-            control_dependencies = find_control_dependencies(graph)
-            lower_writes(graph, Sizes(self._options.unknown_size))  # change 6
-            reserve_sms(graph, report.sm_margins, in_all=backward and self._hooks.has_any)  # 7
-            add_control_dependencies(graph, control_dependencies)  # change 8
-            if report.ranges:
-                # The plan has counted live bytes, and Inductor's reordering would undo the overlap.
-                config.reorder_for_peak_memory = False
+            reserve_sms(graph, report.sm_margins, in_all=backward and self._hooks.has_any)  # 5
+            add_control_dependencies(graph)  # change 6
             self._add_report(report)
         if backward:
-            self._hooks.insert(graph)  # change 9
+            self._hooks.insert(graph)  # change 7
 
 
 @final
@@ -284,46 +213,21 @@ class _Partitioner(CustomPartitionerFn):
         return None
 
 
-ControlDependencies = dict[fx.Node, OrderedSet[fx.Node]]  # by node, those that must run before it
-
-
-def find_control_dependencies(graph: fx.Graph) -> ControlDependencies:
-    """Return the dependencies that keep GEMMs inside the overlap windows of all-to-alls.
+def add_control_dependencies(graph: fx.Graph) -> None:
+    """Keep GEMMs inside the overlap windows of all-to-alls, whatever Inductor's scheduler does.
 
     Each GEMM in a window gets the start of the all-to-all as a dependency, and the wait gets the
-    GEMM. Inductor's scheduler may move all other nodes.
-
-    Args:
-        graph: in its final order, without nodes that write to their arguments.
+    GEMM: operators of torch wrap these nodes and take their dependencies as unused operands. The
+    scheduler may move all other nodes. The graph is in its final order, and changed in place.
     """
     analysis = GraphAnalysis(graph)
-    control_dependencies: ControlDependencies = {}
+    needs: dict[fx.Node, OrderedSet[fx.Node]] = {}
     for start in analysis.find_collectives("all_to_all"):
-        waits = analysis.find_waits(start)
-        if not waits:
-            continue
-        wait = analysis.nodes[min(waits)]
-        for index in range(start + 1, min(waits)):
+        window = analysis.find_window(start)
+        for index in window:
             node = analysis.nodes[index]
             if is_gemm(node) and not analysis.ancestors[index] >> start & 1:
-                control_dependencies.setdefault(node, OrderedSet()).add(analysis.nodes[start])
-                control_dependencies.setdefault(wait, OrderedSet()).add(node)
-    return control_dependencies
-
-
-def add_control_dependencies(graph: fx.Graph, control_dependencies: ControlDependencies) -> None:
-    """Wrap nodes in operators of torch that take their dependencies as unused operands.
-
-    Args:
-        graph: changed in place.
-        control_dependencies: as from ``find_control_dependencies``. Nodes that are no longer in the
-            graph are ignored.
-    """
-    present = set(graph.nodes)
-    kept = {
-        node: OrderedSet(each for each in needs if each in present)
-        for node, needs in control_dependencies.items()
-        if node in present
-    }
-    preserve_node_ordering(graph, {node: needs for node, needs in kept.items() if needs})
+                needs.setdefault(node, OrderedSet()).add(analysis.nodes[start])
+                needs.setdefault(analysis.nodes[window.stop], OrderedSet()).add(node)
+    preserve_node_ordering(graph, needs)
     graph.lint()

@@ -9,9 +9,9 @@ from typing import Any, cast, final
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from halley.compiler.fusion import (
-    FULL_BATCH_NODE,
     Boundary,
     fused_us,
     inside_kernels,
@@ -22,9 +22,10 @@ from halley.compiler.fusion import (
 from halley.compiler.graph_analysis import (
     GraphAnalysis,
     NodeKind,
-    is_buffer_write,
+    Sizes,
     is_empty,
     is_gemm,
+    result_of,
 )
 from halley.compiler.graph_collectives import (
     ALL_TO_ALL,
@@ -33,7 +34,6 @@ from halley.compiler.graph_collectives import (
     group_of,
     operator_name,
 )
-from halley.compiler.sizes import Sizes, result_of, with_values
 from halley.cost.hardware import Predictor
 from halley.cost.profiles import Curve, ProfileTable, operation_key
 from halley.cost.simulate import NO_CONTENTION, Operation, Role
@@ -41,7 +41,7 @@ from halley.cost.simulate import NO_CONTENTION, Operation, Role
 
 _INDEX_STEP = 7919  # a prime, so that consecutive indices are far apart in the table
 NodeCost = Callable[[fx.Node], float]
-ROLES: dict[NodeKind, Role] = {
+_ROLES: dict[NodeKind, Role] = {
     NodeKind.INPUT: "free",
     NodeKind.OUTPUT: "free",
     NodeKind.VIEW: "free",
@@ -59,6 +59,8 @@ class ProfiledCost:
     Args:
         predictor: for nodes that are not in the table.
         sizes: shapes and bytes of results.
+        boundaries: of the nodes that Inductor fuses in the graph. Such nodes cost the bytes that
+            cross kernel boundaries, and are never measured. None prices each operator alone.
         table: measured times. None predicts all nodes.
         device: where to measure nodes that are not in the table. None never measures.
         curve_keys: key of the all-to-all curve of each group in the table, by group name. The curve
@@ -67,8 +69,7 @@ class ProfiledCost:
     Attributes:
         predicted: keys of operations that were predicted although a table could have them. Nodes
             that Inductor fuses are not among them.
-        boundaries: of the nodes that Inductor fuses in the current graph. Such nodes cost the bytes
-            that cross kernel boundaries, and are never measured. None prices each operator alone.
+        boundaries: as given.
         measuring_s: seconds spent on measurements.
         contention: of the table, or ``NO_CONTENTION``.
     """
@@ -78,12 +79,13 @@ class ProfiledCost:
         predictor: Predictor,
         *,
         sizes: Sizes,
+        boundaries: Mapping[fx.Node, Boundary] | None = None,
         table: ProfileTable | None = None,
         device: torch.device | None = None,
         curve_keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.predicted: set[str] = set()
-        self.boundaries: Mapping[fx.Node, Boundary] | None = None
+        self.boundaries = boundaries
         self.measuring_s = 0.0
         self.contention = (table and table.contention) or NO_CONTENTION
         self._predictor = predictor
@@ -131,10 +133,9 @@ class ProfiledCost:
             return hardware.collective_us
         if self.boundaries is None or not (is_fused(node) or is_concat(node)):
             return hardware.call_us
-        full_node = node.meta.get(FULL_BATCH_NODE, node)
-        if is_split_sum(full_node, self._sizes):
+        if is_split_sum(node, self._sizes):
             return hardware.call_us
-        boundary = self.boundaries.get(full_node)
+        boundary = self.boundaries.get(node)
         # One node of each kernel writes: the launch of the kernel counts there.
         is_launched = boundary is None or boundary.writes
         return hardware.call_us / 3 if is_launched else 0.0
@@ -156,7 +157,8 @@ class ProfiledCost:
         begin_s = time.perf_counter()
         found = None
         try:
-            with with_values():
+            # Run on real tensors, although a compiler traces without values around this call.
+            with unset_fake_temporarily(), torch.no_grad():
                 args, kwargs = example_arguments(node, device, self._sizes)
                 found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
         # The operator refuses the examples, or memory is full. Raising would block the other ranks,
@@ -170,11 +172,15 @@ class ProfiledCost:
 
 
 def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
-    """Return the nodes of a graph as operations of the simulator, in the order of the graph."""
+    """Return the nodes of a graph as operations of the simulator, in the order of the graph.
+
+    Only ``ProfiledCost`` knows host times. The host enters the graph before the first launch.
+    """
     found: list[Operation] = []
-    begin_us = cost.graph_us if isinstance(cost, ProfiledCost) else 0.0
+    host = cost if isinstance(cost, ProfiledCost) else None
+    begin_us = host.graph_us if host else 0.0
     for node, kind, needs in zip(analysis.nodes, analysis.kinds, analysis.needs, strict=True):
-        role = ROLES[kind]
+        role = _ROLES[kind]
         duration_us = cost(node) if role in ("compute", "start") else 0.0
         found.append(
             Operation(
@@ -182,17 +188,12 @@ def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
                 role=role,
                 duration_us=duration_us,
                 needs=() if kind is NodeKind.OUTPUT else needs,
-                host_us=begin_us + host_us(node, cost) if duration_us else 0.0,
+                host_us=begin_us + host.host_us(node) if host and duration_us else 0.0,
                 is_read=is_read(node),
             )
         )
         begin_us = 0.0 if duration_us else begin_us
     return found
-
-
-def host_us(node: fx.Node, cost: NodeCost) -> float:
-    """Return the host microseconds to launch a node; 0 for a cost without host times."""
-    return cost.host_us(node) if isinstance(cost, ProfiledCost) else 0.0
 
 
 def is_read(node: fx.Node) -> bool:
@@ -236,11 +237,8 @@ def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     kernel_us = predictor.hardware.kernel_us
     if is_empty(node):
         return kernel_us
-    sources = list(map(result_of, node.all_input_nodes))
-    if is_buffer_write(node):  # reads the microbatch and writes as many bytes
-        moved = 2 * sizes.num_bytes(sources[1])
-    else:
-        moved = sum(map(sizes.num_bytes, sources)) + sizes.num_bytes(result_of(node))
+    sources = map(result_of, node.all_input_nodes)
+    moved = sum(map(sizes.num_bytes, sources)) + sizes.num_bytes(result_of(node))
     memory_us = max(predictor.memory_us(moved, num_ops=0), kernel_us)
     if not is_gemm(node) and not _is_attention(node):
         return memory_us

@@ -1,26 +1,20 @@
 """Options of the compiler passes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args
 
-from halley.compiler.partition.propagation import Rule
 from halley.cost.hardware import Hardware
 
 
-# Microbatches of a segment. Lancet has the same limit; in its paper, more than 4 are never best.
-MAX_PARTS = 8
-Passes = Literal["none", "wgrad", "partition", "both"]
+Passes = Literal["none", "wgrad"]
 Inner = Literal["eager", "inductor"]
 _TYPES: dict[str, tuple[type, ...]] = {
     "memory_margin": (float, int),
     "profiles": (str, Path),
     "measure": (bool,),
-    "num_parts": (int,),
-    "rules": (Mapping,),
     "hardware": (Hardware, NoneType),
     "unknown_size": (int,),
     "agree": (bool,),
@@ -33,17 +27,13 @@ class Options:
     """The options of ``torch.compile(model, backend="halley", options={...})``.
 
     Attributes:
-        passes: "wgrad" schedules weight gradients under all-to-alls, "partition" runs segments of
-            forward in microbatches, "both" does both, "none" does neither.
+        passes: "wgrad" schedules weight gradients under all-to-alls, "none" changes no order.
         inner: compiler of the graphs after the passes: "inductor", or "eager", which runs their
             operators one by one.
         memory_margin: share by which the passes may raise the peak memory of the step.
         profiles: file of measured times; "" predicts all times. With ``hardware`` and without
             ``measure``, the times of that device are used, of any versions.
         measure: measure the times that the file lacks: rank 0 operators, all ranks collectives.
-        num_parts: number of microbatches of all segments that can run in microbatches; 0 chooses
-            segments and numbers by their predicted time.
-        rules: how operators run on a microbatch, by ``namespace::name``; added to Halley's rules.
         hardware: device that times are predicted for; None for the device of the graph.
         unknown_size: value for sizes that depend on data, such as the rows that a rank receives.
         agree: let ranks compare their graphs and use the plan of rank 0. Otherwise each rank makes
@@ -56,8 +46,6 @@ class Options:
     memory_margin: float = 0.02
     profiles: str | Path = ""
     measure: bool = False
-    num_parts: int = 0
-    rules: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     hardware: Hardware | None = None
     unknown_size: int = 4096
     agree: bool = True
@@ -82,23 +70,8 @@ class Options:
         for name in ("timeout_s", "unknown_size"):
             if not 0 < (value := getattr(self, name)) < inf:
                 raise ValueError(f"{name} ({value}) must be finite and positive")
-        if self.num_parts != 0 and not 2 <= self.num_parts <= MAX_PARTS:
-            raise ValueError(f"num_parts ({self.num_parts}) must be 0, or 2 to {MAX_PARTS}")
-        for name, rule in self.rules.items():
-            if "::" not in name:
-                raise ValueError(f"rules ({name}) must be named namespace::operator")
-            if not callable(rule):
-                raise ValueError(f"rules[{name}] ({rule!r}) must be a function of a Call")
         if self.measure and not self.profiles:
             raise ValueError("profiles must name a file when measure is set")
-
-    @property
-    def moves_gradients(self) -> bool:
-        return self.passes in ("wgrad", "both")
-
-    @property
-    def divides(self) -> bool:
-        return self.passes in ("partition", "both")
 
 
 def parse_options(values: dict[str, object] | None) -> Options:

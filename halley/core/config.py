@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from halley.core.field_types import check_fields, show_name
 from halley.core.types import MAX_EXPERTS, Activation
+from halley.core.validation import check_fields, show_name
 
 
 _MAX_SIZE = 2**31 - 1  # kernels and dispatch plans index rows with 32-bit integers
@@ -23,16 +23,11 @@ def _require_sizes(config: object, *names: str, least: int = 1, prefix: str = ""
         _require(size <= _MAX_SIZE, prefix + name, size, f"at most {_MAX_SIZE}")
 
 
-def _require_positive(config: object, *names: str, prefix: str = "") -> None:
+def _require_positive(config: object, *names: str, prefix: str = "", or_zero: bool = False) -> None:
     for name in names:
         value: float = getattr(config, name)
-        _require(value > 0, prefix + name, value, "above 0")
-
-
-def _require_not_negative(config: object, *names: str, prefix: str = "") -> None:
-    for name in names:
-        value: float = getattr(config, name)
-        _require(value >= 0, prefix + name, value, "at least 0")
+        is_allowed = value >= 0 if or_zero else value > 0
+        _require(is_allowed, prefix + name, value, "at least 0" if or_zero else "above 0")
 
 
 def _require_between(config: object, name: str, low: int, high: int, *, high_name: str) -> None:
@@ -62,8 +57,7 @@ class RouterConfig:
             ``num_limited_groups`` of ``num_groups`` groups.
         scaling_factor: sigmoid only; multiplies the weights.
         bias_update_rate: sigmoid only; change of the selection bias after each training step.
-        balance_coefficient: coefficient of the load-balancing loss.
-        z_coefficient: coefficient of the z loss.
+        balance_coefficient, z_coefficient: of the load-balancing loss and of the z loss.
     """
 
     kind: Literal["softmax", "sigmoid", "switch", "top2"] = "softmax"
@@ -79,8 +73,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _require_not_negative(self, "capacity_factor", "bias_update_rate")
-        _require_not_negative(self, "balance_coefficient", "z_coefficient")
+        names = ("capacity_factor", "bias_update_rate", "balance_coefficient", "z_coefficient")
+        _require_positive(self, *names, or_zero=True)
         _require_positive(self, "scaling_factor")
         factor = self.capacity_factor
         if self.priority == "weight":
@@ -93,22 +87,15 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The configuration of one MoE layer.
-
-    Attributes:
-        intermediate_size: intermediate size of one expert, F.
-        shared_intermediate_size: intermediate size of all shared experts together; 0 for none.
-        shared_gate: multiply the shared experts' output by a sigmoid gate (Qwen2-MoE).
-        expert_bias: experts have biases (GPT-OSS).
-    """
+    """The configuration of one MoE layer."""
 
     num_experts: int
     top_k: int
-    intermediate_size: int
+    intermediate_size: int  # of one expert, F
     activation: Activation = "swiglu"
-    expert_bias: bool = False
-    shared_intermediate_size: int = 0
-    shared_gate: bool = False
+    expert_bias: bool = False  # experts have biases (GPT-OSS)
+    shared_intermediate_size: int = 0  # of all shared experts together; 0 for none
+    shared_gate: bool = False  # multiply the shared experts' output by a sigmoid gate (Qwen2-MoE)
     router: RouterConfig = RouterConfig()
 
     def __post_init__(self) -> None:
@@ -134,9 +121,8 @@ class ModelConfig:
 
     Attributes:
         name: the named model that the sizes come from.
-        num_dense_layers: the first layers, which have a dense feed-forward network.
-        moe_interval: after these, every ``moe_interval``-th layer is an MoE layer; with 1, all are.
-        dense_intermediate_size: intermediate size of the dense feed-forward networks.
+        moe_interval: after ``num_dense_layers`` dense layers, every ``moe_interval``-th layer is an
+            MoE layer; with 1, all are.
         qk_norm: RMSNorm of queries and keys: per "head" (Qwen3), over all heads ("full", OLMoE)
             or "none".
         hf_family: the Hugging Face architecture with the same equations, or "" if there is none.
@@ -171,8 +157,8 @@ class ModelConfig:
         _require_sizes(self, "head_dim")
         _require_positive(self, "rope_theta", "norm_eps")
         _require_between(self, "num_dense_layers", 0, self.num_layers, high_name="num_layers")
-        size = self.dense_intermediate_size
         if self.num_moe_layers < self.num_layers:
+            size = self.dense_intermediate_size
             _require(size >= 1, "dense_intermediate_size", size, "at least 1 for dense layers")
 
     def is_moe_layer(self, index: int) -> bool:
@@ -182,21 +168,15 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """The number of MoE layers."""
         return (self.num_layers - self.num_dense_layers) // self.moe_interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The training text.
+    """The training text."""
 
-    Attributes:
-        path: a file or folder of text; None for the sources of the Python standard library.
-        seq_len: bytes per sequence.
-    """
-
-    path: str | None = None
-    seq_len: int = 256
+    path: str | None = None  # a file or folder; None for the sources of Python's standard library
+    seq_len: int = 256  # bytes per sequence
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="data.")
@@ -206,29 +186,23 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or plain SGD with linear warm-up, then cosine decay.
-
-    Attributes:
-        warmup_steps: steps over which the learning rate rises from 0.
-        final_fraction: the learning rate after the last step, as a fraction of ``learning_rate``.
-        clip_norm: largest global gradient norm; 0 does not clip.
-    """
+    """AdamW or plain SGD with linear warm-up, then cosine decay."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    final_fraction: float = 0.1
+    warmup_steps: int = 20  # steps over which the learning rate rises from 0
+    final_fraction: float = 0.1  # the last learning rate as a fraction of ``learning_rate``
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip_norm: float = 1.0
+    clip_norm: float = 1.0  # largest global gradient norm; 0 does not clip
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
         _require_positive(self, "learning_rate", "eps", prefix="optimizer.")
         names = ("warmup_steps", "weight_decay", "clip_norm", "final_fraction")
-        _require_not_negative(self, *names, prefix="optimizer.")
+        _require_positive(self, *names, prefix="optimizer.", or_zero=True)
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name}", value, "at least 0 and below 1")
@@ -239,7 +213,6 @@ class TrainConfig:
     """The training loop.
 
     Attributes:
-        num_steps: optimizer steps of the whole run.
         batch_size: sequences in one rank's microbatch.
         num_microbatches: microbatches whose gradients are accumulated per step.
         dtype: dtype of parameters and activations; the optimizer state is always float32.
@@ -248,7 +221,6 @@ class TrainConfig:
         deterministic: give the same bits in every run. On GPUs this selects a slower kernel for
             the gradient of attention, because the usual one adds in varying order.
         log_every: steps between log lines where stderr is not a terminal.
-        tensorboard: also write TensorBoard events.
     """
 
     num_steps: int = 300
@@ -274,22 +246,16 @@ class CheckpointConfig:
     """When checkpoints are written to ``<output>/checkpoints``.
 
     One is also written at the end of a run, and before SIGINT or SIGTERM ends it.
-
-    Attributes:
-        every_minutes: minutes between checkpoints; 0 writes none by time.
-        every_steps: steps between checkpoints; 0 writes none by steps.
-        keep: number of complete checkpoints to keep.
-        resume: resume from the newest complete checkpoint; false refuses a folder that has any.
     """
 
-    every_minutes: float = 10.0
-    every_steps: int = 0
-    keep: int = 2
-    resume: bool = True
+    every_minutes: float = 10.0  # 0 writes none by time
+    every_steps: int = 0  # 0 writes none by steps
+    keep: int = 2  # complete checkpoints
+    resume: bool = True  # from the newest complete one; false refuses a folder that has any
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="checkpoint.")
-        _require_not_negative(self, "every_minutes", prefix="checkpoint.")
+        _require_positive(self, "every_minutes", prefix="checkpoint.", or_zero=True)
         _require_sizes(self, "every_steps", least=0, prefix="checkpoint.")
         _require_sizes(self, "keep", prefix="checkpoint.")
 
@@ -320,7 +286,7 @@ class RunConfig:
     model: ModelConfig
     output: str = "runs/halley"
     strategy: str = "sequential"
-    passes: Literal["none", "wgrad", "partition", "both"] = "none"
+    passes: Literal["none", "wgrad"] = "none"
     profiles: str = "auto"
     num_chunks: int = 0
     max_load: float = 0.0
@@ -350,8 +316,7 @@ class RunConfig:
 def num_even_rows(config: RunConfig) -> int:
     """Return the rows that a rank's experts process in one layer under a balanced load.
 
-    Under a balanced load, a rank receives as many rows as it sends: K for each of its tokens. With
-    ``expert_tp_size`` above 1, each row goes to all ranks that share the expert.
+    A rank then receives as many rows as it sends: K for each token, to all ranks of an expert.
     """
     num_tokens = config.train.batch_size * config.data.seq_len
     return num_tokens * config.model.moe.top_k * config.expert_tp_size

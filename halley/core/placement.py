@@ -14,22 +14,24 @@ from typing import cast
 
 import torch
 
-from halley.core.field_types import build_record, check_fields, check_type, show
-from halley.core.json_file import check_version, read_json
 from halley.core.routing import local_experts
 from halley.core.types import DROPPED, MAX_EXPERTS
+from halley.core.validation import (
+    build_record,
+    check_fields,
+    check_type,
+    check_version,
+    read_json,
+    show,
+)
 
 
-_COUNTS_VERSION = 1
-_MAX_COUNTS_BYTES = 16 * 2**20  # 2**20 counts of 15 digits
-_PLACEMENT_VERSION = 1
-_MAX_PLACEMENT_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas take 13 MB
+_VERSION = 1  # of both kinds of files
+_MAX_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas take 13 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CountsFile:
-    """The content of a file of ``write_counts``."""
-
     version: int
     first_step: int
     last_step: int
@@ -39,17 +41,9 @@ class _CountsFile:
 def write_counts(
     path: Path, counts_ME: Sequence[Sequence[int]], *, first_step: int, last_step: int
 ) -> None:
-    """Write the number of routed slots of each expert of each MoE layer, ``(M, E)``, as JSON.
-
-    Args:
-        first_step, last_step: the training steps that were counted, from 1.
-    """
-    table = {
-        "version": _COUNTS_VERSION,
-        "first_step": first_step,
-        "last_step": last_step,
-        "counts": [list(counts_E) for counts_E in counts_ME],
-    }
+    """Write the number of slots of each expert of each MoE layer in some steps (from 1) as JSON."""
+    steps = {"first_step": first_step, "last_step": last_step}
+    table = {"version": _VERSION, **steps, "counts": [list(counts_E) for counts_E in counts_ME]}
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_text(json.dumps(table) + "\n", encoding="ascii")
     draft.replace(path)  # a rename is atomic: after a crash, the old or the new file is complete
@@ -67,17 +61,15 @@ def read_counts(path: Path) -> list[list[float]]:
             different numbers of experts, or all counts of a layer are 0.
     """
     where = f"counts ({path})"
-    found = read_json(path, what="counts", max_bytes=_MAX_COUNTS_BYTES)
+    found = read_json(path, what="counts", max_bytes=_MAX_BYTES)
     if isinstance(found, dict):
-        table = check_version(cast(object, found), version=_COUNTS_VERSION, where=where)
+        table = check_version(cast(object, found), version=_VERSION, where=where)
         rule = f"{where} must be as halley train writes it:"
         found = build_record(_CountsFile, table, where=rule).counts
     layers = cast(list[object], found) if isinstance(found, list) else []
-    if layers and not any(isinstance(layer, list) for layer in layers):
+    if not any(isinstance(layer, list) for layer in layers):
         layers = [layers]
     if [] in layers or not all(isinstance(layer, list) for layer in layers):
-        layers = []
-    if not layers:
         raise ValueError(f"{where} must be numbers of each expert, or lists of them")
     counts_ME = [
         [_check_number(value, where=where) for value in layer]
@@ -97,32 +89,24 @@ def read_counts(path: Path) -> list[list[float]]:
 def _check_number(value: object, *, where: str) -> float:
     with suppress(ValueError):
         check_type(value, float, name="count")
-        if cast(float, value) >= 0:
-            return cast(float, value)
+        if (number := cast(float, value)) >= 0:
+            return number
     raise ValueError(f"{where} must be numbers of at least 0, and {show(value)} is none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementFile:
-    """The content of a file of ``save_placements``; ``layers[m][w]`` are the experts of rank w."""
-
     version: int
     num_experts: int
-    layers: tuple[tuple[tuple[int, ...], ...], ...]
+    layers: tuple[tuple[tuple[int, ...], ...], ...]  # experts of each rank of each layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlacement:
     """The experts that each rank of an expert-parallel group holds.
 
-    Attributes:
-        num_experts: experts of the layer, E.
-        experts_WL: expert ids of each rank, ascending. Replica ``w * L + l`` is a copy of expert
-            ``experts_WL[w][l]``.
-
-    Raises:
-        ValueError: ranks hold different numbers of experts, or no experts. A rank holds an expert
-            twice, or an unknown expert. Some expert is on no rank.
+    ``experts_WL`` are the expert ids of each rank, ascending. All ranks hold equally many experts,
+    and each expert is on a rank. Replica ``w * L + l`` is a copy of expert ``experts_WL[w][l]``.
     """
 
     num_experts: int
@@ -153,11 +137,7 @@ class ExpertPlacement:
 
     @staticmethod
     def plain(num_experts: int, *, num_ranks: int) -> "ExpertPlacement":
-        """Return the placement without replicas: rank w holds the w-th contiguous range of experts.
-
-        Raises:
-            ValueError: the experts do not divide evenly over the ranks.
-        """
+        """Return the placement without replicas: rank w holds the w-th contiguous range."""
         _check_num_experts(num_experts)
         check_type(num_ranks, int, name="num_ranks")
         num_local = local_experts(num_experts, ep_size=num_ranks)
@@ -171,7 +151,6 @@ class ExpertPlacement:
 
     @property
     def num_local(self) -> int:
-        """Experts of each rank, L."""
         return len(self.experts_WL[0])
 
     def ranks_of(self, expert: int) -> list[int]:
@@ -183,10 +162,6 @@ class ExpertPlacement:
         """The experts that more than one rank holds, ascending."""
         return [e for e in range(self.num_experts) if len(self.ranks_of(e)) > 1]
 
-    def replica_on(self, rank: int, expert: int) -> int:
-        """Return the number of an expert's replica on a rank that holds it."""
-        return rank * self.num_local + self.experts_WL[rank].index(expert)
-
 
 def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each expert, the replicas to which a rank may send its tokens.
@@ -196,16 +171,15 @@ def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Ten
     Returns:
         ``choices_EC``, the replicas of each expert, ``(E + 1, C)`` int64, whose last row is for
         ``DROPPED``; and the number of valid columns of each row, ``(E + 1,)`` int64.
-
-    Example: ranks hold (0, 1), (0, 2), (0, 3). On rank 0, expert 0 has the single choice 0. If
-    rank 0 held (1, 4) instead, expert 0 would have the choices 2 and 4.
     """
     choices: list[list[int]] = []
     for expert in range(placement.num_experts):
         ranks = placement.ranks_of(expert)
-        if rank in ranks:
-            ranks = [rank]
-        choices.append([placement.replica_on(each, expert) for each in ranks])
+        held = [rank] if rank in ranks else ranks
+        local = [placement.experts_WL[each].index(expert) for each in held]
+        choices.append(
+            [each * placement.num_local + i for each, i in zip(held, local, strict=True)]
+        )
     choices.append([DROPPED])
     width = max(map(len, choices))  # shorter rows are padded: a tensor has rows of one length
     padded = [[*row, *row[:1] * (width - len(row))] for row in choices]
@@ -227,7 +201,6 @@ def choose_replicas(
     Args:
         topk_idx_TK: expert ids, or ``DROPPED``, which is returned unchanged.
         choices_EC, num_choices_E: results of ``replica_choices`` for this rank.
-        rank: this rank in the expert-parallel group.
     """
     start_T1 = torch.arange(rank, rank + topk_idx_TK.shape[0], device=topk_idx_TK.device)[:, None]
     # DROPPED is -1, so it selects the last row.
@@ -235,16 +208,10 @@ def choose_replicas(
 
 
 def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
-    """Write the placements of a model's MoE layers, in order of layer, as JSON.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    table = {
-        "version": _PLACEMENT_VERSION,
-        "num_experts": placements[0].num_experts,
-        "layers": [placement.experts_WL for placement in placements],
-    }
+    """Write the placements of a model's MoE layers, in order of layer, as JSON."""
+    layers = [placement.experts_WL for placement in placements]
+    num_experts = placements[0].num_experts
+    table = {"version": _VERSION, "num_experts": num_experts, "layers": layers}
     try:
         path.write_text(json.dumps(table) + "\n", encoding="ascii")
     except OSError as error:
@@ -254,36 +221,29 @@ def save_placements(path: Path, placements: Sequence[ExpertPlacement]) -> None:
 def load_placements(
     path: Path, *, num_experts: int, num_ranks: int, num_layers: int
 ) -> list[ExpertPlacement]:
-    """Read a file of ``save_placements`` and check it against a model and its ranks.
+    """Read a file of ``save_placements``; return one placement per MoE layer of a model.
 
-    Args:
-        num_experts: experts of each MoE layer.
-        num_ranks: ranks of the expert-parallel group.
-        num_layers: MoE layers of the model. If the file has one layer, it is used for all of them.
-
-    Returns:
-        One placement per MoE layer.
+    If the file has one layer, it is used for all ``num_layers`` MoE layers.
 
     Raises:
         ValueError: the file is missing, damaged, of another version, or does not match the sizes.
     """
     where = f"placement ({path})"
-    value = read_json(path, what="placement", max_bytes=_MAX_PLACEMENT_BYTES)
-    table = check_version(value, version=_PLACEMENT_VERSION, where=where)
+    value = read_json(path, what="placement", max_bytes=_MAX_BYTES)
+    table = check_version(value, version=_VERSION, where=where)
     rule = f"{where} must be as halley plan balance writes it:"
     record = build_record(_PlacementFile, table, where=rule)
     if record.num_experts != num_experts:
         raise ValueError(
             f"{where} must be for num_experts {num_experts} and is for {record.num_experts}"
         )
-    layers = record.layers
-    if len(layers) not in (1, num_layers):
+    if len(record.layers) not in (1, num_layers):
         raise ValueError(
             f"{where} must have {num_layers} layers, the model's MoE layers, or one for "
-            f"all of them, and has {len(layers)}"
+            f"all of them, and has {len(record.layers)}"
         )
     placements: list[ExpertPlacement] = []
-    for index, experts_WL in enumerate(layers):
+    for index, experts_WL in enumerate(record.layers):
         try:
             placement = ExpertPlacement(num_experts=num_experts, experts_WL=experts_WL)
         except ValueError as error:

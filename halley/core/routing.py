@@ -1,23 +1,32 @@
-"""Index arithmetic of routing: counts, sort orders and the dispatch plan. No communication."""
+"""Index arithmetic of routing and of tensor parallelism. No communication.
+
+**Routing**: counts, sort orders and the dispatch plan.
+
+**Tensor parallelism**: several ranks share an expert, each with a shard of its weights. A shard is
+a slice of the intermediate size, and is itself an expert. Each token goes to all shards of its
+experts with the same weight. The sum of the shards' outputs is the output of the expert. So a layer
+of E experts, each shared by P ranks, runs as a layer of E * P experts with K * P experts per token.
+
+Source: Megatron-LM (arXiv:1909.08053), section 3, for a network of two matrices.
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from halley.core.types import DROPPED, MAX_EXPERTS, DispatchPlan, Routing
+from halley.core.validation import check_type
 
 
 _BYTE = 256  # number of values of a one-byte key
 
 
 def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:
-    """Check shapes and dtypes of a routing, and on CPUs its expert ids.
+    """Raise a ``ValueError`` for wrong shapes, dtypes or top-k, and on CPUs for wrong expert ids.
 
     The ids are not checked on a GPU, because the host would wait for it, nor inside
     ``torch.compile``, which traces without values.
-
-    Raises:
-        ValueError: a shape or dtype is wrong, top_k is larger than num_experts, or an id belongs
-            to no expert.
     """
     idx, weights = routing.topk_idx_TK, routing.topk_weights_TK
     if idx.ndim != 2 or idx.shape[0] != num_tokens:
@@ -45,11 +54,9 @@ def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> Non
 
 
 def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return the number of experts that each rank holds (or shares), L.
+    """Return the number of experts that each of ``ep_size`` ranks holds, L.
 
-    Args:
-        ep_size: ranks of the expert-parallel group.
-        tp_size: ranks that share each expert (expert tensor parallelism).
+    With a ``tp_size`` above 1, each expert is shared by that many ranks.
 
     Raises:
         ValueError: the experts do not divide evenly over the ranks.
@@ -79,18 +86,14 @@ def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torc
 
 
 def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
-    """Divide the local experts into chunks as evenly as possible; larger chunks come first.
-
-    Raises:
-        ValueError: ``num_chunks`` is below 1 or above the number of local experts.
-    """
+    """Divide the local experts into chunks as evenly as possible; larger chunks come first."""
     if not 1 <= num_chunks <= num_local_experts:
         raise ValueError(
             f"num_chunks ({num_chunks}) must be between 1 and num_local_experts "
             f"({num_local_experts})"
         )
-    quotient, remainder = divmod(num_local_experts, num_chunks)
-    return [quotient + 1] * remainder + [quotient] * (num_chunks - remainder)
+    size, num_larger = divmod(num_local_experts, num_chunks)
+    return [size + 1] * num_larger + [size] * (num_chunks - num_larger)
 
 
 def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +106,7 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     Raises:
         ValueError: there are more than ``MAX_EXPERTS`` experts.
 
-    Example: with idx [[0, 2], [2, 1]] and 4 experts the slots are in the order 0, 3, 1, 2.
+    Example: idx [[0, 2], [2, 1]] gives the slots 0, 3, 1, 2.
     """
     if num_experts > MAX_EXPERTS:
         raise ValueError(
@@ -114,10 +117,10 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
     # The radix sort on a GPU makes one pass per byte of the key, so the narrowest dtype is fastest.
     # As uint8, DROPPED (-1) becomes 255, the largest key.
     if num_experts < _BYTE:
-        keys_N, slots_N = key_N.to(torch.uint8).sort(stable=True)
+        key_N = key_N.to(torch.uint8)
     else:
-        key_N = torch.where(key_N == DROPPED, num_experts, key_N)
-        keys_N, slots_N = key_N.to(torch.int16).sort(stable=True)
+        key_N = torch.where(key_N == DROPPED, num_experts, key_N).to(torch.int16)
+    keys_N, slots_N = key_N.sort(stable=True)
     return keys_N, slots_N
 
 
@@ -126,14 +129,13 @@ def order_by_chunk(
 ) -> torch.Tensor:
     """Reorder slots sorted by expert into the order of chunk, then destination rank, then expert.
 
-    Dropped slots stay last.
+    Dropped slots stay last. Example: with 4 experts, 2 ranks and 2 chunks, experts 0 and 2 are the
+    first chunk.
 
     Args:
         slots_N: slots as ``sort_keys`` returns them.
         starts_E1: their ``expert_starts``, on the host.
         num_chunks: chunks of local experts (``chunk_sizes``), the same on each rank.
-
-    Example: with 4 experts, 2 ranks and 2 chunks, experts 0 and 2 are the first chunk.
     """
     num_local = local_experts(len(starts_E1) - 1, ep_size=ep_size)
     starts = starts_E1.tolist()
@@ -149,38 +151,24 @@ def order_by_chunk(
 def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return the index of each expert's first slot among sorted keys, then the end of the last.
 
-    A binary search finds them, without atomics and without a read by the host.
-
-    Args:
-        keys_N: keys as ``sort_keys`` returns them.
-
-    Returns:
-        ``(E + 1,)`` int64.
-
-    Example: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give [0, 1, 1, 3, 3].
+    A binary search finds them, without atomics and without a read by the host. The result is
+    ``(E + 1,)`` int64: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give [0, 1, 1, 3, 3].
     """
     experts = torch.arange(num_experts + 1, dtype=keys_N.dtype, device=keys_N.device)
     return torch.searchsorted(keys_N, experts)
 
 
 def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> list[DispatchPlan]:
-    """Compute this rank's dispatch plans from the routing table of all ranks.
-
-    Every rank has the same table, so no communication is needed.
+    """Compute this rank's dispatch plans, one for each chunk of the local experts.
 
     Args:
         starts_WE1: ``expert_starts`` of each source rank, ``(W, E + 1)``.
         rank: this rank's index in the expert-parallel group.
-        num_chunks: chunks into which each rank's local experts are divided.
-
-    Returns:
-        One plan per chunk.
 
     Raises:
         ValueError: the experts do not divide over the ranks, or the chunks over the experts.
     """
-    num_ranks, num_experts = starts_WE1.shape[0], starts_WE1.shape[1] - 1
-    num_local = local_experts(num_experts, ep_size=num_ranks)
+    num_local = local_experts(starts_WE1.shape[1] - 1, ep_size=starts_WE1.shape[0])
     own = rank * num_local
     plans: list[DispatchPlan] = []
     start = 0
@@ -203,8 +191,6 @@ def order_by_expert(
     plan: DispatchPlan, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the permutation of a plan's received rows into order of expert, and its inverse.
-
-    Rows arrive sorted by source rank, then by expert, then by token.
 
     Args:
         out: memory for the results, ends first, ``(L + 2 * R,)`` int32; allocated if None.
@@ -232,3 +218,73 @@ def order_by_expert(
     np.add(rows_R, np.repeat(shift_WL, counts_WL.ravel()), out=orders[1], casting="unsafe")
     ends_L[:] = expert_end_LW[:, -1]
     return orders, ends_L
+
+
+def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
+    """Raise a ``ValueError`` unless ``num_ranks`` ranks divide into groups of ``tp_size`` ranks."""
+    check_type(tp_size, int, name="tp_size")
+    if tp_size < 1 or num_ranks % tp_size:
+        rule = f"at least 1 and divide the ranks of the group ({num_ranks})"
+        raise ValueError(f"tp_size ({tp_size}) must be {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedDim:
+    """The dimension of a weight that holds the intermediate size."""
+
+    dim: int  # counted from the end, below 0
+    parts: int  # matrices stacked in it (2 for gate and up); each of them is divided
+
+    def shard(self, weight: torch.Tensor, *, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """Return one shard of a complete weight.
+
+        Example: of gate rows 0 to 3 and up rows 4 to 7, shard 1 of 2 is rows 2, 3, 6, 7.
+        """
+        divided = torch.unflatten(weight, self.dim, (self.parts, tp_size, -1))
+        return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
+
+    def apart(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a view with an own dimension for the stacked matrices; shards are slices of it."""
+        return torch.unflatten(weight, self.dim, (self.parts, -1)) if self.parts > 1 else weight
+
+
+def sharded_dims(*, parts: int) -> tuple[ShardedDim, ShardedDim]:
+    """Return the sharded dimensions of the two stacked weights of experts.
+
+    ``parts`` is 2 if the first weight is gate and up, else 1.
+    """
+    return ShardedDim(dim=-2, parts=parts), ShardedDim(dim=-1, parts=1)
+
+
+def shard_size(intermediate_size: int, *, tp_size: int) -> int:
+    """Return the intermediate size of a shard; raise a ``ValueError`` if it is no integer."""
+    if intermediate_size % tp_size:
+        raise ValueError(
+            f"intermediate_size ({intermediate_size}) must be divisible by tp_size ({tp_size})"
+        )
+    return intermediate_size // tp_size
+
+
+def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routing:
+    """Return the routing to the shards of the experts, differentiable in the weights.
+
+    Ranks ``[g * tp_size, (g + 1) * tp_size)`` share experts ``[g * L, (g + 1) * L)``. Shards are
+    numbered by rank: rank r has shards ``[r * L, (r + 1) * L)``.
+
+    Returns:
+        ``(T, K * tp_size)``; the shards of one choice are adjacent.
+
+    Example: with 2 experts per rank and 2 shards, expert 3 is the second expert of ranks 2 and 3.
+    So its shards are 2 * 2 + 1 and 3 * 2 + 1.
+    """
+    if tp_size == 1:
+        return routing
+    idx_TK = routing.topk_idx_TK
+    first = idx_TK // num_local * tp_size * num_local + idx_TK % num_local
+    shard = torch.arange(tp_size, device=idx_TK.device) * num_local
+    # DROPPED, the only negative id, stays as it is.
+    shards = torch.where(idx_TK[:, :, None] < 0, idx_TK[:, :, None], first[:, :, None] + shard)
+    return Routing(
+        topk_idx_TK=shards.flatten(1),
+        topk_weights_TK=routing.topk_weights_TK.repeat_interleave(tp_size, dim=1),
+    )

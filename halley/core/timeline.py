@@ -1,26 +1,28 @@
 """Spans: pieces of work with start and duration, from the simulator, profiler and recorder.
 
 All three sources use the same type, so the same functions measure overlap and write Chrome traces.
+``CURRENT_OPERATION`` is the operation of this process, for messages about ranks that wait.
 """
 
 import gzip
 import json
 import time
+from collections import defaultdict
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, Final, final
 
 import torch
 from torch.profiler import record_function
 
-from halley.core.current_operation import CURRENT_OPERATION
-from halley.core.field_types import check_type, parse_device
+from halley.core.validation import check_type, parse_device
 
 
 Interval = tuple[float, float]
 _Moment = int | torch.cuda.Event
+_POLL_LASTS_S = 1.0  # a process counts as waiting for this time after a poll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,6 @@ class Span:
     """One piece of work on one stream of one rank; times in microseconds.
 
     Attributes:
-        name: name of the work.
-        rank: the rank that ran it.
         stream: row of the timeline: "compute", "comm", "exposed" (the rank waits for
             communication), or any other name. Further compute streams are "compute 7" and so on.
         start_us: start time; all spans of one timeline have the same origin.
@@ -47,6 +47,72 @@ class Span:
 
 
 @final
+class CurrentOperation:
+    """The operation that this process runs, so that its watchdog can report it to other ranks.
+
+    Attributes:
+        name: the operation that began last; "" before the first.
+        num_operations: how many operations have begun. Ranks that run the same program have the
+            same number at the same point.
+        wait_depth: how many ``waiting`` contexts are open, one inside the other.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.num_operations = 0
+        self.wait_depth = 0
+        self._polled_s = -_POLL_LASTS_S
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the process is inside a ``waiting`` block or has just called ``poll``."""
+        return self.wait_depth > 0 or time.monotonic() - self._polled_s < _POLL_LASTS_S
+
+    def begin(self, name: str) -> None:
+        """Record that an operation begins. All ranks must run it."""
+        self.name = name
+        self.num_operations += 1
+
+    def waiting(
+        self, name: str, inside: AbstractContextManager[object] | None = None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which the process waits for other ranks in the operation ``name``.
+
+        ``inside`` is another context to enter and leave together with this one.
+        """
+        return _Wait(self, name, inside or nullcontext())
+
+    def poll(self) -> None:
+        """Record that an interpreted kernel has read a flag that another rank has not yet set."""
+        self._polled_s = time.monotonic()
+
+
+@final
+class _Wait:
+    # A class, because a ``contextmanager`` takes longer to enter, and each collective enters one.
+
+    def __init__(
+        self, operation: CurrentOperation, name: str, inside: AbstractContextManager[object]
+    ) -> None:
+        self._operation, self._name, self._inside = operation, name, inside
+
+    def __enter__(self) -> object:
+        if self._operation.wait_depth == 0:  # an inner wait belongs to the outer operation
+            self._operation.begin(self._name)
+        self._operation.wait_depth += 1
+        return self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._operation.wait_depth -= 1
+        return self._inside.__exit__(*error)
+
+
+# Global, because no caller could pass it on: PyTorch calls the custom operators and starts the
+# autograd threads that write it. The watchdog reads it, and only error messages contain it.
+CURRENT_OPERATION: Final = CurrentOperation()
+
+
+@final
 class Recorder:
     """Records spans of a step: the wall clock times them on a CPU, CUDA events on a GPU.
 
@@ -59,9 +125,6 @@ class Recorder:
         rank: the rank written into the spans.
         enabled: if false, spans are shown to the profiler but not recorded. It may be changed
             between steps.
-
-    Raises:
-        ValueError: the device has another type, or an argument has the wrong type.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0, enabled: bool = True) -> None:
@@ -75,18 +138,14 @@ class Recorder:
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
         """Return a context that records the ``with`` block as one span.
 
-        Nothing is recorded inside ``torch.compile``. Inside a CUDA graph capture, only the profiler
-        shows the span. In both cases the ``with`` block runs at another time than its work.
-
-        Args:
-            name: name of the span; names of waits end in ".wait".
-            stream: row of the timeline; "exposed" for time spent waiting for communication.
+        Names of waits end in ".wait". Nothing is recorded inside ``torch.compile``. Inside a CUDA
+        graph capture, only the profiler shows the span. In both cases the ``with`` block runs at
+        another time than its work.
         """
         if torch.compiler.is_compiling():
             return nullcontext()
-        if stream == "exposed":
-            return CURRENT_OPERATION.waiting(name, self._mark(name, stream))
-        return self._mark(name, stream)
+        mark = self._mark(name, stream)
+        return CURRENT_OPERATION.waiting(name, mark) if stream == "exposed" else mark
 
     def _mark(self, name: str, stream: str) -> AbstractContextManager[object]:
         is_gpu = self._device.type == "cuda"
@@ -99,10 +158,7 @@ class Recorder:
         return nullcontext()
 
     def collect(self) -> list[Span]:
-        """Return the spans that ended since the last call, by start time; the first starts at 0.
-
-        Waits for the device.
-        """
+        """Return the spans since the last call, by start time from 0; waits for the device."""
         marks, self._marks = self._marks, []
         if not marks:
             return []
@@ -112,17 +168,11 @@ class Recorder:
         # Starts and ends are both measured from one origin. So rounding cannot move the end of an
         # inner span past the end of the outer span.
         times_us = [(_elapsed_us(origin, a), _elapsed_us(origin, b)) for _, _, a, b in marks]
-        first_us = min(start_us for start_us, _ in times_us)
-        spans = [
-            Span(
-                name=name,
-                rank=self._rank,
-                stream=stream,
-                start_us=start_us - first_us,
-                duration_us=end_us - start_us,
-            )
-            for (name, stream, _, _), (start_us, end_us) in zip(marks, times_us, strict=True)
-        ]
+        first_us = min(times_us)[0]
+        spans: list[Span] = []
+        for (name, stream, *_), (start_us, end_us) in zip(marks, times_us, strict=True):
+            times = {"start_us": start_us - first_us, "duration_us": end_us - start_us}
+            spans.append(Span(name=name, rank=self._rank, stream=stream, **times))
         return sorted(spans, key=_outer_first)
 
     @contextmanager
@@ -143,7 +193,7 @@ class Recorder:
 
 
 def total_us(spans: Iterable[Span]) -> float:
-    """Return the sum of the spans' durations; overlapping time counts more than once."""
+    """Return the sum of all durations; overlapping time counts more than once."""
     return sum(span.duration_us for span in spans)
 
 
@@ -164,11 +214,7 @@ def union_us(spans: Iterable[Span]) -> float:
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return the time of ``intervals`` that ``cover`` does not cover, as intervals.
-
-    Args:
-        intervals, cover: disjoint and in order, as ``union`` returns them.
-    """
+    """Return the time of ``intervals`` that ``cover`` does not cover; all as ``union`` returns."""
     uncovered: list[Interval] = []
     first = 0  # a cover that ends before an interval ends before the later intervals too
     for start_us, end_us in intervals:
@@ -191,9 +237,6 @@ def waited_us(spans: Iterable[Span]) -> float | None:
     Layers that communicate inside kernels, or inside a compiled graph, mark no waits. Their step
     still marks the waits for gradient sums and replicas. These alone would be misleading, so the
     result is None.
-
-    Args:
-        spans: recorded spans of one rank.
     """
     waits = [span for span in spans if span.stream == "exposed"]
     is_known = any(not span.name.startswith(("gradients", "replicas")) for span in waits)
@@ -206,36 +249,32 @@ def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """Cut nested spans into pieces, so that the pieces of inner and outer spans do not overlap.
+    """Cut nested spans of one thread into pieces, so that inner and outer spans do not overlap.
 
     Each moment belongs to the innermost span. Where two spans overlap without nesting, it belongs
     to the span that starts later.
-
-    Args:
-        spans: spans of one rank and one thread.
     """
     pieces: list[Span] = []
     stack: list[Span] = []
     cursor_us = 0.0
 
-    def emit_top(until_us: float) -> None:
+    def emit(span: Span, until_us: float) -> None:
         nonlocal cursor_us
         if until_us > cursor_us:
             duration_us = until_us - cursor_us
-            pieces.append(replace(stack[-1], start_us=cursor_us, duration_us=duration_us))
+            pieces.append(replace(span, start_us=cursor_us, duration_us=duration_us))
             cursor_us = until_us
 
     for span in sorted(spans, key=_outer_first):
         while stack and stack[-1].end_us <= span.start_us:
-            emit_top(stack[-1].end_us)
-            stack.pop()
+            top = stack.pop()
+            emit(top, top.end_us)
         if stack:
-            emit_top(span.start_us)
+            emit(stack[-1], span.start_us)
         cursor_us = span.start_us
         stack.append(span)
-    while stack:
-        emit_top(stack[-1].end_us)
-        stack.pop()
+    for top in reversed(stack):
+        emit(top, top.end_us)
     return pieces
 
 
@@ -245,51 +284,39 @@ def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
     A viewer shows the events of a row as nested calls. Spans of a stream that overlap without
     nesting therefore get further rows, "comm (2)" and so on.
     """
-    by_lane: dict[tuple[int, str], list[Span]] = {}
+    by_lane: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
-        by_lane.setdefault((span.rank, span.stream), []).append(span)
+        by_lane[span.rank, span.stream].append(span)
 
     events: list[dict[str, object]] = []
     for rank in sorted({rank for rank, _ in by_lane}):
-        events.append(_metadata("process_name", rank, name=f"rank {rank}"))
-        events.append(_metadata("process_sort_index", rank, sort_index=rank))
+        events.append(_metadata("process_name", {"pid": rank}, name=f"rank {rank}"))
+        events.append(_metadata("process_sort_index", {"pid": rank}, sort_index=rank))
     tid = 0
     for rank, stream in sorted(by_lane):
         for index, row in enumerate(_nesting_rows(by_lane[rank, stream])):
             tid += 1
+            place: dict[str, object] = {"pid": rank, "tid": tid}
             row_name = stream if index == 0 else f"{stream} ({index + 1})"
-            events.append(_metadata("thread_name", rank, tid=tid, name=row_name))
-            events.append(_metadata("thread_sort_index", rank, tid=tid, sort_index=tid))
+            events.append(_metadata("thread_name", place, name=row_name))
+            events.append(_metadata("thread_sort_index", place, sort_index=tid))
             for span in row:
                 times = {"ts": span.start_us, "dur": span.duration_us}
-                place = {"pid": rank, "tid": tid}
                 events.append({"ph": "X", "name": span.name, "cat": stream, **place, **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_chrome_trace(spans: Iterable[Span], path: str | Path) -> None:
-    """Write the spans as a Chrome trace that Perfetto opens, gzipped if the name ends in .gz.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    text = json.dumps(to_chrome_trace(spans))
+    """Write the spans as a Chrome trace that Perfetto opens, gzipped if the name ends in .gz."""
+    content = json.dumps(to_chrome_trace(spans)).encode()
     try:
-        if str(path).endswith(".gz"):
-            with gzip.open(path, "wt", encoding="utf-8") as file:
-                file.write(text)
-        else:
-            Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_bytes(gzip.compress(content) if str(path).endswith(".gz") else content)
     except OSError as error:
         raise ValueError(f"trace ({path}) must be a file to write: {error.strerror}") from error
 
 
-def _elapsed_us(start: _Moment, end: _Moment) -> float:
-    if isinstance(start, int) or isinstance(end, int):
-        assert isinstance(start, int)
-        assert isinstance(end, int)
-        return (end - start) / 1e3
-    return start.elapsed_time(end) * 1e3
+def _elapsed_us(start: Any, end: Any) -> float:
+    return (end - start) / 1e3 if isinstance(start, int) else start.elapsed_time(end) * 1e3
 
 
 def _outer_first(span: Span) -> Interval:
@@ -314,6 +341,5 @@ def _nesting_rows(spans: list[Span]) -> list[list[Span]]:
     return rows
 
 
-def _metadata(kind: str, rank: int, *, tid: int | None = None, **args: object) -> dict[str, object]:
-    event: dict[str, object] = {"ph": "M", "name": kind, "pid": rank, "args": args}
-    return event if tid is None else {**event, "tid": tid}
+def _metadata(kind: str, place: dict[str, object], **args: object) -> dict[str, object]:
+    return {"ph": "M", "name": kind, **place, "args": args}

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from halley.core.field_types import check_choice
+from halley.core.validation import check_choice
 
 
 Activation = Literal["swiglu", "gelu"]
@@ -63,12 +63,8 @@ class Experts:
     Attributes:
         up_LGD: weights of the first GEMM, ``(L, 2F, D)`` for swiglu, ``(L, F, D)`` for gelu.
         down_LDF: weights of the second GEMM, ``(L, D, F)``.
-        up_bias_LG: bias of the first GEMM, or None.
-        down_bias_LD: bias of the second GEMM, or None.
+        up_bias_LG, down_bias_LD: biases of the two GEMMs, or None.
         activation: "swiglu" is ``silu(gate) * up``; "gelu" is the exact (erf) form.
-
-    Raises:
-        ValueError: the activation is unknown.
     """
 
     up_LGD: torch.Tensor
@@ -99,11 +95,9 @@ class Experts:
 
     def split(self, sizes: list[int]) -> list["Experts"]:
         """Return consecutive ranges of experts as views, one range per given size."""
-        parts = {name: torch.split(tensor, sizes) for name, tensor in self.tensors().items()}
-        return [
-            self.with_tensors({name: part[index] for name, part in parts.items()})
-            for index in range(len(sizes))
-        ]
+        tensors = self.tensors()
+        ranges = zip(*(torch.split(each, sizes) for each in tensors.values()), strict=True)
+        return [self.with_tensors(dict(zip(tensors, each, strict=True))) for each in ranges]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +110,13 @@ class DispatchPlan:
     Dispatch, combine and backward use the same plan.
 
     Attributes:
-        num_local: number of local experts in the range.
-        send_splits: rows sent to each rank.
-        recv_splits: rows received from each rank.
         starts_WL1: int64. For each source rank, it holds the index of each expert's first row among
             all rows that the source sends, then the end of the last expert's rows.
     """
 
-    num_local: int
-    send_splits: list[int]
-    recv_splits: list[int]
+    num_local: int  # local experts in the range
+    send_splits: list[int]  # rows sent to each rank
+    recv_splits: list[int]  # rows received from each rank
     starts_WL1: np.ndarray
 
     @property
@@ -139,20 +130,15 @@ class DispatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The sizes that determine the cost of an MoE layer on one rank.
+    """The sizes that determine the cost of an MoE layer on one rank."""
 
-    Attributes:
-        num_tokens: tokens of one rank, T.
-        itemsize: bytes per element of the activations.
-    """
-
-    num_tokens: int
+    num_tokens: int  # of one rank
     hidden_size: int
     intermediate_size: int
     num_experts: int
     top_k: int
     ep_size: int
-    itemsize: int = 2
+    itemsize: int = 2  # bytes per element of the activations
     activation: Activation = "swiglu"
 
     def __post_init__(self) -> None:
@@ -162,3 +148,17 @@ class LayerShape:
     def up_size(self) -> int:
         """Columns of the first GEMM, G."""
         return self.intermediate_size * (2 if self.activation == "swiglu" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A piece of work for the simulator.
+
+    ``stream`` is "compute", "comm" or "host". Tasks of one stream of one rank run one at a time.
+    """
+
+    name: str  # unique in the list of tasks
+    stream: str
+    duration_us: float  # the time that the task takes alone
+    needs: tuple[str, ...] = ()  # names of tasks, of any rank, that end before this one starts
+    rank: int = 0

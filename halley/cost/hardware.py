@@ -1,54 +1,42 @@
-"""Rates and latencies of known devices, and a roofline model that predicts times from them."""
+"""Rates and latencies of known devices, a roofline model with them, and measured environments."""
 
 import time
 from dataclasses import dataclass, replace
-from typing import final
+from pathlib import Path
+from typing import cast, final
 
 import torch
+from torch.cuda import nccl
+
+from halley.core.validation import check_fields
 
 
 _MATMUL_SIZE = 4096
-_NUM_MATMULS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Rates of one device and of the links between the devices of one host.
+    """Rates of one device and of the links between the devices of one host."""
 
-    Attributes:
-        name: the device name of the driver.
-        gemm_flops_per_s: rate of a large bfloat16 matmul (float32 on a CPU).
-        peak_flops_per_s: dense rate in the vendor's data sheet, the denominator of MFU; None if
-            there is none.
-        memory_bytes_per_s: rate of a large copy, bytes read plus bytes written.
-        fused_bytes_per_s: the same for kernels that a compiler fuses, which also compute.
-        link_bytes_per_s: rate of an all-to-all, bytes out of each device.
-        link_latency_us: time of the shortest all-to-all.
-        launch_us: host time to launch one operation of a layer that is not compiled.
-        graph_us: host time from the call of a compiled graph to its first operator.
-        call_us: host time of a compiled graph to call one operator. The launch of a generated
-            kernel takes a third of it.
-        collective_us: host time to start one collective.
-        kernel_us: time of the shortest kernel and the gap before the next one.
-        split_sum_us: time of the second kernel of a sum over many rows, which adds the partial sums
-            of the first kernel with few CTAs.
-        read_us: time in which the host reads a value from the device.
-    """
-
-    name: str
-    gemm_flops_per_s: float
+    name: str  # the device name of the driver
+    gemm_flops_per_s: float  # of a large bfloat16 matmul (float32 on a CPU)
+    # Dense rate in the vendor's data sheet, the denominator of MFU; None if there is none.
     peak_flops_per_s: float | None
-    memory_bytes_per_s: float
-    fused_bytes_per_s: float
-    link_bytes_per_s: float
-    link_latency_us: float
-    launch_us: float
-    graph_us: float
-    call_us: float
-    collective_us: float
-    kernel_us: float
-    split_sum_us: float
-    read_us: float
+    memory_bytes_per_s: float  # of a large copy, bytes read plus bytes written
+    fused_bytes_per_s: float  # the same for kernels that a compiler fuses, which also compute
+    link_bytes_per_s: float  # of an all-to-all, bytes out of each device
+    link_latency_us: float  # time of the shortest all-to-all
+    launch_us: float  # host time to launch one operation of an eager layer
+    kernel_us: float  # time of the shortest kernel and the gap before the next one
+    graph_us: float = 0.0  # host time from the call of a compiled graph to its first operator
+    # Host time of a compiled graph to call one operator. The launch of a generated kernel takes a
+    # third of it.
+    call_us: float = 0.0
+    collective_us: float = 0.0  # host time to start one collective
+    # Time of the second kernel of a sum over many rows, which adds the partial sums of the first
+    # kernel with few CTAs.
+    split_sum_us: float = 0.0
+    read_us: float = 0.0  # time in which the host reads a value from the device
 
 
 # Rates: measured on four GPUs of one host with torch 2.11 and NCCL 2.28, by a grouped GEMM and an
@@ -56,8 +44,7 @@ class Hardware:
 # Host times: fitted to the forward of GPT2-L-MoE, compiled by Inductor in two microbatches (47 ms).
 # Check: six of its layers in one batch take 12.7 to 13.1 ms, and the prediction is 13.6 ms.
 # graph_us: gaps in traces before the first kernel and between forward and backward, 0.9 and 0.8 ms.
-# fused_bytes_per_s: kernels of Inductor in GPT2-S-MoE take 6.0 ms. A copy of their bytes takes
-# 4.7 ms.
+# fused_bytes_per_s: kernels of Inductor in GPT2-S-MoE take 6.0 ms, a copy of their bytes 4.7 ms.
 H200 = Hardware(
     name="NVIDIA H200",
     gemm_flops_per_s=700e12,
@@ -86,7 +73,8 @@ A100 = replace(
     fused_bytes_per_s=1.35e12,
     link_bytes_per_s=180e9,
 )
-# One core per rank and gloo over loopback. Only the order of magnitude matters on a CPU.
+# One core per rank and gloo over loopback. Only the order of magnitude matters on a CPU, whose host
+# is the device.
 CPU = Hardware(
     name="cpu",
     gemm_flops_per_s=5e10,
@@ -96,31 +84,23 @@ CPU = Hardware(
     link_bytes_per_s=1e9,
     link_latency_us=300.0,
     launch_us=10.0,
-    graph_us=0.0,
-    call_us=0.0,  # the host is the device
-    collective_us=0.0,
     kernel_us=10.0,
-    split_sum_us=0.0,
-    read_us=0.0,
 )
 
 KNOWN = (H200, H100, A100)
 
 
 def find_hardware(device: str) -> Hardware:
-    """Return the rates of a device.
-
-    Args:
-        device: a name as from ``torch.cuda.get_device_name``, or "cpu".
+    """Return the rates of "cpu" or of a name as from ``torch.cuda.get_device_name``.
 
     Raises:
         ValueError: the device is unknown.
     """
-    if device == CPU.name:
-        return CPU
     for hardware in KNOWN:
         if device.startswith(hardware.name):
             return hardware
+    if device == CPU.name:
+        return CPU
     names = ", ".join(hardware.name for hardware in (*KNOWN, CPU))
     raise ValueError(f"device ({device}) must be one of those with figures: {names}")
 
@@ -135,10 +115,7 @@ class Predictor:
     def grouped_gemm_us(
         self, num_rows: float, num_groups: int, *, inner: int, outer: int, itemsize: int
     ) -> float:
-        """Predict a grouped GEMM of ``num_rows`` rows with ``num_groups`` matrices (inner, outer).
-
-        The result is the larger of the arithmetic and the memory time (input, output, weights).
-        """
+        """Predict a grouped GEMM of rows with ``num_groups`` matrices ``(inner, outer)``."""
         compute_s = 2.0 * num_rows * inner * outer / self.hardware.gemm_flops_per_s
         num_bytes = itemsize * (num_rows * (inner + outer) + num_groups * inner * outer)
         memory_s = num_bytes / self.hardware.memory_bytes_per_s
@@ -157,8 +134,7 @@ class Predictor:
 def peak_flops_per_s(device: torch.device) -> float | None:
     """Return the dense bfloat16 rate of a GPU, the denominator of model FLOPs utilisation (MFU).
 
-    It is the vendor's rate for a known GPU, and that of measured matmuls for an unknown GPU. The
-    result is None for a CPU, because vendors publish no rate for CPUs.
+    It is the vendor's rate for a known GPU, and measured for another. It is None for a CPU.
     """
     if device.type == "cpu":
         return None
@@ -170,14 +146,54 @@ def peak_flops_per_s(device: torch.device) -> float | None:
 
 
 def _measure_matmul(device: torch.device) -> float:
-    """Return the FLOP/s of the fastest of some square bfloat16 matmuls."""
+    """Return the FLOP/s of the fastest of five square bfloat16 matmuls."""
     size = _MATMUL_SIZE
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     best_s = float("inf")
-    for _ in range(_NUM_MATMULS):
+    for _ in range(5):
         torch.cuda.synchronize(device)
         start_s = time.perf_counter()
         torch.mm(left, right)
         torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - start_s)
     return 2.0 * size**3 / best_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The device, versions and topology on which a measured time depends.
+
+    Attributes:
+        device: name of the GPU, or the type of another device, such as "cpu".
+        versions: of torch, and on GPUs of CUDA and NCCL. "" matches all versions, and all devices
+            whose names start with ``device``.
+        topology: of the ranks, such as "ranks 8". Only times of collectives depend on it.
+    """
+
+    device: str
+    versions: str
+    topology: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def accepts(self, other: "Environment") -> bool:
+        """Return whether times of operations in another environment are valid in this one."""
+        if self.versions:
+            return (self.device, self.versions) == (other.device, other.versions)
+        return other.device.startswith(self.device)
+
+
+def find_environment(device: torch.device, *, topology: str = "") -> Environment:
+    """Return the environment of this process, for measurements on a device."""
+    name, versions = device.type, f"torch {torch.__version__}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        numbers = cast(tuple[int, ...], nccl.version())  # pyright: ignore[reportUnknownMemberType]
+        versions += f", cuda {torch.version.cuda}, nccl {'.'.join(map(str, numbers))}"
+    return Environment(device=name, versions=versions, topology=topology)
+
+
+def default_path() -> Path:
+    """Return the path of the profiles if the user gives none."""
+    return Path.home() / ".cache" / "halley" / "profiles.jsonl"

@@ -18,10 +18,9 @@ from statistics import median
 from typing import Protocol, cast, final
 
 import torch
-from torch.cuda import nccl
 
-from halley.core.field_types import build_record, check_fields, show
-from halley.core.json_file import read_json_lines
+from halley.core.validation import build_record, check_fields, read_json_lines, show
+from halley.cost.hardware import Environment
 from halley.cost.simulate import Contention
 
 
@@ -74,9 +73,7 @@ class Curve:
         return last_us + max(0.0, last_us - before_us) / (last - before) * (num_bytes - last)
 
 
-class Work(Protocol):
-    """The methods of a started collective (``torch.distributed.Work``) that are used here."""
-
+class Work(Protocol):  # the used part of torch.distributed.Work
     def is_completed(self) -> bool: ...
     def wait(self) -> object: ...
 
@@ -84,11 +81,9 @@ class Work(Protocol):
 def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
     """Return the mean of 10 runs without the fastest and the slowest, in microseconds.
 
-    10 runs of warm-up precede them. On a GPU, CUDA events measure the time, and each run starts
-    with an overwritten L2 cache. The GPU is kept busy until the host has launched the run, so host
-    time does not count.
-
-    Source: Lancet (arXiv:2404.19429), whose code profiles an operation by 10 runs after 10.
+    10 runs of warm-up precede them, as in Lancet's code (arXiv:2404.19429). On a GPU, CUDA events
+    measure the time, and each run starts with an overwritten L2 cache. The GPU is kept busy until
+    the host has launched the run, so host time does not count.
     """
     for _ in range(_WARMUP):
         run()
@@ -100,11 +95,9 @@ def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
 def measure_curve(
     run: Callable[[int], object], sizes: Sequence[int], *, device: torch.device
 ) -> Curve:
-    """Return the times of a collective for several sizes. Collective.
+    """Return the times of a collective for several sizes, in ascending order. Collective.
 
-    Args:
-        run: runs the collective; its argument is the number of bytes that each rank sends.
-        sizes: bytes, in ascending order.
+    ``run`` runs the collective; its argument is the number of bytes that each rank sends.
     """
     times_us = [measure_us(partial(run, size), device=device) for size in sizes]
     return Curve(tuple(zip(sizes, times_us, strict=True)))
@@ -123,11 +116,9 @@ def measure_contention(
     one GEMM, and of the collective, by the time that it takes alone.
 
     Args:
-        gemm: runs one GEMM, much shorter than the collective. Its argument is the number of SMs to
-            leave free.
+        gemm: runs one GEMM, much shorter than the collective, and leaves some SMs free.
         exchange: starts the collective and returns it.
-        reserved_sms: numbers of SMs to try, in ascending order. The result is for the first number
-            that is about as good as the best one.
+        reserved_sms: numbers of SMs to try, ascending. The first of about the best is chosen.
     """
     gemm_us = measure_us(lambda: gemm(0), device=device)
     alone_us = measure_us(lambda: exchange().wait(), device=device)
@@ -135,8 +126,8 @@ def measure_contention(
     found: list[Contention] = []
     for num_sms in reserved_sms:
         count, both_us = _measure_overlap(partial(gemm, num_sms), exchange, most, device)
-        each_us = both_us / max(1.0, count)
-        compute, comm = max(1.0, each_us / gemm_us), max(1.0, both_us / alone_us)
+        compute = max(1.0, both_us / max(1.0, count) / gemm_us)
+        comm = max(1.0, both_us / alone_us)
         found.append(Contention(compute=compute, comm=comm, sm_margin=num_sms))
     best = min(each.compute * each.comm for each in found)
     return next(each for each in found if each.compute * each.comm <= _AS_GOOD * best)
@@ -151,7 +142,8 @@ def _measure_overlap(
     for _ in range(_TRIALS):
         exchange().wait()  # synchronises the ranks: a late rank would make the next one look slow
         trials.append(overlap(gemm, exchange, most))
-    return median(count for count, _ in trials), median(us for _, us in trials)
+    counts, times_us = zip(*trials, strict=True)
+    return median(counts), median(times_us)
 
 
 def _overlap_on_cpu(
@@ -209,51 +201,6 @@ def _event_us(run: Callable[[], object], device: torch.device) -> float:
     return begin.elapsed_time(end) * 1e3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """The device, versions and topology on which a measured time depends.
-
-    Attributes:
-        device: name of the GPU, or the type of another device, such as "cpu".
-        versions: of torch, and on GPUs of CUDA and NCCL. "" matches all versions, and all devices
-            whose names start with ``device``.
-        topology: of the ranks, such as "ranks 8"; "" for a single rank. Only times of collectives
-            depend on it.
-    """
-
-    device: str
-    versions: str
-    topology: str = ""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def accepts(self, other: "Environment") -> bool:
-        """Return whether times of operations in another environment are valid in this one."""
-        if self.versions:
-            return (self.device, self.versions) == (other.device, other.versions)
-        return other.device.startswith(self.device)
-
-
-def find_environment(device: torch.device, *, topology: str = "") -> Environment:
-    """Return the environment of this process, for measurements on a device."""
-    torch_version = f"torch {torch.__version__}"
-    if device.type != "cuda":
-        return Environment(device=device.type, versions=torch_version, topology=topology)
-    numbers = cast(tuple[int, ...], nccl.version())  # pyright: ignore[reportUnknownMemberType]
-    nccl_version = ".".join(map(str, numbers))
-    return Environment(
-        device=torch.cuda.get_device_name(device),
-        versions=f"{torch_version}, cuda {torch.version.cuda}, nccl {nccl_version}",
-        topology=topology,
-    )
-
-
-def default_path() -> Path:
-    """Return the path of the profiles if the user gives none."""
-    return Path.home() / ".cache" / "halley" / "profiles.jsonl"
-
-
 def shipped_path(device_name: str) -> Path | None:
     """Return the table in the package for a device (``Hardware.name``), or None."""
     path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '-')}.jsonl"
@@ -263,21 +210,19 @@ def shipped_path(device_name: str) -> Path | None:
 def operation_key(
     name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, rest: str = ""
 ) -> str:
-    """Return the key of an operation in the table; equal keys mean equal times.
+    """Return the key of an operation in the table, such as "aten.mm.default(float32[2,3])".
 
-    ``name`` is an operator, such as "aten.mm.default". ``rest`` describes the other arguments.
+    Equal keys mean equal times. ``rest`` describes the arguments that are no tensors.
     """
     operands = [
         f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
-    return f"{name}({', '.join(operands)}){' ' if rest else ''}{rest}"
+    return f"{name}({', '.join(operands)}) {rest}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OperationLine:
-    """A line of the file with the time of an operation."""
-
     op: str
     us: float
     environment: Environment
@@ -289,8 +234,6 @@ class _OperationLine:
 
 @dataclass(frozen=True, kw_only=True)
 class _CurveLine:
-    """A line of the file with the curve of a collective."""
-
     collective: str
     points: tuple[tuple[int, float], ...]
     environment: Environment
@@ -301,8 +244,6 @@ class _CurveLine:
 
 @dataclass(frozen=True, kw_only=True)
 class _ContentionLine:
-    """A line of the file with the contention of computation and communication."""
-
     contention: Contention
     environment: Environment
 
@@ -316,10 +257,8 @@ class ProfileTable:
         environment: lines of other environments are ignored.
         offline: never measure an operation that is missing in the file.
 
-    ``contention`` is None if it is unknown.
-
-    Raises:
-        ValueError: a line of the file is malformed, or ``offline`` is set without a file.
+    ``contention``, and the times and curves of missing keys, are None. Added values replace earlier
+    ones.
     """
 
     def __init__(
@@ -327,9 +266,7 @@ class ProfileTable:
     ) -> None:
         if offline and (path is None or not os.path.exists(path)):
             raise ValueError(f"path ({path}) must be a file when offline")
-        self.environment = environment
-        self.offline = offline
-        self._path = path
+        self.environment, self.offline, self._path = environment, offline, path
         self._times_us: dict[str, float] = {}
         self._curves: dict[str, Curve] = {}
         self.contention: Contention | None = None
@@ -338,34 +275,26 @@ class ProfileTable:
                 self._read(*line)
 
     def time_us(self, key: str) -> float | None:
-        """Return the time of an operation, or None if it is unknown."""
         return self._times_us.get(key)
 
     def curve(self, key: str) -> Curve | None:
-        """Return the curve of a collective, or None if it is unknown."""
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return the time of an operation; measure it if it is missing and not ``offline``.
-
-        ``key`` is a result of ``operation_key``.
-        """
+        """Return the time of an operation; measure it if it is missing and not ``offline``."""
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)
 
     def add_time(self, key: str, duration_us: float) -> None:
-        """Store the time of an operation in place of an earlier one."""
         self._times_us[key] = duration_us
         self._write({"op": key, "us": duration_us})
 
     def add_curve(self, key: str, curve: Curve) -> None:
-        """Store the curve of a collective in place of an earlier one."""
         self._curves[key] = curve
         self._write({"collective": key, "points": curve.points})
 
     def add_contention(self, contention: Contention) -> None:
-        """Store the contention in place of an earlier one."""
         self.contention = contention
         self._write({"contention": asdict(contention)})
 
@@ -378,22 +307,19 @@ class ProfileTable:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")  # one write, so that lines of several runs do not mix
         except OSError as error:
-            rule = f"must be a file to write: {error.strerror}"
-            raise ValueError(f"profiles ({self._path}) {rule}") from error
+            where = f"profiles ({self._path})"
+            raise ValueError(f"{where} must be a file to write: {error.strerror}") from error
 
     def _read(self, where: str, value: object) -> None:
-        """Store the value of a line if it is valid for this environment."""
         table = cast(dict[str, object], value) if isinstance(value, dict) else {}
         kinds = {"op": _OperationLine, "contention": _ContentionLine}
         kind = next((kinds[key] for key in kinds if key in table), _CurveLine)
         line = build_record(kind, cast(object, value), where=where)
-        if not self.environment.accepts(line.environment):
-            return
-        if isinstance(line, _OperationLine):
+        is_valid = self.environment.accepts(line.environment)
+        same_topology = line.environment.topology == self.environment.topology
+        if is_valid and isinstance(line, _OperationLine):
             self._times_us[line.op] = line.us
-        elif line.environment.topology != self.environment.topology:
-            return
-        elif isinstance(line, _ContentionLine):
+        elif is_valid and same_topology and isinstance(line, _ContentionLine):
             self.contention = line.contention
-        else:
+        elif is_valid and same_topology and isinstance(line, _CurveLine):
             self._curves[line.collective] = Curve(line.points)

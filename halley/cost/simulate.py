@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
-from halley.core.field_types import check_choice, check_fields
 from halley.core.timeline import Span, exposed_us, total_us
+from halley.core.types import Task
+from halley.core.validation import check_choice, check_fields
 
 
 _COMM = "comm"
@@ -15,53 +16,26 @@ _ROUNDING_US = 1e-6  # a task with less remaining time has ended: subtractions l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A piece of work for the simulator.
-
-    Attributes:
-        name: unique in the list of tasks.
-        stream: "compute", "comm" or "host". Tasks of one stream of one rank run one at a time.
-        duration_us: the time that the task takes alone.
-        needs: names of tasks, of any rank, that must end before this one starts.
-        rank: the rank that runs the task.
-    """
-
-    name: str
-    stream: str
-    duration_us: float
-    needs: tuple[str, ...] = ()
-    rank: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Contention:
     """Factors by which computation and communication of one rank slow each other down.
 
     Both share hardware: communication uses SMs (or CPU cores) and memory bandwidth.
 
-    Attributes:
-        compute: time of computation that overlaps communication, over its time alone; at least 1.
-        comm: time of communication that overlaps computation, over its time alone; at least 1.
-        sm_margin, grouped_sm_margin: SMs that dense and grouped GEMMs leave free for communication
-            (``ops.sm_carveout``). Both factors are valid for these numbers of SMs.
-
-    Raises:
-        ValueError: a factor is below 1 or not finite, or a number of SMs is negative.
+    ``sm_margin`` and ``grouped_sm_margin`` are the SMs that dense and grouped GEMMs leave free for
+    communication (``ops.sm_carveout``). Both factors are valid for these numbers of SMs.
     """
 
-    compute: float = 1.0
-    comm: float = 1.0
+    compute: float = 1.0  # time of computation beside communication over its time alone
+    comm: float = 1.0  # time of communication beside computation over its time alone
     sm_margin: int = 0
     grouped_sm_margin: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("sm_margin", "grouped_sm_margin"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{name} ({value}) must be at least 0")
-        for name in ("compute", "comm"):
-            if (value := getattr(self, name)) < 1.0:
-                raise ValueError(f"{name} ({value}) must be at least 1")
+        limits = {"sm_margin": 0, "grouped_sm_margin": 0, "compute": 1, "comm": 1}
+        for name, least in limits.items():
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} ({value}) must be at least {least}")
 
 
 NO_CONTENTION = Contention()
@@ -70,43 +44,35 @@ NO_CONTENTION = Contention()
 def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[Span]:
     """Return the span of each task, in the order of the tasks.
 
-    Each stream of each rank runs its tasks in order, each as soon as the tasks that it needs have
-    ended.
+    Each stream of each rank runs its tasks in the given order, each as soon as the tasks that it
+    needs have ended.
 
     Args:
-        tasks: in the order in which each stream issues them.
         contention: applies while the "comm" stream and any compute stream of one rank are busy at
             the same time. The "host" stream slows down no other stream.
 
     Raises:
         ValueError: two tasks have the same name, or a task needs one that is not listed before it.
     """
-    _check(tasks)
-    if contention != NO_CONTENTION:
-        return _Contended(tasks, contention).run()
     free_us: dict[tuple[int, str], float] = defaultdict(float)
     spans: dict[str, Span] = {}
     for task in tasks:
+        if task.name in spans:
+            raise ValueError(f"task name ({task.name}) must be unique")
+        if missing := [name for name in task.needs if name not in spans]:
+            raise ValueError(f"{task.name} needs {missing}, not listed before it")
         lane = (task.rank, task.stream)
         start_us = max([free_us[lane], *(spans[name].end_us for name in task.needs)])
         span = spans[task.name] = _span(task, start_us=start_us, duration_us=task.duration_us)
         free_us[lane] = span.end_us
+    if contention != NO_CONTENTION:
+        return _Contended(tasks, contention).run()
     return list(spans.values())
 
 
 def _span(task: Task, *, start_us: float, duration_us: float) -> Span:
     name, rank, stream = task.name, task.rank, task.stream
     return Span(name=name, rank=rank, stream=stream, start_us=start_us, duration_us=duration_us)
-
-
-def _check(tasks: Sequence[Task]) -> None:
-    seen: set[str] = set()
-    for task in tasks:
-        if task.name in seen:
-            raise ValueError(f"task name ({task.name}) must be unique")
-        if missing := [name for name in task.needs if name not in seen]:
-            raise ValueError(f"{task.name} needs {missing}, not listed before it")
-        seen.add(task.name)
 
 
 @final
@@ -119,15 +85,14 @@ class _Contended:
         self._lanes: dict[tuple[int, str], deque[Task]] = defaultdict(deque)
         for task in tasks:
             self._lanes[task.rank, task.stream].append(task)
-        # Remaining time of the running task of each lane, as if it ran alone.
+        # Start and remaining time, as if it ran alone, of the running task of each lane.
+        self._starts_us: dict[tuple[int, str], float] = {}
         self._left_us: dict[tuple[int, str], float] = {}
-        self._starts_us: dict[str, float] = {}
-        self._ends_us: dict[str, float] = {}
+        self._spans: dict[str, Span] = {}
 
     def run(self) -> list[Span]:
-        """Advance the time from one end of a task to the next, and return the spans."""
         now_us = 0.0
-        while len(self._ends_us) < len(self._tasks):
+        while len(self._spans) < len(self._tasks):
             if self._begin(now_us):
                 continue
             # All rates are constant until the next task ends.
@@ -137,27 +102,22 @@ class _Contended:
             for lane, rate in rates.items():
                 self._left_us[lane] -= step_us * rate
             self._end(now_us)
-        times_us = ((self._starts_us[task.name], self._ends_us[task.name]) for task in self._tasks)
-        return [
-            _span(task, start_us=start_us, duration_us=end_us - start_us)
-            for task, (start_us, end_us) in zip(self._tasks, times_us, strict=True)
-        ]
+        return [self._spans[task.name] for task in self._tasks]
 
     def _begin(self, now_us: float) -> bool:
-        """Start all tasks that can start now; return whether a task of zero duration has ended."""
+        """Start all tasks that can start; return whether a task without duration has ended."""
         for lane, waiting in self._lanes.items():
-            if waiting and lane not in self._left_us:
-                task = waiting[0]
-                if all(name in self._ends_us for name in task.needs):
-                    self._starts_us[task.name] = now_us
-                    self._left_us[lane] = task.duration_us
+            is_idle = waiting and lane not in self._left_us
+            if is_idle and all(name in self._spans for name in waiting[0].needs):
+                self._starts_us[lane], self._left_us[lane] = now_us, waiting[0].duration_us
         return self._end(now_us)
 
     def _end(self, now_us: float) -> bool:
         done = [lane for lane, left in self._left_us.items() if left <= _ROUNDING_US]
         for lane in done:
             del self._left_us[lane]
-            self._ends_us[self._lanes[lane].popleft().name] = now_us
+            task, start_us = self._lanes[lane].popleft(), self._starts_us[lane]
+            self._spans[task.name] = _span(task, start_us=start_us, duration_us=now_us - start_us)
         return bool(done)
 
     def _rate(self, lane: tuple[int, str]) -> float:
@@ -181,22 +141,16 @@ Role = Literal["compute", "start", "wait", "free"]
 class Operation:
     """One operation of a graph.
 
-    Attributes:
-        name: unique in the graph.
-        role: "compute" occupies the compute stream. "start" starts a collective. "wait" blocks the
-            compute stream until the operations in ``needs`` have ended. "free" takes no time.
-        duration_us: of the computation or the collective; 0 for "wait" and "free".
-        needs: indices of the operations whose results this one takes.
-        host_us: host time to launch the operation.
-        is_read: the host reads the result, so it waits for the end of the operation.
+    The role "compute" occupies the compute stream. "start" starts a collective. "wait" blocks the
+    compute stream until the operations in ``needs`` have ended. "free" takes no time.
     """
 
-    name: str
+    name: str  # unique in the graph
     role: Role
     duration_us: float
-    needs: tuple[int, ...] = ()
-    host_us: float = 0.0
-    is_read: bool = False
+    needs: tuple[int, ...] = ()  # indices of the operations whose results this one takes
+    host_us: float = 0.0  # host time to launch the operation
+    is_read: bool = False  # the host reads the result, so it waits for the end of the operation
 
     def __post_init__(self) -> None:
         # A plan creates thousands of operations, so the slow check runs only for a wrong role.
@@ -206,17 +160,11 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTime:
-    """Predicted times of the graph of one rank, in microseconds.
+    """Predicted times of the graph of one rank, in microseconds."""
 
-    Attributes:
-        makespan_us: from the start of the first to the end of the last operation.
-        comm_us: sum over all collectives.
-        exposed_us: time in which a collective runs and no computation.
-    """
-
-    makespan_us: float
-    comm_us: float
-    exposed_us: float
+    makespan_us: float  # from the start of the first to the end of the last operation
+    comm_us: float  # sum over all collectives
+    exposed_us: float  # time in which a collective runs and no computation
 
 
 def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[Task]:
@@ -226,16 +174,14 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
     waits for the compute stream. So it starts after all computation that was launched before, even
     if it needs none of it. A weight-gradient GEMM that is launched before a collective delays it.
 
-    Args:
-        operations: of the graph.
-        order: a permutation of their indices; each comes after the operations that it needs.
+    ``order`` is a permutation of the indices; each comes after the operations that it needs.
     """
     tasks: list[Task] = []
     last_compute = last_read = ""
     ends: dict[int, tuple[str, ...]] = {}  # tasks that produce the result of an operation
     for index in order:
-        operation = operations[index]
-        needs = tuple(dict.fromkeys(name for need in operation.needs for name in ends[need]))
+        operation, name = operations[index], operations[index].name
+        needs = tuple(dict.fromkeys(end for need in operation.needs for end in ends[need]))
         if operation.role == "free":  # its result is there when its own needs have ended
             ends[index] = needs
             continue
@@ -243,30 +189,23 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
         # At its launch, the stream of a collective waits for the compute stream.
         if operation.role == "start" and last_compute and last_compute not in needs:
             needs = (*needs, last_compute)
-        if operation.host_us or last_read:  # the host launches after it has read ``last_read``
-            issue = Task(
-                name=f"{operation.name} issued",
-                stream=HOST,
-                duration_us=operation.host_us,
-                needs=(last_read,) if last_read else (),
-            )
-            tasks.append(issue)
-            needs = (*needs, issue.name)
+        host_us, duration_us = operation.host_us, operation.duration_us
+        if host_us or last_read:  # the host launches after it has read ``last_read``
+            issued, read = f"{name} issued", (last_read,) if last_read else ()
+            tasks.append(Task(name=issued, stream=HOST, duration_us=host_us, needs=read))
+            needs = (*needs, issued)
             last_read = ""
-        name, duration_us = operation.name, operation.duration_us
         tasks.append(Task(name=name, stream=stream, duration_us=duration_us, needs=needs))
-        ends[index] = (operation.name,)
+        ends[index] = (name,)
         if stream == "compute":
-            last_compute = operation.name
+            last_compute = name
         if operation.is_read:
-            last_read = operation.name
+            last_read = name
     return tasks
 
 
 def graph_spans(
-    operations: Sequence[Operation],
-    order: Sequence[int],
-    contention: Contention = NO_CONTENTION,
+    operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> list[Span]:
     """Return the span of each operation that takes time, without the tasks of the host."""
     spans = simulate(graph_tasks(operations, order), contention)
@@ -274,9 +213,7 @@ def graph_spans(
 
 
 def graph_time(
-    operations: Sequence[Operation],
-    order: Sequence[int],
-    contention: Contention = NO_CONTENTION,
+    operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> GraphTime:
     """Predict the time of the graph in that order; arguments as for ``graph_spans``."""
     return time_of(graph_spans(operations, order, contention))

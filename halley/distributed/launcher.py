@@ -1,5 +1,11 @@
-"""Start the ranks of one host, forward signals to them, and report the rank that failed first."""
+"""Start the ranks of one host, forward signals to them, and report the ranks that fail.
 
+The launcher passes the name of a file to its ranks. Each rank appends its failure to the file as
+one JSON line, and the launcher prints each different failure once. Without the file, the rank
+prints the failure on standard error.
+"""
+
+import json
 import math
 import os
 import signal
@@ -10,18 +16,22 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import final
 
-import torch
-
-from halley.distributed.failures import FAILURES_VARIABLE, FailureReader
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 
 USER_ERROR = 2  # exit code for a mistake of the user; the rank prints the message
 READER_GONE = 141  # 128 + SIGPIPE: exit code after a closed output, as in `halley ... | head -1`
+FAILURES_VARIABLE = "HALLEY_FAILURES"
 
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which prints the file
+_MAX_SHOWN = 4  # different causes, since a hundred ranks may report a hundred of them
+_MAX_DETAILS = 20_000  # characters of a traceback
 _POLL_S = 0.1
 _KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
 _SIGNAL_PATIENCE_S = 600.0  # after the user's first signal, so that ranks can save a checkpoint
@@ -40,28 +50,118 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def default_num_processes() -> int:
-    """Return one rank per CUDA device, or two without CUDA devices."""
-    return torch.cuda.device_count() or 2
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The failure that one rank reports before it ends."""
+
+    text: str  # one line
+    rank: int | None  # None for a process without a launcher
+    is_mistake: bool = False  # another command line, configuration or file avoids it
+    details: str = ""  # a traceback to show above the line
+
+    def format(self) -> str:
+        """Return the text for the user, with a newline at the end."""
+        place = "" if self.rank is None else f" on rank {self.rank}"
+        kind = "error" if self.is_mistake else f"failed{place}"
+        details = f"{self.details.rstrip()}\n" if self.details else ""
+        return f"{details}halley: {kind}: {self.text}\n"
 
 
-def launch(argv: list[str], *, num_processes: int) -> int:
-    """Run a Python module, such as ``halley.cli``, on several ranks of this host and wait for all.
+def tell_failure_from_thread(text: str) -> None:
+    """Report a failure, given as one line, while the main thread hangs and may hold locks."""
+    failure = Failure(text=text, rank=_own_rank())
+    if FAILURES_VARIABLE in os.environ and _tell_launcher(failure):
+        return
+    # Write to the descriptor, because the main thread may hold the lock of sys.stderr.
+    os.write(2, failure.format().encode())
 
-    Args:
-        argv: name of the module, then its arguments.
-        num_processes: number of ranks, at least 1.
 
-    Returns:
-        The exit code of the rank that failed first, 128 + n after signal n, or 0.
+def tell_failure(
+    text: str, *, is_mistake: bool = False, error: BaseException | None = None, details: str = ""
+) -> None:
+    """Report the failure of this process, to the launcher or to the user.
 
-    Raises:
-        ValueError: ``num_processes`` is too small.
+    If ``halley`` started this rank, its launcher prints the report. Under another launcher, all
+    ranks of a host make the same mistake, so only local rank 0 prints it. Failures of other local
+    ranks go to torchrun's error file, or to standard error if there is no such file.
+
+    Line ends of ``text`` become spaces. ``error`` is the exception for torchrun's error file; for
+    the other arguments see ``Failure``.
     """
-    return run_ranks([sys.executable, "-m", *argv], num_processes=num_processes)
+    text, details = " ".join(text.split()), details[-_MAX_DETAILS:]
+    failure = Failure(text=text, rank=_own_rank(), is_mistake=is_mistake, details=details)
+    is_told = False
+    if os.environ.get(FAILURES_VARIABLE):
+        is_told = _tell_launcher(failure)
+    elif os.environ.get("LOCAL_RANK", str(failure.rank or 0)) != "0":
+        is_told = is_mistake
+        if not is_mistake and error is not None and os.environ.get(_ERROR_FILE_VARIABLE):
+            get_error_handler().record_exception(error)
+            is_told = True
+    if not is_told:
+        sys.stderr.write(failure.format())
 
 
-def run_ranks(command: list[str], *, num_processes: int, patience_s: float = 30.0) -> int:
+@final
+class FailureReader:
+    """Prints the failures that ranks append to a file, each cause once.
+
+    Attributes:
+        path: the file; the launcher passes it to its ranks in ``FAILURES_VARIABLE``.
+        ranks: ranks that have reported a failure.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create the empty file, in a folder that exists."""
+        path.touch()
+        self.path, self.ranks = path, set[int]()
+        self._causes: set[tuple[bool, str]] = set()
+        self._position = 0
+
+    def show_new(self) -> None:
+        """Print the failures reported since the last call; all calls print at most four causes."""
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):  # incomplete, because the disk is full
+                    break
+                self._position += len(line)
+                self._show(Failure(**json.loads(line)))
+
+    def _show(self, failure: Failure) -> None:
+        if failure.rank is not None:
+            self.ranks.add(failure.rank)
+        # Ranks with the same cause have the same text, except for their own rank at its start.
+        cause = failure.is_mistake, failure.text.removeprefix(f"rank {failure.rank} ")
+        if cause in self._causes or len(self._causes) > _MAX_SHOWN:
+            return
+        self._causes.add(cause)
+        if len(self._causes) <= _MAX_SHOWN:
+            sys.stderr.write(failure.format())
+        else:
+            sys.stderr.write("halley: more ranks failed for other causes, which are not shown\n")
+
+
+def _own_rank() -> int | None:
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _tell_launcher(failure: Failure) -> bool:
+    """Append a failure to the launcher's file; return whether that worked."""
+    try:
+        # Without O_CREAT, which would create the file again after the launcher has deleted it.
+        descriptor = os.open(os.environ[FAILURES_VARIABLE], os.O_WRONLY | os.O_APPEND)
+        try:  # one write for the line, so that lines of two ranks do not mix
+            os.write(descriptor, f"{json.dumps(asdict(failure))}\n".encode())
+        finally:
+            os.close(descriptor)
+    except OSError:  # the disk is full, or the launcher has ended
+        return False
+    return True
+
+
+def launch(command: list[str], *, num_processes: int, patience_s: float = 30.0) -> int:
     """Run a command on several ranks of this host and wait for all of them.
 
     Failures that ranks report with ``tell_failure`` are printed once per cause. The first SIGINT or
@@ -82,8 +182,7 @@ def run_ranks(command: list[str], *, num_processes: int, patience_s: float = 30.
     if num_processes < 1:
         raise ValueError(f"num_processes ({num_processes}) must be at least 1")
     if sys.platform == "linux":
-        wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        command = wrapper + command
+        command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="halley-") as folder, _signals_recorded() as signals:
         failures = FailureReader(Path(folder) / "failures.jsonl")
@@ -141,10 +240,9 @@ def _wait(
             deadline_s = now_s + patience_s
         if now_s > hint_s:
             num_running = codes.count(None)
-            running = f"{num_running} {'rank' if num_running == 1 else 'ranks'}"
             _say(
-                f"waiting up to {_SIGNAL_PATIENCE_S:g} s for {running} to end; another signal "
-                "kills them at once"
+                f"waiting up to {_SIGNAL_PATIENCE_S:g} s for {num_running} "
+                f"rank{'s' if num_running > 1 else ''} to end; another signal kills them at once"
             )
             hint_s = math.inf
         if now_s > deadline_s:
@@ -164,8 +262,12 @@ def _find_failure(codes: list[int | None]) -> int | None:
 
 
 def _report(rank: int, code: int, *, is_reported: bool) -> int:
+    """Print how a rank failed; return the exit code of the launcher."""
     if code < 0:
-        _say(f"rank {rank} was killed by {_name_signal(-code)}")
+        name = f"signal {-code}"
+        with suppress(ValueError):  # real-time signals have no name
+            name = signal.Signals(-code).name
+        _say(f"rank {rank} was killed by {name}")
         return 128 - code
     if code not in (USER_ERROR, READER_GONE) and not is_reported:
         _say(f"rank {rank} ended with exit code {code}")
@@ -174,13 +276,6 @@ def _report(rank: int, code: int, *, is_reported: bool) -> int:
 
 def _say(text: str) -> None:
     sys.stderr.write(f"halley: {text}\n")
-
-
-def _name_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no name
-        return f"signal {number}"
 
 
 def _send(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
@@ -225,10 +320,8 @@ def _signals_recorded() -> Iterator[deque[int]]:
     def record(number: int, frame: FrameType | None) -> None:
         signals.append(number)
 
-    before = {
-        number: signal.signal(number, record)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
+    before = {number: signal.signal(number, record) for number in numbers}
     try:
         yield signals
     finally:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from halley.core.field_types import check_choice, check_type
-from halley.core.sharding import check_tp_size
+from halley.core.routing import check_tp_size
+from halley.core.validation import check_choice, check_type
 
 
 # Of one all-reduce: large enough for full link bandwidth, small enough to start during backward.
@@ -29,36 +30,27 @@ class ParallelGroups:
     experts. All other parameters are replicated on all ranks.
 
     Example: with 4 ranks and ``ep_size`` 2, the "ep" groups are (0, 1) and (2, 3), and the "edp"
-    groups are (0, 2) and (1, 3).
-
-    Attributes:
-        rank, num_ranks: in the whole mesh.
-        ep_rank, ep_size: in the "ep" group.
-        tp_size: ranks of the "ep" group that share each expert by its intermediate size.
-        world: the group of all ranks; None for a single process.
-        ep: the "ep" group of this rank; None if it is the only member.
-        edp: the "edp" group of this rank; None if it is the only member.
-        sums: a second group of all ranks, for gradient sums; None for a single process. NCCL runs
-            the collectives of a group in order. In their own group, sums overlap with all-to-alls.
-        mesh: the mesh; None for a single process.
-        expert_mesh: the mesh for expert weights. With ``tp_size`` above 1, its dimension "ep" is
-            split into "ep" and "etp". The ranks along "etp" share experts.
+    groups are (0, 2) and (1, 3). Groups of a single rank, and meshes of one process, are None.
 
     Raises:
         ValueError: a size is below 1, a rank is not below the size of its group, or ``tp_size``
             does not divide ``ep_size``.
     """
 
-    rank: int = 0
+    rank: int = 0  # in the whole mesh
     num_ranks: int = 1
-    ep_rank: int = 0
+    ep_rank: int = 0  # in the "ep" group
     ep_size: int = 1
-    tp_size: int = 1
-    world: dist.ProcessGroup | None = None
+    tp_size: int = 1  # ranks of "ep" that share each expert by its intermediate size
+    world: dist.ProcessGroup | None = None  # all ranks
     ep: dist.ProcessGroup | None = None
     edp: dist.ProcessGroup | None = None
+    # All ranks again, for gradient sums. NCCL runs the collectives of a group in order. In their
+    # own group, sums overlap with all-to-alls.
     sums: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
+    # For expert weights. With ``tp_size`` above 1, "ep" is split into "ep" and "etp", along which
+    # ranks share experts.
     expert_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
@@ -76,41 +68,6 @@ class ParallelGroups:
     def tp_rank(self) -> int:
         """The index of this rank's shard of its experts."""
         return self.ep_rank % self.tp_size
-
-    @staticmethod
-    def from_mesh(mesh: DeviceMesh, *, tp_size: int = 1) -> "ParallelGroups":
-        """Create the groups from a two-dimensional mesh named ("edp", "ep") over all ranks.
-
-        Args:
-            tp_size: ranks of "ep" that share each expert.
-
-        Raises:
-            ValueError: the mesh has other dimensions, or ``tp_size`` does not divide the size of
-                "ep".
-        """
-        if mesh.mesh_dim_names != ("edp", "ep"):
-            raise ValueError(f"mesh_dim_names ({mesh.mesh_dim_names}) must be ('edp', 'ep')")
-        ep_size, edp_size = mesh.size(1), mesh.size(0)
-        check_tp_size(tp_size, num_ranks=ep_size)
-        expert_mesh = mesh
-        if tp_size > 1:
-            ranks = mesh.mesh.view(edp_size, ep_size // tp_size, tp_size)
-            expert_mesh = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("edp", "ep", "etp"))
-        sums = dist.new_group() if mesh.size() > 1 else None  # a collective of all ranks
-        assert sums is None or isinstance(sums, dist.ProcessGroup)
-        return ParallelGroups(
-            rank=dist.get_rank(),
-            num_ranks=mesh.size(),
-            ep_rank=mesh.get_local_rank("ep"),
-            ep_size=ep_size,
-            tp_size=tp_size,
-            world=dist.group.WORLD,
-            ep=mesh.get_group("ep") if ep_size > 1 else None,
-            edp=mesh.get_group("edp") if edp_size > 1 else None,
-            sums=sums,
-            mesh=mesh,
-            expert_mesh=expert_mesh,
-        )
 
 
 def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> ParallelGroups:
@@ -142,9 +99,24 @@ def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> Paralle
     check_tp_size(tp_size, num_ranks=ep_size)
     if not dist.is_initialized():
         return ParallelGroups()
-    shape = (num_ranks // ep_size, ep_size)
-    return ParallelGroups.from_mesh(
-        init_device_mesh(device_type, shape, mesh_dim_names=("edp", "ep")), tp_size=tp_size
+    edp_size = num_ranks // ep_size
+    mesh = init_device_mesh(device_type, (edp_size, ep_size), mesh_dim_names=("edp", "ep"))
+    expert_mesh = mesh
+    if tp_size > 1:
+        ranks = mesh.mesh.view(edp_size, ep_size // tp_size, tp_size)
+        expert_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("edp", "ep", "etp"))
+    return ParallelGroups(
+        rank=dist.get_rank(),
+        num_ranks=num_ranks,
+        ep_rank=mesh.get_local_rank("ep"),
+        ep_size=ep_size,
+        tp_size=tp_size,
+        world=dist.group.WORLD,
+        ep=mesh.get_group("ep") if ep_size > 1 else None,
+        edp=mesh.get_group("edp") if edp_size > 1 else None,
+        sums=cast(dist.ProcessGroup, dist.new_group()) if num_ranks > 1 else None,
+        mesh=mesh,
+        expert_mesh=expert_mesh,
     )
 
 
@@ -155,13 +127,8 @@ def sync_gradients(
 
     Each rank's gradients must be those of its own mean loss. A dense gradient is summed over all
     ranks. The gradient of an expert already contains the tokens of the whole "ep" group, so it is
-    summed over the "edp" group only. Both are divided by the number of ranks.
-
-    Args:
-        dense, expert: contiguous gradients.
-
-    Raises:
-        ValueError: ``groups`` has another type.
+    summed over the "edp" group only. Both are divided by the number of ranks. Gradients are
+    contiguous.
     """
     check_type(groups, ParallelGroups, name="groups")
     _sum_over(dense, group=groups.world if groups.num_ranks > 1 else None, scale=groups.num_ranks)
@@ -227,11 +194,8 @@ def _sum_bucket(bucket: list[torch.Tensor], *, group: dist.ProcessGroup | None, 
 class World:
     """This process as one rank of a run; ``join_world`` yields it.
 
-    Attributes:
-        rank, num_ranks: the values of the launcher; 0 and 1 without a launcher.
-        device: the device on which this rank computes.
-        store: the key-value store through which the ranks found each other; None without a
-            launcher.
+    Without a launcher, ``rank`` is 0, ``num_ranks`` 1 and ``store`` None. The ranks found each
+    other through the store.
     """
 
     rank: int
@@ -251,16 +215,12 @@ def is_launched() -> bool:
 
 
 def check_launcher() -> None:
-    """Check the environment variables that a launcher has set for this rank, if there is one.
-
-    Raises:
-        ValueError: a variable is missing, is not a number or contradicts another variable.
-    """
+    """Raise ``ValueError`` if a launcher has set some environment variables wrongly, or not all."""
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if not given:
         return
     if len(given) == 1:
-        name = given[0]
+        (name,) = given
         raise ValueError(
             f"environment variable {name} ({os.environ[name]}) must be set together with RANK and "
             "WORLD_SIZE, as torchrun does, or be unset"
@@ -271,10 +231,9 @@ def check_launcher() -> None:
         if not os.environ.get(name):
             raise ValueError(f"environment variable {name} must be set where RANK is")
     _read_number("MASTER_PORT", least=0, below=1 << 16)
-    if "LOCAL_RANK" in os.environ:
-        _read_number("LOCAL_RANK", least=0)
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        _read_number("LOCAL_WORLD_SIZE", least=1)
+    for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        if name in os.environ:
+            _read_number(name, least=least)
 
 
 def _read_number(name: str, *, least: int, below: int | None = None) -> int:
@@ -288,10 +247,7 @@ def _read_number(name: str, *, least: int, below: int | None = None) -> int:
 
 
 def pick_device(choice: str) -> torch.device:
-    """Return this rank's device.
-
-    Args:
-        choice: "cpu", "cuda" (the device of LOCAL_RANK), or "auto" for CUDA if there is any.
+    """Return this rank's device: "cpu", "cuda" (that of LOCAL_RANK), or "auto" for CUDA if any.
 
     Raises:
         ValueError: the choice is unknown, or there is no CUDA device for this rank.

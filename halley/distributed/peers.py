@@ -1,4 +1,4 @@
-"""Process-group helpers: collectives with clear errors, object gathers, and checks across ranks.
+"""Process-group helpers: collectives with clear errors, and reports and checks across ranks.
 
 When ranks differ or a rank is missing, a plain collective aborts, hangs or gives wrong numbers,
 depending on the backend. These helpers find out which ranks differ or are missing. They exchange
@@ -9,9 +9,11 @@ other ranks, so the store works even after a collective has failed.
 import contextlib
 import json
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, cast, final
@@ -19,10 +21,11 @@ from typing import Any, TypeVar, cast, final
 import torch
 import torch.distributed as dist
 
-from halley.core.current_operation import CURRENT_OPERATION
+from halley.core.timeline import CURRENT_OPERATION
 
 
 T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 
 _REPORT_WAIT_S = 3.0  # after a failed collective, the time to wait for reports of other ranks
 _HOST_STAYS_S = 1.0  # rank 0 ends later than the others, because its process may host the store
@@ -30,6 +33,8 @@ _ANSWER_WAIT_S = 10.0  # a store that does not answer within this time is lost
 _VERDICT_MARGIN_S = 2.0  # rank 0 compares the values, so the other ranks wait longer than rank 0
 _POLL_S = 0.02
 _FOLDER_OPERATION = "work on the run's folder"  # name of the operation in messages
+# Module of the functions of torch.distributed that block with gloo.
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -37,6 +42,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def group_ranks(values: Mapping[int, Key]) -> dict[Key, list[int]]:
+    """Return the ranks that have each value, from the value of each rank."""
+    ranks_of: dict[Key, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
@@ -47,10 +60,9 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
 
 @final
 class Collective:
-    """A context for one collective; its error names the operation and the ranks that failed.
+    """A context for one collective: an error of the backend becomes a RuntimeError.
 
-    An error of the backend is raised again as a RuntimeError. The message names the ranks that
-    failed, their operations, and the ranks that sent no report.
+    Its message names the ranks that failed, their operations, and the ranks that sent no report.
 
     Args:
         operation: name of the collective in messages.
@@ -79,8 +91,7 @@ class Collective:
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this rank and the number of ranks in a group; (0, 1) if the group is None.
 
-    Raises:
-        ValueError: this process is not in the group.
+    A process that is not in the group gets a ``ValueError``.
     """
     if group is None:
         return 0, 1
@@ -103,10 +114,7 @@ def all_gather_objects(
 ) -> list[T]:
     """Return the values of all ranks of the group, by rank. Collective; values are pickled.
 
-    Args:
-        value: the value of this rank.
-        group: the ranks; None for a single process.
-        operation: name of the operation in messages.
+    ``operation`` names the collective in messages. The group is None for a single process.
     """
     if group is None:
         return [value]
@@ -170,7 +178,6 @@ def compare_ranks(
     Args:
         what: name of the point in the program, for messages.
         values: values by name; their ``str`` is compared.
-        group: the ranks; None for a single process.
 
     Raises:
         ValueError: the values differ; names the ranks and their values. Raised on all ranks.
@@ -225,9 +232,8 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
         return ""
     found: list[str] = []
     for name in dict.fromkeys(name for each in values_W for name in each):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, each in zip(names, values_W, strict=True):
-            ranks_of.setdefault(each.get(name, "none"), []).append(rank)
+        shown_W = [each.get(name, "none") for each in values_W]
+        ranks_of = group_ranks(dict(zip(names, shown_W, strict=True)))
         if len(ranks_of) > 1:
             shown = ", ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in ranks_of.items())
             title = "the layer" if name == "what" else name
@@ -272,32 +278,83 @@ def _collect_reports(
 ) -> dict[int, dict[str, object]]:
     """Publish the operation in which this rank failed, and return the reports that arrive.
 
-    Returns:
-        Reports by rank, this rank included; empty if the store never answered.
+    The result has this rank too; it is empty if the store never answered.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     reports: dict[int, dict[str, object]] = {}
     stays_s = _HOST_STAYS_S if rank == 0 else 0.0
 
     def exchange() -> None:
-        # A new connection, because a blocked call of another thread may hold the group's own.
-        store: Any = group.get_group_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
-        store.set(f"halley/failed/{rank}", json.dumps(own))
-        end_s = time.monotonic() + _REPORT_WAIT_S
-        while len(reports) < num_ranks and time.monotonic() < end_s:
-            for peer in range(num_ranks):
-                key = f"halley/failed/{peer}"
-                if peer not in reports and store.check([key]):
-                    reports[peer] = json.loads(store.get(key))
-            time.sleep(_POLL_S + 1e-3 * num_ranks)
-        time.sleep(stays_s)
-
-    def run() -> None:
         with contextlib.suppress(RuntimeError):  # a store raises it when its host has ended
-            exchange()
+            # A new connection, because a blocked call of another thread may hold the group's own.
+            shared: Any = group.get_group_store()  # its type stubs lack ``clone``
+            store = shared.clone()
+            store.set(f"halley/failed/{rank}", json.dumps(own))
+            end_s = time.monotonic() + _REPORT_WAIT_S
+            while len(reports) < num_ranks and time.monotonic() < end_s:
+                for peer in range(num_ranks):
+                    key = f"halley/failed/{peer}"
+                    if peer not in reports and store.check([key]):
+                        reports[peer] = json.loads(store.get(key))
+                time.sleep(_POLL_S + 1e-3 * num_ranks)
+            time.sleep(stays_s)
 
     # In a thread with a time limit, because a call to a store whose host is stopped never returns.
-    thread = threading.Thread(target=run, name="halley-report", daemon=True)
+    thread = threading.Thread(target=exchange, name="halley-report", daemon=True)
     thread.start()
     thread.join(_REPORT_WAIT_S + stays_s + _ANSWER_WAIT_S)
     return dict(reports)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationReport:
+    """The operation that a rank runs.
+
+    ``num_operations`` and ``name`` are those of ``CurrentOperation``.
+    """
+
+    step: int  # of training; 0 if steps are not counted
+    num_operations: int
+    name: str
+    is_waiting: bool  # in the operation for other ranks; the rank computes nothing
+    is_busy: bool = False  # its GPU is known to have unfinished work
+
+    def describe(self, ranks: list[int]) -> str:
+        """Return the report of these ranks as a clause: "rank 3 waits in dispatch (...)"."""
+        verb = ("waits in" if len(ranks) == 1 else "wait in") if self.is_waiting else "last began"
+        step = f"step {self.step}, " if self.step else ""
+        place = f"({step}operation {self.num_operations})"
+        return f"{name_ranks(ranks)} {verb} {self.name or 'no operation'} {place}"
+
+
+def report_operation(step: int, *, busy_device: int | None = None) -> OperationReport:
+    """Return the report of this process.
+
+    If the main thread is inside a function of ``torch.distributed``, the report names it as an
+    operation that waits, because such functions block with gloo. ``busy_device`` is the index of
+    the GPU that is asked for unfinished work; None asks no GPU.
+    """
+    name, is_waiting = CURRENT_OPERATION.name, CURRENT_OPERATION.is_waiting
+    if not is_waiting:
+        main = threading.main_thread().ident
+        frame = sys._current_frames().get(main) if main is not None else None
+        if frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES:
+            name, is_waiting = f"{frame.f_code.co_name} of torch.distributed", True
+    return OperationReport(
+        step=step,
+        num_operations=CURRENT_OPERATION.num_operations,
+        name=name,
+        is_waiting=is_waiting,
+        is_busy=busy_device is not None and not torch.cuda.default_stream(busy_device).query(),
+    )
+
+
+def differ(reports: Iterable[OperationReport]) -> bool:
+    """Return whether ranks run different operations; ``is_waiting`` is not compared."""
+    return len({(report.step, report.num_operations, report.name) for report in reports}) > 1
+
+
+def describe_reports(reports: Mapping[int, OperationReport]) -> str:
+    """Return the reports of ranks in words; ranks with equal reports share one clause."""
+    groups = group_ranks(dict(sorted(reports.items())))
+    return ", ".join(report.describe(ranks) for report, ranks in groups.items())

@@ -15,9 +15,12 @@ time is enough. If only some ranks wait, it is the time limit of collectives.
 """
 
 import atexit
+import json
 import os
 import threading
 import time
+from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Self, final
 
@@ -25,14 +28,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from halley.distributed.failures import (
+from halley.distributed.launcher import tell_failure_from_thread
+from halley.distributed.peers import (
     OperationReport,
     describe_reports,
     differ,
+    rank_and_size,
     report_operation,
-    tell_failure_from_thread,
+    time_limit,
 )
-from halley.distributed.peers import rank_and_size, time_limit
 
 
 EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: the run may succeed when started again
@@ -77,8 +81,7 @@ class Watchdog:
 
         Args:
             store: any store shared by all ranks; the watchdog opens a connection of its own.
-            rank: this rank.
-            num_ranks: ranks that enter a watchdog on this store.
+            rank, num_ranks: this rank among those that enter a watchdog on this store.
             interval_s: seconds between two heartbeats.
             timeout_s: a rank without a heartbeat for so many seconds is lost.
             grace_s: seconds from the verdict until the watchdog ends the process.
@@ -96,11 +99,10 @@ class Watchdog:
             if not value > 0:
                 raise ValueError(f"{name} ({value}) must be above 0")
         self.step = 0
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._interval_s, self._timeout_s = interval_s, timeout_s
-        self._grace_s = grace_s
+        self._rank, self._num_ranks = rank, num_ranks
+        self._interval_s, self._timeout_s, self._grace_s = interval_s, timeout_s, grace_s
         self._deadlock_s, self._stall_s = deadlock_s, stall_s
+        self._linger_s = 2 * interval_s + 1.0  # time for the other ranks to read the store
         self._store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._beat_counters = [0] * num_ranks
         self._num_beats = [0] * num_ranks  # rounds in which the counter had changed
@@ -115,21 +117,16 @@ class Watchdog:
         self._explaining = False
         self._exit_reason = _FINISHED
         self._stopped = threading.Event()
-        self._heartbeat_thread = threading.Thread(
-            target=self._run_heartbeats, name="halley-heartbeat", daemon=True
-        )
-        self._exit_thread = threading.Thread(
-            target=self._end_if_lost, name="halley-guard", daemon=True
-        )
+        new_thread = partial(threading.Thread, daemon=True)
+        self._heartbeat_thread = new_thread(target=self._run_heartbeats, name="halley-heartbeat")
+        self._exit_thread = new_thread(target=self._end_if_lost, name="halley-guard")
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, **options: float) -> Self:
         """Create the watchdog of this rank in a process group.
 
-        Args:
-            group: None for the default group, which must be initialized.
-            options: options of ``Watchdog``; the default of ``stall_s`` is 0.9 of the group's time
-                limit.
+        The group is the default group if None. ``options`` are those of ``Watchdog``; the default
+        of ``stall_s`` is 0.9 of the group's time limit.
 
         Raises:
             RuntimeError: there is no default group.
@@ -172,8 +169,7 @@ class Watchdog:
 
         If there is a verdict and this rank hangs, the process still ends ``grace_s`` later.
 
-        Args:
-            error: the error that ended the training; None for a normal end.
+        ``error`` is the error that ended the training; None for a normal end.
         """
         if self._stopped.is_set():
             return
@@ -186,9 +182,6 @@ class Watchdog:
 
     def explain(self, error: Exception) -> RuntimeError:
         """Find out whether a lost rank caused the error of a collective; takes up to ``timeout_s``.
-
-        Args:
-            error: the error that a collective raised.
 
         Returns:
             The error to raise instead. It names the lost rank and the step. If no rank is lost, it
@@ -209,11 +202,8 @@ class Watchdog:
                 for peer in range(self._num_ranks)
                 if peer != self._rank
             )
-            if (
-                others_live
-                or not self._heartbeat_thread.is_alive()
-                or time.monotonic() > deadline_s
-            ):
+            is_over = not self._heartbeat_thread.is_alive() or time.monotonic() > deadline_s
+            if others_live or is_over:
                 break
             time.sleep(self._interval_s / 4)
         reports = {rank: report for rank, report in enumerate(self._reports) if report is not None}
@@ -222,10 +212,6 @@ class Watchdog:
             f"rank {self._rank} failed{self._when}, though no rank was lost: "
             f"{_describe(error)}{where}"
         )
-
-    @property
-    def _linger_s(self) -> float:
-        return 2 * self._interval_s + 1.0
 
     def _message(self, verdict: str) -> str:
         # A verdict about a deadlock already contains the step of each rank.
@@ -262,8 +248,8 @@ class Watchdog:
             self._num_silent[peer] = 0 if has_beaten else self._num_silent[peer] + 1
             self._beat_counters[peer] = count
             if watches_all and has_beaten and peer not in self._exit_reasons:
-                text = self._store.get(f"report/{peer}")
-                self._store_report(peer, OperationReport.from_json(text))
+                report = json.loads(self._store.get(f"report/{peer}"))
+                self._store_report(peer, OperationReport(**report))
         self._num_unanswered = 0
         if self._verdict is None:
             self._judge()
@@ -274,7 +260,7 @@ class Watchdog:
         report = report_operation(self.step, busy_device=self._gpu if is_unchanged else None)
         self._store_report(self._rank, report)
         # The report comes first, so that every rank that sees the heartbeat finds the report.
-        self._store.set(f"report/{self._rank}", report.to_json())
+        self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
         self._store.add(_beat_key(self._rank), 1)
 
     def _store_report(self, rank: int, report: OperationReport) -> None:
@@ -342,12 +328,9 @@ class Watchdog:
 
     def _end_if_lost(self) -> None:
         """End the process some time after a verdict. A thread, since the main thread may hang."""
-        while (
-            self._heartbeat_thread.is_alive()
-            and not self._stopped.is_set()
-            and self._verdict is None
-        ):
-            self._heartbeat_thread.join(timeout=self._interval_s)
+        thread = self._heartbeat_thread
+        while thread.is_alive() and not self._stopped.is_set() and self._verdict is None:
+            thread.join(timeout=self._interval_s)
             self._num_unanswered += 1
             if self._num_unanswered * self._interval_s > self._timeout_s:
                 self._verdict = f"{_LOST}{_store_host()} (no answer for {self._timeout_s:g} s)"

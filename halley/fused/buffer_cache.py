@@ -7,7 +7,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from halley.core.sharding import check_tp_size
+from halley.core.routing import check_tp_size
 from halley.distributed.peers import all_gather_objects, compare_ranks, rank_and_size
 from halley.fused.buffers import BufferShape, Workspace
 from halley.fused.config import (
@@ -19,35 +19,7 @@ from halley.fused.config import (
     tuning_environment,
 )
 from halley.fused.kernels.layout import Layout
-from halley.symm_mem.cpu import SharedHeap
-from halley.symm_mem.cuda import CudaHeap
-from halley.symm_mem.heap import AbstractSymmHeap, RangeHook
-
-
-def open_heap(
-    group: dist.ProcessGroup | None,
-    device: torch.device | str,
-    *,
-    on_map: RangeHook | None = None,
-    on_unmap: RangeHook | None = None,
-) -> AbstractSymmHeap:
-    """Open a symmetric heap: GPU memory on CUDA, shared memory on CPU; a collective of the ranks.
-
-    Args:
-        group: the ranks; None for a single rank.
-        device: device of this rank; all ranks have devices of one type.
-        on_map, on_unmap: called with the address ranges of all copies, on CPU only.
-
-    Raises:
-        ValueError: the device is neither a CPU nor a CUDA device.
-        RuntimeError: the ranks cannot address each other's memory.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return CudaHeap(group, device)
-    if device.type == "cpu":
-        return SharedHeap(group, on_map=on_map, on_unmap=on_unmap)
-    raise ValueError(f"device ({device}) must be a cpu or a cuda device")
+from halley.symm_mem.heap import AbstractSymmHeap, open_heap
 
 
 # The schema of a torch operator has no type for Python objects, so operators get an integer handle.
@@ -73,10 +45,10 @@ class Workspaces:
             capture layers. More rows or tokens than the capacity are an error.
         timeout_s: time limit of a kernel's wait for a peer, in seconds. The default is that of
             NCCL: ranks are minutes apart when one of them compiles or writes a checkpoint.
+        reserved_sms: SMs that the kernels leave to kernels of NCCL, which run at the same time.
         config: settings of the kernels; None uses tuned ones (``config.py``), or the defaults.
 
     Attributes:
-        num_ranks: ranks of the group.
         handle: integer that ``find_workspaces`` maps to this object.
         ordering_token: one int32 that keeps the passes of compiled graphs in order; see ``op.py``.
 
@@ -94,6 +66,7 @@ class Workspaces:
         max_load: float = 0.0,
         timeout_s: float = 600.0,
         config: KernelConfig | None = None,
+        reserved_sms: int = 0,
     ) -> None:
         if max_tokens < 0:
             raise ValueError(f"max_tokens ({max_tokens}) must be at least 0")
@@ -104,6 +77,7 @@ class Workspaces:
         device = _with_index(torch.device(device))
         self.group, self.device, self.timeout_s = group, device, timeout_s
         self.max_tokens, self.max_load = max_tokens, max_load
+        self.reserved_sms = reserved_sms
         self.config = config or default_config(device)
         self.num_ranks, self.tp_size = rank_and_size(group)[1], tp_size
         check_tp_size(tp_size, num_ranks=self.num_ranks)
@@ -128,11 +102,6 @@ class Workspaces:
     ) -> Workspace:
         """Return the workspace of a layer; a collective if the workspace does not exist yet.
 
-        Args:
-            x_TD: tokens of this rank.
-            topk_idx_TK: their expert ids.
-            up_LGD: first projection of this rank's experts.
-
         Raises:
             ValueError: the ranks differ in the shape, or in arguments of this object.
             RuntimeError: the ranks cannot address each other's memory, or one of them is missing.
@@ -145,11 +114,7 @@ class Workspaces:
         return self._by_shape.get(shape) or self._make(shape, x_TD.shape[0])
 
     def find_plan(self, plan_id: int) -> tuple[Workspace, Layout]:
-        """Return the workspace that made a plan, and the plan's layout.
-
-        Raises:
-            RuntimeError: the workspace is closed.
-        """
+        """Return the workspace that made a plan, and its layout; RuntimeError if it is closed."""
         for workspace in self._by_shape.values():
             if plan_id in workspace.layouts:
                 return workspace, workspace.layouts[plan_id]
@@ -179,7 +144,11 @@ class Workspaces:
         values |= {"device": self.device.type, "workspaces": len(self._by_shape)}
         compare_ranks("an MoE layer", values, group=self.group)
         if self._heap is None:
-            self._heap = self._open_heap()
+            try:
+                self._heap = open_heap(self.group, self.device)
+            except RuntimeError as error:
+                advice = "the strategies sequential and chunked need none"
+                raise RuntimeError(f"{error}; {advice}") from error
         own = (num_tokens, self._find_config(shape, num_tokens))
         by_rank = all_gather_objects(
             own, group=self.group, operation="the making of buffers for a fused layer"
@@ -188,6 +157,7 @@ class Workspaces:
         self._by_shape[shape] = Workspace(
             shape,
             heap=self._heap,
+            reserved_sms=self.reserved_sms,
             config=by_rank[0][1],  # of the first rank, because the layout of records depends on it
             max_tokens=max(self.max_tokens, most_tokens, 1),
             timeout_s=self.timeout_s,
@@ -208,39 +178,9 @@ class Workspaces:
         )
         return self._tuned.find(wanted, base=self.config)
 
-    def _open_heap(self) -> AbstractSymmHeap:
-        hooks: dict[str, RangeHook] = {}
-        if self.device.type == "cpu":
-            # Imported here because only interpreted kernels need the sanitizer.
-            from halley.interpreter.sanitizer import register, unregister
-
-            mapped: set[int] = set()
-
-            def on_map(address: int, num_bytes: int) -> None:
-                register(address, num_bytes)
-                mapped.add(address)
-
-            def on_unmap(address: int, num_bytes: int) -> None:
-                unregister(address)
-                mapped.remove(address)
-
-            # If nobody calls ``close``, the process may later map other memory at these addresses.
-            finalizer = weakref.finalize(self, lambda: [unregister(address) for address in mapped])
-            finalizer.atexit = False
-            hooks = {"on_map": on_map, "on_unmap": on_unmap}
-        try:
-            return open_heap(self.group, self.device, **hooks)
-        except RuntimeError as error:
-            advice = "the strategies sequential and chunked need none"
-            raise RuntimeError(f"{error}; {advice}") from error
-
 
 def find_workspaces(handle: int) -> Workspaces:
-    """Return the ``Workspaces`` object whose attribute ``handle`` has this value.
-
-    Raises:
-        RuntimeError: the object no longer exists, because its strategy was deleted.
-    """
+    """Return the ``Workspaces`` of a handle; a RuntimeError if they no longer exist."""
     found = _BY_HANDLE.get(handle)
     if found is None:
         raise RuntimeError(f"workspaces ({handle}) no longer exist: their strategy was deleted")

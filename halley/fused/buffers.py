@@ -8,10 +8,9 @@ from typing import NamedTuple, final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from halley.core.current_operation import CURRENT_OPERATION
+from halley.core.timeline import CURRENT_OPERATION
 from halley.fused.config import KernelConfig
 from halley.fused.kernels.layout import (
-    EPOCH,
     NUM_COUNTERS,
     TASK_ROWS,
     KernelContext,
@@ -43,34 +42,20 @@ class BufferShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSize:
-    """Sizes of a dispatch plan that the host needs to allocate tensors.
+    """Sizes of a dispatch plan that the host needs to allocate tensors."""
 
-    Attributes:
-        num_rows: rows of this rank's experts, padded to whole tiles, at least one tile.
-        num_copies: length of the fetch list: token copies that this rank receives, and unused
-            entries.
-        needed_tokens: the largest number of tokens of a rank if the buffers are too small for it,
-            else 0.
-    """
-
-    num_rows: int
-    num_copies: int
-    needed_tokens: int = 0
+    num_rows: int  # of this rank's experts, padded to whole tiles, at least one tile
+    num_copies: int  # length of the fetch list, with its unused entries
+    needed_tokens: int = 0  # the most tokens of a rank if the buffers are too small, else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SymmetricBuffers:
-    """Buffers that peers address; they are allocated and replaced together."""
+    """Buffers that peers address: routing, send, combine, gradients of routing weights."""
 
     layout: Layout
     plan_id: torch.Tensor
-    routing: SymmTensor
-    send: SymmTensor
-    combine: SymmTensor
-    dweights: SymmTensor
-
-    def tensors(self) -> list[SymmTensor]:
-        return [self.routing, self.send, self.combine, self.dweights]
+    tensors: list[SymmTensor]
 
 
 @final
@@ -81,19 +66,14 @@ class Workspace:
     passes in the same order.
 
     Args:
-        shape: sizes of the layers.
         heap: allocates the symmetric buffers and owns their memory.
-        config: settings of the kernels.
         max_tokens: capacity in tokens of a rank, equal on all ranks. The buffers grow when a call
             has more.
-        max_load: 0, or the capacity in rows as a multiple of the balanced load. With a capacity,
-            the host never reads the number of rows, and more rows are an error.
-        timeout_s: time limit of a kernel's wait for a peer, in seconds.
+        max_load, timeout_s, config: see ``Workspaces``.
         plan_ids: yields a new id for each layout.
+        reserved_sms: SMs of the GPU that the kernels leave to other kernels.
 
     Attributes:
-        status, host_status: see ``kernels/peer.py``.
-        counters: see ``kernels/layout.py``.
         layouts: layouts of plans, by plan id. It keeps old ones for the backward of old calls.
         max_rows: capacity in rows if ``max_load`` is set, else 0.
         rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second GEMM.
@@ -111,12 +91,14 @@ class Workspace:
         timeout_s: float,
         plan_ids: Iterator[int],
         max_load: float = 0.0,
+        reserved_sms: int = 0,
     ) -> None:
         device = heap.device
         self.shape, self.heap, self.config, self.timeout_s = shape, heap, config, timeout_s
         self.num_sms = config.num_programs
         if self.num_sms == 0:
-            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self.num_sms = num_sms - reserved_sms
         on_gpu = device.type == "cuda"
         # Training may use tensors that were allocated under inference mode, and must write them.
         with torch.inference_mode(mode=False):
@@ -129,7 +111,7 @@ class Workspace:
         self._plan_ids = plan_ids
         self.layouts: dict[int, Layout] = {}
         self._last_size = PlanSize(num_rows=0, num_copies=0)
-        self._last_size_by_layer: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._last_sizes_by_layer: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.launches = LaunchCache()
         self.compiled: set[tuple[object, ...]] = set()
         self._buffers = self._allocate(max_tokens)
@@ -140,7 +122,7 @@ class Workspace:
         try:
             self.rows_RD = heap.on_all_ranks(num_bytes, partial(self._make_rows, num_rows))
         except MemoryError:
-            self._free(*self._buffers.tensors())
+            self._free(self._buffers.tensors)
             raise
         self.max_rows = self.row_capacity if max_load else 0
 
@@ -160,11 +142,6 @@ class Workspace:
         return self._buffers.plan_id
 
     @property
-    def epoch(self) -> int:
-        """Number of the last pass; waits for the device."""
-        return int(self.counters[EPOCH.value])
-
-    @property
     def row_capacity(self) -> int:
         """Capacity in rows of the scratch ``rows_RD``."""
         return self.rows_RD.shape[0]
@@ -172,24 +149,20 @@ class Workspace:
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of this rank that its peers address."""
-        return sum(tensor.local.nbytes for tensor in self._buffers.tensors())
+        return sum(tensor.local.nbytes for tensor in self._buffers.tensors)
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return the buffers and settings that are arguments of all launches of a pass.
-
-        Args:
-            layout: layout of the plan; None for the current one.
-        """
-        buffers = self._buffers
+        """Return the arguments of all launches of a pass; ``layout`` None is the current one."""
+        routing, send, combine, dweights = self._buffers.tensors
         return KernelContext(
-            layout=buffers.layout if layout is None else layout,
+            layout=self.layout if layout is None else layout,
             config=self.config,
             rank=self.heap.rank,
             num_sms=self.num_sms,
-            routing_buffer=buffers.routing,
-            send_buffer=buffers.send,
-            combine_buffer=buffers.combine,
-            dweight_buffer=buffers.dweights,
+            routing_buffer=routing,
+            send_buffer=send,
+            combine_buffer=combine,
+            dweight_buffer=dweights,
             counters=self.counters,
             status=self.status,
             host_status=self.host_status,
@@ -223,44 +196,39 @@ class Workspace:
 
     def persistent_tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the workspace. Their addresses change only when it grows."""
-        symmetric = [part for each in self._buffers.tensors() for part in (each.local, each.ptrs_W)]
+        symmetric = [part for each in self._buffers.tensors for part in (each.local, each.ptrs_W)]
         return [self.status, self.counters, self.host_status, self.rows_RD, *symmetric]
 
     def check(self) -> None:
         """Raise a failure that a kernel has reported; does not wait for running kernels.
 
         Raises:
-            RuntimeError: a wait of this rank failed; the message names rank, peer and operation.
-                All later calls raise it too.
+            RuntimeError: a wait of this rank failed. All later calls raise the same error.
         """
         if self._host_words[_FAILURE]:
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
-    def predict_size(self, up_LGD: torch.Tensor) -> PlanSize:
+    def predict_size(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
         """Predict the sizes of a layer's next plan; 0 rows if there was no plan yet.
 
         The prediction is the size of the layer's last plan plus a margin, or that of the last plan
-        of any layer. With it, the host launches a pass before it can read the plan.
-
-        Args:
-            up_LGD: first projection of the layer. It identifies the layer.
+        of any layer. With it, the host launches a pass before it can read the plan. The first
+        projection ``up_LGD`` identifies the layer, and ``part`` the call of a layer that runs its
+        tokens in several calls.
         """
         if self.max_rows:
             return self._bounded_size()
-        last: PlanSize = self._last_size_by_layer.get(up_LGD) or self._last_size
+        last: PlanSize = self._last_sizes_of(up_LGD).get(part, self._last_size)
         return PlanSize(
             num_rows=rows_with_margin(last.num_rows, multiple=self.config.block_m),
             num_copies=rows_with_margin(last.num_copies, multiple=TASK_ROWS),
         )
 
-    def read_plan(self, up_LGD: torch.Tensor | None = None) -> PlanSize:
+    def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
         """Return the size of the newest plan, rounded up in coarse steps.
 
         Waits for the plan kernel, but not for later kernels. With ``max_load`` it returns the
-        capacity without waiting.
-
-        Args:
-            up_LGD: first projection of the layer, for its next prediction; None for no layer.
+        capacity without waiting. ``up_LGD`` and ``part`` are for the next ``predict_size``.
 
         Raises:
             RuntimeError: a peer did not publish its routing, or a CUDA graph is being captured and
@@ -287,8 +255,14 @@ class Workspace:
         if not size.needed_tokens:
             self._last_size = size
             if up_LGD is not None:
-                self._last_size_by_layer[up_LGD] = size
+                self._last_sizes_of(up_LGD)[part] = size
         return size
+
+    def _last_sizes_of(self, up_LGD: torch.Tensor) -> dict[int, PlanSize]:
+        """Return the sizes of a layer's last plans, by number of the call."""
+        if up_LGD not in self._last_sizes_by_layer:
+            self._last_sizes_by_layer[up_LGD] = {}
+        return self._last_sizes_by_layer[up_LGD]
 
     def grow_tokens(self, num_tokens: int) -> None:
         """Replace the symmetric buffers by buffers for more tokens; a collective.
@@ -298,7 +272,7 @@ class Workspace:
         """
         old, self._buffers = self._buffers, self._allocate(token_capacity(num_tokens))
         self.launches.clear()
-        self._free(*old.tensors())
+        self._free(old.tensors)
 
     def grow_rows(self, num_rows: int) -> None:
         """Replace the scratch rows by more rows; concerns this rank only."""
@@ -338,23 +312,15 @@ class Workspace:
                 tensors.append(self.heap.zeros((count, max_tokens, shape.hidden_size), shape.dtype))
             tensors.append(self.heap.zeros((num_ranks, max_tokens, shape.top_k), torch.float32))
         except MemoryError:
-            self._free(*tensors)
+            self._free(tensors)
             raise
         number = next(self._plan_ids)
         self.layouts[number] = layout
         with torch.inference_mode(mode=False):  # inference tensors cannot be saved for backward
             plan_id = torch.tensor([number])
-        routing, send, combine, dweights = tensors
-        return _SymmetricBuffers(
-            layout=layout,
-            plan_id=plan_id,
-            routing=routing,
-            send=send,
-            combine=combine,
-            dweights=dweights,
-        )
+        return _SymmetricBuffers(layout=layout, plan_id=plan_id, tensors=tensors)
 
-    def _free(self, *tensors: SymmTensor) -> None:
+    def _free(self, tensors: list[SymmTensor]) -> None:
         for tensor in tensors:
             self.heap.free(tensor)
 

@@ -16,11 +16,10 @@ from typing import cast, final
 
 import torch
 
-from halley.core.field_types import build_record, check_fields, show, show_name
-from halley.core.json_file import read_json_lines
-from halley.cost.profiles import Environment, default_path, find_environment
+from halley.core.validation import build_record, check_fields, read_json_lines, show, show_name
+from halley.cost.hardware import Environment, default_path, find_environment
 from halley.ops.kernels.tiles import GemmTile
-from halley.symm_mem.heap import link_kind
+from halley.symm_mem.access import link_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +68,7 @@ class KernelConfig:
         return min(64, elements // columns), columns
 
     def changed(self, settings: Sequence[str]) -> "KernelConfig":
-        """Return a configuration with some settings replaced.
-
-        Args:
-            settings: for example "combine_rows=16" or "up.run=2".
+        """Return a configuration with settings such as "combine_rows=16" or "up.run=2" replaced.
 
         Raises:
             ValueError: a setting has another form, or an unknown name.
@@ -142,17 +138,13 @@ _WHAT = "tuned kernel configurations"
 
 @dataclass(frozen=True, kw_only=True)
 class TunedShape:
-    """Layer shape for which a configuration was measured.
-
-    Attributes:
-        num_tokens: tokens of each rank.
-    """
+    """Layer shape for which a configuration was measured."""
 
     hidden_size: int
     num_experts: int
     top_k: int
     dtype: str
-    num_tokens: int
+    num_tokens: int  # of each rank
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -207,20 +199,14 @@ def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1
     places = [f"ranks {num_ranks}", *([link] if link else [])]
     places += [f"{tp_size} an expert"] if tp_size > 1 else []
     found = find_environment(device, topology=", ".join(places))
-    return Environment(
-        device=found.device,
-        versions=f"{found.versions}, triton {version('triton')}",
-        topology=found.topology,
-    )
+    return replace(found, versions=f"{found.versions}, triton {version('triton')}")
 
 
 @final
 class ConfigTable:
     """Tuned configurations of one machine.
 
-    Args:
-        path: file of lines; if it does not exist, the table is empty.
-        environment: the machine.
+    If the file does not exist, the table is empty.
 
     Raises:
         ValueError: a line is not one that ``write`` writes.
@@ -255,27 +241,16 @@ class ConfigTable:
     def write(self, tuned: TunedConfig) -> None:
         """Append a configuration to the file; it replaces an earlier one of its shape."""
         self._add(tuned)
-        line = json.dumps(_entry(self.environment, tuned)) + "\n"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError as error:
-            raise ValueError(_not_writable(self.path, error)) from error
+        _write(self.path, [_entry(self.environment, tuned)], mode="a")
 
     def _add(self, tuned: TunedConfig) -> None:
         self.found = [each for each in self.found if each.shape != tuned.shape] + [tuned]
 
 
 def merge_tables(sources: Sequence[Path], path: Path) -> int:
-    """Merge files into ``path``; the last line of each machine and shape wins.
+    """Merge files into ``path``; return the number of lines.
 
-    Args:
-        sources: files of any machines. The lines of ``path`` itself count first.
-        path: file to write.
-
-    Returns:
-        The number of lines.
+    The last line of each machine and shape wins. The lines of ``path`` itself count first.
 
     Raises:
         ValueError: a source does not exist, or has an invalid line or another version.
@@ -288,12 +263,7 @@ def merge_tables(sources: Sequence[Path], path: Path) -> int:
             if line.tuned is None:
                 raise ValueError(f"{source} must be of version {VERSION}, has {show(line.version)}")
             merged[line.environment, line.tuned.shape] = _entry(line.environment, line.tuned)
-    text = "".join(json.dumps(entry) + "\n" for entry in merged.values())
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise ValueError(_not_writable(path, error)) from error
+    _write(path, list(merged.values()), mode="w")
     return len(merged)
 
 
@@ -331,8 +301,13 @@ def _parse(value: object, *, where: str) -> _Line:
     return _Line(environment=environment, version=version, tuned=tuned)
 
 
-def _not_writable(path: Path, error: OSError) -> str:
-    return f"{_WHAT} ({path}) must be a file to write: {error.strerror}"
+def _write(path: Path, entries: list[dict[str, object]], *, mode: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open(mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in entries)
+    except OSError as error:
+        raise ValueError(f"{_WHAT} ({path}) must be a file to write: {error.strerror}") from error
 
 
 def _describe(environment: Environment) -> str:

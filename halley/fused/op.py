@@ -1,7 +1,7 @@
 """The fused MoE layer as torch operators with gradients.
 
-Eager code calls ``fused_experts``, which runs ``forward.py`` directly and registers the backward
-with autograd. Under ``torch.compile`` the graph has these operators of the library ``halley``:
+Eager code calls ``fused_experts``, which runs the pass directly and registers the backward with
+autograd. Under ``torch.compile`` the graph has these operators of the library ``halley``:
 
 - ``fused_experts``: the forward pass, with a gradient.
 - ``fused_experts_backward``: the backward pass without weight gradients.
@@ -20,31 +20,32 @@ from typing import Any
 
 import torch
 
-from halley.fused.backward import (
+from halley.fused.buffer_cache import find_workspaces
+from halley.fused.passes import (
     BackwardOptions,
+    LayerCall,
+    LayerResult,
+    SaveOrNone,
     launch_backward,
     launch_token_gradients,
-    launch_weight_gradient,
     run_backward,
+    run_forward,
 )
-from halley.fused.buffer_cache import find_workspaces
-from halley.fused.forward import LayerCall, LayerResult, SaveOrNone, run_forward
+from halley.fused.weight_gradients import (
+    WHOLE_LAYER,
+    LayerPart,
+    find_experts,
+    launch_weight_gradient,
+)
 from halley.ops.kernels.launch import compile_only, is_aligned
 from halley.ops.library import define
 
 
 def fused_experts(
-    x_TD: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    up_LGD: torch.Tensor,
-    down_LDF: torch.Tensor,
-    *,
-    gated: bool,
-    fused: bool,
-    save: SaveOrNone,
+    call: LayerCall,
     workspaces_handle: int,
     ordering_token: torch.Tensor | None = None,
+    part: LayerPart = WHOLE_LAYER,
 ) -> torch.Tensor:
     """Return the weighted sum over each token's experts, ``(T, D)``; a collective of the ranks.
 
@@ -54,78 +55,53 @@ def fused_experts(
     gets a ``grad`` like any other tensor.
 
     Args:
-        x_TD: tokens of this rank.
-        topk_idx_TK: expert ids or ``DROPPED``.
-        topk_weights_TK: routing weights.
-        up_LGD: first projection of this rank's experts, contiguous; gate rows first if ``gated``.
-        down_LDF: second projection, contiguous.
-        gated: True for SwiGLU, False for GELU.
-        fused: False runs the same kernels one after the other.
-        save: activations that forward saves for backward.
-            "all": the input rows of the first GEMM, and its outputs before the activation.
-            "inputs": each received token once; backward repeats the first GEMM.
-            "recompute": none; backward repeats dispatch and first GEMM.
-            "none": none, and the result has no gradient.
+        call: inputs of the layer.
         workspaces_handle: ``Workspaces.handle`` of the buffers.
         ordering_token: ``Workspaces.ordering_token``; required under ``torch.compile``.
+        part: of a layer that runs in several calls; not under ``torch.compile``.
 
     Raises:
         RuntimeError: a peer did not begin the same pass in time.
         ValueError: a ``main_grad`` is not a contiguous buffer of the projection's shape.
     """
     if ordering_token is not None and torch.compiler.is_compiling():
-        results = torch.ops.halley.fused_experts.default(
-            x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save,
-            workspaces_handle, ordering_token,
-        )  # fmt: skip
+        operator = torch.ops.halley.fused_experts.default
+        results = operator(*call, workspaces_handle, ordering_token)
         _end_pass(ordering_token, results[0])
         return results[0]
-    call = LayerCall(x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save)
     workspaces = find_workspaces(workspaces_handle)
-    if save == "none":
-        return run_forward(workspaces, call).y_TD
-    for weight in (up_LGD, down_LDF):
+    if call.save == "none":
+        return run_forward(workspaces, call, part=part.index).y_TD
+    for weight in (call.up_LGD, call.down_LDF):
         _check_main_grad(weight)
     # Autograd takes longer on the host than small kernels run, so the kernels are launched first.
     with torch.no_grad():
-        result = run_forward(workspaces, call)
+        result = run_forward(workspaces, call, part=part.index)
+    # The gradients of the weights of a part are those of its anchor.
+    weights = call[2:4] if part.parts is None else (part.anchor, None)
     return _FusedExperts.apply(  # pyright: ignore[reportReturnType]
-        x_TD, topk_weights_TK, up_LGD, down_LDF, call, workspaces, result
+        *call[:2], *weights, call, workspaces, result, part.parts
     )
 
 
-def compile_fused_experts(
-    x_TD: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    up_LGD: torch.Tensor,
-    down_LDF: torch.Tensor,
-    *,
-    gated: bool,
-    fused: bool,
-    save: SaveOrNone,
-    workspaces_handle: int,
-) -> None:
+def compile_fused_experts(call: LayerCall, workspaces_handle: int) -> None:
     """Compile all kernels of a layer, forward and backward, in parallel; launch none.
 
-    Without this call, Triton compiles each kernel at its first launch, one after another. The
-    arguments are those of ``fused_experts``.
+    Without this call, Triton compiles each kernel at its first launch, one after another.
     """
-    workspaces = find_workspaces(workspaces_handle)
-    call = LayerCall(x_TD, topk_weights_TK, up_LGD, down_LDF, topk_idx_TK, gated, fused, save)
+    workspaces, weights = find_workspaces(workspaces_handle), (call.up_LGD, call.down_LDF)
     with compile_only(workspaces.num_ranks), torch.no_grad():
         result = run_forward(workspaces, call)
         if call.save == "none":
             return
-        options = BackwardOptions(
-            gated, fused, call.save, up_LGD.requires_grad, down_LDF.requires_grad
-        )
+        needs = (weight.requires_grad for weight in weights)
+        options = BackwardOptions(call.gated, call.fused, call.save, *needs)
         inputs = [
             torch.empty_like(result.y_TD), _saved_input(call, result), result.plan, result.pre_RG,
-            up_LGD, down_LDF, topk_idx_TK,
+            *weights, call.topk_idx_TK,
         ]  # fmt: skip
         workspace, layout = workspaces.find_plan(int(result.plan_id))
-        main_grads = (_main_grad(up_LGD), _main_grad(down_LDF))
+        main_grads = (_main_grad(call.up_LGD), _main_grad(call.down_LDF))
         launch_backward(workspace, layout, inputs, options, main_grads)
 
 
@@ -134,8 +110,11 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        _, _, up_LGD, down_LDF, call, workspaces, result = args
+        *_, call, workspaces, result, ctx.parts = args
+        up_LGD, down_LDF = call.up_LGD, call.down_LDF
         _save_for_backward(ctx, call, result)
+        if ctx.parts is not None:
+            ctx.index = ctx.parts.add(result.pre_RG.shape[0])
         ctx.workspaces = workspaces  # keeps the buffers if the layer is deleted before its backward
         # Saved-tensor hooks may return other tensor objects, which have no ``main_grad``.
         ctx.with_main_grad = tuple(
@@ -153,6 +132,9 @@ class _FusedExperts(torch.autograd.Function):
         # So ``run_backward`` can free them after their last use.
         ctx.maybe_clear_saved_tensors()
         del saved
+        if ctx.parts is not None:
+            dx_TD, dweights_TK = _run_part_backward(ctx, int(plan_id), inputs)
+            return dx_TD, dweights_TK.to(ctx.weights_dtype), *[None] * 6
         up, down = ctx.with_main_grad
         needs_up, needs_down = ctx.needs_input_grad[2:4]
         main_grads = (_main_grad(up), _main_grad(down))
@@ -164,7 +146,18 @@ class _FusedExperts(torch.autograd.Function):
         for weight, is_needed in ((up, needs_up), (down, needs_down)):
             if weight is not None and is_needed:
                 weight.grad_added_to_main_grad = True
-        return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, None, None, None
+        return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 4
+
+
+def _run_part_backward(ctx: Any, plan_id: int, inputs: list[Any]) -> Any:
+    """Run the backward of a part; return the gradients of its tokens and routing weights."""
+    _, saved, plan = inputs[:3]
+    operands = ctx.parts.begin_backward(ctx.index, plan, plan_id, dtype=saved.dtype)
+    if ctx.save == "all":
+        operands[3].copy_(saved)
+    del saved
+    options = BackwardOptions(ctx.gated, ctx.fused, ctx.save, False, False, keeps_operands=True)
+    return run_backward(ctx.workspaces, plan_id, inputs + operands, options, (None, None))
 
 
 def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
@@ -183,7 +176,7 @@ def _saved_input(call: LayerCall, result: LayerResult) -> torch.Tensor:
 
 
 def _main_grad(weight: Any) -> torch.Tensor | None:
-    return None if weight is None else getattr(weight, "main_grad", None)
+    return getattr(weight, "main_grad", None)
 
 
 def _check_main_grad(weight: torch.Tensor) -> None:
@@ -262,26 +255,17 @@ def _backward_op(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     *tensors, plan_id, gated, fused, save, workspaces_handle = args[:11]
     workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
     workspace.begin_pass()
-    gradients = launch_token_gradients(
-        workspace, layout, [dy, *tensors], gated=gated, fused=fused, save=save
-    )
+    options = BackwardOptions(gated, fused, save, False, False)
+    gradients = launch_token_gradients(workspace, layout, [dy, *tensors], options)
     if save != "all":
         return gradients
     # The rows are an input with save "all", and an operator must not return one of its inputs.
     return gradients._replace(rows_RD=dy.new_empty(0, dy.shape[1]))
 
 
-def _fake_backward(
-    dy: torch.Tensor,
-    saved: torch.Tensor,
-    plan: torch.Tensor,
-    pre: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    topk_idx: torch.Tensor,
-    *others: Any,
-) -> tuple[torch.Tensor, ...]:
-    num_rows, hidden_size, save = pre.shape[0], dy.shape[1], others[3]
+def _fake_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    _, _, pre, up, down, topk_idx, _, _, _, save = args[:10]
+    num_rows, hidden_size = pre.shape[0], dy.shape[1]
     return (
         dy.new_empty(topk_idx.shape[0], hidden_size),
         dy.new_empty(topk_idx.shape, dtype=torch.float32),
@@ -292,24 +276,15 @@ def _fake_backward(
     )
 
 
-def _weight_gemm_op(
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    plan: torch.Tensor,
-    plan_id: torch.Tensor,
-    num_experts: int,
-    workspaces_handle: int,
-) -> torch.Tensor | None:
+def _weight_gemm_op(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
+    plan, plan_id, num_experts, workspaces_handle = args
     workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
-    return launch_weight_gradient(
-        grad, rows, num_experts, None, workspace=workspace, layout=layout, plan=plan
-    )
+    experts = find_experts(layout, plan, num_experts=num_experts)
+    return launch_weight_gradient(grad, rows, experts=experts, workspace=workspace)
 
 
-def _fake_weight_gemm(
-    grad: torch.Tensor, rows: torch.Tensor, plan: torch.Tensor, plan_id: torch.Tensor,
-    num_experts: int, workspaces_handle: int,
-) -> torch.Tensor:  # fmt: skip
+def _fake_weight_gemm(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+    num_experts = args[2]
     return rows.new_empty(num_experts, grad.shape[1], rows.shape[1])
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, final
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halley.interpreter.switch import INTERPRETED
+from halley.interpreter import INTERPRETED
 from halley.ops.kernels.launch import (
     DirectLaunch,
     PreparedLaunch,
@@ -63,12 +63,8 @@ class LaunchCache:
 
         A recording finds tensors by their addresses. So nothing is recorded for inputs that a
         launcher must copy, or that share memory; nor in the interpreter, which has no launches.
-
-        Args:
-            key: see the class.
-            inputs: tensors that the pass receives.
-            persistent: tensors of the workspace, whose addresses do not change. The pass allocates
-                all other tensors of its launches itself.
+        The addresses of ``persistent`` tensors, those of the workspace, do not change. The pass
+        allocates all other tensors of its launches itself.
 
         Raises:
             RuntimeError: a launch reads memory beyond the inputs and persistent tensors.
@@ -125,18 +121,15 @@ class _LaunchStep:
     """One launch, and the tensors on whose addresses its parameters depend.
 
     Attributes:
-        launch: the kernel.
-        prepared: the parameters of this recording.
         allocations: tensors that no earlier launch uses.
         frees: slots of tensors that no later launch uses and that are no outputs.
         addresses: for each pointer: parameter number, slot of the tensor, offset in bytes.
         maps: for each TMA map: the same, then index and descriptor of the argument.
-        slots: slots of all these tensors.
-        current: addresses of these tensors in the previous replay.
+        current: addresses of the tensors in ``slots`` in the previous replay.
     """
 
     launch: DirectLaunch
-    prepared: PreparedLaunch
+    prepared: PreparedLaunch  # its parameters
     allocations: list[_Allocation] = field(default_factory=list)
     frees: list[int] = field(default_factory=list)
     addresses: list[tuple[int, int, int]] = field(default_factory=list)
@@ -157,11 +150,8 @@ class Recording:
     """The launches of one pass for tensors of fixed sizes.
 
     Every tensor has a number, its slot: first the inputs, then the outputs, then temporary tensors.
-    A launch argument belongs to the tensor whose memory contains it.
-
-    Args:
-        steps: launches with their arguments, host calls and releases, in order.
-        inputs, persistent, outputs: tensors of the recorded pass.
+    A launch argument belongs to the tensor whose memory contains it. ``steps`` are launches with
+    their arguments, host calls and releases, in order.
     """
 
     def __init__(
@@ -188,11 +178,7 @@ class Recording:
         self._no_addresses = [0] * (len(self._slots) - self._num_inputs)
 
     def replay(self, inputs: list[Any]) -> list[torch.Tensor | None]:
-        """Launch the pass on other inputs of the same sizes; return its outputs.
-
-        Args:
-            inputs: in the recorded order; a release sets its element to None.
-        """
+        """Launch the pass on other inputs; return its outputs. A release sets an input to None."""
         stream = current_stream(inputs[0].device.index)
         tensors: dict[int | None, torch.Tensor | None] = {None: None}
         with self._lock:

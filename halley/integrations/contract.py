@@ -16,10 +16,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
-from halley.ops.expert_gemm import check_alignment
+from halley.ops.expert_rows import find_alignment_problem
 from halley.strategies.all_to_all import run_all_to_all
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy, under_autocast
@@ -35,21 +36,24 @@ _DESCRIPTION = "halley_description"  # attribute of a module, not in its state d
 
 @dataclass(frozen=True, kw_only=True)
 class LocalExperts:
-    """The experts of one rank, as a plug-in reads them from its framework.
+    """The experts ``[r * L, (r + 1) * L)`` of rank r, as a plug-in reads them from its framework.
 
-    Attributes:
-        num_local: L, the number of experts of this rank. Rank r of the group holds the experts
-            ``[r * L, (r + 1) * L)``.
-        function: the framework's own computation, used if the strategy cannot run these experts.
-        stacked: the weights in the layout of strategies, as views where possible, in a dtype of
-            ``core.types.DTYPES``; None if no strategy can run these experts.
-        reason: why ``stacked`` is None, as in "the activation is ReLU".
+    ``stacked`` has the weights in the layout of strategies, as views where possible, in a dtype of
+    ``core.types.DTYPES``. It is None if no strategy can run these experts.
     """
 
-    num_local: int
-    function: ExpertsFunction
+    num_local: int  # L
+    function: ExpertsFunction  # runs the experts if the strategy cannot
     stacked: Experts | None = None
-    reason: str = ""
+    reason: str = ""  # why ``stacked`` is None, as in "the activation is ReLU"
+
+
+def stack_swiglu(
+    gate_LFD: torch.Tensor, up_LFD: torch.Tensor, down_LDF: torch.Tensor, *, dtype: torch.dtype
+) -> Experts:
+    """Return experts without biases; a copy, since strategies read gate and up as one operand."""
+    gate_LFD, up_LFD, down_LDF = (weight.to(dtype) for weight in (gate_LFD, up_LFD, down_LDF))
+    return Experts(up_LGD=torch.cat([gate_LFD, up_LFD], dim=1), down_LDF=down_LDF)
 
 
 @final
@@ -90,14 +94,11 @@ class ExpertRunner:
         weights and the experts' weights.
 
         Args:
-            x_TD: tokens of this rank, ``(T, D)``, of any floating dtype; T may be 0.
+            x_TD: tokens of this rank, of any floating dtype, which the sums have too; T may be 0.
             routing: global expert ids and weights of these tokens.
             experts: the experts of this rank.
             group: the expert-parallel group; None for a single rank.
             module: gets a description of how its experts ran, see ``describe``.
-
-        Returns:
-            The sums, in the dtype of ``x_TD``.
 
         Raises:
             ValueError: shapes or expert ids do not fit; or ``strict``, and the strategy cannot run
@@ -136,13 +137,9 @@ class ExpertRunner:
         """Return why the strategy cannot run these experts, or ""; the same on all ranks."""
         if experts.stacked is None:
             return experts.reason
-        weight = experts.stacked.down_LDF
-        try:
-            check_alignment(weight.shape[1], name="hidden_size", dtype=weight.dtype)
-            check_alignment(weight.shape[2], name="intermediate_size", dtype=weight.dtype)
-        except ValueError as error:
-            return str(error)
-        strategy = self._find_strategy(group, weight.device)
+        if problem := find_alignment_problem(experts.stacked):
+            return problem
+        strategy = self._find_strategy(group, experts.stacked.down_LDF.device)
         return strategy.find_problem(experts.stacked, top_k=top_k)
 
     def check_supported(self, problem: str) -> None:
@@ -150,12 +147,6 @@ class ExpertRunner:
 
         The strategies "auto" and "sequential" report nothing: for them, the framework's own expert
         code between dispatch and combine is a valid choice.
-
-        Args:
-            problem: as from ``find_problem``.
-
-        Raises:
-            ValueError: ``strict``, and the strategy is neither "auto" nor "sequential".
         """
         if self.strategy not in ("auto", "sequential"):
             self.warn_or_raise(
@@ -164,14 +155,9 @@ class ExpertRunner:
             )
 
     def warn_or_raise(self, problem: str, *, fallback: str) -> None:
-        """Raise an error if strict; else warn once, on the first rank.
+        """Raise ``ValueError`` if strict; else warn once, on the first rank.
 
-        Args:
-            problem: a sentence without its full stop.
-            fallback: a sentence that says which code runs instead.
-
-        Raises:
-            ValueError: ``strict``.
+        ``problem`` and ``fallback``, the code that runs instead, are sentences without full stop.
         """
         if self.strict:
             raise ValueError(problem)
@@ -236,50 +222,33 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def warn_deprecated(old: str, new: str) -> None:
-    """Warn the caller of a deprecated function that the next release will remove it.
-
-    A ``FutureWarning``, because Python hides a ``DeprecationWarning`` outside of the main script.
-    """
+    """Warn the caller of a deprecated function that the next release will remove it."""
+    # Python hides a DeprecationWarning outside of the main script.
     warnings.warn(f"{old} is deprecated: use {new}", FutureWarning, stacklevel=3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """A framework that a plug-in extends, and the newest version that its tests run with.
+    """A framework that a plug-in extends, and the newest version that its tests run with."""
 
-    Attributes:
-        package: the name to import.
-        install: arguments of ``pip install``.
-        newest: major and minor version.
-    """
-
-    package: str
-    install: str
+    package: str  # the name to import
+    install: str  # arguments of ``pip install``
     newest: tuple[int, int]
 
     def find_version(self) -> str:
-        """Return the installed version.
-
-        Raises:
-            ValueError: the framework is not installed.
-        """
-        try:
-            return str(importlib.import_module(self.package).__version__)
-        except ModuleNotFoundError as error:
-            if not _is_inside(self.package, error.name):
-                raise
+        """Return the installed version; ``ValueError`` if the framework is not installed."""
+        package: Any = find_module(self.package, "__version__")
+        if package is None:
             raise ValueError(
                 f"package {self.package} must be installed: pip install {self.install}"
-            ) from error
+            )
+        return str(package.__version__)
 
     def import_names(self, modules: dict[str, str]) -> Any:
-        """Return a namespace with names of the framework; warn if its version is too new.
+        """Return a namespace with names of the framework, given the module of each name.
 
-        Args:
-            modules: the module of each name.
-
-        Raises:
-            ImportError: the framework is not installed, or lacks one of the names.
+        Warns if the version is too new. Raises ``ImportError`` if the framework is not installed,
+        or lacks one of the names.
         """
         try:
             version = self.find_version()
@@ -308,11 +277,7 @@ class Framework:
             )
 
     def check_parameters(self, function: Any, *expected: str) -> None:
-        """Check the parameter names of a function that a plug-in calls or overrides.
-
-        Raises:
-            ValueError: it has other parameters.
-        """
+        """Raise ``ValueError`` if a function that a plug-in uses has other parameters."""
         found = tuple(inspect.signature(function).parameters)
         if found != expected:
             raise ValueError(
@@ -330,15 +295,13 @@ def find_module(name: str, attribute: str) -> ModuleType | None:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not _is_inside(name, error.name):
+        # The missing module may also be a package that the named module imports.
+        if not f"{name}.".startswith(f"{error.name}."):
             raise
         return None
     return module if hasattr(module, attribute) else None
 
 
-def _is_inside(name: str, missing: str | None) -> bool:
-    """Return whether the missing module is the named module or one of its parent packages.
-
-    If it is not, the named module exists, and a package that it imports is missing.
-    """
-    return f"{name}.".startswith(f"{missing}.")
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a ``DTensor`` that this rank holds; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -5,13 +5,14 @@ from typing import Any
 import torch
 
 from halley.core.routing import local_experts
-from halley.core.types import Experts, Routing
+from halley.core.types import Routing
 from halley.integrations.contract import (
     ExpertRunner,
     Framework,
     LocalExperts,
     describe,
     set_description,
+    stack_swiglu,
 )
 
 
@@ -40,8 +41,7 @@ def enable(strategy: str = "auto", *, strict: bool = False) -> str:
     A second call replaces the options of the first for engines made after it.
 
     Args:
-        strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
-            saved activations as well, as in "fused:inputs".
+        strategy: a name that ``halley.build_strategy`` accepts, such as "fused:inputs".
         strict: raise an error where the default warns once and leaves a layer to DeepSpeed.
 
     Returns:
@@ -123,17 +123,11 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
         set_description(self, f"deepspeed: {problem}")
 
     def _local_experts(self, dtype: torch.dtype) -> LocalExperts:
-        reason, stacked = self._find_unsupported(), None
-        if not reason:
-            gate, down, up = (
-                weight.to(dtype) for weight in (self.experts.w1, self.experts.w2, self.experts.w3)
-            )
-            # A copy: strategies read gate and up as one operand, AutoEP has two parameters.
-            stacked = Experts(up_LGD=torch.cat([gate, up], dim=1), down_LDF=down)
+        reason, own = self._find_unsupported(), self.experts
         return LocalExperts(
             num_local=self.num_local_experts,
             function=self._apply_experts,
-            stacked=stacked,
+            stacked=None if reason else stack_swiglu(own.w1, own.w3, own.w2, dtype=dtype),
             reason=reason,
         )
 

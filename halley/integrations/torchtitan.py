@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from halley.core.routing import local_experts
-from halley.core.types import Experts, Routing
+from halley.core.types import Routing
 from halley.integrations.contract import (
     Framework,
     LocalExperts,
     describe,
     shared_runner,
+    stack_swiglu,
+    to_local,
     warn_deprecated,
 )
 
@@ -56,16 +57,10 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(_titan.RoutedExperts.Config):
-        """torchtitan's configuration, and the options of Halley.
+        """torchtitan's configuration, and the options of Halley."""
 
-        Attributes:
-            strategy: "auto", "sequential", "chunked", "unfused" or "fused". The last two accept the
-                saved activations as well, as in "fused:inputs".
-            strict: raise an error where the default warns once.
-        """
-
-        strategy: str = "auto"
-        strict: bool = False
+        strategy: str = "auto"  # a name that halley.build_strategy accepts, such as "fused:inputs"
+        strict: bool = False  # raise an error where the default warns once
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -77,11 +72,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             self._runner.check_supported(self._unsupported)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the experts as torchtitan does.
-
-        Raises:
-            ValueError: the number of experts is no multiple of the expert-parallel degree.
-        """
+        """Shard the experts as torchtitan does, if all ranks get equally many."""
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())
@@ -97,11 +88,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
     ) -> torch.Tensor:
         """Return the weighted sums over each token's experts, ``(B, L, D)``; a collective.
 
-        Args:
-            x_BLD: tokens of this rank, a plain tensor.
-            topk_scores_BLK: routing weights.
-            topk_expert_ids_BLK: global expert ids, int64.
-            num_local_tokens_per_expert_E: unused.
+        ``x_BLD`` is a plain tensor; ``num_local_tokens_per_expert_E`` is unused.
         """
         mesh = getattr(self.token_dispatcher, "ep_mesh", None)
         group = None if mesh is None else mesh.get_group()
@@ -119,12 +106,8 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
     def _local_experts(self) -> LocalExperts:
         inner, stacked = self.inner_experts, None
         if not self._unsupported:
-            gate, down, up = (
-                _to_local(weight).to(_DTYPE)
-                for weight in (inner.w1_EFD, inner.w2_EDF, inner.w3_EFD)
-            )
-            # A copy: strategies read gate and up as one operand, torchtitan has two parameters.
-            stacked = Experts(up_LGD=torch.cat([gate, up], dim=1), down_LDF=down)
+            weights = map(to_local, (inner.w1_EFD, inner.w3_EFD, inner.w2_EDF))
+            stacked = stack_swiglu(*weights, dtype=_DTYPE)
         return LocalExperts(
             num_local=self._num_local_experts(),
             function=self._apply_experts,
@@ -138,7 +121,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
             return self.inner_experts(rows_RD, counts_L)
 
     def _num_local_experts(self) -> int:
-        return _to_local(next(self.inner_experts.parameters())).shape[0]
+        return to_local(next(self.inner_experts.parameters())).shape[0]
 
 
 @_titan.override(target=_titan.RoutedExperts.Config, description="routed experts run by Halley")
@@ -190,7 +173,3 @@ def _find_problem(cfg: Any) -> str:
             'moe_comm_backend="standard"'
         )
     return ""
-
-
-def _to_local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,21 +1,16 @@
 """Launch kernels in the interpreter: programs run concurrently under a scheduler, else in order.
 
-Differences from Triton's own interpreted launch:
-
-- under a scheduler, the programs of a launch are threads;
-- arguments must be on the CPU and are used in place, without copies;
-- exceptions reach the caller unchanged;
-- numpy's floating-point warnings are off, since GPUs have none;
-- ``triton.language`` is patched once for each process. Triton patches it in each call of each
-  device function, which took half of the time.
+Unlike in Triton's own interpreted launch, arguments must be on the CPU and are used in place,
+exceptions reach the caller unchanged, and numpy's floating-point warnings are off, since GPUs have
+none. ``triton.language`` is patched once for each process. Triton patches it in each call of each
+device function, which took half of the time.
 """
 
 import contextvars
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +20,7 @@ from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder
 
-from halley.interpreter.sanitizer import Allowed, allow
+from halley.interpreter.sanitizer import ALLOWED, Allowed
 from halley.interpreter.scheduler import current_scheduler, switch_point
 
 
@@ -35,10 +30,6 @@ _Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and program
 # Context variables, because each rank and each program of a scheduler is a thread of its own.
 _GRID: contextvars.ContextVar[_Index] = contextvars.ContextVar("grid")
 _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
-# Launches of an open ``together`` block.
-_PENDING: contextvars.ContextVar[list[_Launch] | None] = contextvars.ContextVar(
-    "pending", default=None
-)
 
 
 def install() -> None:
@@ -83,37 +74,18 @@ def _call_device_function(self: InterpretedFunction, *args: Any, **kwargs: Any) 
     return self.rewrite()(*args, **kwargs)
 
 
-def _launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
-    # Other keywords, such as num_warps, are options of Triton's compiler.
-    kwargs = {name: value for name, value in kwargs.items() if name in self.arg_names}
-    for hook in self.pre_run_hooks:
-        hook(*args, **kwargs)
-    arguments = inspect.getcallargs(self.fn, *args, **kwargs)
-    allowed = Allowed(self.fn.__name__, arguments.values())
-    arguments = {
-        name: value if name in self.constexprs else interpreter._implicit_cvt(value)
-        for name, value in arguments.items()
-    }
-    sizes: Any = self.grid(arguments) if callable(self.grid) else self.grid
-    grid = (*sizes, *(1 for _ in range(3 - len(sizes))))
+def _launch(
+    self: GridExecutor, *args: Any, beside: Sequence[tuple[Any, Any, Any]] = (), **kwargs: Any
+) -> None:
+    """Launch a kernel, and others ``beside`` it, each with its grid and arguments.
 
-    def run_program(program: _Index) -> None:
-        _GRID.set(grid)
-        _PROGRAM.set(program)
-        allow(allowed)
-        with np.errstate(all="ignore"):
-            self.fn(**arguments)
-
-    # As on GPUs, the first axis of the grid changes fastest.
-    programs = [index[::-1] for index in itertools.product(*map(range, grid[::-1]))]
-    pending = _PENDING.get()
-    if pending is None:
-        _run([(run_program, programs)])
-    else:
-        pending.append((run_program, programs))
-
-
-def _run(launches: list[_Launch]) -> None:
+    Each launch begins when all programs of the launches before it have begun. Without a scheduler,
+    the launches run one after another.
+    """
+    launches = [_prepare(self, args, kwargs)]
+    for kernel, grid, others in beside:
+        executor = GridExecutor(kernel.rewrite(), kernel.arg_names, grid, ())
+        launches.append(_prepare(executor, others, {}))
     scheduler = current_scheduler()
     if scheduler is not None:
         scheduler.run_launches(launches)
@@ -124,17 +96,24 @@ def _run(launches: list[_Launch]) -> None:
             context.run(run_program, program)
 
 
-@contextmanager
-def together() -> Generator[None]:
-    """Run the launches of the block concurrently, at the end of the block.
+def _prepare(executor: GridExecutor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Launch:
+    # Other keywords, such as num_warps, are options of Triton's compiler.
+    kwargs = {name: value for name, value in kwargs.items() if name in executor.arg_names}
+    arguments = inspect.getcallargs(executor.fn, *args, **kwargs)
+    allowed = Allowed(executor.fn.__name__, arguments.values())
+    arguments = {
+        name: value if name in executor.constexprs else interpreter._implicit_cvt(value)
+        for name, value in arguments.items()
+    }
+    sizes: Any = executor.grid
+    grid = (*sizes, *(1 for _ in range(3 - len(sizes))))
 
-    Each launch begins when all programs of the launches before it have begun. Without a scheduler,
-    the launches run one after another.
-    """
-    pending: list[_Launch] = []
-    token = _PENDING.set(pending)
-    try:
-        yield
-    finally:
-        _PENDING.reset(token)
-    _run(pending)
+    def run_program(program: _Index) -> None:
+        _GRID.set(grid)
+        _PROGRAM.set(program)
+        ALLOWED.set(allowed)
+        with np.errstate(all="ignore"):
+            executor.fn(**arguments)
+
+    # As on GPUs, the first axis of the grid changes fastest.
+    return run_program, [index[::-1] for index in itertools.product(*map(range, grid[::-1]))]

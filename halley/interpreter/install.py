@@ -5,6 +5,7 @@ In this file: ``install``, the check with a small kernel, inline assembly, and c
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,9 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
-from halley.core.current_operation import CURRENT_OPERATION
+from halley.core.timeline import CURRENT_OPERATION
 from halley.interpreter import coresident, numerics, sanitizer
-from halley.interpreter.scheduler import current_scheduler, switch_point
+from halley.interpreter.scheduler import current_scheduler
 
 
 # Values of these types contain no tl.constexpr.
@@ -38,9 +39,8 @@ _WITHOUT_EFFECT = ("fence.proxy.async", "cp.async.bulk.wait_group", "prefetch.gl
 def install() -> None:
     """Repair Triton's interpreter for the rest of this process.
 
-    A second call does nothing. Neither does a call in a process in which Triton compiles. The
-    repairs replace internals of Triton, so a small kernel is run and its results are compared with
-    known values. All this takes about 40 ms.
+    Does nothing where Triton compiles. The repairs replace internals of Triton, so a small kernel
+    is run and its results are compared with known values. All this takes about 40 ms.
 
     Raises:
         RuntimeError: TRITON_INTERPRET was set after triton was imported, or the interpreter of
@@ -53,7 +53,7 @@ def install() -> None:
     name = f"the interpreter of triton {triton.__version__}"
     try:
         numerics.install()
-        interpret_assembly()
+        InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
         sanitizer.install()
         coresident.install()
         cache_types()
@@ -93,23 +93,12 @@ def _find_wrong_values() -> list[str]:
         "rounding to bfloat16": sum_MM.tolist() == [[1.015625, 3.015625], [-1.984375, 0.51171875]],
         "bfloat16 comparison": less_N.tolist() == [0, 0, 1],
         "atomic addition": count.tolist() == [3],
-        "address sanitizer": _is_caught(tensors),
     }
-    return [name for name, is_right in found.items() if not is_right]
-
-
-def _is_caught(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether a store past the end of ``less_N`` is an IndexError."""
-    try:
-        _probe_kernel[(1,)](*tensors, 4, M=2)  # pyright: ignore
-    except IndexError:
-        return True
-    return False
-
-
-def interpret_assembly() -> None:
-    """Make the interpreter run the inline assembly of the kernels."""
-    InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
+    wrong = [name for name, is_right in found.items() if not is_right]
+    with suppress(IndexError):
+        _probe_kernel[(1,)](*tensors, 4, M=2)  # pyright: ignore  # stores past the end of less_N
+        wrong.append("address sanitizer")
+    return wrong
 
 
 def _create_inline_asm(
@@ -125,8 +114,6 @@ def _create_inline_asm(
     results = list(values) or [_full(type_, 0) for type_ in types]
     if "%globaltimer" in text:
         results = [_full(type_, _clock_ns()) for type_ in types]
-    elif "nanosleep" in text:
-        switch_point()
     elif "st.release.sys" in text:
         results = [_store_release(self, *values)]
     elif not any(name in text for name in _WITHOUT_EFFECT):

@@ -1,8 +1,8 @@
 """bfloat16 arithmetic in the interpreter as on GPUs: in float32, rounded to nearest even.
 
 Triton's interpreter stores bfloat16 as uint16 and lets numpy compute with the integers. So sums,
-multiplications and comparisons are wrong, and casts to bfloat16 truncate. Conversions to float8
-are not repaired: they round 2 of 100 values wrongly.
+multiplications and comparisons are wrong, and casts to bfloat16 truncate. Not repaired, because
+no kernel uses them: ``tl.fma``, conversions from and to float8, and explicit rounding modes.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 
@@ -43,9 +42,7 @@ def install() -> None:
     builder = {
         "cast_impl": _cast,
         "get_bf16": _get_bf16,
-        "create_fp_to_fp": _make_convert_float(InterpreterBuilder.create_fp_to_fp),
         "binary_op": _make_binary_op(InterpreterBuilder.binary_op),
-        "create_fma": _make_fma(InterpreterBuilder.create_fma),
         "create_dot": _make_dot(InterpreterBuilder.create_dot),
     }
     for name, method in builder.items():
@@ -76,26 +73,6 @@ def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
     return _rounded(np.array([value], np.float32))
 
 
-def _make_convert_float(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    def create_fp_to_fp(
-        self: InterpreterBuilder,
-        src: TensorHandle,
-        dst_type: tl.dtype,
-        rounding_mode: ir.ROUNDING_MODE | None,
-    ) -> TensorHandle:
-        """Convert from and to float8, and with an explicit rounding mode."""
-        if dst_type.scalar != tl.bfloat16:
-            return original(self, _widened(src), dst_type, rounding_mode)
-        if src.dtype.scalar.is_fp8():
-            src = original(self, src, tl.float32, rounding_mode)
-        if rounding_mode == ir.ROUNDING_MODE.RTZ:  # round towards zero: cut the low half off
-            bits = src.data.astype(np.float32).view(np.uint32) >> np.uint32(16)
-            return TensorHandle(bits.astype(np.uint16), tl.bfloat16)
-        return _rounded(src.data)
-
-    return create_fp_to_fp
-
-
 def _make_binary_op(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
     def binary_op(
         self: InterpreterBuilder,
@@ -109,19 +86,6 @@ def _make_binary_op(original: Callable[..., TensorHandle]) -> Callable[..., Tens
         return TensorHandle(output, tl.int1) if output.dtype == np.bool_ else _rounded(output)
 
     return binary_op
-
-
-def _make_fma(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    def create_fma(
-        self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle
-    ) -> TensorHandle:
-        if not _is_bfloat16(z):
-            return original(self, x, y, z)
-        # float64 represents x * y exactly, so that only the sum is rounded, as in hardware.
-        exact = widen(x.data).astype(np.float64) * widen(y.data)
-        return _rounded(exact + widen(z.data))
-
-    return create_fma
 
 
 def _make_dot(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:

@@ -17,46 +17,14 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-# Size and number of registrations of symmetric memory, by address. Module state, because symmetric
-# memory lives longer than a launch and kernels get its addresses as integers.
-_registered: dict[int, tuple[int, int]] = {}
-
-
-def register(address: int, num_bytes: int) -> None:
-    """Allow later launches to access memory that is not an argument.
-
-    Several ranks in threads may register the same memory; each of them unregisters it.
-
-    Raises:
-        ValueError: the address is registered with another size.
-    """
-    size, count = _registered.get(address, (num_bytes, 0))
-    if size != num_bytes:
-        raise ValueError(f"num_bytes ({num_bytes}) must be {size}, as {address:#x} is registered")
-    _registered[address] = size, count + 1
-
-
-def unregister(address: int) -> None:
-    """Undo one ``register`` of an address.
-
-    Raises:
-        ValueError: it is not registered.
-    """
-    if address not in _registered:
-        raise ValueError(f"address ({address:#x}) must be registered")
-    size, count = _registered.pop(address)
-    if count > 1:
-        _registered[address] = size, count - 1
+from halley.interpreter import registered_memory
 
 
 @final
 class Allowed:
     """Memory that one launch may access: its arguments, and registered memory.
 
-    Args:
-        kernel: name of the kernel, for errors.
-        arguments: of the launch; tensors, tensor descriptors and tuples of them are counted.
+    ``arguments`` are tensors, tensor descriptors, or numbers.
 
     Raises:
         ValueError: a tensor is not on the CPU.
@@ -64,7 +32,7 @@ class Allowed:
 
     def __init__(self, kernel: str, arguments: Iterable[object]) -> None:
         self._kernel = kernel
-        spans = [(start, start + size) for start, (size, _) in list(_registered.items())]
+        spans = [(start, start + size) for start, (size, _) in list(registered_memory.items())]
         for argument in arguments:
             _add_spans(argument, spans)
         spans.sort()
@@ -79,11 +47,7 @@ class Allowed:
         pointers: TensorHandle,
         mask: TensorHandle | npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Check the addresses of the active lanes of an access.
-
-        Raises:
-            IndexError: a lane accesses other memory.
-        """
+        """Raise an IndexError if an active lane of an access is outside of this memory."""
         addresses = pointers.data
         if mask is not None:
             addresses = addresses[mask.data if isinstance(mask, TensorHandle) else mask]
@@ -111,23 +75,19 @@ class Allowed:
         return addresses[~inside]
 
 
-_ALLOWED: ContextVar[Allowed] = ContextVar("allowed")
-
-
-def allow(allowed: Allowed) -> None:
-    """Check later accesses of this thread's kernel against ``allowed``."""
-    _ALLOWED.set(allowed)
+# Memory that the kernel of this thread may access.
+ALLOWED: ContextVar[Allowed] = ContextVar("allowed")
 
 
 def install() -> None:
     """Check each load, store and atomic operation of the interpreter before it runs."""
     checks: dict[str, Callable[..., None]] = {
-        "create_masked_load": lambda ptr, mask, *_: _ALLOWED.get().check("load", ptr, mask),
-        "create_masked_store": lambda ptr, _, mask, *__: _ALLOWED.get().check("store", ptr, mask),
-        "create_atomic_rmw": lambda _, ptr, __, mask, *___: _ALLOWED.get().check(
+        "create_masked_load": lambda ptr, mask, *_: ALLOWED.get().check("load", ptr, mask),
+        "create_masked_store": lambda ptr, _, mask, *__: ALLOWED.get().check("store", ptr, mask),
+        "create_atomic_rmw": lambda _, ptr, __, mask, *___: ALLOWED.get().check(
             "atomic operation", ptr, mask
         ),
-        "create_atomic_cas": lambda ptr, *_: _ALLOWED.get().check("atomic operation", ptr),
+        "create_atomic_cas": lambda ptr, *_: ALLOWED.get().check("atomic operation", ptr),
     }
     for name, check in checks.items():
         setattr(InterpreterBuilder, name, _checked(getattr(InterpreterBuilder, name), check))
@@ -144,10 +104,7 @@ def _checked(original: Callable[..., Any], check: Callable[..., None]) -> Callab
 def _add_spans(argument: object, spans: list[tuple[int, int]]) -> None:
     """Append start and end of the memory of each tensor in ``argument``."""
     argument = interpreter._unwrap_tensor(argument)
-    if isinstance(argument, tuple):
-        for item in argument:
-            _add_spans(item, spans)
-    elif isinstance(argument, TensorDescriptor):
+    if isinstance(argument, TensorDescriptor):
         _add_spans(argument.base, spans)
     elif isinstance(argument, torch.Tensor) and argument.numel():
         if argument.device.type != "cpu":

@@ -38,14 +38,8 @@ class _Task:
         self.starved_until = 0
         self._asleep = threading.Lock()
         self._asleep.acquire()
-
-    def wake(self) -> None:
-        """Let this thread run; the caller must sleep or end."""
-        self._asleep.release()
-
-    def sleep(self) -> None:
-        """Stop until ``wake``; called by the thread itself."""
-        self._asleep.acquire()
+        self.wake = self._asleep.release  # lets this thread run; the caller must sleep or end
+        self.sleep = self._asleep.acquire  # called by the thread itself; stops it until ``wake``
 
 
 _TASK: ContextVar[_Task | None] = ContextVar("task", default=None)
@@ -67,27 +61,10 @@ def current_scheduler() -> "Scheduler | None":
 
 
 @final
-class HostBarrier:
-    """A host barrier of all ranks of a scheduler; other threads run while a rank waits."""
-
-    def __init__(self, scheduler: "Scheduler") -> None:
-        self._scheduler = scheduler
-
-    def wait(self) -> None:
-        """Wait until every rank has called this.
-
-        Raises:
-            RuntimeError: the other ranks have ended without calling it.
-        """
-        self._scheduler._wait_at_barrier()
-
-
-@final
 class Scheduler:
     """Runs ranks and the programs of their launches, one at a time, in an order from a seed.
 
     Args:
-        seed: determines the order.
         resident: how many programs of a launch run concurrently, as on a GPU that holds this many
             CTAs. Programs start in the order of their ids. If a program waits for one that cannot
             start, the run ends after ``max_switches``.
@@ -112,7 +89,6 @@ class Scheduler:
         self.resident = resident
         self.starve = starve
         self.max_switches = max_switches
-        self._barrier = HostBarrier(self)
         self._reset(num_ranks=0)
 
     @property
@@ -120,16 +96,11 @@ class Scheduler:
         """Number of switches of the last ``run_ranks``."""
         return len(self.trace)
 
-    def barrier(self) -> HostBarrier:
-        """Return the barrier of all ranks, the same object at every call."""
-        return self._barrier
-
     def run_ranks(self, num_ranks: int, fn: Callable[[int], T]) -> list[T]:
         """Call ``fn(rank)`` in one thread for each rank and return the results by rank.
 
-        Raises:
-            BaseException: the error of the first rank that failed, with a note that names rank and
-                seed. All other ranks have ended by then.
+        The error of the first rank that failed is raised, with a note that names rank and seed. All
+        other ranks have ended by then.
         """
         self._reset(num_ranks=num_ranks)
         results: dict[int, T] = {}
@@ -149,11 +120,8 @@ class Scheduler:
     def run_launches(self, launches: Sequence[tuple[Callable[[Any], None], Sequence[Any]]]) -> None:
         """Run the programs of launches; called by a rank. Returns when all programs have ended.
 
-        A launch begins when all programs of the launch before it have begun. Each launch runs at
-        most ``resident`` programs at a time.
-
-        Args:
-            launches: for each launch, a function and the programs that it is called with.
+        A launch is a function and the programs that it is called with. It begins when all programs
+        of the launch before it have begun, and runs at most ``resident`` programs at a time.
         """
         launcher = self._current()
         waiting = [(run_program, list(programs)) for run_program, programs in launches if programs]
@@ -191,11 +159,7 @@ class Scheduler:
         self._switch_from(launcher)
 
     def step(self) -> None:
-        """Switch to a thread that the seed picks, which may be the running one.
-
-        Raises:
-            RuntimeError: there were ``max_switches`` switches.
-        """
+        """Switch to a thread that the seed picks, which may be the running one."""
         self._raise_if_failed()
         if self.num_switches >= self.max_switches:
             raise RuntimeError(
@@ -203,6 +167,23 @@ class Scheduler:
                 f"{self.resident} resident programs: a wait or a loop never ends"
             )
         self._switch_from(self._current())
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this; other threads run meanwhile.
+
+        Raises:
+            RuntimeError: the other ranks have ended without calling it.
+        """
+        self._raise_if_failed()
+        task = self._current()
+        if len(self._at_barrier) + 1 == self._num_ranks:
+            self._runnable += self._at_barrier
+            self._at_barrier.clear()
+            self.step()
+        else:
+            self._runnable.remove(task)
+            self._at_barrier.append(task)
+            self._switch_from(task)
 
     def _reset(self, *, num_ranks: int) -> None:
         self.trace: list[int] = []
@@ -259,18 +240,6 @@ class Scheduler:
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise _Stop
-
-    def _wait_at_barrier(self) -> None:
-        self._raise_if_failed()
-        task = self._current()
-        if len(self._at_barrier) + 1 == self._num_ranks:
-            self._runnable += self._at_barrier
-            self._at_barrier.clear()
-            self.step()
-        else:
-            self._runnable.remove(task)
-            self._at_barrier.append(task)
-            self._switch_from(task)
 
     def _switch_from(self, task: _Task) -> None:
         """Let other threads run until ``task``, the running one, is picked again."""

@@ -1,4 +1,4 @@
-"""The dense parts of a transformer: norm, attention, feed-forward network, loss.
+"""The dense parts of a transformer: attention, feed-forward network, loss.
 
 Parameter names are those of Hugging Face's models.
 """
@@ -38,22 +38,6 @@ def compiled_on_gpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32.
-
-    Source: Zhang and Sennrich (arXiv:1910.07467).
-    """
-
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # One kernel on a GPU; the formula in PyTorch operators would be several.
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class FeedForward(nn.Module):
     """A dense feed-forward network: SwiGLU if gated, else GELU."""
 
@@ -85,18 +69,14 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         size, kv_size = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        linear = partial(nn.Linear, dtype=dtype, device=device)
-        self.q_proj = linear(config.hidden_size, size, bias=config.attention_bias)
-        self.k_proj = linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = linear(size, config.hidden_size, bias=False)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        place = {"dtype": dtype, "device": device}
+        linear = partial(nn.Linear, config.hidden_size, bias=config.attention_bias, **place)
+        self.q_proj, self.k_proj, self.v_proj = linear(size), linear(kv_size), linear(kv_size)
+        self.o_proj = nn.Linear(size, config.hidden_size, bias=False, **place)
+        self.q_norm = self.k_norm = None
         if config.qk_norm != "none":
             sizes = (size, kv_size) if config.qk_norm == "full" else (config.head_dim,) * 2
-            self.q_norm, self.k_norm = (
-                RMSNorm(n, eps=config.norm_eps, dtype=dtype, device=device) for n in sizes
-            )
+            self.q_norm, self.k_norm = (nn.RMSNorm(n, config.norm_eps, **place) for n in sizes)
 
     def forward(self, x_BSD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         """Return the attention output, ``(B, S, D)``; ``rotary`` is from ``rotary_table``."""
@@ -137,17 +117,8 @@ def rotate(x_BHSd: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     return x_BHSd * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def next_token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy in nats, computed in float32, as a scalar.
-
-    Args:
-        logits_BSV: any floating dtype.
-        targets_BS: int64, below V.
-    """
-    return _cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
-
-
 @compiled_on_gpu
-def _cross_entropy(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+def next_token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy in nats, computed in float32, as a scalar."""
     # Compiled, it makes no float32 copy of the logits, the largest tensor of a training step.
-    return F.cross_entropy(logits_TV.float(), targets_T)
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())

@@ -8,18 +8,17 @@ import torch
 from torch import nn
 
 from halley.core.config import MoEConfig
-from halley.core.field_types import check_type, parse_device
 from halley.core.placement import ExpertPlacement, choose_replicas, replica_choices
-from halley.core.sharding import shard_size
+from halley.core.routing import local_experts, shard_size, sharded_dims
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
+from halley.core.validation import check_type, parse_device
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.dense import FeedForward, RMSNorm
-from halley.moe.experts import GroupedExperts
+from halley.moe.dense import FeedForward
 from halley.moe.memory_check import check_layer_memory
 from halley.moe.router import SigmoidRouter, build_router
-from halley.ops.expert_gemm import check_alignment
-from halley.ops.replicas import share_gradients
+from halley.ops.exchange import Replicas, share_gradients
+from halley.ops.expert_rows import check_alignment
 from halley.strategies.base import AbstractStrategy, under_autocast
 
 
@@ -36,7 +35,7 @@ def init_parameters(model: nn.Module, *, seed: int) -> None:
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{prefix}.{name}"
-            if isinstance(module, RMSNorm):
+            if isinstance(module, nn.RMSNorm):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
@@ -46,9 +45,8 @@ def init_parameters(model: nn.Module, *, seed: int) -> None:
                     full = _draw(shape, expert_name, seed=seed, device=expert.device)
                     expert.copy_(module.local_shard(name, full))
             else:
-                parameter.copy_(
-                    _draw(parameter.shape, full_name, seed=seed, device=parameter.device)
-                )
+                shape, device = parameter.shape, parameter.device
+                parameter.copy_(_draw(shape, full_name, seed=seed, device=device))
         if isinstance(module, SigmoidRouter):
             module.bias.zero_()
 
@@ -61,27 +59,130 @@ def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device)
     return values.normal_(0.0, _STD, generator=generator)
 
 
-class MoEOutput(NamedTuple):
-    """Result of an MoE layer.
+class GroupedExperts(nn.Module):
+    """The stacked weights of this rank's experts, with the names and layout of Hugging Face.
+
+    The parameters differ between the ranks of an expert-parallel group and are equal on the ranks
+    of an "edp" group. If ``tp_size`` ranks share each expert, a rank holds one shard of it: a slice
+    of the intermediate size, see ``core.routing``.
 
     Attributes:
-        y: output, with the shape and dtype of the input.
-        router_loss: balance and z loss times their coefficients, a float32 scalar to add to the
-            model's loss.
-        counts_E: slots that the router gave to each expert on this rank, int64.
+        expert_ids: expert id of each slice along the first dimension of the parameters.
+        placement: the experts of each rank, or of each tensor-parallel group.
+        replicas: the experts of this rank that other ranks of the group also hold; None if no
+            expert has replicas.
+        sharded_dims: the dimension that is the intermediate size, by parameter name. Biases have
+            none, because ranks cannot share experts with biases.
     """
 
-    y: torch.Tensor
-    router_loss: torch.Tensor
-    counts_E: torch.Tensor
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        up_size: int,
+        bias: bool,
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        placement: ExpertPlacement | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__()
+        device = parse_device(device, types=("cpu", "cuda", "meta"))
+        self.tp_rank, self.tp_size = groups.tp_rank, groups.tp_size
+        if self.tp_size > 1 and (bias or placement is not None):
+            name = "expert_bias (true) must be false" if bias else "placement must be None"
+            raise ValueError(f"{name} where ranks share experts")
+        num_sets = groups.ep_size // self.tp_size  # tensor-parallel groups
+        if placement is None:
+            local_experts(num_experts, ep_size=groups.ep_size, tp_size=self.tp_size)
+            placement = ExpertPlacement.plain(num_experts, num_ranks=num_sets)
+        check_type(placement, ExpertPlacement, name="placement")
+        found = placement.num_experts
+        if found != num_experts:
+            raise ValueError(f"placement ({found} experts) must be for num_experts {num_experts}")
+        found = placement.num_ranks
+        if found != num_sets:
+            raise ValueError(f"placement ({found} ranks) must be for ep_size {num_sets}")
+        self.placement = placement
+        self.expert_ids = placement.experts_WL[groups.ep_rank // self.tp_size]
+        self.replicas: Replicas | None = None
+        if groups.ep is not None and placement.replicated:
+            recorder = recorder or Recorder(device, enabled=False)
+            place = {"rank": groups.ep_rank, "group": groups.ep, "device": device}
+            self.replicas = Replicas(placement, recorder=recorder, **place)
+        up, down = sharded_dims(parts=up_size // intermediate_size)
+        self.sharded_dims = {"gate_up_proj": up, "down_proj": down}
+        intermediate_size = shard_size(intermediate_size, tp_size=self.tp_size)
+        up_size = up.parts * intermediate_size
+
+        def empty(*shape: int) -> nn.Parameter:
+            num_local = placement.num_local
+            return nn.Parameter(torch.empty(num_local, *shape, dtype=dtype, device=device))
+
+        self.gate_up_proj = empty(up_size, hidden_size)
+        self.down_proj = empty(hidden_size, intermediate_size)
+        self.gate_up_proj_bias = empty(up_size) if bias else None
+        self.down_proj_bias = empty(hidden_size) if bias else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each rank holds a consecutive range of experts, in the order of the ranks."""
+        experts = [expert for held in self.placement.experts_WL for expert in held]
+        return experts == list(range(self.placement.num_experts))
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one expert's parameter before it is divided into shards."""
+        shape = list(self.get_parameter(name).shape[1:])
+        if name in self.sharded_dims:
+            shape[self.sharded_dims[name].dim] *= self.tp_size
+        return tuple(shape)
+
+    def local_shard(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Cut this rank's shard out of the full weight ``(..., *full_shape(name))`` of experts."""
+        if name not in self.sharded_dims:
+            return weight
+        dim = self.sharded_dims[name]
+        return dim.shard(weight, tp_rank=self.tp_rank, tp_size=self.tp_size)
+
+    def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a parameter, or of its optimizer state, in the layout of checkpoints.
+
+        Gate and up rows are in different dimensions there. So the shards of all ranks are
+        consecutive ranges of one dimension.
+        """
+        dim = self.sharded_dims.get(name)
+        return tensor if dim is None else dim.apart(tensor)
+
+    def without_replicas(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Select the experts of ``(L, ...)`` that no lower rank holds, so that each counts once."""
+        return gradient if self.replicas is None else gradient[self.replicas.first]
+
+
+def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
+    """Return the module of each parameter that is sharded over the expert-parallel group."""
+    return {
+        f"{prefix}.{name}" if prefix else name: module
+        for prefix, module in model.named_modules()
+        if isinstance(module, GroupedExperts)
+        for name, _ in module.named_parameters()
+    }
+
+
+class MoEOutput(NamedTuple):
+    """Result of an MoE layer."""
+
+    y: torch.Tensor  # output, with the shape and dtype of the input
+    router_loss: torch.Tensor  # balance and z loss, a float32 scalar to add to the model's loss
+    counts_E: torch.Tensor  # slots that the router gave to each expert on this rank, int64
 
 
 class MoELayer(nn.Module):
     """A mixture of experts whose experts are spread over the ranks of a group.
 
     Args:
-        config: configuration of experts and router.
-        hidden_size: D.
         strategy: runs the routed experts; built for ``groups.ep`` and ``groups.tp_size``.
         groups: the ranks over which the experts are spread.
         dtype, device: dtype and device of the parameters, which the constructor does not
@@ -110,21 +211,14 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         groups = groups or ParallelGroups()
-        device = parse_device(device, types=("cpu", "cuda", "meta"))
+        place = {"dtype": dtype, "device": parse_device(device, types=("cpu", "cuda", "meta"))}
         _check_arguments(config, hidden_size, strategy=strategy, groups=groups, dtype=dtype)
-        check_alignment(hidden_size, name="hidden_size", dtype=dtype)
-        own_size = shard_size(config.intermediate_size, tp_size=groups.tp_size)
-        check_alignment(own_size, name="intermediate_size", dtype=dtype)
-        if strategy.tp_size != groups.tp_size:
-            raise ValueError(
-                f"strategy's tp_size ({strategy.tp_size}) must be that of groups ({groups.tp_size})"
-            )
         num_local = -(-config.num_experts * groups.tp_size // groups.ep_size)
-        place = {"tp_size": groups.tp_size, "dtype": dtype, "device": device}
-        check_layer_memory(config, hidden_size, num_local=num_local, **place)
+        sizes = {"num_local": num_local, "tp_size": groups.tp_size}
+        check_layer_memory(config, hidden_size, **sizes, **place)
         self.config = config
         self.strategy = strategy
-        self.router = build_router(config, hidden_size=hidden_size, dtype=dtype, device=device)
+        self.router = build_router(config, hidden_size=hidden_size, **place)
         gated = config.activation == "swiglu"
         self.experts = GroupedExperts(
             num_experts=config.num_experts,
@@ -133,27 +227,18 @@ class MoELayer(nn.Module):
             up_size=config.intermediate_size * (2 if gated else 1),
             bias=config.expert_bias,
             groups=groups,
-            dtype=dtype,
-            device=device,
             placement=placement,
             recorder=recorder,
+            **place,
         )
         self.ep_rank = groups.ep_rank
-        self._register_replica_tables(device)
+        self._register_replica_tables(place["device"])
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: nn.Linear | None = None
-        if config.shared_intermediate_size:
-            self.shared_expert = FeedForward(
-                hidden_size,
-                config.shared_intermediate_size,
-                gated=gated,
-                dtype=dtype,
-                device=device,
-            )
+        if shared_size := config.shared_intermediate_size:
+            self.shared_expert = FeedForward(hidden_size, shared_size, gated=gated, **place)
             if config.shared_gate:
-                self.shared_expert_gate = nn.Linear(
-                    hidden_size, 1, bias=False, dtype=dtype, device=device
-                )
+                self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **place)
 
     def _register_replica_tables(self, device: torch.device) -> None:
         """Register the tables that map an expert id to the replicas a token may be sent to.
@@ -162,14 +247,14 @@ class MoELayer(nn.Module):
         checkpoints, because they follow from the placement. None if no expert is moved or
         replicated.
         """
-        choices_EC = num_choices_E = None
-        if not self.experts.is_plain:
-            tables = replica_choices(self.experts.placement, rank=self.ep_rank)
-            choices_EC, num_choices_E = (table.to(device) for table in tables)
-        self.register_buffer("choices_EC", choices_EC, persistent=False)
-        self.register_buffer("num_choices_E", num_choices_E, persistent=False)
         self.choices_EC: torch.Tensor | None
         self.num_choices_E: torch.Tensor | None
+        tables = (None, None)
+        if not self.experts.is_plain:
+            tables = replica_choices(self.experts.placement, rank=self.ep_rank)
+        for name, table in zip(("choices_EC", "num_choices_E"), tables, strict=True):
+            moved = None if table is None else table.to(device)
+            self.register_buffer(name, moved, persistent=False)
 
     def forward(self, x: torch.Tensor) -> MoEOutput:
         """Apply the layer; a collective of the expert-parallel group.
@@ -206,24 +291,22 @@ class MoELayer(nn.Module):
 
         If experts have replicas, backward sums the gradients over the replicas of each expert.
         """
-        parameters = self.experts
         experts = Experts(
-            up_LGD=parameters.gate_up_proj,
-            down_LDF=parameters.down_proj,
-            up_bias_LG=parameters.gate_up_proj_bias,
-            down_bias_LD=parameters.down_proj_bias,
+            up_LGD=self.experts.gate_up_proj,
+            down_LDF=self.experts.down_proj,
+            up_bias_LG=self.experts.gate_up_proj_bias,
+            down_bias_LD=self.experts.down_proj_bias,
             activation=self.config.activation,
         )
-        replicas = parameters.replicas
+        replicas = self.experts.replicas
         return experts if replicas is None else share_gradients(experts, replicas)
 
     def _to_replicas(self, routing: Routing) -> Routing:
         """Replace each expert id by the id of the replica to which the token is sent."""
         if self.choices_EC is None or self.num_choices_E is None:
             return routing
-        replicas_TK = choose_replicas(
-            routing.topk_idx_TK, self.choices_EC, self.num_choices_E, rank=self.ep_rank
-        )
+        tables = (self.choices_EC, self.num_choices_E)
+        replicas_TK = choose_replicas(routing.topk_idx_TK, *tables, rank=self.ep_rank)
         return replace(routing, topk_idx_TK=replicas_TK)
 
 
@@ -244,3 +327,10 @@ def _check_arguments(
         raise ValueError(f"hidden_size ({hidden_size}) must be at least 1")
     if not dtype.is_floating_point:
         raise ValueError(f"dtype ({dtype}) must be a floating dtype")
+    check_alignment(hidden_size, name="hidden_size", dtype=dtype)
+    own_size = shard_size(config.intermediate_size, tp_size=groups.tp_size)
+    check_alignment(own_size, name="intermediate_size", dtype=dtype)
+    if strategy.tp_size != groups.tp_size:
+        raise ValueError(
+            f"strategy's tp_size ({strategy.tp_size}) must be that of groups ({groups.tp_size})"
+        )

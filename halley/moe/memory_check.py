@@ -1,7 +1,7 @@
 """Raise an error for a model that cannot fit into device memory, before memory is allocated.
 
 The estimates are lower bounds. A model that passes the check may still run out of memory. A model
-that fails it cannot be built.
+that fails it, with a ``ValueError``, cannot be built.
 """
 
 import os
@@ -24,22 +24,11 @@ def check_memory(
     The state is parameters, gradients, optimizer state and the logits of one microbatch.
 
     Args:
-        config: configuration of the run.
-        num_ranks: ranks of the run.
         device: device of one rank. For a GPU, the check creates a CUDA context in this process.
         num_sharing: ranks that share the device's memory, such as all CPU ranks of a host.
-
-    Raises:
-        ValueError: the state needs more bytes than the device has.
     """
     needed = training_bytes(config, num_ranks=num_ranks) * num_sharing
-    model, moe = config.model, config.model.moe
-    sizes = {
-        "model.vocab_size": model.vocab_size,
-        "model.hidden_size": model.hidden_size,
-        "model.num_layers": model.num_layers,
-        "model.moe.num_experts": moe.num_experts,
-        "model.moe.intermediate_size": moe.intermediate_size,
+    sizes = _model_sizes(config.model, prefix="model.", moe_prefix="model.moe.") | {
         "train.batch_size": config.train.batch_size,
         "data.seq_len": config.data.seq_len,
     }
@@ -50,20 +39,17 @@ def check_memory(
 def check_model_memory(
     config: ModelConfig, *, ep_size: int, tp_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Check that the parameters of a rank's model fit into the memory of its device.
-
-    Raises:
-        ValueError: they need more bytes than the device has.
-    """
+    """Check that the parameters of a rank's model fit into the memory of its device."""
     needed = num_parameters(config, ep_size=ep_size, tp_size=tp_size) * dtype.itemsize
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_layers,
-        "num_experts": config.moe.num_experts,
-        "intermediate_size": config.moe.intermediate_size,
-    }
-    _check_fits(needed, sizes, device=device, use="of parameters on a rank")
+    _check_fits(needed, _model_sizes(config), device=device, use="of parameters on a rank")
+
+
+def _model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") -> dict[str, int]:
+    """Return the sizes that determine a model's memory, by their name in messages."""
+    names = ("vocab_size", "hidden_size", "num_layers")
+    moe_names = ("num_experts", "intermediate_size")
+    sizes = {f"{prefix}{name}": getattr(config, name) for name in names}
+    return sizes | {f"{moe_prefix}{name}": getattr(config.moe, name) for name in moe_names}
 
 
 def check_layer_memory(
@@ -77,31 +63,19 @@ def check_layer_memory(
 ) -> None:
     """Check that the parameters of a rank's MoE layer fit into the memory of its device.
 
-    Args:
-        config: configuration of experts and router.
-        hidden_size: D.
-        num_local: experts of which the rank holds a shard; with ``tp_size`` 1, the whole expert.
-        tp_size: ranks that share each expert.
-
-    Raises:
-        ValueError: they need more bytes than the device has.
+    The rank holds a shard of ``num_local`` experts; with ``tp_size`` 1, the whole experts.
     """
-    number = num_layer_parameters(config, hidden_size, num_local=num_local, tp_size=tp_size)
-    sizes = {
-        "hidden_size": hidden_size,
-        "num_experts": config.num_experts,
-        "intermediate_size": config.intermediate_size,
-        "shared_intermediate_size": config.shared_intermediate_size,
-    }
+    number = _num_layer_parameters(config, hidden_size, num_local=num_local, tp_size=tp_size)
+    names = ("num_experts", "intermediate_size", "shared_intermediate_size")
+    sizes = {"hidden_size": hidden_size, **{name: getattr(config, name) for name in names}}
     _check_fits(number * dtype.itemsize, sizes, device=device, use="of parameters on a rank")
 
 
 def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
     """Return the bytes of parameters, gradients, optimizer state and logits of one rank."""
     itemsize = DTYPES[config.train.dtype].itemsize
-    number = num_parameters(
-        config.model, ep_size=config.ep_size or num_ranks, tp_size=config.expert_tp_size
-    )
+    ep_size = config.ep_size or num_ranks
+    number = num_parameters(config.model, ep_size=ep_size, tp_size=config.expert_tp_size)
     num_states = _ADAM_STATES if config.optimizer.kind == "adamw" else 0
     if config.train.dtype != "float32":
         num_states += 1  # the optimizer's copy of the parameters
@@ -119,21 +93,16 @@ def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
         attention += query + 2 * key
     norm = {"none": 0, "head": 2 * config.head_dim, "full": query + key}[config.qk_norm]
     num_local = -(-config.moe.num_experts * tp_size // ep_size)
-    moe = num_layer_parameters(config.moe, hidden, num_local=num_local, tp_size=tp_size)
+    moe = _num_layer_parameters(config.moe, hidden, num_local=num_local, tp_size=tp_size)
     dense = 3 * hidden * config.dense_intermediate_size
     layers = config.num_layers * (attention + norm + 2 * hidden)
     layers += num_moe * moe + (config.num_layers - num_moe) * dense
     return layers + 2 * config.vocab_size * hidden + hidden
 
 
-def num_layer_parameters(
+def _num_layer_parameters(
     config: MoEConfig, hidden_size: int, *, num_local: int, tp_size: int
 ) -> int:
-    """Return the number of parameters of one rank's MoE layer.
-
-    Args:
-        config, hidden_size, num_local, tp_size: as for ``check_layer_memory``.
-    """
     num_up = 2 if config.activation == "swiglu" else 1
     size = config.intermediate_size // tp_size
     expert = (num_up + 1) * hidden_size * size
@@ -145,11 +114,7 @@ def num_layer_parameters(
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of a device; None for "meta", which allocates nothing.
-
-    Raises:
-        RuntimeError: there is no such CUDA device.
-    """
+    """Return the bytes of memory of a device; None for "meta", which allocates nothing."""
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import nn
 
 from halley.core.config import MoEConfig, RouterConfig
-from halley.core.field_types import check_type, parse_device
 from halley.core.timeline import Recorder
 from halley.core.types import Activation
+from halley.core.validation import check_type, parse_device
 from halley.distributed.mesh import (
     ParallelGroups,
     check_launcher,
@@ -18,8 +18,7 @@ from halley.distributed.mesh import (
     sync_gradients,
 )
 from halley.distributed.peers import all_gather_objects, rank_and_size
-from halley.moe.experts import expert_parameter_names
-from halley.moe.layer import MoELayer, MoEOutput, init_parameters
+from halley.moe.layer import MoELayer, MoEOutput, grouped_experts, init_parameters
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 
@@ -52,9 +51,7 @@ class MoE(nn.Module):
         strategy: how the experts run: a name, see ``build_strategy``, or a strategy built for
             ``group``. "auto", the default, measures several strategies in the first call and keeps
             the fastest. (``halley train`` has another default, "sequential".)
-        activation: "swiglu" or "gelu".
         shared_intermediate_size: intermediate size of a shared expert; 0 for none.
-        router: kind, losses and capacity of the router.
         dtype: dtype of the parameters; None for torch's default.
         device: device of the parameters. None for the GPU of this rank, or the CPU if there is no
             GPU or the group's backend is gloo.
@@ -100,7 +97,7 @@ class MoE(nn.Module):
             intermediate_size=intermediate_size,
             activation=activation,
             shared_intermediate_size=shared_intermediate_size,
-            router=RouterConfig() if router is None else router,
+            router=router or RouterConfig(),
         )
         if group is None:
             group = _join_default_group(device)
@@ -125,19 +122,13 @@ class MoE(nn.Module):
         self.expert_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def forward(self, x: torch.Tensor, *, return_aux: bool = False) -> torch.Tensor | MoEOutput:
-        """Apply the layer; a collective of the group.
+        """Return the output, with the shape of ``x``; a collective of the group.
 
         Args:
             x: ``(..., hidden_size)``, in the dtype of the parameters or under autocast.
-            return_aux: also return the loss and the counts. Required inside activation
-                checkpointing, because its second call of the layer replaces ``aux_loss``.
-
-        Returns:
-            The output, with the shape of ``x``; or a ``MoEOutput`` of output, ``aux_loss`` and
-            ``expert_counts``.
-
-        Raises:
-            ValueError: the shape, dtype or device of ``x`` does not fit the parameters.
+            return_aux: return a ``MoEOutput`` of output, ``aux_loss`` and ``expert_counts``.
+                Required inside activation checkpointing, because its second call of the layer
+                replaces ``aux_loss``.
         """
         output = self.layer(x)
         self.aux_loss, self.expert_counts = output.router_loss, output.counts_E
@@ -157,12 +148,11 @@ class MoE(nn.Module):
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's experts."""
-        names = expert_parameter_names(self)
-        return [parameter for name, parameter in self.named_parameters() if name in names]
+        return list(self.layer.experts.parameters())
 
     def shared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are copied on every rank: router and shared expert."""
-        names = expert_parameter_names(self)
+        names = grouped_experts(self)
         return [parameter for name, parameter in self.named_parameters() if name not in names]
 
 
@@ -175,10 +165,9 @@ def _join_default_group(device: torch.device | str | None) -> dist.ProcessGroup 
         picked = pick_device("auto") if device is None else parse_device(device)
         if picked.type == "cuda":
             torch.cuda.set_device(picked)
-        dist.init_process_group(
-            "nccl" if picked.type == "cuda" else "gloo",
-            device_id=picked if picked.type == "cuda" else None,
-        )
+            dist.init_process_group("nccl", device_id=picked)
+        else:
+            dist.init_process_group("gloo")
     return dist.group.WORLD
 
 
@@ -193,6 +182,5 @@ def _groups_of(group: dist.ProcessGroup | None) -> ParallelGroups:
     rank, num_ranks = rank_and_size(group)
     if num_ranks == 1:
         return ParallelGroups()
-    return ParallelGroups(
-        rank=rank, num_ranks=num_ranks, ep_rank=rank, ep_size=num_ranks, world=group, ep=group
-    )
+    ep = {"ep_rank": rank, "ep_size": num_ranks, "ep": group}
+    return ParallelGroups(rank=rank, num_ranks=num_ranks, world=group, **ep)

@@ -9,36 +9,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from halley.core.config import MoEConfig
-from halley.core.field_types import parse_device
 from halley.core.routing import count_tokens_per_expert
 from halley.core.types import DROPPED, Routing
-from halley.ops.capacity import take_slots, take_slots_by_weight
+from halley.core.validation import parse_device
+from halley.ops.traceable_routing import take_slots, take_slots_by_weight
 
 
 class RouterOutput(NamedTuple):
-    """Result of a router for one microbatch.
-
-    Attributes:
-        routing: expert ids and weights of each token.
-        loss: balance and z loss, each times its coefficient, a float32 scalar.
-        counts_E: slots of each expert before the capacity drops slots, int64.
-    """
+    """Result of a router for one microbatch."""
 
     routing: Routing
-    loss: torch.Tensor
-    counts_E: torch.Tensor
+    loss: torch.Tensor  # balance and z loss, each times its coefficient, a float32 scalar
+    counts_E: torch.Tensor  # slots of each expert before the capacity drops slots, int64
 
 
 class AbstractRouter(nn.Module, abc.ABC):
-    """Compute logits in float32, choose the experts of each token, and return the router losses.
-
-    Subclasses are final.
-
-    Args:
-        config: configuration of the MoE layer.
-        hidden_size: D.
-        dtype, device: dtype and device of the weight.
-    """
+    """Compute logits in float32, choose the experts of each token, and return the router losses."""
 
     def __init__(
         self, config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -51,16 +37,10 @@ class AbstractRouter(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return expert ids and weights, both ``(T, K)``, and probabilities ``(T, E)``.
-
-        Args:
-            logits_TE: float32.
-        """
+        """Return expert ids and weights, both ``(T, K)``, and probabilities ``(T, E)``."""
 
     def forward(self, x_TD: torch.Tensor) -> RouterOutput:
-        """Route each token of ``x_TD``."""
-        router = self.config.router
-        num_experts = self.config.num_experts
+        router, num_experts = self.config.router, self.config.num_experts
         # In a 16-bit dtype, rounding can change the choice of an expert.
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = F.linear(x_TD.float(), self.weight.float())
@@ -74,12 +54,10 @@ class AbstractRouter(nn.Module, abc.ABC):
         if router.capacity_factor:
             limit = capacity(router.capacity_factor, idx_TK.numel(), num_experts=num_experts)
             if router.priority == "weight":
-                kept_TK = take_slots_by_weight(
-                    idx_TK, weights_TK, num_experts=num_experts, limit=limit
-                )
+                kept_TK = take_slots_by_weight(idx_TK, weights_TK, num_experts, limit)
             else:
                 used_E = torch.zeros(num_experts, dtype=torch.int64, device=idx_TK.device)
-                kept_TK, _ = take_slots(idx_TK, used_E, limit=limit)
+                kept_TK, _ = take_slots(idx_TK, used_E, limit)
             idx_TK = torch.where(kept_TK, idx_TK, DROPPED)
             weights_TK = torch.where(kept_TK, weights_TK, 0.0)
         routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
@@ -140,11 +118,7 @@ class SigmoidRouter(AbstractRouter):
 
     @torch.no_grad()
     def update_bias(self, counts_E: torch.Tensor) -> None:
-        """Move the bias one step towards an even load.
-
-        Args:
-            counts_E: slots of each expert in the step, summed over all ranks.
-        """
+        """Move the bias one step towards an even load, from the slots that all ranks counted."""
         error_E = counts_E.float().mean() - counts_E.float()
         self.bias += self.config.router.bias_update_rate * error_E.sign()
 
@@ -178,17 +152,11 @@ def balance_loss(probs_TE: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor
 
 
 def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared log-partition of the logits.
-
-    Source: ST-MoE (arXiv:2202.08906), equation 5.
-    """
+    """Return the mean squared log-partition (ST-MoE, arXiv:2202.08906, equation 5)."""
     return logits_TE.logsumexp(dim=-1).square().mean()
 
 
 def capacity(factor: float, num_slots: int, *, num_experts: int) -> int:
-    """Return the capacity of an expert, ``max(1, ceil(factor * num_slots / num_experts))``.
-
-    Source: Switch (arXiv:2101.03961), equation 3.
-    """
+    """Return the capacity of an expert (Switch, arXiv:2101.03961, equation 3), at least 1."""
     # 1e-9 absorbs rounding: 1.1 * 100 / 10 is 11.000000000000002 and must give 11, not 12.
     return max(1, math.ceil(factor * num_slots / num_experts - 1e-9))

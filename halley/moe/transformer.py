@@ -1,19 +1,18 @@
 """A decoder-only transformer with MoE layers; parameter names are those of Hugging Face."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halley.core.config import ModelConfig
-from halley.core.field_types import check_type, parse_device
 from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.core.validation import check_type, parse_device
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.dense import Attention, FeedForward, RMSNorm, rotary_table
+from halley.moe.dense import Attention, FeedForward, rotary_table
 from halley.moe.layer import MoELayer, init_parameters
 from halley.moe.memory_check import check_model_memory
 from halley.strategies.base import AbstractStrategy
@@ -23,17 +22,11 @@ _T = TypeVar("_T")
 
 
 class ModelOutput(NamedTuple):
-    """Result of a forward pass.
+    """Result of a forward pass."""
 
-    Attributes:
-        logits_BSV: next-token logits, in the model's dtype.
-        router_loss: sum of the router losses of all MoE layers, a float32 scalar.
-        counts_ME: slots of each expert of each MoE layer on this rank, int64.
-    """
-
-    logits_BSV: torch.Tensor
-    router_loss: torch.Tensor
-    counts_ME: torch.Tensor
+    logits_BSV: torch.Tensor  # next-token logits, in the model's dtype
+    router_loss: torch.Tensor  # sum of the router losses of all MoE layers, a float32 scalar
+    counts_ME: torch.Tensor  # slots of each expert of each MoE layer on this rank, int64
 
 
 class Block(nn.Module):
@@ -53,27 +46,18 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.recorder = recorder
-        place = {"dtype": dtype, "device": device}
-        norm = partial(RMSNorm, config.hidden_size, eps=config.norm_eps, **place)
-        self.input_layernorm = norm()
+        hidden_size, place = config.hidden_size, {"dtype": dtype, "device": device}
+        self.input_layernorm = nn.RMSNorm(hidden_size, config.norm_eps, **place)
         self.self_attn = Attention(config, **place)
-        self.post_attention_layernorm = norm()
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, config.norm_eps, **place)
         self.mlp: MoELayer | FeedForward
         if config.is_moe_layer(index):
             assert strategy is not None
-            self.mlp = MoELayer(
-                config.moe,
-                config.hidden_size,
-                strategy=strategy,
-                groups=groups,
-                placement=placement,
-                recorder=recorder,
-                **place,
-            )
+            run = {"strategy": strategy, "groups": groups, "placement": placement}
+            self.mlp = MoELayer(config.moe, hidden_size, recorder=recorder, **run, **place)
         else:
-            self.mlp = FeedForward(
-                config.hidden_size, config.dense_intermediate_size, gated=True, **place
-            )
+            size = config.dense_intermediate_size
+            self.mlp = FeedForward(hidden_size, size, gated=True, **place)
 
     def forward(
         self, x_BSD: torch.Tensor, rotary: torch.Tensor
@@ -93,12 +77,9 @@ class MoETransformer(nn.Module):
     """A language model; call ``init_weights`` or load a checkpoint before use.
 
     Args:
-        config: sizes of the model.
         strategy: runs the routed experts of all MoE layers; or a sequence with one strategy for
             each MoE layer.
-        groups: the ranks over which the experts are spread.
         recorder: records the spans of the blocks.
-        dtype, device: dtype and device of the parameters.
         activation_checkpointing: recompute each block in backward.
         placements: expert placement of each MoE layer; None for consecutive ranges.
 
@@ -124,8 +105,7 @@ class MoETransformer(nn.Module):
         device = parse_device(device, types=("cpu", "cuda", "meta"))
         check_type(config, ModelConfig, name="config")
         place = {"dtype": dtype, "device": device}
-        sizes = {"ep_size": groups.ep_size, "tp_size": groups.tp_size}
-        check_model_memory(config, **sizes, **place)
+        check_model_memory(config, ep_size=groups.ep_size, tp_size=groups.tp_size, **place)
         placement_of = _by_layer(config, placements, name="placements")
         one = isinstance(strategy, AbstractStrategy)
         strategies = [strategy] * config.num_moe_layers if one else strategy
@@ -133,19 +113,13 @@ class MoETransformer(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **place)
-        self.layers = nn.ModuleList(
-            Block(
-                config,
-                index,
-                strategy=strategy_of.get(index),
-                groups=groups,
-                recorder=recorder,
-                placement=placement_of.get(index),
-                **place,
+        self.layers = nn.ModuleList()
+        for index in range(config.num_layers):
+            own = {"strategy": strategy_of.get(index), "placement": placement_of.get(index)}
+            self.layers.append(
+                Block(config, index, groups=groups, recorder=recorder, **own, **place)
             )
-            for index in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, **place)
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps, **place)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **place)
 
     def forward(self, tokens_BS: torch.Tensor) -> ModelOutput:
@@ -156,21 +130,17 @@ class MoETransformer(nn.Module):
         counts: list[torch.Tensor] = []
         for block in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                out = checkpoint(block, x_BSD, rotary, use_reentrant=False)
-                assert isinstance(out, tuple)
-                x_BSD, loss, block_counts = out
+                out: Any = checkpoint(block, x_BSD, rotary, use_reentrant=False)
             else:
-                x_BSD, loss, block_counts = block(x_BSD, rotary)
+                out = block(x_BSD, rotary)
+            x_BSD, loss, block_counts = out
             if loss is not None:
                 losses.append(loss)
                 counts.append(block_counts)
         logits_BSV = self.lm_head(self.norm(x_BSD))
         router_loss = torch.stack(losses).sum() if losses else logits_BSV.new_zeros(())
-        return ModelOutput(
-            logits_BSV,
-            router_loss.float(),
-            torch.stack(counts) if counts else tokens_BS.new_zeros(0, 0),
-        )
+        counts_ME = torch.stack(counts) if counts else tokens_BS.new_zeros(0, 0)
+        return ModelOutput(logits_BSV, router_loss.float(), counts_ME)
 
     def init_weights(self, *, seed: int) -> None:
         """Initialize all parameters from ``seed``; the values do not depend on the ranks."""
@@ -178,11 +148,7 @@ class MoETransformer(nn.Module):
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Return the items of ``given`` by the index of their MoE layer in the model.
-
-    Raises:
-        ValueError: the number of items is not that of the MoE layers.
-    """
+    """Return the items of ``given`` by the index of their MoE layer in the model."""
     if given is None:
         return {}
     layers = [index for index in range(config.num_layers) if config.is_moe_layer(index)]

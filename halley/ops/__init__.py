@@ -1,5 +1,5 @@
-"""Operators that strategies share: permutations, grouped GEMMs, all-to-alls, expert capacity.
+"""Operators that strategies share: all-to-alls, permutations, grouped GEMMs, expert capacity.
 
-Start with ``exchange.py``. ``traceable_routing.py`` has the same steps for ``torch.compile``;
-``kernels/`` has the Triton kernels behind the operators.
+Start with ``exchange.py`` and ``expert_rows.py``. ``traceable_routing.py`` has the routing for
+``torch.compile``; ``kernels/`` has the Triton kernels behind the operators.
 """

@@ -1,20 +1,23 @@
-"""Differentiable moves of rows: collectives between ranks, and permutations on one rank.
+"""Collectives with gradients: exchanges of rows, and sums over the replicas of an expert.
 
 An all-to-all is split into start and wait, so that other work can run in between. The backward of
 ``wait`` starts the all-to-all of the gradient, and the backward of ``start`` waits for it. Autograd
 runs backward in the reverse order of forward, so code that pipelines the forward pass pipelines the
 backward pass too.
 
-Every collective may raise ``RuntimeError``, which names the operation and the ranks.
+Collectives of rows may raise ``RuntimeError``, which names the operation and the ranks.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.core.types import Experts
 from halley.distributed.peers import Collective
 
 
@@ -55,21 +58,13 @@ class Exchange:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def start(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Send rows, sorted by destination, and return a tensor to pass to ``wait``.
-
-        Args:
-            rows_SD: ``(sum(send_splits), D)``.
-        """
+        """Send rows, ``(sum(send_splits), D)``, sorted by rank; return a tensor for ``wait``."""
         if self.group is None:
             return rows_SD
         return _Start.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
-        """Return the rows received, ``(sum(recv_splits), D)``, sorted by source rank.
-
-        Args:
-            started: the result of ``start``.
-        """
+        """Return the rows received, ``(sum(recv_splits), D)``, sorted by source rank."""
         if self.group is None:
             return started
         return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
@@ -156,6 +151,16 @@ class _Run(torch.autograd.Function):
         return ctx.exchange.finish(backward=True), None
 
 
+def concat_in_place(buffer_ND: torch.Tensor, slices: list[torch.Tensor]) -> torch.Tensor:
+    """Return ``buffer_ND`` as the concatenation of its slices, without a copy; differentiable.
+
+    Args:
+        buffer_ND: a buffer that requires no gradient.
+        slices: consecutive slices of the buffer that exchanges have received; all rows of it.
+    """
+    return _ConcatInPlace.apply(buffer_ND, *slices)  # pyright: ignore[reportReturnType]
+
+
 class _ConcatInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer, *slices):
@@ -168,23 +173,8 @@ class _ConcatInPlace(torch.autograd.Function):
         return None, *grad.split(ctx.sizes)
 
 
-def concat_in_place(buffer_ND: torch.Tensor, slices: list[torch.Tensor]) -> torch.Tensor:
-    """Return ``buffer_ND`` as the concatenation of its slices, without a copy; differentiable.
-
-    Args:
-        buffer_ND: a buffer that requires no gradient.
-        slices: consecutive slices of the buffer that exchanges have received; all rows of it.
-    """
-    return _ConcatInPlace.apply(buffer_ND, *slices)  # pyright: ignore[reportReturnType]
-
-
 def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All-gather the values of all ranks; return ``(W, V)``. Not differentiable.
-
-    Args:
-        values_V: values of this rank, equally many on all ranks.
-        group: the ranks; None for a single rank.
-    """
+    """All-gather the values of all ranks, V of each; return ``(W, V)``. Not differentiable."""
     if group is None:
         return values_V[None]
     table_WV = values_V.new_empty(dist.get_world_size(group) * values_V.numel())
@@ -200,8 +190,8 @@ def all_gather_rows(
 
     Args:
         rows_TX: rows of this rank.
-        max_rows: the largest number of rows of any rank. Shorter ones are padded with zeros.
-        group: the ranks; None for a single rank, which gets its own rows.
+        max_rows: the largest number of rows of any rank. Zeros pad the rows of the others.
+        group: the ranks; None for a single rank.
     """
     if group is None:
         return rows_TX
@@ -264,96 +254,138 @@ class _ReduceScatterRows(torch.autograd.Function):
         return _all_gather(grad, ctx.max_rows, ctx.group), None, None
 
 
-class _PermuteRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, order, inverse):
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, slots, inverse, top_k):
-        ctx.save_for_backward(inverse)
-        ctx.top_k = top_k
-        return x.index_select(0, slots // top_k)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        by_slot = grad.index_select(0, inverse)
-        return by_slot.view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None, None
-
-
-class _CombineTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, weights, slots, inverse):
-        num_tokens, top_k = weights.shape
-        by_slot = rows.index_select(0, inverse).view(num_tokens, top_k, rows.shape[1])
-        ctx.save_for_backward(by_slot, weights, slots)
-        # A (1, K) x (K, D) GEMM for each token: one pass over the rows, accumulated in float32.
-        return torch.bmm(weights.to(rows.dtype).unsqueeze(1), by_slot).squeeze(1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        by_slot, weights, slots = ctx.saved_tensors
-        weights_of_row = weights.to(grad.dtype).reshape(-1, 1).index_select(0, slots)
-        grad_rows = grad.index_select(0, slots // weights.shape[1]).mul_(weights_of_row)
-        grad_weights = torch.bmm(by_slot, grad.unsqueeze(2)).squeeze(2)
-        return grad_rows, grad_weights.to(weights.dtype), None, None
-
-
-def invert_permutation(order_N: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of a permutation, int64 ``(N,)``."""
-    places_N = torch.arange(order_N.numel(), device=order_N.device)
-    return torch.empty_like(places_N).scatter_(0, order_N.long(), places_N)
-
-
-def reorder_rows(
-    rows_RD: torch.Tensor, order_R: torch.Tensor, *, inverse_R: torch.Tensor
-) -> torch.Tensor:
-    """Return ``rows_RD[order_R]``, ``(R, D)``; ``inverse_R`` is the inverse permutation."""
-    return _PermuteRows.apply(rows_RD, order_R, inverse_R)  # pyright: ignore[reportReturnType]
-
-
-def gather_tokens(
-    x_TD: torch.Tensor, slots_N: torch.Tensor, *, inverse_N: torch.Tensor, top_k: int
-) -> torch.Tensor:
-    """Return the token of each slot, ``x_TD[slots_N // top_k]``, ``(N, D)``.
-
-    The gradient of a token is the sum over its slots in order of slot, accumulated in float32.
+@final
+class Replicas:
+    """The experts of this rank that other ranks also hold, and the exchange of their gradients.
 
     Args:
-        x_TD: tokens.
-        slots_N: a permutation of all slots; slot ``t * top_k + k`` is the k-th choice of token t.
-        inverse_N: its inverse.
-        top_k: K.
+        placement: a placement with replicas.
+        rank, group: this rank in the expert-parallel group.
+        device: device of the experts.
+        recorder: records the host's wait as the span "replicas.wait".
+
+    Attributes:
+        first: local indices of the experts of this rank that no lower rank holds, int64.
     """
-    return _GatherTokens.apply(  # pyright: ignore[reportReturnType]
-        x_TD, slots_N, inverse_N, top_k
-    )
+
+    def __init__(
+        self,
+        placement: ExpertPlacement,
+        *,
+        rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self.rank, self.group, self.recorder = rank, group, recorder
+        own = placement.experts_WL[rank]
+        ranks_of = {place: placement.ranks_of(expert) for place, expert in enumerate(own)}
+        firsts = [place for place, ranks in ranks_of.items() if ranks[0] == rank]
+        self.first = torch.tensor(firsts, dtype=torch.int64, device=device)
+        # For each local index of an expert that other ranks also hold: all its ranks, in order.
+        self._ranks = {place: ranks for place, ranks in ranks_of.items() if len(ranks) > 1}
+        # The gradients to exchange, as (other rank, local index), in order of rank. Both ranks of a
+        # pair list their common experts by expert id.
+        shared = sorted(self._ranks, key=lambda place: own[place])
+        self._pairs = [
+            (other, place)
+            for other in range(placement.num_ranks)
+            for place in shared
+            if other != rank and other in self._ranks[place]
+        ]
+
+    def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients, summed over the replicas of each expert; a collective.
+
+        The sum is in float32, in order of rank, and rounded once: bitwise equal on all replicas.
+        Gradients are ``(L, ...)``, of one dtype.
+        """
+        return self._merge(gradients, _sum_into)
+
+    def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients, those of replicas copied from their first rank; a collective.
+
+        For gradients that were reduced again after ``sum``: ranks may have rounded differently.
+        """
+        return self._merge(gradients, lambda out, sources: out.copy_(sources[0]))
+
+    def _merge(
+        self,
+        gradients: Sequence[torch.Tensor],
+        merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
+    ) -> list[torch.Tensor]:
+        """Return copies of the gradients; ``merge`` computes those of replicated experts."""
+        received = self._exchange(gradients)
+        # A contiguous copy, since ``view`` below needs one.
+        merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
+        for place, ranks in self._ranks.items():
+            for index, gradient in enumerate(gradients):
+                own = gradient[place].flatten()
+                sources = [own if r == self.rank else received[r, place][index] for r in ranks]
+                merge(merged[index][place].view(-1), sources)
+        return merged
+
+    def _exchange(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
+        """Exchange all gradients in one all-to-all; return the received ones by ``_pairs``."""
+        flat = [gradient.flatten(1) for gradient in gradients]
+        sizes = [gradient.shape[1] for gradient in flat]
+        splits = [0] * self.group.size()
+        for other, _ in self._pairs:
+            splits[other] += sum(sizes)
+        rows = [gradient[place] for _, place in self._pairs for gradient in flat]
+        sent = torch.cat(rows) if rows else gradients[0].new_empty(0)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(
+            received, sent, splits, splits, group=self.group, async_op=True
+        )
+        assert work is not None
+        with self.recorder.span("replicas.wait", stream="exposed"):
+            work.wait()
+        # Not strict: an empty tensor splits into one empty piece.
+        pieces = zip(self._pairs, received.split(sum(sizes)), strict=False)
+        return {pair: piece.split(sizes) for pair, piece in pieces}
 
 
-def combine_tokens(
-    rows_ND: torch.Tensor,
-    weights_TK: torch.Tensor,
-    *,
-    slots_N: torch.Tensor,
-    inverse_N: torch.Tensor,
-) -> torch.Tensor:
-    """Return the weighted sum of each token's rows, ``(T, D)``; accumulated in float32.
+def _sum_into(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    if len(sources) == 2:  # one pass over memory; torch.add adds in float32 and rounds once
+        torch.add(sources[0], sources[1], out=out)
+        return
+    total = sources[0].to(torch.float32, copy=True)  # a copy: the input stays unchanged
+    for source in sources[1:]:
+        total += source
+    out.copy_(total)
 
-    Args:
-        rows_ND: row i belongs to slot ``slots_N[i]``.
-        weights_TK: one weight for each slot, rounded to the dtype of the rows.
-        slots_N: a permutation of all slots, as for ``gather_tokens``.
-        inverse_N: its inverse.
+
+def share_gradients(experts: Experts, replicas: Replicas) -> Experts:
+    """Return the experts; in backward, sum the gradients of replicas over their ranks.
+
+    Equal replicas receive equal gradients, so they stay equal with any optimizer. Each backward
+    pass has one all-to-all. A rank sends only gradients of replicated experts, once to each other
+    replica.
+
+    Raises:
+        ValueError: a weight has a ``main_grad``, to which fused layers add without autograd.
     """
-    return _CombineTokens.apply(  # pyright: ignore[reportReturnType]
-        rows_ND, weights_TK, slots_N, inverse_N
-    )
+    weights = {name: t for name, t in experts.tensors().items() if t.requires_grad}
+    if any(getattr(weight, "main_grad", None) is not None for weight in weights.values()):
+        raise ValueError(
+            "main_grad (a buffer) must be None on experts of which other ranks hold replicas: "
+            "their gradients are summed by autograd, which does not see the buffer"
+        )
+    if not weights:
+        return experts
+    shared: Any = _ShareGradients.apply(replicas, *weights.values())
+    return experts.with_tensors(dict(zip(weights, shared, strict=True)))
+
+
+class _ShareGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, replicas, *weights):
+        ctx.replicas = replicas
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, *ctx.replicas.sum(gradients)

@@ -71,7 +71,7 @@ def takes_kernels(tensor: torch.Tensor) -> bool:
 def _compiles_kernels() -> bool:
     if find_spec("triton") is None:  # not on Linux
         return False
-    from halley.interpreter.switch import INTERPRETED
+    from halley.interpreter import INTERPRETED
 
     return not INTERPRETED
 
@@ -80,7 +80,7 @@ def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper that hides an implementation from Dynamo, which traces behind graph breaks.
 
     The wrapper does not import Dynamo itself, because that takes seconds and imports Triton. Before
-    Triton's first import, ``interpreter/switch.py`` must have chosen how kernels run.
+    Triton's first import, ``halley.interpreter`` must have chosen how kernels run.
     """
     hidden: list[Callable[..., Any]] = []
 

@@ -1,4 +1,4 @@
-"""GEMMs that leave SMs to a concurrent collective, or write into a given tensor.
+"""GEMMs that leave SMs to a concurrent collective.
 
 A GEMM of cuBLAS or CUTLASS occupies every SM from start to end. A collective that is launched a
 moment later waits until the GEMM is done. If the collective runs already, the GEMM's CTAs that find
@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from halley.ops.library import define
-
-
-_library = torch.library.Library("halley", "FRAGMENT")
 
 
 def has_sm_carveout() -> bool:
@@ -77,33 +74,10 @@ def _fake_gemm_with_carveout(
     return left.new_empty(*groups, left.shape[0], right.shape[-1])
 
 
-def _gemm_into(
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    num_sms: int,
-) -> None:
-    """Write ``left @ right`` into ``out``; the other arguments as for ``_gemm_with_carveout``."""
-    with sm_carveout(num_sms if out.is_cuda else 0):
-        if bias is None:
-            torch.mm(left, right, out=out)
-        else:
-            torch.addmm(bias, left, right, out=out)
-
-
 define(
     "gemm_with_carveout(Tensor? bias, Tensor left, Tensor right, Tensor? ends, int num_sms)"
     " -> Tensor",
     _gemm_with_carveout,
     _fake_gemm_with_carveout,
 )
-# The schema declares the write to ``out``: compilers remove operators without results otherwise.
-_library.define(
-    "gemm_into(Tensor(a!) out, Tensor? bias, Tensor left, Tensor right, int num_sms) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.impl("gemm_into", _gemm_into, "CompositeExplicitAutograd")
-torch.library.register_fake("halley::gemm_into", lambda *_: None, lib=_library)
 gemm_with_carveout = torch.ops.halley.gemm_with_carveout.default
-gemm_into = torch.ops.halley.gemm_into.default

@@ -1,13 +1,11 @@
-"""Routing as torch.library operators: sort slots, gather and combine rows, group them by expert.
+"""Routing as torch.library operators: keep slots within a capacity, sort them, move their rows.
 
 For code that ``torch.compile`` traces into one graph. Each step is one node, so a compiler pass can
-recognise it. The pass that splits a batch into microbatches needs this. Since rows are sorted by
-expert, the rows of a microbatch are no slice of the rows of the full batch.
+recognise it. ``take_slots`` continues from the counts of earlier tokens, so a batch can be split
+into microbatches; ``take_slots_by_weight`` ranks all tokens of the batch.
 
-Numbers of rows may be symbolic sizes. Eager code uses ``exchange.py`` instead.
+Numbers of rows may be symbolic sizes. Eager code moves rows with ``expert_rows.py``.
 """
-
-from typing import NamedTuple
 
 import torch
 
@@ -15,99 +13,14 @@ from halley.core.routing import expert_starts, sort_keys
 from halley.ops.library import define, takes_kernels
 
 
-class GroupedRows(NamedTuple):
-    """How to sort received rows by expert: L experts, W source ranks, R rows.
-
-    Attributes:
-        order_R: ``received[order_R]`` is sorted by expert, int64.
-        inverse_R: the inverse permutation, int64.
-        ends_L: end of each expert's rows in that order, int32.
-        counts_LW: rows of each expert by source rank, int64.
-    """
-
-    order_R: torch.Tensor
-    inverse_R: torch.Tensor
-    ends_L: torch.Tensor
-    counts_LW: torch.Tensor
-
-
-def sort_slots(topk_idx_TK: torch.Tensor, *, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort the slots by expert, then token, and count the slots of each expert.
 
-    Args:
-        topk_idx_TK: expert ids, or ``DROPPED``: dropped slots come last and are not counted.
-        num_experts: E.
-
-    Returns:
-        Slots ``t * K + k``, int64 ``(T * K,)``, and counts, int64 ``(E,)``.
+    Dropped slots come last and are not counted. Returns slots ``t * K + k``, int64 ``(T * K,)``,
+    and counts, int64 ``(E,)``.
 
     Example: idx [[0, 2], [2, -1]] and 4 experts give slots 0, 1, 2, 3 and counts [1, 0, 2, 0].
     """
-    return _call_sort_slots(topk_idx_TK, num_experts)
-
-
-def read_counts(
-    sent_WL: torch.Tensor, received_WL: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the numbers of rows sent to and received from each rank to the host, ``(W,)`` each.
-
-    Both numbers travel in one copy, so the host waits for the device once.
-
-    Args:
-        sent_WL: rows for each local expert of each rank, int64.
-        received_WL: rows of each rank for each local expert here, int64.
-    """
-    return _call_read_counts(sent_WL, received_WL)
-
-
-def gather_rows(
-    x_TD: torch.Tensor, slots_N: torch.Tensor, *, num_rows: int, top_k: int
-) -> torch.Tensor:
-    """Return the token of each slot, ``(num_rows, D)``; differentiable in ``x_TD``.
-
-    Args:
-        x_TD: tokens.
-        slots_N: as from ``sort_slots``; only the first ``num_rows`` are used.
-        num_rows: number of slots that are not dropped.
-        top_k: K.
-    """
-    return _call_gather_rows(x_TD, slots_N, num_rows, top_k)
-
-
-def combine_rows(
-    rows_ND: torch.Tensor, slots_N: torch.Tensor, weights_TK: torch.Tensor
-) -> torch.Tensor:
-    """Return the weighted sum of each token's rows, in order of slot, ``(T, D)``; differentiable.
-
-    Args:
-        rows_ND: row i belongs to slot ``slots_N[i]``; slots without a row add nothing.
-        slots_N: as from ``sort_slots``.
-        weights_TK: one weight for each slot, rounded to the dtype of the rows.
-    """
-    return _call_combine_rows(rows_ND, slots_N, weights_TK)
-
-
-def group_rows(counts_WL: torch.Tensor, *, num_rows: int) -> GroupedRows:
-    """Return how to sort received rows by expert; they arrive sorted by source rank, then expert.
-
-    Args:
-        counts_WL: rows of each source rank for each local expert, int64.
-        num_rows: their sum.
-
-    Example: counts [[1, 2], [1, 0]] describe the rows s0e0 s0e1 s0e1 s1e0 (source rank, expert).
-    The order by expert is 0, 3, 1, 2, and the rows of the experts end at 2 and 4.
-    """
-    return GroupedRows(*_call_group_rows(counts_WL, num_rows))
-
-
-def permute_rows(
-    rows_RD: torch.Tensor, order_R: torch.Tensor, *, inverse_R: torch.Tensor
-) -> torch.Tensor:
-    """Return ``rows_RD[order_R]``, ``(R, D)``; the gradient uses the inverse permutation."""
-    return _call_permute_rows(rows_RD, order_R, inverse_R)
-
-
-def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     if takes_kernels(topk_idx):
         from halley.ops.kernels import route
 
@@ -116,12 +29,81 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return slots, expert_starts(keys, num_experts).diff()
 
 
+def _take_slots(
+    topk_idx: torch.Tensor, used: torch.Tensor, limit: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the first ``limit`` slots of each expert, and drop its later slots.
+
+    First choices of all tokens come before second choices; within a choice, tokens are in order.
+
+    Microbatches that pass ``used`` on keep the same slots as the full batch only with top-1
+    routing. With more choices, first choices of a later microbatch would come after second choices
+    of an earlier one.
+
+    Args:
+        topk_idx: expert ids in ``[0, E)``, ``(T, K)``.
+        used: number of slots that earlier tokens requested from each expert, int64 ``(E,)``.
+        limit: largest number of slots that an expert keeps, earlier tokens included.
+
+    Returns:
+        Whether each slot is kept, bool ``(T, K)``; and ``used`` plus the numbers of requested
+        slots, kept or not, int64 ``(E,)``.
+
+    Source: GShard (arXiv:2006.16668), algorithm 1. Passing the counter from one microbatch to the
+    next is from Lancet (arXiv:2404.19429), section 5.
+
+    Example: with limit 2 and used [1, 0], idx [[0], [0], [1]] gives kept [[True], [False], [True]]
+    and used [3, 1].
+    """
+    if takes_kernels(topk_idx):
+        from halley.ops.kernels import route
+
+        return route.take_slots(topk_idx, used, limit)
+    experts = topk_idx.t().flatten()  # all first choices, then all second choices, ...
+    # cumsum along the inner dimension: along the outer one, a GPU uses one thread for each expert.
+    is_chosen = experts == torch.arange(used.shape[0], device=used.device)[:, None]
+    position = (is_chosen.cumsum(1) + used[:, None]).gather(0, experts[None])[0]
+    kept = (position <= limit).view(topk_idx.t().shape).t()
+    # contiguous() would keep the strides of a single column, which differ from the fake result's.
+    return kept.clone(memory_format=torch.contiguous_format), used + is_chosen.sum(1)
+
+
+def _take_slots_by_weight(
+    topk_idx: torch.Tensor, weights: torch.Tensor, num_experts: int, limit: int
+) -> torch.Tensor:
+    """Keep ``limit`` slots of each expert, those of tokens with larger weights first.
+
+    The priority of a token is its largest weight. First choices of all tokens come before second
+    choices; within a choice, tokens are in order of decreasing priority, then of index. Returns
+    whether each slot is kept, bool ``(T, K)``.
+
+    Source: Batch prioritized routing (arXiv:2106.05974), section 4.
+
+    Example: idx [[0], [0], [0]] with weights [[.5], [.9], [.7]] and limit 2 keeps tokens 1 and 2.
+    """
+    order = weights.amax(dim=1).argsort(descending=True, stable=True)
+    kept, _ = _take_slots(topk_idx[order], topk_idx.new_zeros(num_experts), limit)
+    return torch.empty_like(kept).index_copy_(0, order, kept)
+
+
 def _read_counts(sent: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the numbers of rows sent to and received from each rank to the host, ``(W,)`` each.
+
+    ``sent`` and ``received`` are ``(W, L)`` int64, for each rank and local expert. Both numbers
+    travel in one copy, so the host waits for the device once.
+    """
     both = torch.stack([sent.sum(1), received.sum(1)]).cpu()
     return both[0].clone(), both[1].clone()
 
 
 def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
+    """Return the token of each slot, ``(num_rows, D)``; differentiable in ``x``.
+
+    Args:
+        x: tokens, ``(T, D)``.
+        slots: as from ``sort_slots``; only the first ``num_rows`` are used.
+        num_rows: number of slots that are not dropped.
+    """
     return x.index_select(0, _first(slots, num_rows) // top_k)
 
 
@@ -140,6 +122,13 @@ def _gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -
 
 
 def _combine_rows(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each token's rows, in order of slot, ``(T, D)``; differentiable.
+
+    Args:
+        rows: row i belongs to slot ``slots[i]``; slots without a row add nothing.
+        slots: as from ``sort_slots``.
+        weights: one weight for each slot, ``(T, K)``, rounded to the dtype of the rows.
+    """
     by_slot = _by_slot(rows, slots).view(*weights.shape, rows.shape[1])
     return (by_slot * weights.to(rows.dtype).unsqueeze(2)).sum(1)
 
@@ -181,6 +170,15 @@ def _first(values: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+    """Return how to sort received rows by expert; they arrive sorted by source rank, then expert.
+
+    ``counts`` are the rows of each source rank for each local expert, int64 ``(W, L)``, and
+    ``num_rows`` is their sum. Returns the order by expert, the inverse permutation, int64 ``(R,)``
+    each, the end of each expert's rows, int32 ``(L,)``, and the counts as ``(L, W)``.
+
+    Example: counts [[1, 2], [1, 0]] describe the rows s0e0 s0e1 s0e1 s1e0 (source rank, expert).
+    The order by expert is 0, 3, 1, 2, and the rows of the experts end at 2 and 4.
+    """
     if takes_kernels(counts):
         from halley.ops.kernels import route
 
@@ -203,6 +201,7 @@ def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) ->
 
 
 def _permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return ``rows[order]``, ``(R, D)``; the gradient uses the inverse permutation."""
     return rows.index_select(0, order)
 
 
@@ -215,7 +214,7 @@ def _permute_backward(ctx, grad):
     return torch.ops.halley.permute_rows(grad, inverse, order), None, None
 
 
-_call_sort_slots = define(
+sort_slots = define(
     "sort_slots(Tensor topk_idx, int num_experts) -> (Tensor slots, Tensor counts)",
     _sort_slots,
     fake=lambda topk_idx, num_experts: (
@@ -223,13 +222,26 @@ _call_sort_slots = define(
         topk_idx.new_empty(num_experts),
     ),
 )
-_call_read_counts = define(
+take_slots = define(
+    "take_slots(Tensor topk_idx, Tensor used, int limit) -> (Tensor kept, Tensor used_after)",
+    _take_slots,
+    fake=lambda topk_idx, used, limit: (
+        topk_idx.new_empty(topk_idx.shape, dtype=torch.bool),
+        torch.empty_like(used),
+    ),
+)
+take_slots_by_weight = define(
+    "take_slots_by_weight(Tensor topk_idx, Tensor weights, int num_experts, int limit) -> Tensor",
+    _take_slots_by_weight,
+    fake=lambda topk_idx, *_: topk_idx.new_empty(topk_idx.shape, dtype=torch.bool),
+)
+read_counts = define(
     "read_counts(Tensor sent, Tensor received) -> (Tensor sent_splits, Tensor received_splits)",
     _read_counts,
     fake=lambda *counts: tuple(each.new_empty(each.shape[0], device="cpu") for each in counts),
     decomposable=True,
 )
-_call_gather_rows = define(
+gather_rows = define(
     "gather_rows(Tensor x, Tensor slots, SymInt num_rows, int top_k) -> Tensor",
     _gather_rows,
     fake=lambda x, slots, num_rows, top_k: x.new_empty(num_rows, x.shape[1]),
@@ -243,7 +255,7 @@ define(
     fake=lambda grad, slots, top_k: grad.new_empty(slots.shape[0] // top_k, grad.shape[1]),
     decomposable=True,
 )
-_call_combine_rows = define(
+combine_rows = define(
     "combine_rows(Tensor rows, Tensor slots, Tensor weights) -> Tensor",
     _combine_rows,
     fake=lambda rows, slots, weights: rows.new_empty(weights.shape[0], rows.shape[1]),
@@ -258,7 +270,7 @@ define(
     fake=lambda grad, rows, slots, weights: (torch.empty_like(rows), torch.empty_like(weights)),
     decomposable=True,
 )
-_call_group_rows = define(
+group_rows = define(
     "group_rows(Tensor counts, SymInt num_rows)"
     " -> (Tensor order, Tensor inverse, Tensor ends, Tensor counts_by_expert)",
     _group_rows,
@@ -269,7 +281,7 @@ _call_group_rows = define(
         counts.new_empty(counts.shape[1], counts.shape[0]),
     ),
 )
-_call_permute_rows = define(
+permute_rows = define(
     "permute_rows(Tensor rows, Tensor order, Tensor inverse) -> Tensor",
     _permute_rows,
     fake=lambda rows, order, inverse: rows.new_empty(order.shape[0], rows.shape[1]),

@@ -1,4 +1,1 @@
-"""Plans made before a run: a strategy and compiler passes per layer, and expert placements.
-
-Start with ``step_plan.py``.
-"""
+"""Plans made before a run: strategies per layer (``step_plan.py``), and expert placements."""

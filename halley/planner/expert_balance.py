@@ -32,26 +32,22 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
     Args:
         counts_E: load of each expert, at least 0 and not all 0.
-        num_ranks: W.
-        spare: experts that a rank may hold beyond ``ceil(E / W)``. With 0, and if W divides E,
-            experts are moved but not replicated.
-
-    Raises:
-        ValueError: a number is out of range, or a rank would hold more experts than there are.
+        spare: experts that a rank may hold beyond ``ceil(E / W)``. With 0, and if the number of
+            ranks W divides E, experts are moved but not replicated.
     """
     num_experts = len(counts_E)
     fewest = check_spare(num_experts, num_ranks=num_ranks, spare=spare)
     if min(counts_E, default=0.0) < 0 or not 0 < sum(counts_E) < math.inf:
         raise ValueError(f"counts ({list(counts_E)}) must be at least 0 and not all 0")
-    best: ExpertPlacement | None = None
+    best, least = None, math.inf
     if num_experts % num_ranks == 0:
         best = ExpertPlacement.plain(num_experts, num_ranks=num_ranks)
-    least = max(rank_loads(best, counts_E)) if best else math.inf
+        least = max(rank_loads(best, counts_E))
     smallest_gain = _GAIN * sum(counts_E) / num_ranks
     for num_local in range(fewest, fewest + spare + 1):
         found = _plan(counts_E, num_ranks=num_ranks, num_local=num_local)
         load = max(rank_loads(found, counts_E))
-        if best is None or load < least - smallest_gain:
+        if load < least - smallest_gain:
             best, least = found, load
     assert best is not None
     return best
@@ -61,18 +57,15 @@ def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
     """Check the sizes of a placement; return ``ceil(E / W)``, the experts per rank without spares.
 
     Raises:
-        ValueError: there is no rank, there are more than ``MAX_EXPERTS`` ranks or experts, or a
-            rank would hold more experts than there are.
+        ValueError: a number is out of range, or a rank would hold more experts than there are.
     """
-    if num_ranks < 1:
-        raise ValueError(f"ranks ({num_ranks}) must be at least 1")
+    for name, number, least in (("ranks", num_ranks, 1), ("spare", spare, 0)):
+        if number < least:
+            raise ValueError(f"{name} ({number}) must be at least {least}")
+    for name, number in (("experts", num_experts), ("ranks", num_ranks)):
+        if number > MAX_EXPERTS:
+            raise ValueError(f"{name} ({number}) must be at most {MAX_EXPERTS}")
     fewest = -(-num_experts // num_ranks)
-    if spare < 0:
-        raise ValueError(f"spare ({spare}) must be at least 0")
-    if num_experts > MAX_EXPERTS:
-        raise ValueError(f"experts ({num_experts}) must be at most {MAX_EXPERTS}")
-    if num_ranks > MAX_EXPERTS:
-        raise ValueError(f"ranks ({num_ranks}) must be at most {MAX_EXPERTS}")
     if fewest + spare > num_experts:
         raise ValueError(
             f"spare ({spare}) must leave a rank at most all experts ({num_experts}), and it has "
@@ -115,17 +108,10 @@ def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> Exper
 def _replicate(
     counts_E: Sequence[float], *, num_ranks: int, num_hot: int, num_more: int
 ) -> list[int]:
-    """Return the number of replicas of each expert, at most one per rank.
-
-    Args:
-        counts_E, num_ranks: as for ``plan_placement``.
-        num_hot: additional replicas for the experts with the most load per replica.
-        num_more: all additional replicas. Those beyond ``num_hot`` are given to the experts with
-            the least load per replica.
-    """
+    """Return the number of replicas of each expert, at most one per rank."""
     num_E = [1] * len(counts_E)
     for index in range(num_more):
-        choose = max if index < num_hot else min
+        choose = max if index < num_hot else min  # by load per replica
         open_experts = [e for e, num in enumerate(num_E) if num < num_ranks]
         num_E[choose(open_experts, key=lambda e: counts_E[e] / num_E[e])] += 1
     return num_E
@@ -139,16 +125,13 @@ def _pack(
     loads = [0.0] * num_ranks
     for expert in sorted(range(len(shares_E)), key=lambda e: -shares_E[e]):
         for _ in range(num_replicas_E[expert]):
+            without = [r for r in range(num_ranks) if expert not in ranks[r]]
             free = [r for r in range(num_ranks) if len(ranks[r]) < num_local]
-            fitting = [r for r in free if expert not in ranks[r]]
-            if fitting:
-                rank = min(fitting, key=lambda r: loads[r])
-            else:
+            fitting = [r for r in without if r in free]
+            rank = min(fitting or without, key=lambda r: loads[r])
+            if not fitting:
                 # All ranks with a free slot already hold the expert. So a full rank gets it, and
                 # one expert of that rank moves to a free slot.
-                rank = min(
-                    (r for r in range(num_ranks) if expert not in ranks[r]), key=lambda r: loads[r]
-                )
                 moved = min(ranks[rank] - ranks[free[0]], key=lambda e: shares_E[e])
                 ranks[rank].remove(moved)
                 ranks[free[0]].add(moved)
@@ -161,27 +144,25 @@ def _pack(
 
 def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> None:
     """Swap and replace replicas of the most loaded rank while this reduces the largest load."""
-    least_gain = _GAIN * sum(counts_E) / len(ranks)
     for _ in range(_MAX_CHANGES):
-        num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
-        shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
-        loads = [math.fsum(shares_E[e] for e in held) for held in ranks]
-        top = max(range(len(ranks)), key=lambda r: loads[r])
-        if not _swap(ranks, shares_E, loads, top=top, least_gain=least_gain) and not _replace(
-            ranks, counts_E, num_E, loads, top=top, least_gain=least_gain
-        ):
+        if not (_swap(ranks, counts_E) or _replace(ranks, counts_E)):
             return
 
 
-def _swap(
-    ranks: list[set[int]],
-    shares_E: Sequence[float],
-    loads: Sequence[float],
-    *,
-    top: int,
-    least_gain: float,
-) -> bool:
-    """Swap a replica of rank ``top`` with one of another rank; return False if none is better."""
+def _measure(
+    ranks: list[set[int]], counts_E: Sequence[float]
+) -> tuple[list[int], list[float], list[float], int]:
+    """Return each expert's replicas and load per replica, the ranks' loads, and the top rank."""
+    num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
+    shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
+    loads = [math.fsum(shares_E[e] for e in held) for held in ranks]
+    return num_E, shares_E, loads, max(range(len(ranks)), key=lambda r: loads[r])
+
+
+def _swap(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
+    """Swap a replica of the top rank with one of another rank; return False if none is better."""
+    _, shares_E, loads, top = _measure(ranks, counts_E)
+    least_gain = _GAIN * sum(counts_E) / len(ranks)
     best = least_gain, 0, 0, 0
     for other, held in enumerate(ranks):
         gap = loads[top] - loads[other]
@@ -198,24 +179,13 @@ def _swap(
     return True
 
 
-def _replace(
-    ranks: list[set[int]],
-    counts_E: Sequence[float],
-    num_E: Sequence[int],
-    loads: Sequence[float],
-    *,
-    top: int,
-    least_gain: float,
-) -> bool:
-    """Replace an expert of rank ``top`` by another expert; return False if none is better.
-
-    Ranks with other replicas of the removed expert get more load. Ranks with replicas of the added
-    expert get less load.
-    """
+def _replace(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
+    """Replace an expert of the top rank by another expert; return False if none is better."""
+    num_E, _, loads, top = _measure(ranks, counts_E)
+    least_gain = _GAIN * sum(counts_E) / len(ranks)
     best = least_gain, 0, 0
-    for removed in ranks[top]:
-        if num_E[removed] == 1:
-            continue
+    for removed in [expert for expert in ranks[top] if num_E[expert] > 1]:
+        # Ranks with other replicas of the removed expert get more load, of the added one less.
         more = counts_E[removed] / (num_E[removed] - 1) - counts_E[removed] / num_E[removed]
         for added in set(range(len(counts_E))) - ranks[top]:
             share = counts_E[added] / (num_E[added] + 1)

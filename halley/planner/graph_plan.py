@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from halley.compiler import Backend, OrderReport
+from halley.compiler.graph_analysis import without_values
 from halley.compiler.options import parse_options
-from halley.compiler.sizes import without_values
 from halley.core.config import RunConfig, num_even_rows
 from halley.core.timeline import Recorder
-from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save
+from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save, Task
 from halley.cost.hardware import CPU, Hardware, Predictor
 from halley.cost.profiles import shipped_path
-from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.transformer import MoETransformer
 from halley.strategies.base import AbstractStrategy
@@ -33,7 +32,6 @@ def plan_graphs(
     passes: str,
     num_ranks: int,
     hardware: Hardware,
-    num_parts: int = 0,
     memory_margin: float = 0.02,
     strategies: Sequence[str] = (),
     profiles: str | Path = "",
@@ -46,24 +44,16 @@ def plan_graphs(
     those of eager operators.
 
     Args:
-        config: model, batch size, dtype and expert-parallel size of the run.
-        passes, num_parts, memory_margin: as in ``halley.compiler.options``.
-        num_ranks: ranks of the run.
-        hardware: device whose rates the prediction uses.
+        passes, memory_margin, hardware: as in ``halley.compiler.options``.
         strategies: "functional", "unfused" or "fused" of each MoE layer; empty: all functional.
         profiles: file of times measured on ``hardware``; "" uses the table of the package, if any.
         fill: measure operators that ``profiles`` lacks, on this machine's GPU.
-
-    Raises:
-        ValueError: an option is wrong, or the experts do not divide over the ranks.
-        RuntimeError: this process has joined a process group.
     """
     options: dict[str, Any] = {
         "passes": passes,
         "inner": "eager" if passes == "none" or hardware.name == CPU.name else "inductor",
         "agree": False,
         "hardware": hardware,
-        "num_parts": num_parts,
         "memory_margin": memory_margin,
         "unknown_size": num_even_rows(config),
         "profiles": profiles or shipped_path(hardware.name) or "",
@@ -79,7 +69,14 @@ def plan_graphs(
         stack.enter_context(without_values())
         stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
         names = strategies or ("functional",) * config.model.num_moe_layers
-        model = _build_model(config, names, groups, device)
+        model = MoETransformer(
+            config.model,
+            strategy=[_traced(name, groups, device) for name in names],
+            groups=groups,
+            recorder=Recorder("cpu", enabled=False),
+            dtype=DTYPES[config.train.dtype],
+            device=device,
+        )
         shape = (config.train.batch_size, config.data.seq_len)
         tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
         compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
@@ -87,19 +84,6 @@ def plan_graphs(
         # The call of backward makes torch compile the backward graph.
         (output.logits_BSV.float().sum() + output.router_loss).backward()
     return backend.reports
-
-
-def _build_model(
-    config: RunConfig, names: Sequence[str], groups: ParallelGroups, device: torch.device
-) -> MoETransformer:
-    return MoETransformer(
-        config.model,
-        strategy=[_traced(name, groups, device) for name in names],
-        groups=groups,
-        recorder=Recorder("cpu", enabled=False),
-        dtype=DTYPES[config.train.dtype],
-        device=device,
-    )
 
 
 @contextlib.contextmanager
@@ -121,20 +105,13 @@ def _traced(name: str, groups: ParallelGroups, device: torch.device) -> Abstract
     if name == "functional":
         return TraceableStrategy(groups.ep, tp_size=groups.tp_size)
     kind, _, save = name.partition(":")
-    return _FusedOperators(
-        kind == "fused", cast(Save, save or "all"), tp_size=groups.tp_size, device=device
-    )
+    saved = cast(Save, save or "all")
+    return _FusedOperators(kind == "fused", saved, tp_size=groups.tp_size, device=device)
 
 
 @final
 class _FusedOperators(AbstractStrategy):
-    """A fused strategy for tracing only: the operator, without the buffers that it needs to run.
-
-    Args:
-        fused, save: as for ``FusedStrategy``.
-        tp_size: ranks of a tensor-parallel group.
-        device: device of the trace.
-    """
+    """A fused strategy for tracing only: the operator, without the buffers that it needs to run."""
 
     def __init__(self, fused: bool, save: Save, *, tp_size: int, device: torch.device) -> None:
         self.fused, self.tp_size = fused, tp_size
@@ -142,22 +119,22 @@ class _FusedOperators(AbstractStrategy):
         self._ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
         # Imported here so that plans without fused layers also run where Triton is missing.
         from halley.fused.op import fused_experts
+        from halley.fused.passes import LayerCall
 
-        self._fused_experts = fused_experts
+        self._fused_experts, self._call = fused_experts, LayerCall
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        return self._fused_experts(
+        call = self._call(
             x_TD,
-            routing.topk_idx_TK,
             routing.topk_weights_TK,
             experts.up_LGD,
             experts.down_LDF,
+            routing.topk_idx_TK,
             gated=experts.activation == "swiglu",
             fused=self.fused,
             save=self.save,
-            workspaces_handle=0,
-            ordering_token=self._ordering_token,
         )
+        return self._fused_experts(call, 0, self._ordering_token)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         raise NotImplementedError("a traced layer is described by its graph")

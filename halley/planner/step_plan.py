@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from halley.core.config import RunConfig
-from halley.core.sharding import shard_size
+from halley.core.routing import shard_size
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES, Experts, LayerShape
 from halley.cost.hardware import CPU, Hardware, Predictor
@@ -30,7 +30,7 @@ from halley.strategies.registry import (
     predictor_of,
     split_strategies,
 )
-from halley.symm_mem.heap import peer_access
+from halley.symm_mem.access import peer_access
 
 
 if TYPE_CHECKING:
@@ -41,25 +41,18 @@ Progress = Callable[[str, int, int], None]  # text, steps done, total or 0
 _IN_GRAPHS = ("functional", "fused")
 _WITHOUT_PASSES = ("sequential", "chunked", "fused")
 _MOST_ROLES = 3  # the first MoE layer, the inner ones, the last
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The chosen strategies, and predicted times of forward with backward in microseconds.
+    """The chosen strategies, and predicted times of forward with backward in microseconds."""
 
-    Attributes:
-        strategies: the strategy of each MoE layer.
-        step_us: time with these strategies.
-        uniform_us: time with one strategy for all layers, by its name.
-        unpassed_us: the same without compiler passes, for strategies that cannot be compiled.
-        problems: the reason why a strategy cannot run, by its name.
-    """
-
-    strategies: tuple[str, ...]
-    step_us: float
-    uniform_us: dict[str, float]
-    unpassed_us: dict[str, float]
-    problems: dict[str, str]
+    strategies: tuple[str, ...]  # of each MoE layer
+    step_us: float  # with these strategies
+    uniform_us: dict[str, float]  # with one strategy for all layers, by its name
+    unpassed_us: dict[str, float]  # the same without passes, if it cannot be compiled
+    problems: dict[str, str]  # the reason why a strategy cannot run, by its name
 
 
 def plan_strategies(
@@ -77,15 +70,9 @@ def plan_strategies(
     chunked and fused.
 
     Args:
-        config: the run, with its compiler passes.
-        num_ranks: ranks of the run.
-        hardware: device whose rates the prediction uses.
-        problems: the reason why a strategy cannot run, by its name; from ``find_problems``.
+        problems: the result of ``find_problems``.
         on_progress: called before each trace with a text, the traces done, and 0 (total unknown).
         options: other options of ``plan_graphs``.
-
-    Raises:
-        ValueError: no strategy can run, or as for ``plan_graphs``.
     """
     candidates = _WITHOUT_PASSES if config.passes == "none" else _IN_GRAPHS
     problems = {name: why for name, why in problems.items() if name in candidates}
@@ -94,19 +81,16 @@ def plan_strategies(
         reasons = "; ".join(f"not {name}: {why}" for name, why in problems.items())
         raise ValueError(f"strategy (planned) must leave one that can run: {reasons}")
     num_layers = config.model.num_moe_layers
-    times = StepTimes(
-        config, num_ranks=num_ranks, hardware=hardware, on_progress=on_progress, **options
-    )
+    place = {"num_ranks": num_ranks, "hardware": hardware}
+    times = StepTimes(config, on_progress=on_progress, **place, **options)
     strategies = choose_strategies(names, num_layers=num_layers, predict=times)
+    others = [name for name in _WITHOUT_PASSES if name not in candidates]
+    unpassed = others if "functional" in names else []
     return StepPlan(
         strategies=strategies,
         step_us=times(strategies),
         uniform_us={name: times((name,) * num_layers) for name in names},
-        unpassed_us={
-            name: times((name,) * num_layers, passed=False)
-            for name in _WITHOUT_PASSES
-            if name not in candidates and "functional" in names
-        },
+        unpassed_us={name: times((name,) * num_layers, passed=False) for name in unpassed},
         problems=problems,
     )
 
@@ -114,20 +98,14 @@ def plan_strategies(
 def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
-    """Return the strategies that cannot run, each with the reason; without a collective.
-
-    Args:
-        config: the run.
-        hardware: the device of a rank.
-        fused_problem: reason why the ranks cannot run the fused kernels; "" if they can.
-    """
+    """Return the strategies that cannot run, each with the reason, such as ``fused_problem``."""
     found: dict[str, str] = {}
     if config.model.moe.expert_bias:
         why = "expert_bias (true) must be false for it"
         found = {"functional": why, "fused": why}
     if fused_problem:
         found["fused"] = fused_problem
-    elif not _has_triton():
+    elif not _HAS_TRITON:
         found["fused"] = "Triton is not installed"
     elif hardware.name != CPU.name and config.train.dtype == "float32":
         found["fused"] = "train.dtype (float32) must be bfloat16 for it on a GPU"
@@ -136,19 +114,16 @@ def find_problems(
 
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
     """Trace a step with these strategies; return the result of ``plan_graphs``."""
-    if _has_triton():
+    if _HAS_TRITON:
         # torch's compiler imports Triton, and the interpreter must be installed before that.
-        import halley.interpreter.switch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
     from halley.planner.graph_plan import plan_graphs
 
     return plan_graphs(config, strategies=strategies, **options)
 
 
 def choose_strategies(
-    names: Sequence[str],
-    *,
-    num_layers: int,
-    predict: Callable[[tuple[str, ...]], float],
+    names: Sequence[str], *, num_layers: int, predict: Callable[[tuple[str, ...]], float]
 ) -> tuple[str, ...]:
     """Return the strategy of each layer, found by a local search.
 
@@ -157,40 +132,27 @@ def choose_strategies(
     makes the step faster. The first and the last layer have their own roles, because less other
     computation can overlap their all-to-alls.
 
-    Args:
-        names: the candidates.
-        num_layers: number of MoE layers.
-        predict: returns the microseconds of a step, given the strategy of each layer.
+    ``predict`` returns the microseconds of a step, given the strategy of each layer.
     """
     num_roles = min(num_layers, _MOST_ROLES)
 
+    def spread(roles: tuple[str, ...]) -> tuple[str, ...]:
+        if num_layers <= _MOST_ROLES:
+            return roles
+        first, inside, last = roles
+        return (first, *[inside] * (num_layers - 2), last)
+
     def time_us(roles: tuple[str, ...]) -> float:
-        return predict(_spread(roles, num_layers))
+        return predict(spread(roles))
 
-    best = min(((name,) * num_roles for name in names), key=time_us)
-    while changed := [
-        (*best[:at], other, *best[at + 1 :])
-        for at in range(num_roles)
-        for other in names
-        if other != best[at]
-    ]:
-        found = min(changed, key=time_us)
-        if time_us(found) >= time_us(best):
-            break
+    found = min(((name,) * num_roles for name in names), key=time_us)
+    best = None
+    while found != best:
         best = found
-    return _spread(best, num_layers)
-
-
-def _spread(roles: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    """Return the strategy of each layer, from those of the first, the inner and the last layer."""
-    if num_layers <= _MOST_ROLES:
-        return roles
-    first, inside, last = roles
-    return (first, *[inside] * (num_layers - 2), last)
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+        places = range(num_roles)
+        changed = [(*best[:at], name, *best[at + 1 :]) for at in places for name in names]
+        found = min([best, *changed], key=time_us)  # the first of equal ones, so ``best``
+    return spread(found)
 
 
 @final
@@ -199,9 +161,6 @@ class StepTimes:
 
     A deep model is extrapolated. Models with one and with two inner layers are traced, and the
     difference of their times is added for each further inner layer.
-
-    Args:
-        config, num_ranks, hardware, on_progress, options: as for ``plan_strategies``.
     """
 
     def __init__(
@@ -220,12 +179,7 @@ class StepTimes:
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
-        """Return the microseconds of a step.
-
-        Args:
-            strategies: the strategy of each MoE layer, equal for all inner layers.
-            passed: whether to use the compiler passes of the run.
-        """
+        """Return the microseconds of a step, ``passed`` with the compiler passes of the run."""
         num_further = len(strategies) - _MOST_ROLES - 1
         if num_further <= 0:
             return self._trace(strategies, passed=passed)
@@ -237,9 +191,7 @@ class StepTimes:
     def _trace(self, strategies: tuple[str, ...], *, passed: bool) -> float:
         # Only functional and fused layers can be traced. Without passes, a sequential layer costs
         # as much as a functional one, and a chunked layer differs by a simulated time.
-        in_graphs = tuple(
-            "functional" if name in ("sequential", "chunked") else name for name in strategies
-        )
+        in_graphs = tuple(name if name in _IN_GRAPHS else "functional" for name in strategies)
         passes = self._config.passes if passed else "none"
         if (in_graphs, passes) not in self._known:
             model = self._config.model
@@ -269,19 +221,12 @@ def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> flo
         activation=model.moe.activation,
     )
     num_chunks = config.num_chunks or choose_num_chunks(shape, predictor)
-    chunked_us, sequential_us = (
-        makespan_us(all_to_all_tasks(shape, predictor, num_chunks=number))
-        for number in (num_chunks, 1)
-    )
-    return chunked_us - sequential_us
+    tasks = all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
+    return makespan_us(tasks) - makespan_us(all_to_all_tasks(shape, predictor, num_chunks=1))
 
 
 def check_strategies(config: RunConfig) -> None:
-    """Check the names of a run's strategies, and that their number fits the MoE layers.
-
-    Raises:
-        ValueError: a name is unknown, or the number is wrong.
-    """
+    """Check the names of a run's strategies, and that their number fits the MoE layers."""
     if config.strategy != PLANNED:
         split_strategies(config.strategy, num_layers=config.model.num_moe_layers)
 
@@ -289,11 +234,8 @@ def check_strategies(config: RunConfig) -> None:
 def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPlan | None:
     """Return the plan of a run with strategy "planned", else None; a collective.
 
-    All ranks get the same plan, and raise the same error.
-
-    Raises:
-        ValueError: no strategy can run.
-        RuntimeError: rank 0 could not make a plan.
+    All ranks get the same plan, or raise the same error: a ``ValueError`` if no strategy can run, a
+    ``RuntimeError`` if rank 0 could not make a plan.
     """
     if config.strategy != PLANNED:
         return None
@@ -303,17 +245,12 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPla
     if world.is_first:
         fused_problem = next(filter(None, found), "")
         problems = find_problems(config, hardware=hardware, fused_problem=fused_problem)
+        options = {"num_ranks": world.num_ranks, "hardware": hardware, "problems": problems}
         try:
             # A separate process, because a plan needs a fake process group and changes the state of
             # torch's compiler.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                plan = pool.submit(
-                    plan_strategies,
-                    config,
-                    num_ranks=world.num_ranks,
-                    hardware=hardware,
-                    problems=problems,
-                ).result()
+                plan = pool.submit(plan_strategies, config, **options).result()
         except ValueError as error:
             plan = error  # sent to the other ranks, which wait for the result
         except Exception as error:
@@ -353,8 +290,6 @@ def _find_fused_problem(config: RunConfig, world: World, groups: ParallelGroups)
         down_LDF=empty(config.model.hidden_size, inner_size),
         activation=moe.activation,
     )
-    recorder = Recorder(world.device, enabled=False)
-    fused = build_strategy(
-        "fused", groups.ep, recorder=recorder, device=world.device, tp_size=groups.tp_size
-    )
+    place = {"recorder": Recorder(world.device, enabled=False), "device": world.device}
+    fused = build_strategy("fused", groups.ep, tp_size=groups.tp_size, **place)
     return fused.find_problem(experts, top_k=moe.top_k)

@@ -11,15 +11,19 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from halley.core.routing import check_routing, expert_starts, local_experts, sort_keys
-from halley.core.sharding import check_tp_size
+from halley.core.routing import (
+    check_routing,
+    check_tp_size,
+    expert_starts,
+    local_experts,
+    sort_keys,
+)
 from halley.core.timeline import Recorder
-from halley.core.types import DROPPED, Experts, LayerShape, Routing
+from halley.core.types import DROPPED, Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.peers import Collective, rank_and_size
 from halley.ops.exchange import all_gather_rows, reduce_scatter_rows
-from halley.ops.expert_gemm import apply_experts
+from halley.ops.expert_rows import apply_experts
 from halley.ops.traceable_routing import combine_rows, gather_rows
 from halley.strategies.base import (
     AbstractStrategy,
@@ -36,9 +40,7 @@ class AllGatherStrategy(AbstractStrategy):
     """All-gather the tokens, run the local experts, reduce-scatter the sums.
 
     Args:
-        group: the ranks over which the experts are spread; None for a single rank.
-        recorder: records a span for each step and for the waits of the host.
-        tp_size: adjacent ranks that share each expert, see ``core.sharding``.
+        group, recorder, tp_size: as for ``build_strategy``.
     """
 
     def __init__(
@@ -46,8 +48,7 @@ class AllGatherStrategy(AbstractStrategy):
     ) -> None:
         self.rank, self.num_ranks = rank_and_size(group)
         check_tp_size(tp_size, num_ranks=self.num_ranks)
-        self.group, self.tp_size = group, tp_size
-        self.recorder = recorder
+        self.group, self.tp_size, self.recorder = group, tp_size, recorder
         self._lockstep = Lockstep("all_gather", group=group, tp_size=tp_size)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
@@ -83,7 +84,7 @@ class AllGatherStrategy(AbstractStrategy):
         with self.recorder.span("route.wait", stream="exposed"):
             num_rows = int(ends_L[-1])
         with self.recorder.span("experts"):
-            x_RD = gather_rows(x_AD, slots_N, num_rows=num_rows, top_k=idx_TK.shape[1])
+            x_RD = gather_rows(x_AD, slots_N, num_rows, idx_TK.shape[1])
             y_RD = apply_experts(x_RD, experts, ends_L=ends_L)
             y_AD = combine_rows(y_RD, slots_N, weights_AK)
         with self.recorder.span("combine.wait", stream="exposed"):
@@ -104,12 +105,7 @@ class AllGatherStrategy(AbstractStrategy):
 
 
 def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
-    """Return the tasks of the all-gather strategy, whose traffic does not depend on the routing.
-
-    Args:
-        shape: the layer.
-        predictor: predicts the duration of each task.
-    """
+    """Return the tasks of the all-gather strategy, whose traffic does not depend on the routing."""
     rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
     crossings = shape.num_tokens * (shape.ep_size - 1)
     link_us = predictor.all_to_all_us(crossings * hidden_bytes)

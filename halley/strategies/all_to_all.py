@@ -21,30 +21,29 @@ import torch.nn.functional as F
 
 from halley.core.routing import (
     check_routing,
+    check_tp_size,
     chunk_sizes,
     expert_starts,
     local_experts,
     order_by_chunk,
     order_by_expert,
     plan_dispatch,
+    route_to_shards,
     sort_keys,
 )
-from halley.core.sharding import check_tp_size, route_to_shards
 from halley.core.timeline import Recorder
-from halley.core.types import DispatchPlan, Experts, LayerShape, Routing
+from halley.core.types import DispatchPlan, Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task, makespan_us
+from halley.cost.simulate import makespan_us
 from halley.distributed.peers import rank_and_size
-from halley.ops.exchange import (
-    Exchange,
+from halley.ops.exchange import Exchange, concat_in_place, gather_table
+from halley.ops.expert_rows import (
+    apply_experts,
     combine_tokens,
-    concat_in_place,
-    gather_table,
     gather_tokens,
     invert_permutation,
     reorder_rows,
 )
-from halley.ops.expert_gemm import apply_experts
 from halley.strategies.base import (
     AbstractStrategy,
     Lockstep,
@@ -55,9 +54,9 @@ from halley.strategies.base import (
 )
 
 
-# Takes rows sorted by expert, (R, D), and the end of each expert's rows, (L,) int32. Returns the
-# expert output of each row, (R, D).
-ComputeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Takes rows sorted by expert, (R, D), and ``ends_L``, the end of each expert's rows, (L,) int32.
+# Returns the expert output of each row, (R, D).
+ComputeRows = Callable[..., torch.Tensor]
 
 _NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
 
@@ -67,9 +66,7 @@ class AllToAllStrategy(AbstractStrategy):
     """All-to-all, experts, all-to-all; with several chunks a pipeline over ranges of local experts.
 
     Args:
-        group: the ranks over which the experts are spread; None for a single rank.
-        recorder: records a span for each step and for the waits of the host.
-        tp_size: adjacent ranks that share each expert, see ``core.sharding``.
+        group, recorder, tp_size: as for ``build_strategy``.
         num_chunks: number of chunks, at most the number of local experts. With 0, the cost model
             chooses it for the average number of tokens of a rank.
         predictor: the cost model, the same on all ranks; required if ``num_chunks`` is 0.
@@ -86,10 +83,8 @@ class AllToAllStrategy(AbstractStrategy):
     ) -> None:
         self.ep_size = rank_and_size(group)[1]
         check_tp_size(tp_size, num_ranks=self.ep_size)
-        self.group, self.tp_size = group, tp_size
-        self.recorder = recorder
-        self.num_chunks = num_chunks
-        self.predictor = predictor
+        self.group, self.tp_size, self.recorder = group, tp_size, recorder
+        self.num_chunks, self.predictor = num_chunks, predictor
         name = "sequential" if num_chunks == 1 else "chunked"
         self._lockstep = Lockstep(name, group=group, tp_size=tp_size)
         self._chosen: dict[LayerShape, int] = {}
@@ -161,13 +156,11 @@ def run_all_to_all(
     The experts are given as functions. Differentiable; a collective, forward and backward.
 
     Args:
-        x_TD: tokens of this rank.
-        routing: global expert ids and weights of each token.
+        x_TD, routing: tokens of this rank, with global expert ids.
         split_experts: takes the number of local experts of each chunk; returns one function for
             each chunk.
         num_local: L, the same on all ranks.
-        group: the ranks over which the experts are spread; None for a single rank.
-        recorder: records a span for each step and for the waits of the host.
+        group, recorder: as for ``build_strategy``.
         choose_num_chunks: takes the routing table, ``(W, E + 1)``; returns the number of chunks.
             None for one chunk: then the rows are gathered before the host has read the table.
 
@@ -225,7 +218,7 @@ def _run_one_chunk(
     order_R, inverse_R, ends_L = _copy_order(plan, device=rows_ND.device)
     with recorder.span("experts"):
         x_RD = reorder_rows(received_RD, order_R, inverse_R=inverse_R)
-        y_RD = reorder_rows(compute(x_RD, ends_L), inverse_R, inverse_R=order_R)
+        y_RD = reorder_rows(compute(x_RD, ends_L=ends_L), inverse_R, inverse_R=order_R)
     returned_ND = combine.run(y_RD)
     return F.pad(returned_ND, (0, 0, 0, num_dropped)) if num_dropped else returned_ND
 
@@ -263,7 +256,8 @@ def _run_pipeline(
         received_RD = dispatch.wait(sent[chunk])
         with recorder.span("experts"):
             x_RD = reorder_rows(received_RD, order_R, inverse_R=inverse_R)
-            y_RD = reorder_rows(experts[chunk](x_RD, ends_L), inverse_R, inverse_R=order_R)
+            y_RD = experts[chunk](x_RD, ends_L=ends_L)
+            y_RD = reorder_rows(y_RD, inverse_R, inverse_R=order_R)
         started.append(combine.start(y_RD))
     parts = [combine.wait(rows) for (_, combine), rows in zip(exchanges, started, strict=True)]
     parts.append(dropped_ND)
@@ -287,12 +281,9 @@ def _build_exchanges(
 
 
 def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
-    def compute(part: Experts, x_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
-        return apply_experts(x_RD, part, ends_L=ends_L)
-
     # One chunk uses the weights without a split, because the gradient of a split is a copy.
     parts = [experts] if len(sizes) == 1 else experts.split(sizes)
-    return [partial(compute, part) for part in parts]
+    return [partial(apply_experts, experts=part) for part in parts]
 
 
 def _start_table(
@@ -300,11 +291,7 @@ def _start_table(
 ) -> Callable[[], np.ndarray]:
     """Start an all-gather of the first slot of each expert on each rank, and a copy to the host.
 
-    Args:
-        keys_N: sorted keys of this rank, from ``sort_keys``.
-
-    Returns:
-        A function that waits for the copy and returns it, ``(W, E + 1)`` int64.
+    Returns a function that waits for the copy and returns it, ``(W, E + 1)`` int64.
     """
     starts_WE1 = gather_table(expert_starts(keys_N, num_experts), group=group)
     host_WE1 = starts_WE1.to("cpu", non_blocking=True)
@@ -326,8 +313,7 @@ def _copy_order(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the order by expert of a chunk's received rows, its inverse, and the ends of experts.
 
-    Returns:
-        int32 ``(R,)``, ``(R,)`` and ``(L,)``, on ``device``.
+    All are int32 on ``device``.
     """
     num_local, num_recv = plan.num_local, plan.num_recv
     # The host computes the order while the rows are in flight. The memory is pinned, because a copy
@@ -343,13 +329,7 @@ def _copy_order(
 
 
 def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return the tasks of the all-to-all strategy.
-
-    Args:
-        shape: the layer.
-        predictor: predicts the duration of each task.
-        num_chunks: number of chunks, each a range of local experts.
-    """
+    """Return the tasks of the all-to-all strategy in chunks, each a range of local experts."""
     rows = shape.num_tokens * shape.top_k
     hidden_bytes = shape.hidden_size * shape.itemsize
     reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)

@@ -1,22 +1,20 @@
 """Choose the fastest strategy by measuring all candidates in the first call of a kind of layer."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
-from types import MappingProxyType
 from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task, makespan_us
+from halley.cost.simulate import makespan_us
 from halley.distributed.peers import Collective, compare_ranks, rank_and_size
 from halley.strategies.base import AbstractStrategy, check_inputs, wants_gradients
-from halley.symm_mem.heap import peer_access
+from halley.symm_mem.access import peer_access
 
 
 _NUM_SAMPLES = 3
@@ -36,15 +34,15 @@ class _Kind(NamedTuple):
     gradients: bool
 
 
-class _Decision(NamedTuple):
-    """The strategy chosen for a kind of layer, the reason, and the time of each candidate."""
+class Decision(NamedTuple):
+    """The choice for a kind of layer."""
 
-    name: str
-    reason: str
-    times_us: dict[str, float]
+    name: str  # the strategy chosen; "" before the first call
+    reason: str  # a sentence
+    times_us: dict[str, float]  # of each candidate on the slowest rank, if measured
 
 
-_UNDECIDED = _Decision(name="", reason="", times_us={})
+_UNDECIDED = Decision(name="", reason="", times_us={})
 
 
 @final
@@ -57,8 +55,7 @@ class AutoStrategy(AbstractStrategy):
 
     Args:
         candidates: strategies by name; one of them is "chunked".
-        group: the ranks over which the experts are spread; None for a single rank.
-        device: device of this rank.
+        group, device: as for ``build_strategy``.
         recorder: recorder of the candidates; disabled during the measurement.
         left_out: the reason why a strategy is no candidate, by name.
         releases: free the buffers of "fused" as long as no kind of layer has chosen it.
@@ -71,8 +68,8 @@ class AutoStrategy(AbstractStrategy):
         group: dist.ProcessGroup | None,
         device: torch.device | str,
         recorder: Recorder,
-        left_out: Mapping[str, str] = MappingProxyType({}),
-        releases: bool = False,
+        left_out: dict[str, str],
+        releases: bool,
     ) -> None:
         self.candidates = candidates
         self.group, self.device, self.recorder = group, torch.device(device), recorder
@@ -81,7 +78,7 @@ class AutoStrategy(AbstractStrategy):
         self._left_out, self._releases = left_out, releases
         # Why there is no symmetric memory; None before the first check, "" if it is available.
         self._no_access = None if _FUSED in candidates else ""
-        self._decisions: dict[_Kind, _Decision] = {}
+        self._decisions: dict[_Kind, Decision] = {}
 
     @property
     def gemm(self) -> str:
@@ -92,22 +89,28 @@ class AutoStrategy(AbstractStrategy):
         """The choice for each kind of layer so far and its reason, one sentence each."""
         return [decision.reason for decision in self._decisions.values()]
 
-    def choice(self, shape: LayerShape, *, gradients: bool) -> str:
-        """Return the name of the strategy chosen for a layer without biases; "" before its call.
+    def release(self) -> None:
+        for strategy in self.candidates.values():
+            strategy.release()
+
+    def decision(self, shape: LayerShape, *, gradients: bool) -> Decision:
+        """Return the choice for a layer without biases.
 
         Args:
             shape: sizes of the layer; the number of tokens is ignored.
             gradients: True for calls with backward, False for calls without.
         """
-        return self._decision(shape, gradients=gradients).name
-
-    def times_us(self, shape: LayerShape, *, gradients: bool) -> dict[str, float]:
-        """Return the measured time of each candidate; empty if nothing was measured.
-
-        Args:
-            shape, gradients: as for ``choice``.
-        """
-        return dict(self._decision(shape, gradients=gradients).times_us)
+        kind = _Kind(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            element_bytes=shape.itemsize,
+            activation=shape.activation,
+            expert_bias=False,
+            gradients=gradients,
+        )
+        return self._decisions.get(kind, _UNDECIDED)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         weight = experts.down_LDF
@@ -133,31 +136,27 @@ class AutoStrategy(AbstractStrategy):
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         """Return the tasks of the strategy chosen for training, or of the predicted fastest."""
-        if name := self.choice(shape, gradients=True):
+        if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)
 
-    def _decision(self, shape: LayerShape, *, gradients: bool) -> _Decision:
-        kind = _Kind(
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            element_bytes=shape.itemsize,
-            activation=shape.activation,
-            expert_bias=False,
-            gradients=gradients,
-        )
-        return self._decisions.get(kind, _UNDECIDED)
-
     def _decide(
         self, kind: _Kind, x_TD: torch.Tensor, routing: Routing, experts: Experts
-    ) -> _Decision:
+    ) -> Decision:
         values: dict[str, object] = kind._asdict()
         values |= {"strategy": "auto", "candidates": ", ".join(self.candidates)}
         values |= {"tp_size": self.tp_size, "device": self.device.type}
         compare_ranks("an MoE layer", values, group=self.group)
-        names, problems = self._find_able(experts, top_k=kind.top_k)
+        if self._no_access is None:
+            self._no_access = peer_access(self.group, self.device)
+        problems = dict(self._left_out)
+        for name, strategy in self.candidates.items():
+            problem = strategy.find_problem(experts, top_k=kind.top_k)
+            if name == _FUSED and self._no_access:
+                problem = self._no_access
+            if problem:
+                problems[name] = problem
+        names = [name for name in self.candidates if name not in problems]
         times_us: dict[str, float] = {}
         if self._no_access:
             # Without symmetric memory "sequential" and "chunked" are left, and chunks overlap.
@@ -174,25 +173,12 @@ class AutoStrategy(AbstractStrategy):
             why += "".join(f"; not {name}: {why}" for name, why in problems.items())
         direction = "with backward" if kind.gradients else "forward"
         layer = f"hidden_size {kind.hidden_size}, {kind.num_experts} experts, top_k {kind.top_k}"
-        decision = _Decision(name=name, reason=f"{layer}, {direction}: {why}", times_us=times_us)
+        decision = Decision(name=name, reason=f"{layer}, {direction}: {why}", times_us=times_us)
         self._decisions[kind] = decision
         chosen = {each.name for each in self._decisions.values()}
         if self._releases and _FUSED in names and _FUSED not in chosen:
             self.candidates[_FUSED].release()
         return decision
-
-    def _find_able(self, experts: Experts, *, top_k: int) -> tuple[list[str], dict[str, str]]:
-        """Return the names of the candidates that can run a layer, and why the others cannot."""
-        if self._no_access is None:
-            self._no_access = peer_access(self.group, self.device)
-        problems = dict(self._left_out)
-        for name, strategy in self.candidates.items():
-            problem = strategy.find_problem(experts, top_k=top_k)
-            if name == _FUSED and self._no_access:
-                problem = self._no_access
-            if problem:
-                problems[name] = problem
-        return [name for name in self.candidates if name not in problems], problems
 
     def _measure(
         self,

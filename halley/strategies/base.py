@@ -5,6 +5,7 @@ A strategy runs routed experts that are spread over ranks. ``forward`` does the 
 """
 
 import abc
+from collections.abc import Callable
 from functools import partial
 from math import comb
 from typing import Any, final
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.peers import Collective, compare_ranks, name_ranks, time_limit
+
+
+PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
@@ -31,7 +34,7 @@ class AbstractStrategy(abc.ABC):
     To add a strategy, implement ``forward`` and ``tasks`` in a final subclass.
 
     Attributes:
-        tp_size: adjacent ranks of the group that share each expert, see ``core.sharding``.
+        tp_size: adjacent ranks of the group that share each expert, see ``core.routing``.
     """
 
     tp_size: int = 1
@@ -54,18 +57,20 @@ class AbstractStrategy(abc.ABC):
             ValueError: shapes, dtypes or devices do not fit.
         """
 
+    def open_parts(self, experts: Experts) -> PartRunner:
+        """Return a function that runs a layer for a part of its tokens; at most 4 parts a call.
+
+        Strategies that compute the weight gradients of all parts at once override it.
+        """
+        return lambda x_TD, routing: self.forward(x_TD, routing, experts)
+
     @property
     def gemm(self) -> str:
         """Name of the grouped GEMM; strategies with the same name have bitwise equal results."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
-        """Return why this strategy cannot run a layer, or ""; the same text on all ranks.
-
-        Args:
-            experts: the experts of this rank.
-            top_k: experts of each token.
-        """
+        """Return why this strategy cannot run a layer, or ""; the same text on all ranks."""
         return ""
 
     def release(self) -> None:  # noqa: B027 - most strategies have no buffers
@@ -76,12 +81,7 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return the work of one forward and backward pass of one rank, in order of issue.
-
-        Args:
-            shape: sizes of the layer.
-            predictor: predicts the duration of each task.
-        """
+        """Return the work of one forward and backward pass of one rank, in order of issue."""
 
 
 def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> bool:
@@ -227,14 +227,7 @@ def comm_task(name: str, duration_us: float, *, needs: str) -> Task:
 def gemms_us(
     shape: LayerShape, predictor: Predictor, *, num_rows: float, num_groups: int
 ) -> tuple[float, float]:
-    """Predict the durations of the two grouped GEMMs.
-
-    Args:
-        shape: sizes of the layer.
-        predictor: the cost model.
-        num_rows: rows of all experts of a rank.
-        num_groups: experts of a rank.
-    """
+    """Predict the durations of the two grouped GEMMs of a rank's ``num_groups`` experts."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     predict = partial(predictor.grouped_gemm_us, num_rows, num_groups, itemsize=shape.itemsize)
     return predict(inner=hidden, outer=shape.up_size), predict(inner=inner, outer=hidden)

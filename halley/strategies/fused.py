@@ -8,6 +8,7 @@ when buffers grow.
 Source: COMET (arXiv:2502.19811).
 """
 
+import itertools
 from functools import partial
 from typing import final, get_args
 
@@ -15,17 +16,19 @@ import torch
 
 from halley.core.routing import check_routing, local_experts
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing, Save
+from halley.core.types import Experts, LayerShape, Routing, Save, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import Workspace
 from halley.fused.kernels.layout import MAX_CHUNKS
 from halley.fused.op import compile_fused_experts, fused_experts
-from halley.interpreter.switch import INTERPRETED
+from halley.fused.passes import LayerCall
+from halley.fused.weight_gradients import WHOLE_LAYER, JoinParts, LayerPart, LayerParts
+from halley.interpreter import INTERPRETED
 from halley.ops.kernels.launch import is_aligned
 from halley.strategies.base import (
     AbstractStrategy,
+    PartRunner,
     check_inputs,
     comm_task,
     compute_task,
@@ -56,7 +59,7 @@ class FusedStrategy(AbstractStrategy):
         recorder: records one span for the layer, which includes the waits for other ranks.
         fused: False runs the same kernels one after the other, with the same bits. The difference
             in time is the gain of the overlap.
-        save: activations that are saved for backward, see ``fused.op.fused_experts``.
+        save: activations that are saved for backward, see ``fused.passes.LayerCall``.
 
     Raises:
         ValueError: ``save`` is unknown.
@@ -83,21 +86,31 @@ class FusedStrategy(AbstractStrategy):
         return "halley"
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        return self._run(x_TD, routing, experts, part=WHOLE_LAYER)
+
+    def open_parts(self, experts: Experts) -> PartRunner:
+        up, down = experts.up_LGD, experts.down_LDF
+        parts = anchor = None
+        if torch.is_grad_enabled() and (up.requires_grad or down.requires_grad):
+            widths = (up.shape[1], down.shape[2], down.shape[1], up.shape[2])
+            parts = LayerParts(self.workspaces, num_experts=up.shape[0], widths=widths)
+            anchor = JoinParts.apply(up, down, parts)
+        indices = itertools.count()
+
+        def run(x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+            part = LayerPart(next(indices), parts, anchor)
+            return self._run(x_TD, routing, experts, part=part)
+
+        return run
+
+    def _run(
+        self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, part: LayerPart
+    ) -> torch.Tensor:
         backward = wants_gradients(x_TD, routing, experts)
         self._check(x_TD, routing, experts, backward=backward)
         with self.recorder.span("fused_experts"):
-            return fused_experts(
-                x_TD,
-                routing.topk_idx_TK,
-                routing.topk_weights_TK,
-                experts.up_LGD,
-                experts.down_LDF,
-                gated=experts.activation == "swiglu",
-                fused=self.fused,
-                save=self.save if backward else "none",
-                workspaces_handle=self.workspaces.handle,
-                ordering_token=self.workspaces.ordering_token,
-            )
+            call = self._call(x_TD, routing, experts, backward=backward)
+            return fused_experts(call, self.workspaces.handle, self.workspaces.ordering_token, part)
 
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
         """Allocate the buffers of a layer before its first call; a collective."""
@@ -113,16 +126,21 @@ class FusedStrategy(AbstractStrategy):
             x_TD, routing, experts: inputs of the layer; only their sizes and dtypes matter.
             backward: True compiles forward and backward, False a forward without gradients.
         """
-        compile_fused_experts(
+        call = self._call(x_TD, routing, experts, backward=backward)
+        compile_fused_experts(call, self.workspaces.handle)
+
+    def _call(
+        self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
+    ) -> LayerCall:
+        return LayerCall(
             x_TD,
-            routing.topk_idx_TK,
             routing.topk_weights_TK,
             experts.up_LGD,
             experts.down_LDF,
+            routing.topk_idx_TK,
             gated=experts.activation == "swiglu",
             fused=self.fused,
             save=self.save if backward else "none",
-            workspaces_handle=self.workspaces.handle,
         )
 
     def _check(
@@ -285,7 +303,6 @@ def _fused_pass(
     """Return the tasks of one pass: dispatch, two GEMMs, combine.
 
     Args:
-        suffix: suffix of the names of the tasks.
         first, second: name and duration of each GEMM.
         needs: the task before the pass.
         num_sources: tasks of the first GEMM, one for the rows of each source rank.

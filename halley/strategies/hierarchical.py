@@ -16,42 +16,42 @@ strategy brings the tokens of other nodes to it, and their partial sums back:
     6. add own and returned sums, in order of node
 
 A token with 8 experts in another node crosses once instead of 8 times. Backward runs the steps in
-reverse order: gradients of the sums leave first, gradients of the rows return, and each crossing
-has one half of the own tokens beside it.
+reverse order: gradients of the sums leave first, gradients of the rows return, and the weight
+gradients of all steps follow at the end.
+
+There are other orders, see ``part_orders.PIPELINES``. With two chunks, steps 3 and 4 run for each
+half of the rows, and the sums of the first half follow the rows of the second half on the network
+without a gap. If a rank has few tokens for each expert, a GEMM takes the time of reading its
+weights, and each step reads them again. Then own and received tokens run together.
 
 With nodes of one rank this sends each token once to each destination rank: the strategy
 "deduplicated".
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import final, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from halley.core.field_types import check_choice
 from halley.core.routing import check_routing
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import DROPPED, Experts, LayerShape, Routing, Task
+from halley.core.validation import check_choice
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.nodes import Nodes
-from halley.ops.crossing import (
-    Wire,
-    WireDtype,
-    add_returned,
-    keep_node,
-    plan_crossing,
-    receive_rows,
-    send_rows,
-)
+from halley.distributed.peers import all_gather_objects
+from halley.ops.crossing import Crossing, NodeTables, cross_all, plan_crossing
+from halley.ops.wire import Wire, WireDtype
 from halley.strategies.base import (
     AbstractStrategy,
     Lockstep,
+    PartRunner,
     check_inputs,
-    comm_task,
-    share_of_tokens,
 )
+from halley.strategies.part_orders import SPLIT, Pipeline, list_tasks
 
 
 @final
@@ -63,6 +63,10 @@ class HierarchicalStrategy(AbstractStrategy):
         nodes: the same ranks as nodes of equal size.
         inner: the strategy over ``nodes.local``, for the experts of one node.
         recorder: takes a span for each step and for the host's waits.
+        pipeline: order of exchanges and computation.
+        has_fixed_sizes: True sends every token to every node, in messages of the largest number of
+            tokens of a rank in the first call. The host reads no counts, so that a CUDA graph can
+            capture a layer. A later call with more tokens is an error.
         wire_dtype: "float8" sends the tokens of forward between nodes in 8 bits, which costs
             accuracy; "" sends them as they are. Sums and gradients always cross as they are.
     """
@@ -74,13 +78,18 @@ class HierarchicalStrategy(AbstractStrategy):
         nodes: Nodes,
         inner: AbstractStrategy,
         recorder: Recorder,
+        pipeline: Pipeline = SPLIT,
+        has_fixed_sizes: bool = False,
         wire_dtype: WireDtype = "",
     ) -> None:
         check_choice(wire_dtype, get_args(WireDtype), name="wire_dtype")
         self.wire_dtype: WireDtype = wire_dtype
         self.group, self.nodes = group, nodes
         self.inner, self.recorder = inner, recorder
-        self.tp_size = inner.tp_size
+        self.pipeline, self.tp_size = pipeline, inner.tp_size
+        self.has_fixed_sizes = has_fixed_sizes
+        self._tables: dict[int, NodeTables] = {}  # by experts of a node
+        self._fixed: dict[tuple[object, ...], tuple[int, Crossing]] = {}  # by kind of layer
         self._lockstep = Lockstep("hierarchical", group=group, tp_size=self.tp_size)
 
     @property
@@ -95,7 +104,9 @@ class HierarchicalStrategy(AbstractStrategy):
         self.inner.release()
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        return _list_tasks(shape, predictor, nodes=self.nodes, inner=self.inner)
+        if self.nodes.num_nodes == 1:
+            return self.inner.tasks(shape, predictor)
+        return list_tasks(shape, predictor, self.nodes, self.inner, self.pipeline)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         nodes, recorder = self.nodes, self.recorder
@@ -109,89 +120,104 @@ class HierarchicalStrategy(AbstractStrategy):
         if self.group is None or nodes.num_nodes == 1:
             return self._lockstep.end(self.inner.forward(x_TD, routing, experts))
 
-        with recorder.span("route"):
-            crossing = plan_crossing(
-                routing, nodes=nodes, num_experts=num_experts, group=self.group
+        if num_experts not in self._tables:
+            self._tables[num_experts] = NodeTables(
+                nodes, num_experts=num_experts, device=x_TD.device
             )
-        dispatch, combine = crossing.exchanges(nodes, group=self.group, recorder=recorder)
+        tables, num_tokens = self._tables[num_experts], x_TD.shape[0]
+        if self.has_fixed_sizes:
+            x_TD, routing, crossing = self._pad_tokens(x_TD, routing, tables)
+        else:
+            with recorder.span("route"):
+                crossing = plan_crossing(
+                    routing, tables, num_chunks=self.pipeline.num_chunks, group=self.group
+                )
         wire = Wire(
-            crossing, dispatch, hidden_size=x_TD.shape[1], top_k=top_k, dtype=self.wire_dtype
+            crossing,
+            tables=tables,
+            group=self.group,
+            recorder=recorder,
+            hidden_size=x_TD.shape[1],
+            dtype=self.wire_dtype,
         )
-        started = send_rows(x_TD, routing, wire=wire)
+        started = wire.send_rows(x_TD, routing)
+        run, own = self.inner.open_parts(experts), tables.keep_own(routing)
+        y_TD = _run_parts(self.pipeline, run, x_TD, own, wire=wire, started=started)
+        return self._lockstep.end(y_TD[:num_tokens])
 
-        own = keep_node(routing, node=nodes.node, num_experts=num_experts)
-        half = (x_TD.shape[0] + 1) // 2
-        y_first = self.inner.forward(x_TD[:half], _slice(own, 0, half), experts)
-        x_RD, received = receive_rows(started, wire=wire)
-        returned = combine.start(self.inner.forward(x_RD, received, experts))
-        y_second = self.inner.forward(x_TD[half:], _slice(own, half, x_TD.shape[0]), experts)
-        y_own_TD = torch.cat([y_first, y_second])
-        y_TD = add_returned(y_own_TD, combine.wait(returned), crossing=crossing)
-        return self._lockstep.end(y_TD)
+    def _pad_tokens(
+        self, x_TD: torch.Tensor, routing: Routing, tables: NodeTables
+    ) -> tuple[torch.Tensor, Routing, Crossing]:
+        """Pad the tokens to the fixed number, with tokens that have no experts."""
+        idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+        num_tokens, kind = (
+            len(x_TD),
+            (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts),
+        )
+        if kind not in self._fixed:
+            counts = all_gather_objects(
+                num_tokens, group=self.group, operation="the first call with fixed sizes"
+            )
+            crossing = cross_all(
+                tables, num_tokens=max(counts), num_chunks=self.pipeline.num_chunks
+            )
+            self._fixed[kind] = (max(counts), crossing)
+        most, crossing = self._fixed[kind]
+        if num_tokens > most:
+            raise ValueError(
+                f"num_tokens ({num_tokens}) must be at most {most}, the largest number of the "
+                "first call, with fixed sizes (max_load)"
+            )
+        if num_tokens < most:
+            pad = (0, 0, 0, most - num_tokens)
+            x_TD = F.pad(x_TD, pad)
+            idx_TK, weights_TK = F.pad(idx_TK, pad, value=DROPPED), F.pad(weights_TK, pad)
+        return x_TD, Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK), crossing
 
     def _count_experts(self, experts: Experts) -> int:
         """Return the number of experts of a node."""
         return experts.num_local_experts * self.nodes.ranks_per_node // self.tp_size
 
 
-def _list_tasks(
-    shape: LayerShape, predictor: Predictor, *, nodes: Nodes, inner: AbstractStrategy
-) -> list[Task]:
-    """Return the tasks of a layer with balanced routing.
+def _run_parts(
+    pipeline: Pipeline,
+    run: PartRunner,
+    x_TD: torch.Tensor,
+    own: Routing,
+    *,
+    wire: Wire,
+    started: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """Run own and received tokens in the order of a pipeline; return the sums of all nodes.
 
-    The inner strategy's tasks occur three times: for both halves of the own tokens and for the
-    received ones. Their durations are shares of those of one call with all rows of this rank.
+    Args:
+        pipeline: the parts.
+        run: runs a part of the tokens on the experts of this node.
+        x_TD: own tokens.
+        own: their routing inside this node.
+        wire: of the tokens that cross.
+        started: results of ``Wire.send_rows``.
     """
-    per_node = shape.num_experts // nodes.num_nodes
-    whole = replace(
-        shape,
-        num_experts=per_node,
-        top_k=min(shape.top_k, per_node),
-        ep_size=nodes.ranks_per_node,
-    )
-    tasks = inner.tasks(whole, predictor)
-    first = next((i for i, task in enumerate(tasks) if "backward" in task.name), len(tasks))
-    forward, backward = tasks[:first], tasks[first:]
-    if nodes.num_nodes == 1:
-        return tasks
-    reach = share_of_tokens(shape, num_experts=per_node)
-    crossings = shape.num_tokens * (nodes.num_nodes - 1) * reach
-    crossing_us = predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize)
-    route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=8)
-    route_us += predictor.hardware.link_latency_us + predictor.hardware.read_us
-    listed = [Task(name="route", stream="compute", duration_us=route_us)]
-    half = 0.5 / nodes.num_nodes
-    for direction, part in (("", forward), (".backward", backward)):
-        sent = f"rail.dispatch{direction}"
-        returned = f"rail.combine{direction}"
-        listed.append(comm_task(sent, crossing_us, needs=listed[-1].name))
-        listed += _scale(part, half, suffix="own.0", needs=listed[-2].name)
-        listed += _scale(part, 1.0 - 2 * half, suffix="received", needs=sent)
-        listed.append(comm_task(returned, crossing_us, needs=listed[-1].name))
-        listed += _scale(part, half, suffix="own.1", needs=listed[-2].name)
-        add_us = predictor.memory_us(2.0 * crossings * shape.hidden_size * shape.itemsize)
-        needs = (returned, listed[-1].name)
-        add = Task(name=f"add{direction}", stream="compute", duration_us=add_us, needs=needs)
-        listed.append(add)
-    return listed
+    num_tokens = x_TD.shape[0]
+    ends = [round(num_tokens * end) for end in accumulate(part.own for part in pipeline.parts)]
+    sizes = [end - begin for begin, end in pairwise([0, *ends])]
+    split = [each.split(sizes) for each in (x_TD, own.topk_idx_TK, own.topk_weights_TK)]
+    y_own: list[torch.Tensor] = []
+    returned: list[torch.Tensor] = []
+    for part, tokens in zip(pipeline.parts, zip(*split, strict=True), strict=True):
+        rows = [tokens] if part.own else []
+        if part.chunk is not None:
+            x_RD, routing = wire.receive_rows(started[part.chunk], chunk=part.chunk)
+            rows.append((x_RD, routing.topk_idx_TK, routing.topk_weights_TK))
+        x, idx, weights = map(_concat, zip(*rows, strict=True))
+        y = run(x, Routing(topk_idx_TK=idx, topk_weights_TK=weights))
+        y_part, y_RD = y.split([len(tokens[0]), len(y) - len(tokens[0])])
+        if part.own:
+            y_own.append(y_part)
+        if part.chunk is not None:
+            returned.append(wire.return_sums(y_RD, chunk=part.chunk))
+    return wire.add_returned(_concat(y_own), returned)
 
 
-def _scale(tasks: list[Task], share: float, *, suffix: str, needs: str) -> list[Task]:
-    """Return copies of tasks with a share of their durations, behind the task ``needs``."""
-    names = {task.name for task in tasks}
-    return [
-        replace(
-            task,
-            name=f"{task.name}.{suffix}",
-            duration_us=task.duration_us * share,
-            needs=tuple(f"{need}.{suffix}" for need in task.needs if need in names) or (needs,),
-        )
-        for task in tasks
-    ]
-
-
-def _slice(routing: Routing, begin: int, end: int) -> Routing:
-    return Routing(
-        topk_idx_TK=routing.topk_idx_TK[begin:end],
-        topk_weights_TK=routing.topk_weights_TK[begin:end],
-    )
+def _concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -8,20 +8,18 @@ buffers on the host, and in eager mode an operator with a gradient costs time on
 ``run_on_one_rank`` is the same for a single rank. It exchanges nothing, so no size depends on data.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import final
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 
-from halley.core.routing import check_routing
-from halley.core.sharding import check_tp_size, route_to_shards
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.routing import check_routing, check_tp_size, route_to_shards
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.peers import Collective, rank_and_size
-from halley.ops.expert_gemm import apply_experts_traceable, check_alignment
+from halley.ops.expert_rows import apply_experts_traceable, find_alignment_problem
 from halley.ops.traceable_routing import (
     combine_rows,
     gather_rows,
@@ -42,8 +40,7 @@ class TraceableStrategy(AbstractStrategy):
     ``halley.compile`` does.
 
     Args:
-        group: the ranks over which the experts are spread; None for a single rank.
-        tp_size: adjacent ranks that share each expert, see ``core.sharding``.
+        group, tp_size: as for ``build_strategy``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, tp_size: int = 1) -> None:
@@ -63,17 +60,17 @@ class TraceableStrategy(AbstractStrategy):
         self._lockstep.begin(x_TD, experts)
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
 
-        slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
+        slots_N, counts_E = sort_slots(idx_TK, num_experts)
         sent_WL = counts_E.view(self.ep_size, num_local)
-        received_WL = self._exchange_counts(sent_WL)
+        received_WL = self._exchange("route", sent_WL)
         send_splits, recv_splits = _read_splits(sent_WL, received_WL)
 
-        rows_ND = gather_rows(x_TD, slots_N, num_rows=sum(send_splits), top_k=idx_TK.shape[1])
+        rows_ND = gather_rows(x_TD, slots_N, sum(send_splits), idx_TK.shape[1])
         received_RD = self._exchange("dispatch", rows_ND, send_splits, recv_splits)
-        grouped = group_rows(received_WL, num_rows=sum(recv_splits))
-        x_RD = permute_rows(received_RD, grouped.order_R, inverse_R=grouped.inverse_R)
-        y_RD = apply_experts_traceable(x_RD, experts, ends_L=grouped.ends_L)
-        y_RD = permute_rows(y_RD, grouped.inverse_R, inverse_R=grouped.order_R)
+        order_R, inverse_R, ends_L, _ = group_rows(received_WL, sum(recv_splits))
+        x_RD = permute_rows(received_RD, order_R, inverse_R)
+        y_RD = apply_experts_traceable(x_RD, experts, ends_L=ends_L)
+        y_RD = permute_rows(y_RD, inverse_R, order_R)
         returned_ND = self._exchange("combine", y_RD, recv_splits, send_splits)
         return self._lockstep.end(combine_rows(returned_ND, slots_N, weights_TK))
 
@@ -83,26 +80,20 @@ class TraceableStrategy(AbstractStrategy):
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
         return all_to_all_tasks(shape, predictor, num_chunks=1)
 
-    def _exchange_counts(self, counts_WL: torch.Tensor) -> torch.Tensor:
-        if self.group is None:
-            return counts_WL
-        with _name_errors("route", self.group):
-            return fc.wait_tensor(fc.all_to_all_single(counts_WL, None, None, self.group))
-
     def _exchange(
-        self, name: str, rows_ND: torch.Tensor, send_splits: list[int], recv_splits: list[int]
+        self,
+        name: str,
+        rows_NX: torch.Tensor,
+        send_splits: list[int] | None = None,
+        recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
+        """Exchange rows; without splits, equal numbers of rows that need no gradient."""
         if self.group is None:
-            return rows_ND
-        with _name_errors(name, self.group):
-            return fc.wait_tensor(
-                fc.all_to_all_single_autograd(rows_ND, recv_splits, send_splits, self.group)
-            )
-
-
-def _name_errors(operation: str, group: dist.ProcessGroup) -> AbstractContextManager[object]:
-    """Return a context that adds operation and ranks to errors; an empty one while tracing."""
-    return nullcontext() if torch.compiler.is_compiling() else Collective(operation, group=group)
+            return rows_NX
+        exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd
+        is_traced = torch.compiler.is_compiling()
+        with nullcontext() if is_traced else Collective(name, group=self.group):
+            return fc.wait_tensor(exchange(rows_NX, recv_splits, send_splits, self.group))
 
 
 def _read_splits(sent_WL: torch.Tensor, received_WL: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -117,13 +108,7 @@ def find_one_rank_problem(experts: Experts) -> str:
     """Return the reason why ``run_on_one_rank`` cannot run these experts, or ""."""
     if experts.up_bias_LG is not None or experts.down_bias_LD is not None:
         return "experts have biases"
-    _, hidden_size, intermediate_size = experts.down_LDF.shape
-    try:
-        for name, size in (("hidden", hidden_size), ("intermediate", intermediate_size)):
-            check_alignment(size, name=f"{name}_size", dtype=experts.down_LDF.dtype)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return find_alignment_problem(experts)
 
 
 def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
@@ -134,8 +119,7 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
 
     Args:
         x_TD: tokens, of any floating dtype.
-        routing: expert ids and weights of each token.
-        experts: all experts, for which ``find_one_rank_problem`` returns "".
+        routing, experts: of all experts; ``find_one_rank_problem`` returns "" for them.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
@@ -146,11 +130,11 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
     check_inputs(x_TD, experts)
     check_routing(routing, num_tokens=x_TD.shape[0], num_experts=num_experts)
     idx_TK = routing.topk_idx_TK
-    slots_N, counts_E = sort_slots(idx_TK, num_experts=num_experts)
+    slots_N, counts_E = sort_slots(idx_TK, num_experts)
     ends_E = counts_E.cumsum(0)
     num_slots = idx_TK.numel()
     dropped_N1 = (torch.arange(num_slots, device=idx_TK.device) >= ends_E[-1])[:, None]
-    rows_ND = gather_rows(x_TD, slots_N, num_rows=num_slots, top_k=idx_TK.shape[1])
+    rows_ND = gather_rows(x_TD, slots_N, num_slots, idx_TK.shape[1])
     # The GEMMs do not write rows without an expert: in y forward, in the gradient of x backward.
     # The masks set both to zero.
     rows_ND = rows_ND.masked_fill(dropped_N1, 0.0)

@@ -1,4 +1,5 @@
 """Symmetric memory: each tensor has one copy per rank, and every rank can address all copies.
 
-Start with ``heap.py``, the interface. ``cuda.py`` implements it on GPUs, ``cpu.py`` on CPUs.
+``heap.py`` has the interface, and its implementations on CPUs and on GPUs. ``access.py`` finds out
+whether ranks can address each other's memory at all.
 """

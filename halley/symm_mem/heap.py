@@ -8,38 +8,36 @@ ranks. Kernels must order all other accesses with flags of their own.
     ptrs_W[0]  ------------>  copy of rank 0  <------------  ptrs_W[0]
     ptrs_W[1]  ------------>  copy of rank 1  <------------  ptrs_W[1]
 
-``peer_access`` finds out whether the ranks of a group can address each other's memory at all.
+``SharedHeap`` is for CPUs, ``CudaHeap`` for GPUs. Interpreted kernels may access only memory that
+a heap has registered.
 """
 
 import abc
-import ctypes
-import itertools
 import math
+import mmap
 import os
-import socket
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import _symmetric_memory as symm_mem
 
-from halley.distributed.peers import all_gather_objects
+from halley.distributed.peers import Collective, all_gather_objects, rank_and_size
+from halley.interpreter import register, unregister
+from halley.symm_mem.access import SHM, peer_access
 
 
 T = TypeVar("T")
-RangeHook = Callable[[int, int], None]  # address, num_bytes
 
+_ALLOCATION = "an allocation of symmetric memory"  # name of the operation in messages
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 ALIGNMENT = 256  # bytes of a base address, more than any load or TMA descriptor needs
-SHM = Path("/dev/shm")  # files here are shared memory on Linux
-
-# An environment variable of PyTorch. With value 1, several ranks may share a GPU, which then runs
-# them alternately. It is slow, and serves tests on a machine with one GPU.
-MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,53 +61,31 @@ class SymmTensor:
 class Segment:
     """The memory of one tensor as a heap allocated it.
 
-    Attributes:
-        local: this rank's copy, uint8 ``(num_bytes,)``.
-        addresses_W: address of each rank's copy.
-        hook_addresses: addresses of the copies for which this rank calls its hooks.
-        owner: an object that keeps the addresses valid as long as it lives.
+    ``owner`` keeps the addresses of all ranks' copies valid as long as it lives.
     """
 
-    local: torch.Tensor
+    local: torch.Tensor  # this rank's copy, uint8 (num_bytes,)
     addresses_W: list[int]
-    hook_addresses: list[int]
     owner: object = None
 
 
 class AbstractSymmHeap(abc.ABC):
-    """Allocates symmetric tensors for the ranks of one group. Subclasses are final.
+    """Allocates symmetric tensors for the ranks of one group.
 
     ``zeros``, ``free``, ``barrier`` and ``close`` are collectives: all ranks call them in the same
     order. A subclass defines how memory is allocated and how ranks wait for each other.
-
-    Attributes:
-        rank, num_ranks: in the group of the heap.
-        device: device of the tensors.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        num_ranks: int,
-        device: torch.device,
-        on_map: RangeHook | None = None,
-        on_unmap: RangeHook | None = None,
-    ) -> None:
-        """Create an empty heap.
-
-        Args:
-            on_map, on_unmap: called with the address and number of bytes of each copy that becomes
-                addressable, or stops being so. They tell the interpreter's sanitizer which
-                addresses are valid.
-        """
+    def __init__(self, *, rank: int, num_ranks: int, device: torch.device) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
-        self._on_map = on_map
-        self._on_unmap = on_unmap
         self._segments: dict[SymmTensor, Segment] = {}
+        self._registered: list[int] = []  # addresses that interpreted kernels may access
         self._closed = False
+        # If nobody calls ``close``, the process may later map other memory at these addresses.
+        finalizer = weakref.finalize(self, _unregister_all, self._registered)
+        finalizer.atexit = False
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +97,7 @@ class AbstractSymmHeap(abc.ABC):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
         """Return a tensor of zeros. Collective; on return, every rank reads zeros in all copies.
 
-        Args:
-            shape: shape of one copy, the same on all ranks; () is one element.
+        ``shape`` is that of one copy, the same on all ranks; () is one element.
 
         Raises:
             ValueError: a size is not positive.
@@ -140,7 +115,10 @@ class AbstractSymmHeap(abc.ABC):
             ptrs_W=torch.tensor(segment.addresses_W, dtype=torch.int64, device=self.device),
         )
         self._segments[tensor] = segment
-        self._call_hook(self._on_map, segment)
+        if self.device.type == "cpu":
+            for address in segment.addresses_W:
+                register(address, segment.local.nbytes)
+                self._registered.append(address)
         self.barrier()
         return tensor
 
@@ -179,12 +157,9 @@ class AbstractSymmHeap(abc.ABC):
         """Return the values of all ranks, by rank."""
 
     def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
-        """Return the result of ``act``; if it fails on any rank, raise on all ranks. Collective.
+        """Return the result of ``act``, which allocates ``num_bytes`` on each rank. Collective.
 
-        Otherwise the other ranks would wait forever for the rank that failed.
-
-        Args:
-            num_bytes: bytes that ``act`` allocates on each rank.
+        If it fails on any rank, raise on all ranks: they would wait forever for that rank.
 
         Raises:
             MemoryError: ``act`` failed on a rank.
@@ -209,133 +184,171 @@ class AbstractSymmHeap(abc.ABC):
         return result[0]
 
     def _drop(self, tensor: SymmTensor) -> None:
-        self._call_hook(self._on_unmap, self._segments.pop(tensor))
+        segment = self._segments.pop(tensor)
+        if self.device.type == "cpu":
+            for address in segment.addresses_W:
+                unregister(address)
+                self._registered.remove(address)
 
-    def _call_hook(self, hook: RangeHook | None, segment: Segment) -> None:
-        if hook is not None:
-            for address in segment.hook_addresses:
-                hook(address, segment.local.nbytes)
+
+def _unregister_all(addresses: list[int]) -> None:
+    for address in addresses:
+        unregister(address)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryLocation:
-    """The location of a rank's memory.
+@final
+class SharedHeap(AbstractSymmHeap):
+    """A heap in which each tensor has one shared-memory file per rank, mapped by all ranks.
 
-    Attributes:
-        host: name of the machine.
-        boot_id: boot id of the machine's kernel, because two machines may have the same name; "" if
-            the kernel has none.
-        device: "cpu" or "cuda:<index>".
-        shm_id: device number of ``/dev/shm`` on a CPU rank, because each container may have its own
-            ``/dev/shm``; None without shared memory.
-        uuid: uuid of the GPU; "" on a CPU.
-        reachable: uuids of the GPUs whose memory this one can address.
-        may_share: the rank may use the GPU of another rank, see ``MAY_SHARE``.
+    The file has no name and exists until its last mapping ends. So a rank that is killed, even
+    during an allocation, leaves no file behind. Each mapping keeps a file descriptor, so a tensor
+    takes one descriptor for each rank of the group.
     """
 
-    host: str
-    boot_id: str
-    device: str
-    shm_id: int | None = None
-    uuid: str = ""
-    reachable: tuple[str, ...] = ()
-    may_share: bool = False
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Create the heap of a gloo group, or of a process (None); a collective.
+
+        Raises:
+            RuntimeError: the ranks share no memory.
+        """
+        rank, num_ranks = rank_and_size(group)
+        super().__init__(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
+        if problem := peer_access(group, self.device):
+            raise RuntimeError(f"no symmetric memory: {problem}")
+        self._group = group
+
+    def barrier(self) -> None:
+        """Wait until all ranks call this; earlier stores of all ranks are visible afterwards."""
+        if self._group is not None:
+            # Gloo's messages go through sockets, whose locks in the kernel act as memory barriers.
+            # So stores before the barrier are visible to loads after it on any CPU.
+            with Collective("a barrier of symmetric memory", group=self._group):
+                dist.barrier(self._group)
+
+    def _allocate(self, num_bytes: int) -> Segment:
+        with ExitStack() as stack:
+            file = self.on_all_ranks(
+                num_bytes, lambda: stack.enter_context(_open_segment(num_bytes))
+            )
+            paths = self._gather(f"/proc/{os.getpid()}/fd/{file}")
+            copies = self.on_all_ranks(num_bytes, lambda: [_map(p, num_bytes) for p in paths])
+        addresses = [copy.data_ptr() for copy in copies]
+        return Segment(local=copies[self.rank], addresses_W=addresses, owner=copies)
+
+    def _gather(self, value: T) -> list[T]:
+        return all_gather_objects(value, group=self._group, operation=_ALLOCATION)
 
 
-def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
-    """Return "" if every rank can address every other rank's memory, else the reason. Collective.
+@contextmanager
+def _open_segment(num_bytes: int) -> Iterator[int]:
+    """Yield the descriptor of an unnamed shared-memory file of zeros."""
+    file = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        # This allocates the pages. Otherwise, with full memory, the first store to a page would end
+        # the process with SIGBUS.
+        os.posix_fallocate(file, 0, num_bytes)
+        yield file
+    finally:
+        os.close(file)
 
-    All ranks of the group get the same answer. It does not change while the processes live, so one
-    call is enough.
 
-    Args:
-        group: the ranks; None for a single process.
-        device: this rank's device; with NCCL a CUDA device must be the current one.
+def _map(path: str, num_bytes: int) -> torch.Tensor:
+    file = os.open(path, os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(file)
+
+
+@final
+class CudaHeap(AbstractSymmHeap):
+    """A heap in GPU memory; each tensor is one allocation, mapped by all ranks.
+
+    An allocation takes a multiple of 2 MiB, and the rendezvous of the ranks takes milliseconds. So
+    allocate few, large tensors, and only once. A single process uses PyTorch's caching allocator.
     """
-    location = _locate(torch.device(device))
-    return find_problem(
-        all_gather_objects(location, group=group, operation="the check of peer access")
-    )
 
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+        """Create the heap of ranks with a GPU each, or of a process (None); a collective.
 
-def find_problem(locations_W: list[MemoryLocation]) -> str:
-    """Return the reason why ranks with these memory locations cannot address each other, or ""."""
-    for rank, location in enumerate(locations_W):
-        if location.device == "cpu" and location.shm_id is None:
-            return f"rank {rank} has no shared memory: {location.host} has no {SHM}"
-    for (rank, here), (peer, there) in itertools.permutations(enumerate(locations_W), 2):
-        both = f"ranks {rank} and {peer}"
-        if (here.host, here.boot_id) != (there.host, there.boot_id):
-            return f"{both} are on different hosts, {here.host} and {there.host}"
-        if here.device.partition(":")[0] != there.device.partition(":")[0]:
-            return f"{both} are on different kinds of device, {here.device} and {there.device}"
-        if here.shm_id != there.shm_id:
-            return f"{both} have different {SHM}: they are in different containers"
-        if here.device == "cpu":
-            continue
-        if here.uuid == there.uuid:
-            if here.may_share and there.may_share:
-                continue
-            return f"{both} share one GPU, {here.device} and {there.device}"
-        if here.device == there.device:  # torch identifies a GPU by its index
-            return (
-                f"{both} both call their GPU {here.device}: let every rank see all GPUs "
-                "(CUDA_VISIBLE_DEVICES)"
+        Raises:
+            RuntimeError: two of the GPUs cannot address each other's memory.
+        """
+        rank, num_ranks = rank_and_size(group)
+        device = torch.device(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(rank=rank, num_ranks=num_ranks, device=torch.device("cuda", index))
+        self._group = group
+        with torch.cuda.device(self.device):
+            problem = peer_access(group, self.device)
+        if problem:
+            raise RuntimeError(f"no symmetric memory: {problem}")
+        with torch.inference_mode(mode=False):  # like the tensors of the heap, see zeros
+            self._token = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks and for earlier work on each rank's current stream."""
+        if self._group is not None:
+            # all_reduce runs after the earlier work of the current stream. dist.barrier may choose
+            # another device and stream, depending on earlier collectives of the group.
+            with Collective("a barrier of symmetric memory", group=self._group):
+                dist.all_reduce(self._token, group=self._group)
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def _allocate(self, num_bytes: int) -> Segment:
+        if self._group is None or self.num_ranks == 1:
+            zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.device)
+            local = self.on_all_ranks(num_bytes, zeros)
+            return Segment(local=local, addresses_W=[local.data_ptr()])
+        # Not symm_mem.empty: its pool divides larger allocations, and the division differs between
+        # ranks that belong to different groups. Their rendezvous would not match.
+        empty = partial(
+            _SymmetricMemory.empty_strided_p2p, (num_bytes,), (1,), torch.uint8, self.device
+        )
+        local = self.on_all_ranks(num_bytes, lambda: empty().zero_())
+        with _multicast_off():
+            handle = symm_mem.rendezvous(local, self._group)
+        addresses = list(handle.buffer_ptrs)
+        if addresses[self.rank] != local.data_ptr() or any(a % ALIGNMENT for a in addresses):
+            raise RuntimeError(
+                f"torch {torch.__version__} puts symmetric tensors inside larger allocations, "
+                f"this one at {local.data_ptr()}, its allocation at {addresses[self.rank]}"
             )
-        if there.uuid not in here.reachable:
-            return (
-                f"no peer access from {here.device} of rank {rank} to {there.device} of rank {peer}"
-            )
-    return ""
+        # The handle owns the mappings of the other ranks' memory.
+        return Segment(local=local, addresses_W=addresses, owner=handle)
+
+    def _gather(self, value: T) -> list[T]:
+        with torch.cuda.device(self.device):  # NCCL gathers pickles through the current device
+            return all_gather_objects(value, group=self._group, operation=_ALLOCATION)
 
 
-def link_kind(device: torch.device | str) -> str:
-    """Return the link from a GPU to the other visible GPUs: "NVLink", "PCIe", or "" without others.
+@contextmanager
+def _multicast_off() -> Iterator[None]:
+    """Keep torch from binding memory to NVLink multicast objects, which Halley does not use.
 
-    If the links differ, the result is "PCIe". Native peer atomics show that a link is NVLink,
-    because PCIe has none.
+    On a fabric without multicast, binding may fail or do harm. torch has no other switch.
+    """
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+
+
+def open_heap(group: dist.ProcessGroup | None, device: torch.device | str) -> AbstractSymmHeap:
+    """Open a symmetric heap: GPU memory on CUDA, shared memory on CPU; a collective of the ranks.
 
     Raises:
-        RuntimeError: the driver call failed.
+        ValueError: the device is neither a CPU nor a CUDA device.
+        RuntimeError: the ranks cannot address each other's memory.
     """
     device = torch.device(device)
-    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if num_gpus < 2:
-        return ""
-    driver, has = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    driver.cuInit(0)  # some callers run before torch initializes CUDA
-    index = torch.cuda.current_device() if device.index is None else device.index
-    for peer in range(num_gpus):
-        if peer != index:
-            code = driver.cuDeviceGetP2PAttribute(ctypes.byref(has), _NATIVE_ATOMICS, index, peer)
-            if code:
-                raise RuntimeError(f"cuDeviceGetP2PAttribute failed with CUDA error {code}")
-            if not has.value:
-                return "PCIe"
-    return "NVLink"
-
-
-def _locate(device: torch.device) -> MemoryLocation:
-    host = socket.gethostname()
-    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    if device.type == "cuda":
+        return CudaHeap(group, device)
     if device.type == "cpu":
-        # A missing folder is no error here: the ranks must report it together.
-        shm_id = SHM.stat().st_dev if SHM.is_dir() else None
-        return MemoryLocation(host=host, boot_id=boot_id, device="cpu", shm_id=shm_id)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return MemoryLocation(
-        host=host,
-        boot_id=boot_id,
-        device=f"cuda:{index}",
-        uuid=_uuid(index),
-        reachable=tuple(
-            _uuid(peer)
-            for peer in range(torch.cuda.device_count())
-            if peer != index and torch.cuda.can_device_access_peer(index, peer)
-        ),
-        may_share=os.environ.get(MAY_SHARE) == "1",
-    )
-
-
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
+        return SharedHeap(group)
+    raise ValueError(f"device ({device}) must be a cpu or a cuda device")

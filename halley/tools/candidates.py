@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from halley.core.routing import local_experts
-from halley.core.sharding import check_tp_size, shard_size
+from halley.core.routing import check_tp_size, local_experts, shard_size
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
-from halley.ops.expert_gemm import check_alignment, grouped_linear
+from halley.ops.expert_rows import check_alignment
 from halley.planner.expert_balance import check_spare
 from halley.strategies.base import AbstractStrategy
-from halley.strategies.registry import build_strategy
+from halley.strategies.registry import build_pipelines, build_strategy
 from halley.tools.layer_case import LayerCase, LayerTensors
 from halley.tools.timer import time_interleaved
 
@@ -29,11 +29,6 @@ _CHUNK_COUNTS = (2, 3, 4, 8)
 
 def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
     """Return the number of experts of each rank, without spare experts.
-
-    Args:
-        case: the layer.
-        ep_size: ranks that hold all experts together.
-        tp_size: ranks that share each expert.
 
     Raises:
         ValueError: the ranks do not divide the experts and no placement is planned, there are more
@@ -55,11 +50,7 @@ def check_case_memory(
 ) -> None:
     """Check that weights and tokens of a layer fit the memory of a rank; ignore other buffers.
 
-    Args:
-        case: the layer.
-        ep_size, tp_size: as for ``check_experts``.
-        memory_bytes: memory of a rank.
-        backward: whether gradients of the same size are needed.
+    Gradients of the same size are added if ``backward``.
 
     Raises:
         ValueError: they do not fit, or ``check_experts`` raises.
@@ -91,22 +82,25 @@ def build_candidates(
     """Return every strategy at each of its settings, by names such as "chunked n=4".
 
     Args:
-        case: the layer.
-        strategies: names of strategies.
+        case, strategies: the layer, and names of strategies.
         groups, recorder, device: as for ``build_strategy``.
         workspaces: buffers that all strategies with own kernels share.
-        bounded: the same with ``max_load``. If given, each of these strategies gets a second
-            candidate with the setting "graph", which runs as a CUDA graph.
-
-    Raises:
-        ValueError: a strategy is unknown, or the experts do not divide over the ranks.
+        bounded: the same with ``max_load``. If given, each of these strategies, and each one across
+            nodes, gets a second candidate with the setting "graph", which runs as a CUDA graph.
     """
     num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
-    build = partial(
-        build_strategy, group=groups.ep, recorder=recorder, device=device, tp_size=groups.tp_size
-    )
+    where = {"group": groups.ep, "recorder": recorder, "device": device, "tp_size": groups.tp_size}
+    build = partial(build_strategy, **where)
+    settings = {"": 0.0} if bounded is None else {"": 0.0, f" {GRAPH}": bounded.max_load}
     candidates: dict[str, AbstractStrategy] = {}
     for strategy in strategies:
+        if strategy.partition(":")[0] in ("deduplicated", "hierarchical"):
+            for setting, max_load in settings.items():
+                pipelines = build_pipelines(strategy, max_load=max_load, **where)
+                candidates |= {
+                    f"{strategy} {each}{setting}": built for each, built in pipelines.items()
+                }
+            continue
         counts = [n for n in _CHUNK_COUNTS if n <= num_local] or [1]
         for n in counts if strategy == "chunked" else [0]:
             name = f"{strategy} n={n}" if n else strategy
@@ -122,12 +116,7 @@ def compile_ahead(
     """Compile the kernels of fused layers before the first run; a collective.
 
     Each rank compiles a share of the kernels and finds the others in the compiler's cache. Without
-    this step, every rank would compile all kernels.
-
-    Args:
-        strategies: only those with kernels of Halley are compiled.
-        tensors: of the layer. If they are on a CPU, nothing is compiled.
-        groups: the ranks of the layer.
+    this step, every rank would compile all kernels. On a CPU, nothing is compiled.
     """
     if not tensors.x_TD.is_cuda:
         return
@@ -165,8 +154,8 @@ def bound_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Call
 
     @torch.no_grad()
     def run() -> None:
-        grouped_linear(x_RD, experts.up_LGD, ends_L=ends_L)
-        grouped_linear(h_RF, experts.down_LDF, ends_L=ends_L)
+        F.grouped_mm(x_RD, experts.up_LGD.transpose(1, 2), offs=ends_L)
+        F.grouped_mm(h_RF, experts.down_LDF.transpose(1, 2), offs=ends_L)
 
     gemms: dict[str, Callable[[], None]] = {"torch gemms": run}
     if device.type == "cuda" and num_rows:
@@ -230,12 +219,7 @@ def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. It is sent to every
     rank of a tensor-parallel group. The larger of the sent and the received bytes counts, because
-    links work in both directions at once.
-
-    Args:
-        tensors: the layer of this rank.
-        groups: the ranks that run the layer.
-        link_bytes_per_s: the result of ``measure_link``.
+    links work in both directions at once. The bandwidth is the result of ``measure_link``.
     """
     if groups.ep is None:
         return 0.0

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, ParamSpec, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from halley.distributed.mesh import ParallelGroups
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
-from halley.symm_mem.heap import peer_access
+from halley.symm_mem.access import peer_access
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of
 from halley.tools.timer import Progress
 
@@ -24,46 +24,7 @@ if TYPE_CHECKING:
     from halley.fused.buffers import Workspace
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedBuffers:
-    """Sizes of the buffers of the fused kernels on one rank, in MiB; layers of a shape share them.
-
-    Attributes:
-        routing_mib: flags, counts and routing that ranks exchange in each call.
-        send_mib: two send buffers, used alternately, from which peers fetch the tokens.
-        combine_mib: the combine buffer, in which peers store partial sums.
-        weight_grads_mib: the buffer in which peers store gradients of routing weights.
-        symm_mib: sum of the four above, which are symmetric memory.
-        rows_mib: the fetched rows, in local memory.
-        plan_mib: the dispatch plan, allocated in each call.
-    """
-
-    routing_mib: float
-    send_mib: float
-    combine_mib: float
-    weight_grads_mib: float
-    symm_mib: float
-    rows_mib: float
-    plan_mib: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowCounts:
-    """Sizes of one call of the fused kernels on one rank.
-
-    Attributes:
-        capacity_rows: rows that forward allocates for its experts before it knows the exact number.
-        num_rows: rows that are allocated once the number is known.
-        num_copies: token copies that are fetched, with the spare capacity of forward.
-        plan_words: int32 words of the dispatch plan.
-        num_parts: partial gradients per routing weight.
-    """
-
-    capacity_rows: int
-    num_rows: int
-    num_copies: int
-    plan_words: int
-    num_parts: int
+_RUNS = 4  # runs of each candidate by AutoStrategy: one that compiles, three that are timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,104 +40,6 @@ class LayerMemory:
     peak: int
 
 
-def measure_buffers(workspace: "Workspace") -> FusedBuffers:
-    """Return the sizes of the buffers of a workspace."""
-    buffers = workspace.context()
-    return FusedBuffers(
-        routing_mib=buffers.routing_buffer.local.nbytes / 2**20,
-        send_mib=buffers.send_buffer.local.nbytes / 2**20,
-        combine_mib=buffers.combine_buffer.local.nbytes / 2**20,
-        weight_grads_mib=buffers.dweight_buffer.local.nbytes / 2**20,
-        symm_mib=workspace.symmetric_bytes / 2**20,
-        rows_mib=workspace.rows_RD.nbytes / 2**20,
-        plan_mib=workspace.layout.plan_words * torch.int32.itemsize / 2**20,
-    )
-
-
-def predict_memory(
-    workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
-) -> dict[str, LayerMemory]:
-    """Return the memory of a layer for each value of ``save``; a collective.
-
-    The numbers of rows are those of the last call, on the rank that has the most.
-
-    Args:
-        workspace: buffers with which the layer has run forward.
-        shape: of the layer.
-        groups: the ranks of the layer.
-    """
-    # Imported here so that commands without kernels also run where Triton is missing.
-    from halley.fused.buffers import rows_with_margin
-    from halley.fused.kernels.dispatch import num_dweight_columns
-    from halley.fused.kernels.layout import TASK_ROWS
-
-    size = workspace.read_plan()
-    largest = torch.tensor([size.num_rows, size.num_copies], device=workspace.heap.device)
-    if groups.ep is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.ep)
-    num_rows, num_copies = largest.tolist()
-    counts = RowCounts(
-        capacity_rows=rows_with_margin(num_rows, multiple=workspace.config.block_m),
-        num_rows=num_rows,
-        num_copies=rows_with_margin(num_copies, multiple=TASK_ROWS),
-        plan_words=workspace.layout.plan_words,
-        num_parts=num_dweight_columns(shape.intermediate_size, workspace.config),
-    )
-    return {save: layer_memory(shape, counts, save=save) for save in get_args(Save)}
-
-
-def layer_memory(shape: LayerShape, counts: RowCounts, *, save: Save) -> LayerMemory:
-    """Return the memory of ``fused_experts``: the peak over the moments at which it allocates.
-
-    Args:
-        shape: the layer with the tokens of this rank.
-        counts: the sizes of the call.
-        save: the activations that are saved for backward.
-    """
-    # Bytes of one row of tokens, of the output of the first GEMM ("pre"), and of the activations.
-    row_bytes = shape.hidden_size * shape.itemsize
-    pre_bytes = shape.up_size * shape.itemsize
-    activation_bytes = shape.intermediate_size * shape.itemsize
-    rows, pre = counts.num_rows * row_bytes, counts.num_rows * pre_bytes
-    activations = counts.num_rows * activation_bytes
-    copies = counts.num_copies * row_bytes
-    tokens = shape.num_tokens * row_bytes
-    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
-    down_grad = num_local * shape.hidden_size * activation_bytes
-    up_grad = num_local * shape.hidden_size * pre_bytes
-
-    saved = 4 * counts.plan_words
-    if save == "all":
-        saved += counts.capacity_rows * (row_bytes + pre_bytes)
-        recomputed_rows = recomputed_pre = recomputed_activations = 0
-    else:
-        saved += copies if save == "inputs" else 0
-        recomputed_rows, recomputed_pre, recomputed_activations = rows, pre, activations
-    forward = saved + counts.capacity_rows * activation_bytes + tokens  # tokens: the output
-    at_start = saved + tokens + recomputed_rows  # tokens: the gradient of the output
-    # Backward frees the saved token copies as soon as their rows are recomputed.
-    until_end = at_start - (copies if save == "inputs" else 0)
-    results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
-    weights = 4 * counts.num_rows  # routing weights by row
-    weight_grads = 4 * counts.num_rows * counts.num_parts
-    # The gradients of pre, the weighted activations and the gradients of the rows.
-    dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
-    peak = max(
-        forward,
-        at_start + recomputed_pre + recomputed_activations,
-        dispatched + weights,
-        dispatched - recomputed_pre + results,
-        dispatched - recomputed_pre - weight_grads + results + down_grad,
-        until_end + pre + results + down_grad + up_grad,
-    )
-    return LayerMemory(saved=saved, peak=peak)
-
-
-_P = ParamSpec("_P")
-
-_RUNS = 4  # runs of each candidate by AutoStrategy: one that compiles, three that are timed
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
     """The choice of strategy "auto" for the forward pass of one layer.
@@ -187,7 +50,7 @@ class LayerChoice:
         times_us: time of each candidate on the slowest rank; empty if nothing was measured.
         reason: why auto chose this strategy, and why other strategies are no candidates.
         access_problem: why the ranks cannot address each other's memory; "" if they can.
-        buffers: of the fused kernels on this rank; None if the kernels did not run.
+        buffers: the result of ``measure_buffers`` on this rank; None if fused did not run.
         no_buffers: why the fused kernels did not run; "" if they did.
         memory: memory of forward and backward with fused on the rank that needs most, without the
             buffers, for each value of ``save``.
@@ -201,7 +64,7 @@ class LayerChoice:
     times_us: dict[str, float]
     reason: str
     access_problem: str
-    buffers: FusedBuffers | None
+    buffers: dict[str, float] | None
     no_buffers: str
     memory: dict[str, LayerMemory]
 
@@ -217,11 +80,8 @@ def choose_strategy(
 
     On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes.
 
-    Args:
-        case: the layer and its load.
-        groups: the expert-parallel group runs the layer.
-        device: of this rank.
-        on_progress: called before each run of a candidate with a text, the runs done and the total.
+    The expert-parallel group runs the layer. ``on_progress`` is called before each run of a
+    candidate with a text, the runs done and the total.
 
     Raises:
         ValueError: the experts do not divide over the ranks.
@@ -231,14 +91,15 @@ def choose_strategy(
     # Imported here so that commands without kernels also run where Triton is missing.
     from halley.fused.buffer_cache import Workspaces
 
-    report = on_progress or (lambda text, done, total: None)
     workspaces = None if device.type == "cpu" else Workspaces(groups.ep, device)
     recorder = Recorder(device, enabled=False)
     where = {"recorder": recorder, "device": device, "workspaces": workspaces}
     auto = build_strategy("auto", groups.ep, **where)
     assert isinstance(auto, AutoStrategy)
-    _announce_runs(auto.candidates, report)
-    report(f"drawing the weights of {case.model.name}", 0, _RUNS * len(auto.candidates) + 1)
+    if on_progress is not None:
+        _announce_runs(auto.candidates, on_progress)
+        total = _RUNS * len(auto.candidates) + 1
+        on_progress(f"drawing the weights of {case.model.name}", 0, total)
     outputs_of(auto, make_tensors(case, groups, device=device), backward=False)
     (reason,) = auto.reasons
     access_problem = peer_access(groups.ep, device)
@@ -248,9 +109,10 @@ def choose_strategy(
     elif case.model.moe.expert_bias:
         reason += "; measured without the experts' biases, with which fused cannot run"
     shape = _shape(case, groups)
+    decision = auto.decision(shape, gradients=False)
     used = [] if workspaces is None else workspaces.all()
     buffers = [measure_buffers(each) for each in used]
-    memory = [predict_memory(each, shape, groups) for each in used]
+    memory = [_predict_memory(each, shape, groups) for each in used]
     if workspaces is not None:
         workspaces.close()
     return LayerChoice(
@@ -258,8 +120,8 @@ def choose_strategy(
         num_tokens=case.num_tokens,
         num_ranks=groups.ep_size,
         dtype=str(case.dtype).removeprefix("torch."),
-        strategy=auto.choice(shape, gradients=False),
-        times_us=auto.times_us(shape, gradients=False),
+        strategy=decision.name,
+        times_us=decision.times_us,
         reason=reason,
         access_problem=access_problem,
         buffers=buffers[0] if buffers else None,
@@ -268,15 +130,117 @@ def choose_strategy(
     )
 
 
+def measure_buffers(workspace: "Workspace") -> dict[str, float]:
+    """Return the MiB of each buffer of the fused kernels on one rank; layers of a shape share them.
+
+    The first four are symmetric memory, and "symm_mib" is their sum. The dispatch plan is allocated
+    in each call.
+    """
+    buffers = workspace.context()
+    num_bytes = {
+        "routing_mib": buffers.routing_buffer.local.nbytes,
+        "send_mib": buffers.send_buffer.local.nbytes,
+        "combine_mib": buffers.combine_buffer.local.nbytes,
+        "weight_grads_mib": buffers.dweight_buffer.local.nbytes,
+        "symm_mib": workspace.symmetric_bytes,
+        "rows_mib": workspace.rows_RD.nbytes,
+        "plan_mib": workspace.layout.plan_words * torch.int32.itemsize,
+    }
+    return {name: number / 2**20 for name, number in num_bytes.items()}
+
+
+def _predict_memory(
+    workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
+) -> dict[str, LayerMemory]:
+    """Return the memory for each value of ``save``, with the largest numbers of the last call."""
+    # Imported here so that commands without kernels also run where Triton is missing.
+    from halley.fused.buffers import rows_with_margin
+    from halley.fused.kernels.launches import num_dweight_columns
+    from halley.fused.kernels.layout import TASK_ROWS
+
+    size = workspace.read_plan()
+    largest = torch.tensor([size.num_rows, size.num_copies], device=workspace.heap.device)
+    if groups.ep is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.ep)
+    num_rows, num_copies = largest.tolist()
+    counts = {
+        "capacity_rows": rows_with_margin(num_rows, multiple=workspace.config.block_m),
+        "num_rows": num_rows,
+        "num_copies": rows_with_margin(num_copies, multiple=TASK_ROWS),
+        "plan_words": workspace.layout.plan_words,
+        "num_parts": num_dweight_columns(shape.intermediate_size, workspace.config),
+    }
+    return {save: layer_memory(shape, save=save, **counts) for save in get_args(Save)}
+
+
+def layer_memory(
+    shape: LayerShape,
+    *,
+    save: Save,
+    capacity_rows: int,
+    num_rows: int,
+    num_copies: int,
+    plan_words: int,
+    num_parts: int,
+) -> LayerMemory:
+    """Return the memory of ``fused_experts``: the peak over the moments at which it allocates.
+
+    Args:
+        shape: the layer with the tokens of this rank.
+        save: the activations that are saved for backward.
+        capacity_rows: rows that forward allocates for its experts before it knows the exact number.
+        num_rows: rows that are allocated once the number is known.
+        num_copies: token copies that are fetched, with the spare capacity of forward.
+        plan_words: int32 words of the dispatch plan.
+        num_parts: partial gradients per routing weight.
+    """
+    # Bytes of one row of tokens, of the output of the first GEMM ("pre"), and of the activations.
+    row_bytes = shape.hidden_size * shape.itemsize
+    pre_bytes = shape.up_size * shape.itemsize
+    activation_bytes = shape.intermediate_size * shape.itemsize
+    rows, pre, activations = (num_rows * n for n in (row_bytes, pre_bytes, activation_bytes))
+    copies = num_copies * row_bytes
+    tokens = shape.num_tokens * row_bytes
+    num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
+    down_grad = num_local * shape.hidden_size * activation_bytes
+    up_grad = num_local * shape.hidden_size * pre_bytes
+
+    saved = 4 * plan_words
+    if save == "all":
+        saved += capacity_rows * (row_bytes + pre_bytes)
+        recomputed_rows = recomputed_pre = recomputed_activations = 0
+    else:
+        saved += copies if save == "inputs" else 0
+        recomputed_rows, recomputed_pre, recomputed_activations = rows, pre, activations
+    forward = saved + capacity_rows * activation_bytes + tokens  # tokens: the output
+    at_start = saved + tokens + recomputed_rows  # tokens: the gradient of the output
+    # Backward frees the saved token copies as soon as their rows are recomputed.
+    until_end = at_start - (copies if save == "inputs" else 0)
+    results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
+    weights = 4 * num_rows  # routing weights by row
+    weight_grads = 4 * num_rows * num_parts
+    # The gradients of pre, the weighted activations and the gradients of the rows.
+    dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
+    peak = max(
+        forward,
+        at_start + recomputed_pre + recomputed_activations,
+        dispatched + weights,
+        dispatched - recomputed_pre + results,
+        dispatched - recomputed_pre - weight_grads + results + down_grad,
+        until_end + pre + results + down_grad + up_grad,
+    )
+    return LayerMemory(saved=saved, peak=peak)
+
+
 def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress) -> None:
     """Make each candidate report its name, the runs done and the total before each run."""
     # After its measurements, "auto" runs the fastest candidate once more, for the result.
     total, num_runs = _RUNS * len(candidates) + 1, count()
 
-    def announced(name: str, forward: Callable[_P, torch.Tensor]) -> Callable[_P, torch.Tensor]:
-        def run(*args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
+    def announced(name: str, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any) -> torch.Tensor:
             report(f"running strategy {name}", next(num_runs), total)
-            return forward(*args, **kwargs)
+            return forward(*args)
 
         return run
 
@@ -287,12 +251,7 @@ def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress) ->
 def _shape(case: LayerCase, groups: ParallelGroups) -> LayerShape:
     moe = case.model.moe
     return LayerShape(
-        num_tokens=case.num_tokens,
-        hidden_size=case.model.hidden_size,
-        intermediate_size=moe.intermediate_size,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        ep_size=groups.ep_size,
-        itemsize=case.dtype.itemsize,
-        activation=moe.activation,
-    )
+        num_tokens=case.num_tokens, hidden_size=case.model.hidden_size,
+        intermediate_size=moe.intermediate_size, num_experts=moe.num_experts, top_k=moe.top_k,
+        ep_size=groups.ep_size, itemsize=case.dtype.itemsize, activation=moe.activation,
+    )  # fmt: skip

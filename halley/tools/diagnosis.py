@@ -16,7 +16,7 @@ from torch.cuda import nccl
 
 from halley.cost.hardware import H200, find_hardware
 from halley.strategies.registry import STRATEGIES
-from halley.tools.results import installed_version
+from halley.tools.timer import installed_version
 
 
 # Optional packages, with the extra of halley-moe that installs them.
@@ -49,10 +49,9 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The link between two GPUs.
+    """The link between two GPUs, by their indices in torch.
 
     Attributes:
-        first, second: device indices of torch.
         peer_access: whether each GPU can address the memory of the other.
         kind: as reported by nvidia-smi, such as "NVLink (NV18)" or "PCIe (PIX)"; None if unknown.
     """
@@ -68,7 +67,6 @@ class StrategyState:
     """Whether a strategy can run on this machine.
 
     Attributes:
-        name: of the strategy.
         needs: its requirements, and whether each is met.
         problems: reasons why it cannot run, each with a remedy.
         notes: limitations, each with a remedy; the strategy runs in spite of them.
@@ -114,20 +112,23 @@ def examine_machine() -> Machine:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
     }
-    grouped_gemm_problem = _try_grouped_gemm(torch.device(devices[0].kind))
-    strategies = [
-        check_strategy(
-            name, device=devices[0], backends=backends, grouped_gemm_problem=grouped_gemm_problem
-        )
-        for name in STRATEGIES
-    ]
+    versions = {
+        "halley": installed_version("halley-moe"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed_version("triton"),
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, nccl.version())) if backends["nccl"] else None,
+        "numpy": installed_version("numpy"),
+    }
+    found = {"backends": backends, "grouped_gemm_problem": _try_grouped_gemm(devices[0].kind)}
     return Machine(
-        versions=_versions(backends),
+        versions=versions,
         packages={name: installed_version(name) for name in OPTIONAL_PACKAGES},
         devices=devices,
         links=_links(),
         backends=backends,
-        strategies=strategies,
+        strategies=[check_strategy(name, device=devices[0], **found) for name in STRATEGIES],
         notes=_notes(devices),
     )
 
@@ -135,21 +136,12 @@ def examine_machine() -> Machine:
 def check_strategy(
     name: str, *, device: Device, backends: dict[str, bool], grouped_gemm_problem: str | None
 ) -> StrategyState:
-    """Return whether a strategy can run, and the reasons if it cannot.
+    """Return whether a strategy can run on the device of the ranks, and the reasons if it cannot.
 
-    Args:
-        name: one of ``STRATEGIES``.
-        device: the device that ranks would use.
-        backends: as in ``Machine``.
-        grouped_gemm_problem: torch's error message for a grouped GEMM, or None.
+    ``grouped_gemm_problem`` is torch's error message for a grouped GEMM, or None.
     """
     backend = "nccl" if device.kind == "cuda" else "gloo"
     needs = {f"{backend} of torch.distributed": backends[backend]}
-    has_own_kernels = name in ("unfused", "fused")
-    if has_own_kernels:
-        needs["triton"] = installed_version("triton") is not None
-    else:
-        needs["torch.nn.functional.grouped_mm"] = grouped_gemm_problem is None
     problems: list[str] = []
     notes: list[str] = []
     if not backends[backend]:
@@ -157,13 +149,17 @@ def check_strategy(
             f"ranks cannot communicate, because this torch has no {backend}: "
             f"install a torch that is built with {backend}"
         )
-    if has_own_kernels and not needs["triton"]:
-        problems.append("its kernels are written in Triton: install triton 3.6 or newer")
-    if not has_own_kernels and grouped_gemm_problem is not None:
-        problems.append(
-            f"torch.nn.functional.grouped_mm does not run on {device.name} "
-            f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"
-        )
+    if name in ("unfused", "fused"):
+        needs["triton"] = installed_version("triton") is not None
+        if not needs["triton"]:
+            problems.append("its kernels are written in Triton: install triton 3.6 or newer")
+    else:
+        needs["torch.nn.functional.grouped_mm"] = grouped_gemm_problem is None
+        if grouped_gemm_problem is not None:
+            problems.append(
+                f"torch.nn.functional.grouped_mm does not run on {device.name} "
+                f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"
+            )
     if name == "chunked":
         needs["figures of the hardware"] = True
         try:
@@ -186,55 +182,39 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
     # The header begins with GPU0, like the row of GPU 0. In that row, "X" follows.
     header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row[:2]), [])
     columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
-    pairs: dict[tuple[int, int], str] = {}
-    for row in rows:
-        if row is header or not row or row[0] not in columns:
-            continue
-        first = int(row[0].removeprefix("GPU"))
-        for column, word in zip(columns, row[1:], strict=False):
-            second = int(column.removeprefix("GPU"))
-            if second != first:
-                pairs[first, second] = word
-    return pairs
-
-
-def _versions(backends: dict[str, bool]) -> dict[str, str | None]:
     return {
-        "halley": installed_version("halley-moe"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed_version("triton"),
-        "CUDA": torch.version.cuda,
-        "NCCL": ".".join(map(str, nccl.version())) if backends["nccl"] else None,
-        "numpy": installed_version("numpy"),
+        (int(row[0].removeprefix("GPU")), int(column.removeprefix("GPU"))): word
+        for row in rows
+        if row is not header and row and row[0] in columns
+        for column, word in zip(columns, row[1:], strict=False)
+        if column != row[0]
     }
 
 
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _gpus() -> list[Device]:
-    found: list[Device] = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            Device(
-                name=properties.name,
-                kind="cuda",
-                memory_bytes=properties.total_memory,
-                compute_capability=f"{properties.major}.{properties.minor}",
-                num_cores=properties.multi_processor_count,
-            )
+    return [
+        Device(
+            name=gpu.name,
+            kind="cuda",
+            memory_bytes=gpu.total_memory,
+            compute_capability=f"{gpu.major}.{gpu.minor}",
+            num_cores=gpu.multi_processor_count,
         )
-    return found
+        for gpu in map(torch.cuda.get_device_properties, range(_num_gpus()))
+    ]
 
 
 def _cpu() -> Device:
-    name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        name = model.group(1).strip() if model else name
+    text = info.read_text() if info.is_file() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     is_linux = hasattr(os, "sched_getaffinity")
     return Device(
-        name=name,
+        name=model.group(1).strip() if model else platform.processor() or platform.machine(),
         kind="cpu",
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         compute_capability=None,
@@ -243,14 +223,13 @@ def _cpu() -> Device:
 
 
 def _links() -> list[Link]:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_gpus < 2:
+    if _num_gpus() < 2:
         return []
     topology = parse_topology(_ask_smi("topo", "-m"))
-    smi_index = _smi_indices(num_gpus)
+    smi_index = _smi_indices()
     can_access = torch.cuda.can_device_access_peer
     links: list[Link] = []
-    for first, second in combinations(range(num_gpus), 2):
+    for first, second in combinations(range(_num_gpus()), 2):
         both_ways = can_access(first, second) and can_access(second, first)
         kind = topology.get((smi_index.get(first, -1), smi_index.get(second, -1)))
         if kind is not None and kind.startswith("NV"):
@@ -261,37 +240,29 @@ def _links() -> list[Link]:
     return links
 
 
-def _smi_indices(num_gpus: int) -> dict[int, int]:
+def _smi_indices() -> dict[int, int]:
     """Map indices of torch to those of nvidia-smi, which CUDA_VISIBLE_DEVICES may reorder."""
-    index_of: dict[str, int] = {}
-    for line in _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader").splitlines():
-        index, comma, uuid = line.partition(",")
-        if comma and index.strip().isdecimal():
-            index_of[uuid.strip().removeprefix("GPU-")] = int(index)
-    uuids = {
-        device: str(torch.cuda.get_device_properties(device).uuid) for device in range(num_gpus)
-    }
-    return {device: index_of[uuid] for device, uuid in uuids.items() if uuid in index_of}
+    answer = _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader")
+    pairs = re.findall(r"^(\d+), (?:GPU-)?(\S+)$", answer, re.MULTILINE)
+    index_of = {uuid: int(index) for index, uuid in pairs}
+    uuids = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(_num_gpus())]
+    return {gpu: index_of[uuid] for gpu, uuid in enumerate(uuids) if uuid in index_of}
 
 
 def _ask_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi, or "" if it is missing or fails."""
+    command, limit_s = ["nvidia-smi", *arguments], _SMI_TIMEOUT_S
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_SMI_TIMEOUT_S,
-        )
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=limit_s
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
 
 
-def _try_grouped_gemm(device: torch.device) -> str | None:
+def _try_grouped_gemm(device: str) -> str | None:
     """Run a small grouped GEMM on a device; return the problem in one line, or None."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
         rows = torch.ones(16, 16, device=device, dtype=dtype)
         ends = torch.tensor([16], device=device, dtype=torch.int32)

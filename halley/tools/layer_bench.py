@@ -31,8 +31,14 @@ from halley.tools.layer_case import (
     reference_outputs,
     relative_error,
 )
-from halley.tools.results import Row, machine_keys, time_keys
-from halley.tools.timer import Progress, measure_waits, time_interleaved
+from halley.tools.timer import (
+    Progress,
+    Row,
+    machine_keys,
+    measure_waits,
+    time_interleaved,
+    time_keys,
+)
 
 
 _DIRECTIONS = ("forward", "forward_backward")
@@ -177,7 +183,7 @@ def _runner(
         outputs_of(strategy, tensors)
 
     run = forward if direction == "forward" else forward_backward
-    is_graph = name.partition(" ")[2] == GRAPH
+    is_graph = name.endswith(f" {GRAPH}")
     return captured(run, device=tensors.x_TD.device) if is_graph else run
 
 
@@ -362,7 +368,8 @@ def measure_layers(
         candidates = build(case, strategies, workspaces=workspaces, bounded=bounded)
         found = bench(case, candidates, link_bytes_per_s=link, on_progress=on_progress)
         rows += [row | machine for row in found]
-        workspaces.close()
+        for strategy in candidates.values():
+            strategy.release()
         if bounded is not None:
             bounded.check()
             bounded.close()

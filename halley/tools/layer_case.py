@@ -10,13 +10,11 @@ import torch.distributed as dist
 from halley.core.config import ModelConfig
 from halley.core.placement import ExpertPlacement, choose_replicas, replica_choices
 from halley.core.reference import moe_reference
-from halley.core.routing import count_tokens_per_expert, local_experts
-from halley.core.sharding import shard_size
+from halley.core.routing import count_tokens_per_expert, local_experts, shard_size
 from halley.core.timeline import Recorder
 from halley.core.types import DROPPED, Experts, Routing
 from halley.distributed.mesh import ParallelGroups
-from halley.ops.exchange import gather_table
-from halley.ops.replicas import Replicas, share_gradients
+from halley.ops.exchange import Replicas, gather_table, share_gradients
 from halley.planner.expert_balance import plan_placement
 from halley.strategies.base import AbstractStrategy
 from halley.tools.skew import parse_load, sample_routing

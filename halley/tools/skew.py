@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from halley.core.field_types import show_name
 from halley.core.types import Routing
+from halley.core.validation import show_name
 
 
 def balanced_load(num_experts: int) -> torch.Tensor:
@@ -48,16 +48,24 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
     if exponent < 0:
         raise ValueError(f"exponent ({exponent}) must be at least 0")
     place_E = torch.arange(1, num_experts + 1, dtype=torch.float64)
-    return _cap(place_E.pow(-exponent), cap=1.0 / top_k)
+    weight_E, cap = place_E.pow(-exponent), 1.0 / top_k
+    capped_E = torch.zeros_like(weight_E, dtype=torch.bool)
+    share_E = weight_E / weight_E.sum()
+    # Each cut raises the other shares, so more of them may have to be cut.
+    while bool((share_E > cap * (1 + 1e-12)).any()):
+        capped_E |= share_E > cap
+        rest = 1.0 - cap * int(capped_E.sum())
+        share_E = torch.where(capped_E, cap, weight_E * rest / weight_E[~capped_E].sum())
+    return share_E
 
 
-def one_hot_load(num_experts: int, *, top_k: int, hot_expert: int = 0) -> torch.Tensor:
-    """Return the shares if every token chooses ``hot_expert`` and the others are balanced."""
+def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
+    """Return the shares if every token chooses the first expert and the others are balanced."""
     if num_experts == 1:
         return torch.ones(1, dtype=torch.float64)
     rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
     load_E = torch.full((num_experts,), rest, dtype=torch.float64)
-    load_E[hot_expert] = 1.0 / top_k
+    load_E[0] = 1.0 / top_k
     return load_E
 
 
@@ -73,18 +81,17 @@ def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be between 1 and num_experts ({num_experts})")
     kind, _, number = text.partition(":")
-    if kind in ("balanced", "one-hot") and not number:
-        if kind == "balanced":
-            return balanced_load(num_experts)
+    if kind == "balanced" and not number:
+        return balanced_load(num_experts)
+    if kind == "one-hot" and not number:
         return one_hot_load(num_experts, top_k=top_k)
     try:
         value = float(number)
     except ValueError:
         value = math.nan
-    if kind == "std" and math.isfinite(value):
-        return load_with_std(num_experts, std=value, top_k=top_k)
-    if kind == "cv" and math.isfinite(value):
-        return load_with_std(num_experts, std=value / num_experts, top_k=top_k)
+    if kind in ("std", "cv") and math.isfinite(value):
+        std = value if kind == "std" else value / num_experts
+        return load_with_std(num_experts, std=std, top_k=top_k)
     if kind == "zipf" and math.isfinite(value):
         return zipf_load(num_experts, exponent=value, top_k=top_k)
     raise ValueError(
@@ -113,44 +120,28 @@ def sample_routing(
     Source: W. G. Madow, "On the theory of systematic sampling, II", Ann. Math. Stat. 20 (1949).
 
     Args:
-        load_E: shares of the routed rows; they sum to 1, and none is above ``1 / top_k``.
-        num_tokens: T.
-        top_k: K.
+        load_E: shares of the routed rows; they sum to 1.
+        num_tokens, top_k: T and K.
         generator: on the CPU, so that the same seed gives the same routing on every device.
         device: of the result.
 
     Raises:
-        ValueError: the shares do not allow ``top_k`` different experts per token.
+        ValueError: a share is above ``1 / top_k``.
     """
-    num_experts = load_E.numel()
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k ({top_k}) must be between 1 and num_experts ({num_experts})")
     if float(load_E.max()) * top_k > 1.0 + 1e-9:
         raise ValueError(
             f"load ({float(load_E.max()):.4f} for one expert) must be at most 1 / top_k "
             f"({1 / top_k:.4f})"
         )
-    order_TE = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
+    order_TE = torch.rand(num_tokens, load_E.numel(), generator=generator).argsort(1)
     covered_TE = (load_E.to(torch.float64) * top_k)[order_TE].cumsum(1)
     covered_TE *= top_k / covered_TE[:, -1:]  # the line ends at top_k in spite of rounding
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
-    place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(num_experts - 1)
+    place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(load_E.numel() - 1)
     # No weight is nearly 0: a wrong output of its expert would not be noticed.
     weights_TK = torch.rand(num_tokens, top_k, generator=generator).clamp_min(1e-3)
     weights_TK /= weights_TK.sum(1, keepdim=True)
     return Routing(
         topk_idx_TK=order_TE.gather(1, place_TK).to(device), topk_weights_TK=weights_TK.to(device)
     )
-
-
-def _cap(weight_E: torch.Tensor, *, cap: float) -> torch.Tensor:
-    """Scale weights to shares that sum to 1 and are at most ``cap``."""
-    capped_E = torch.zeros_like(weight_E, dtype=torch.bool)
-    share_E = weight_E / weight_E.sum()
-    # Each cut raises the other shares, so more of them may have to be cut.
-    while bool((share_E > cap * (1 + 1e-12)).any()):
-        capped_E |= share_E > cap
-        rest = 1.0 - cap * int(capped_E.sum())
-        share_E = torch.where(capped_E, cap, weight_E * rest / weight_E[~capped_E].sum())
-    return share_E

@@ -1,24 +1,32 @@
-"""Time callables: ranks start together, variants alternate, and caches are overwritten."""
+"""Time callables on all ranks, and make, name and write the result lines of benchmarks."""
 
+import datetime
 import gc
+import json
+import platform
 import statistics
+import subprocess
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from halley.core.timeline import Recorder, waited_us
+from halley.distributed.mesh import ParallelGroups
 
 
 Progress = Callable[[str, int, int], None]  # text, steps done, steps in total
+Row = dict[str, object]  # a result line
 
 _CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache of common CPUs
 _START_DELAY_NS = 500_000  # from the arrival of the last rank at the barrier to the common start
@@ -27,13 +35,7 @@ _NUM_WAIT_SAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """The samples of one variant, in microseconds.
-
-    Attributes:
-        median_us: the median.
-        p10_us, p90_us: the 10th and 90th percentiles.
-        samples_us: every counted sample, in the order of measurement.
-    """
+    """The samples of one variant in microseconds: median, 10th and 90th percentile, all samples."""
 
     median_us: float
     p10_us: float
@@ -42,13 +44,7 @@ class Timing:
 
 
 def summarise(samples_us: Sequence[float]) -> Timing:
-    """Return median and percentiles of samples; percentiles are interpolated between samples.
-
-    Raises:
-        ValueError: there is no sample.
-    """
-    if not samples_us:
-        raise ValueError("samples_us (0 samples) must hold at least one")
+    """Return median and percentiles of samples; percentiles are interpolated between samples."""
     p10_us, p90_us = np.percentile(samples_us, [10, 90])
     return Timing(
         median_us=statistics.median(samples_us),
@@ -59,7 +55,7 @@ def summarise(samples_us: Sequence[float]) -> Timing:
 
 
 def time_interleaved(
-    variants: dict[str, Callable[[], None]],
+    variants: Mapping[str, Callable[[], object]],
     *,
     device: torch.device | str,
     num_samples: int = 11,
@@ -76,23 +72,20 @@ def time_interleaved(
     Args:
         variants: callables by name; the same names in the same order on every rank.
         device: the device that the variants use.
-        num_samples: counted runs of each variant.
-        num_warmup: uncounted runs of each variant, before the counted ones.
-        group: the ranks that run together; None means all ranks, or this process alone without
-            process groups.
+        num_samples, num_warmup: counted runs of each variant, and uncounted ones before them.
+        group: as for ``start_together``.
         on_progress: called after each run with the runs done and the total, warm-up included.
 
     Raises:
-        ValueError: there is no variant, or a count is too small.
+        ValueError: ``num_samples`` is below 1.
     """
-    if not variants:
-        raise ValueError("variants (none) must hold at least one")
     if num_samples < 1:
         raise ValueError(f"num_samples ({num_samples}) must be at least 1")
-    if num_warmup < 0:
-        raise ValueError(f"num_warmup ({num_warmup}) must be at least 0")
     device = torch.device(device)
-    flush = _flush_buffer(device)
+    num_bytes = _CPU_FLUSH_BYTES
+    if device.type == "cuda":  # twice the cache, because its replacement policy is not known
+        num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     num_rounds = num_warmup + num_samples
     samples_us: list[list[float]] = [[] for _ in variants]
     with _no_garbage_collection():
@@ -121,13 +114,8 @@ def measure_waits(
 ) -> float | None:
     """Return the microseconds for which the slowest rank waits for communication; a collective.
 
-    The result is the median of three calls. It is None if the layers do not record their waits.
-
-    Args:
-        run: the call to measure.
-        recorder: the recorder of the layers; enabled only during this function.
-        device: the device of this rank.
-        group: the ranks that run the call.
+    The result is the median of three calls. It is None if the layers do not record their waits. The
+    recorder is that of the layers; it is enabled only during this function.
     """
     samples: list[float | None] = []
     recorder.enabled = True
@@ -147,12 +135,8 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
     """Return at about the same time on all ranks of the group, each with an idle device.
 
     Ranks leave a barrier up to 100 us apart (measured on 4 H200), and that difference would count
-    in the sample. Therefore ranks of one machine agree on a start time of its monotonic clock.
-
-    Args:
-        device: the device of this rank.
-        group: the ranks that start together; None means all ranks, or this process alone without
-            process groups.
+    in the sample. Therefore ranks of one machine agree on a start time of its monotonic clock. The
+    group None means all ranks, or this process alone without process groups.
     """
     begin_ns = agree_on_begin(device, group=group) if dist.is_initialized() else 0
     if device.type == "cuda":
@@ -165,9 +149,6 @@ def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = No
     """Return the common start time of all ranks, in ns of the monotonic clock; a collective.
 
     The result is 0 if the ranks are on several machines and share no clock.
-
-    Args:
-        device, group: as for ``start_together``.
     """
     clock = _clock_id()
     times = torch.tensor([time.monotonic_ns() + _START_DELAY_NS, clock, -clock], device=device)
@@ -199,23 +180,84 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _flush_buffer(device: torch.device) -> torch.Tensor:
-    num_bytes = _CPU_FLUSH_BYTES
-    if device.type == "cuda":  # twice the cache, because its replacement policy is not known
-        num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _run_us(run: Callable[[], None], device: torch.device) -> float:
+def _run_us(run: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         start_ns = time.perf_counter_ns()
         run()
         return (time.perf_counter_ns() - start_ns) / 1e3
     stream = torch.cuda.current_stream(device)
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record(stream)
     run()
     end.record(stream)
     end.synchronize()
     return start.elapsed_time(end) * 1e3
+
+
+def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | None) -> Row:
+    """Return the keys of a result line for the machine, the versions, the commit and the date."""
+    return {
+        "gpu": machine_name(device),
+        "num_gpus": groups.num_ranks,
+        "torch": torch.__version__,
+        "triton": installed_version("triton"),
+        "nccl": ".".join(map(str, nccl.version())) if device.type == "cuda" else None,
+        "commit": commit or _git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def time_keys(timing: Timing) -> Row:
+    """Return the keys of a result line for the samples of a variant."""
+    return {
+        "median_us": round(timing.median_us, 1),
+        "p10_us": round(timing.p10_us, 1),
+        "p90_us": round(timing.p90_us, 1),
+        "samples": len(timing.samples_us),
+    }
+
+
+def to_float(value: object) -> float:
+    """Return a value of a result line as a float; it must be a number."""
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the name of the GPU, or "cpu" with the processor architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()}"
+
+
+def results_path(folder: Path, row: Row) -> Path:
+    """Return the file of a result line: ``<folder>/<gpu>x<count>/<case>.jsonl``."""
+    gpu = str(row["gpu"]).lower().removeprefix("nvidia ").replace(" ", "-")
+    return folder / f"{gpu}x{row['num_gpus']}" / f"{row['case']}.jsonl"
+
+
+def write_rows(rows: list[Row], folder: Path) -> Path:
+    """Replace the file of these lines of one case and machine atomically, and return its path."""
+    path = results_path(folder, rows[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
+    draft.replace(path)
+    return path
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a Python package, or None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str:
+    """Return the commit of the working tree that contains this package, or "unknown"."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,45 +1,33 @@
-"""Profile one step, and compute exposed communication and the times of parts from its spans."""
+"""Profile one step into spans, and compare a compiled step with its prediction."""
 
+import tempfile
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from halley.core.timeline import Span, exposed_us, innermost, subtract, union, union_us
-from halley.tools.timer import start_together
+from halley.core.config import RunConfig
+from halley.core.timeline import Recorder, Span, exposed_us, innermost, subtract, union, union_us
+from halley.core.types import DTYPES
+from halley.distributed.mesh import build_groups
+from halley.moe.transformer import MoETransformer
+from halley.strategies.traceable import TraceableStrategy
+from halley.tools.timer import Progress, start_together, time_interleaved
 
+
+if TYPE_CHECKING:
+    from halley.compiler import OrderReport
 
 _STEP = "halley_step"
 _PART_PREFIX = "halley::"
 _WAIT_OP = "_c10d_functional::wait_tensor"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Event:
-    """One event of the profiler; ``row`` is a host thread or a CUDA stream."""
-
-    name: str
-    start_us: float
-    end_us: float
-    row: int
-    on_device: bool
-    is_annotation: bool
-
-    def is_inside(self, other: "_Event") -> bool:
-        return self.row == other.row and other.start_us < self.start_us < other.end_us
-
-    def to_span(self, name: str, *, rank: int, stream: str, zero_us: float) -> Span:
-        return Span(
-            name=name,
-            rank=rank,
-            stream=stream,
-            start_us=self.start_us - zero_us,
-            duration_us=self.end_us - self.start_us,
-        )
 
 
 def trace_step(
@@ -65,14 +53,8 @@ def trace_step(
         rank: the rank written into the spans.
         device: the device of the step.
         warmup: number of steps before; the last of them already runs under the profiler.
-        group: the ranks that run the step; None means all ranks, or this process alone without
-            process groups.
-
-    Raises:
-        ValueError: warmup is negative.
+        group: as for ``start_together``.
     """
-    if warmup < 0:
-        raise ValueError(f"warmup ({warmup}) must be at least 0")
     device = torch.device(device)
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -90,19 +72,82 @@ def trace_step(
                 torch.cuda.synchronize(device)
         # The range of a collective may end after the wait for it has returned.
         start_together(device, group=group)
-    events = _read(profiler)
-    (step_event,) = (event for event in events if event.name == _STEP and not event.on_device)
-    inside = [e for e in events if step_event.start_us <= e.start_us < step_event.end_us]
+    events = list(profiler.events() or [])
+    (whole,) = (event for event in events if event.name == _STEP and not _is_on_device(event))
+    start_us, end_us = whole.time_range.start, whole.time_range.end
+    inside = [event for event in events if start_us <= event.time_range.start < end_us]
     to_spans = _cuda_spans if device.type == "cuda" else _cpu_spans
-    return sorted(to_spans(inside, step_event, rank=rank), key=lambda span: span.start_us)
+    return sorted(to_spans(inside, whole, rank=rank), key=lambda span: span.start_us)
+
+
+def _is_on_device(event: FunctionEvent) -> bool:
+    return event.device_type.name != "CPU"
+
+
+def _cuda_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -> list[Span]:
+    spans: list[Span] = []
+    for event in events:
+        if not _is_on_device(event) or event.is_user_annotation:
+            continue
+        if "nccl" in event.name.lower() or event.name.startswith("Memcpy PtoP"):
+            stream = "comm"
+        elif event.name.startswith(("Memcpy", "Memset")):
+            stream = "copy"
+        else:
+            stream = f"compute {event.device_resource_id}"
+        spans.append(_to_span(event, stream, step=step, rank=rank))
+    return spans
+
+
+def _cpu_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -> list[Span]:
+    comm: list[Span] = []
+    # A part is nested only in parts of its own thread.
+    parts_by_thread: dict[int, list[Span]] = {step.thread: []}
+    waits = [event for event in events if _is_wait(event)]
+    for event in events:
+        if event.name.startswith("gloo:"):
+            comm.append(_to_span(event, "comm", step=step, rank=rank))
+        elif event.name == _WAIT_OP and any(_is_inside(event, wait) for wait in waits):
+            continue  # the dispatcher calls the op a second time inside itself
+        elif event.name == _WAIT_OP or event.name.startswith(_PART_PREFIX):
+            stream = "exposed" if _is_wait(event) else "compute"
+            part = _to_span(event, stream, step=step, rank=rank)
+            parts_by_thread.setdefault(event.thread, []).append(part)
+    pieces = {thread: innermost(parts) for thread, parts in parts_by_thread.items()}
+    whole = (0.0, step.time_range.end - step.time_range.start)
+    rest = [
+        Span(name="other", rank=rank, stream="other", start_us=start, duration_us=end - start)
+        for start, end in subtract([whole], union(pieces[step.thread]))
+    ]
+    return [*comm, *(piece for thread in pieces.values() for piece in thread), *rest]
+
+
+def _is_wait(event: FunctionEvent) -> bool:
+    return event.name == _WAIT_OP or (
+        event.name.startswith(_PART_PREFIX) and event.name.endswith(".wait")
+    )
+
+
+def _is_inside(event: FunctionEvent, outer: FunctionEvent) -> bool:
+    start_us, of_outer = event.time_range.start, outer.time_range
+    return event.thread == outer.thread and of_outer.start < start_us < of_outer.end
+
+
+def _to_span(event: FunctionEvent, stream: str, *, step: FunctionEvent, rank: int) -> Span:
+    times = event.time_range
+    return Span(
+        name=event.name.removeprefix(_PART_PREFIX),
+        rank=rank,
+        stream=stream,
+        start_us=times.start - step.time_range.start,
+        duration_us=times.end - times.start,
+    )
 
 
 def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> list[Span]:
-    """Return the spans of all ranks of the group, on every rank.
+    """Return the spans of all ranks of the group, or of all ranks, on every rank.
 
-    Args:
-        spans: of this rank; time zero is the same moment on all ranks, as in ``trace_step``.
-        group: the ranks that take part; None means all ranks.
+    Time zero must be the same moment on all ranks, as in ``trace_step``.
     """
     by_rank: list[list[Span]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(by_rank, spans, group=group)
@@ -115,15 +160,8 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
     If there are "exposed" spans (of a recorder, or of a trace on a CPU), the result is their total
     time. Otherwise (trace on a GPU, simulation) it is the time of "comm" spans that no "compute"
     span overlaps.
-
-    Args:
-        spans: of one rank.
-
-    Raises:
-        ValueError: the spans are of several ranks.
     """
     spans = list(spans)
-    _require_one_rank(spans)
     waits = [span for span in spans if span.stream == "exposed"]
     if waits:
         return union_us(waits)
@@ -134,91 +172,119 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the microseconds of each part by name, longest first, without nested parts.
+    """Return the microseconds of each part of a rank by name, longest first, without nested parts.
 
     An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
     do not reduce the time of computation.
-
-    Args:
-        spans: of one rank, as a recorder collects them.
-
-    Raises:
-        ValueError: the spans are of several ranks.
     """
-    spans = list(spans)
-    _require_one_rank(spans)
     by_stream: dict[str, list[Span]] = defaultdict(list)
+    times_us: dict[str, float] = {}
     for span in spans:
         by_stream["compute" if span.stream == "exposed" else span.stream].append(span)
-    times_us: dict[str, float] = {span.name: 0.0 for span in spans}
+        times_us[span.name] = 0.0
     for of_stream in by_stream.values():
         for piece in innermost(of_stream):
             times_us[piece.name] += piece.duration_us
     return dict(sorted(times_us.items(), key=lambda item: -item[1]))
 
 
-def _read(profiler: profile) -> list[_Event]:
-    return [
-        _Event(
-            name=event.name,
-            start_us=event.time_range.start,
-            end_us=event.time_range.end,
-            row=event.device_resource_id if event.device_type.name != "CPU" else event.thread,
-            on_device=event.device_type.name != "CPU",
-            is_annotation=event.is_user_annotation,
-        )
-        for event in profiler.events() or []
-    ]
+@dataclass(frozen=True, kw_only=True)
+class GraphMeasure:
+    """Measured and predicted time of a compiled step.
+
+    Attributes:
+        reports: one for the forward graph and one for the backward graph.
+        predicted_us: sum over both graphs.
+        measured_us: time of the slowest rank, as the median over steps.
+        measured: spans of one step on this rank.
+    """
+
+    reports: "tuple[OrderReport, ...]"
+    predicted_us: float
+    measured_us: float
+    measured: tuple[Span, ...]
 
 
-def _cuda_spans(events: list[_Event], step_event: _Event, *, rank: int) -> list[Span]:
-    spans: list[Span] = []
-    for event in events:
-        if not event.on_device or event.is_annotation:
-            continue
-        if "nccl" in event.name.lower() or event.name.startswith("Memcpy PtoP"):
-            stream = "comm"
-        elif event.name.startswith(("Memcpy", "Memset")):
-            stream = "copy"
-        else:
-            stream = f"compute {event.row}"
-        zero_us = step_event.start_us
-        spans.append(event.to_span(event.name, rank=rank, stream=stream, zero_us=zero_us))
-    return spans
+def measure_graphs(
+    config: RunConfig,
+    *,
+    options: dict[str, Any],
+    device: torch.device,
+    num_steps: int,
+    on_progress: Progress,
+) -> GraphMeasure:
+    """Compile the model of a run with passes, time its steps and trace one; a collective.
 
+    The graphs run in eager mode. Rank 0 measures the operators; all ranks measure the all-to-alls.
 
-def _cpu_spans(events: list[_Event], step_event: _Event, *, rank: int) -> list[Span]:
-    comm: list[Span] = []
-    # A part is nested only in parts of its own thread.
-    parts_by_thread: dict[int, list[Span]] = {step_event.row: []}
-    waits = [event for event in events if _is_wait(event)]
-    to_span = partial(_Event.to_span, rank=rank, zero_us=step_event.start_us)
-    for event in events:
-        if event.name.startswith("gloo:"):
-            comm.append(to_span(event, event.name, stream="comm"))
-        elif event.name == _WAIT_OP and any(event.is_inside(wait) for wait in waits):
-            continue  # the dispatcher calls the op a second time inside itself
-        elif event.name == _WAIT_OP or event.name.startswith(_PART_PREFIX):
-            name = event.name.removeprefix(_PART_PREFIX)
-            stream = "exposed" if _is_wait(event) else "compute"
-            part = to_span(event, name, stream=stream)
-            parts_by_thread.setdefault(event.row, []).append(part)
-    pieces = {thread: innermost(parts) for thread, parts in parts_by_thread.items()}
-    step_interval = (0.0, step_event.end_us - step_event.start_us)
-    rest = [
-        Span(name="other", rank=rank, stream="other", start_us=start, duration_us=end - start)
-        for start, end in subtract([step_interval], union(pieces[step_event.row]))
-    ]
-    return [*comm, *(piece for thread in pieces.values() for piece in thread), *rest]
+    Args:
+        config: model, batch size, dtype and expert-parallel size of the run; tokens are random.
+        options: of the compiler backend, which have been checked.
+        device, num_steps: of this rank; timed steps.
+        on_progress: called for each step with a text, the steps done and the total.
 
+    Raises:
+        RuntimeError: no graph of the step has an all-to-all.
+    """
+    # Imported here, because it takes seconds, and before Dynamo: Halley's interpreter must be
+    # installed before the first import of Triton.
+    from halley.compiler import Backend
 
-def _is_wait(event: _Event) -> bool:
-    return event.name == _WAIT_OP or (
-        event.name.startswith(_PART_PREFIX) and event.name.endswith(".wait")
+    model = _traceable_model(config, device)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (config.train.batch_size, config.data.seq_len)
+    tokens_BS = torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
+    backend = Backend()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"profiles": Path(folder) / "profiles.jsonl", **options}
+        options |= {"inner": "eager", "measure": True}
+        compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
+
+        def step() -> None:
+            output = compiled(tokens_BS)
+            (output.logits_BSV.float().sum() + output.router_loss).backward()
+            model.zero_grad()
+
+        on_progress("compiling, and measuring operators", 0, 0)
+        with warnings.catch_warnings(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            warnings.simplefilter("ignore")  # warnings of torch about its tracing
+            (timing,) = time_interleaved(
+                {"step": step}, device=device, num_samples=num_steps,
+                on_progress=lambda done, total: on_progress("measuring steps", done, total),
+            ).values()  # fmt: skip
+            spans = trace_step(step, rank=dist.get_rank(), device=device, warmup=1)
+    if not backend.reports:
+        raise RuntimeError("no graph has an all-to-all, so there is nothing to compare")
+    return GraphMeasure(
+        reports=tuple(backend.reports),
+        predicted_us=sum(report.time_after.makespan_us for report in backend.reports),
+        measured_us=timing.median_us,
+        measured=tuple(spans),
     )
 
 
-def _require_one_rank(spans: list[Span]) -> None:
-    ranks = {span.rank for span in spans}
-    if len(ranks) > 1:
-        raise ValueError(f"spans (of ranks {sorted(ranks)}) must be of one rank")
+def _traceable_model(config: RunConfig, device: torch.device) -> MoETransformer:
+    groups = build_groups(config.ep_size, device_type=device.type, tp_size=config.expert_tp_size)
+    model = MoETransformer(
+        config.model,
+        strategy=TraceableStrategy(groups.ep, tp_size=groups.tp_size),
+        groups=groups,
+        recorder=Recorder("cpu", enabled=False),
+        dtype=DTYPES[config.train.dtype],
+        device=device,
+    )
+    model.init_weights(seed=0)
+    return model
+
+
+def simulated_step(reports: "Sequence[OrderReport]", *, passed: bool) -> list[Span]:
+    """Return the simulated spans of a step, whose graphs run one after another.
+
+    They are those of the graphs after the passes (``passed``), or before them.
+    """
+    step: list[Span] = []
+    for report in reports:
+        zero_us = max((span.end_us for span in step), default=0.0)
+        spans = report.spans_after if passed else report.spans_before
+        step += [replace(span, start_us=span.start_us + zero_us) for span in spans]
+    return step

@@ -34,29 +34,22 @@ from halley.tools.timer import Progress, time_interleaved
 Space = dict[str, tuple[str, ...]]
 
 
-def _two_per_sm(tile: str) -> str:
-    """Return the settings for two CTAs per SM, each with half a tile."""
-    fields = ("block_n=128", "num_warps=4", "num_stages=3", "per_sm=2")
-    return " ".join(f"{tile}.{field}" for field in fields)
-
-
-def _two_per_loop(tile: str) -> str:
-    """Return the settings for two tiles per loop; the store buffer replaces a pipeline stage."""
-    return f"{tile}.run=2 {tile}.num_stages=3"
-
-
+# Settings for two CTAs per SM, each with half a tile.
+_TWO_PER_SM = "{0}.block_n=128 {0}.num_warps=4 {0}.num_stages=3 {0}.per_sm=2"
+# Settings for two tiles per loop. The buffer for the store of a tile replaces a pipeline stage.
+_TWO_PER_LOOP = "{0}.run=2 {0}.num_stages=3"
 # Values to try, by group. A value is one setting, or several that are useful only together.
 SPACE: Space = {
-    "fetch_elements": tuple(f"fetch_elements={n}" for n in (1024, 4096)),
+    "fetch_elements": ("fetch_elements=1024", "fetch_elements=4096"),
     "chunk_columns": ("chunk_columns=256", "chunk_columns=1024 combine_rows=4"),
     "combine_rows": ("combine_rows=4", "combine_rows=4 sum_rows=4"),
     "combine_stages": ("combine_stages=5",),
     "combiners_beside": ("combiners_beside=2 combine_rows=4",),
     "combiners_after": ("combiners_after=0", "combiners_after=5"),
-    "down": (_two_per_loop("down"), "down.group=16", _two_per_sm("down")),
-    "up": (_two_per_loop("up"), "up.group=16"),
-    "down_grad": ("down_grad.group=16", _two_per_sm("down_grad")),
-    "up_grad": (_two_per_loop("up_grad"), "up_grad.group=16", _two_per_sm("up_grad")),
+    "down": (_TWO_PER_LOOP.format("down"), "down.group=16", _TWO_PER_SM.format("down")),
+    "up": (_TWO_PER_LOOP.format("up"), "up.group=16"),
+    "down_grad": ("down_grad.group=16", _TWO_PER_SM.format("down_grad")),
+    "up_grad": (_TWO_PER_LOOP.format("up_grad"), "up_grad.group=16", _TWO_PER_SM.format("up_grad")),
 }
 _MIN_GAIN = 0.01  # larger than the difference between two runs of one configuration
 _SHARED_BYTES = 233472  # shared memory of an SM of compute capability 9.0
@@ -75,10 +68,7 @@ def tune_layer(
 ) -> TunedConfig:
     """Return the fastest configuration of a layer, forward with backward; a collective.
 
-    Args:
-        case, groups, device: the layer, its ranks and the device of this rank.
-        space: settings to try, in the form of ``SPACE``.
-        num_samples, on_progress: timed runs of each configuration; called with a text and steps.
+    The settings to try have the form of ``SPACE``; each is timed ``num_samples`` times.
 
     Raises:
         RuntimeError: the default kernel configuration gives wrong values.
@@ -130,12 +120,9 @@ def tuned_shape(case: LayerCase) -> TunedShape:
     """Return the key under which later runs look up the configuration of a layer."""
     moe = case.model.moe
     return TunedShape(
-        hidden_size=case.model.hidden_size,
-        num_experts=moe.num_experts,
-        top_k=moe.top_k,
-        dtype=str(case.dtype).removeprefix("torch."),
-        num_tokens=case.num_tokens,
-    )
+        hidden_size=case.model.hidden_size, num_experts=moe.num_experts, top_k=moe.top_k,
+        dtype=str(case.dtype).removeprefix("torch."), num_tokens=case.num_tokens,
+    )  # fmt: skip
 
 
 def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
@@ -173,10 +160,9 @@ def _compile(
     tensors: LayerTensors,
     groups: ParallelGroups,
 ) -> None:
-    """Compile the kernels of these configurations; each rank compiles a share of them.
+    """Compile the kernels of these configurations; ranks share the work by the compiler's cache.
 
-    Ranks find the kernels of other ranks in the compiler's cache. A configuration that also has the
-    best settings of earlier groups is compiled when it is tried.
+    A configuration that also has the best settings of earlier groups is compiled when it is tried.
     """
     if not tensors.x_TD.is_cuda:
         return
@@ -206,11 +192,11 @@ def _is_correct(
         is_wrong = any(relative_error(value, reference) > tolerance for value, reference in pairs)
     except OutOfResources:  # the compiler needs more than ``fits`` computes; same on all ranks
         is_wrong = True
-    any_wrong = torch.tensor(float(is_wrong), device=tensors.x_TD.device)
+    num_wrong = torch.tensor(int(is_wrong), device=tensors.x_TD.device)
     if groups.ep is not None:
-        dist.all_reduce(any_wrong, op=dist.ReduceOp.MAX, group=groups.ep)
+        dist.all_reduce(num_wrong, group=groups.ep)
     strategy.workspaces.close()
-    return any_wrong.item() == 0.0
+    return num_wrong.item() == 0
 
 
 def _time(
@@ -227,11 +213,8 @@ def _time(
         for name, settings in candidates.items()
     }
 
-    def run(strategy: FusedStrategy) -> None:
-        outputs_of(strategy, tensors)
-
     timings = time_interleaved(
-        {name: partial(run, strategy) for name, strategy in strategies.items()},
+        {name: partial(outputs_of, each, tensors) for name, each in strategies.items()},
         device=tensors.x_TD.device,
         num_samples=num_samples,
         num_warmup=1,  # the check of values has compiled all kernels

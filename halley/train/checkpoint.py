@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -41,15 +40,9 @@ _SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name of a file of a ra
 _PROBE_BLOCK = bytes(1 << 16)
 _NUM_PROBE_BLOCKS = 16
 
-State = dict[str, object]
-
 
 def check_writable(folder: Path) -> None:
-    """Create the folder and write to it, so that a run fails at its start and not at a save.
-
-    Raises:
-        ValueError: the folder cannot be created or written.
-    """
+    """Create the folder and write to it; raise ``ValueError`` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -62,13 +55,13 @@ def check_writable(folder: Path) -> None:
 
 def save_checkpoint(
     folder: Path,
-    state: State,
+    state: dict[str, object],
     *,
     step: int,
     keep: int,
     notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint, then delete complete ones that are too old. Collective.
+    """Write a checkpoint, delete complete ones that are too old, return its folder. Collective.
 
     If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
     renamed to ``<name>.replaced-1``.
@@ -79,9 +72,6 @@ def save_checkpoint(
         step: training steps done.
         keep: complete checkpoints to keep, with this one, at least 1.
         notes: values for the manifest, of types that JSON has.
-
-    Returns:
-        The folder of this checkpoint.
 
     Raises:
         ValueError: ``keep`` is too small, an entry is not a tensor, or the folder cannot be
@@ -97,13 +87,11 @@ def save_checkpoint(
 
     on_rank_zero(lambda: _begin_draft(draft))
     try:
-        with _quiet_without_group():
+        with _quiet():
             save(state, storage_writer=FileSystemWriter(draft))
-        shares = on_all_ranks(lambda rank: _checksum_own_files(draft, rank))
-        checksums = {name: value for share in shares for name, value in share.items()}
-        on_rank_zero(
-            lambda: write_manifest(draft, step=step, notes=notes or {}, checksums=checksums)
-        )
+        sums_W = on_all_ranks(lambda rank: _checksum_own_files(draft, rank))
+        sums = {name: value for share in sums_W for name, value in share.items()}
+        on_rank_zero(lambda: write_manifest(draft, step=step, notes=notes or {}, checksums=sums))
     except (CheckpointException, RuntimeError) as error:
         cause = _find_write_error(draft)
         on_rank_zero(lambda: shutil.rmtree(draft, ignore_errors=True))
@@ -123,14 +111,19 @@ def _begin_draft(draft: Path) -> None:
 
 
 def _publish(draft: Path, path: Path, *, keep: int) -> None:
-    """Rename a finished checkpoint to its final name, and delete those that are too old."""
+    """Rename a finished checkpoint to its final name, and delete those that are too old.
+
+    Only complete checkpoints are deleted that have ``keep`` newer complete ones, up to this step.
+    """
     folder = path.parent
     _sync(draft)
     if os.path.lexists(path):
         path.rename(find_free_name(folder, f"{path.name}.replaced"))
     draft.rename(path)
     _sync(folder)
-    _delete_old(folder, step=_step_of(path), keep=keep)
+    older = [each for each in _list_checkpoints(folder) if _step_of(each) <= _step_of(path)]
+    for each in [each for each in older if _is_complete(each)][:-keep]:
+        shutil.rmtree(each)
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
@@ -162,16 +155,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def read_checkpoint_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint, the same on every rank. Collective.
-
-    Raises:
-        ValueError: the manifest is damaged.
-    """
-    return on_rank_zero(lambda: _read_manifest(path))
-
-
-def load_checkpoint(path: Path, state: State) -> int:
+def load_checkpoint(path: Path, state: dict[str, object]) -> int:
     """Read a checkpoint into ``state``, in place, and return its step. Collective.
 
     Args:
@@ -182,11 +166,10 @@ def load_checkpoint(path: Path, state: State) -> int:
         ValueError: the checkpoint is damaged, or lacks entries or shapes of the state.
         RuntimeError: reading failed on some rank.
     """
-    manifest = read_checkpoint_manifest(path)
-    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-    with _quiet_without_group():
+    manifest = on_rank_zero(lambda: _read_manifest(path))
+    with _quiet():
         try:
-            load(state, storage_reader=SafeReader(path, file_sizes=sizes))
+            load(state, storage_reader=SafeReader(path, manifest.files))
         except CheckpointException as error:
             if _is_misfit(error):
                 raise ValueError(
@@ -227,21 +210,15 @@ def _find_write_error(folder: Path) -> str:
 def _find_defect(path: Path) -> str | None:
     """Return the defect of a checkpoint, the same on every rank, or None. Collective."""
 
-    def read() -> Manifest | str:
-        try:
-            manifest = _read_manifest(path)
-            sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-            for name, record in manifest.files.items():
-                if defect := find_size_defect(path, name, record):
-                    return defect
-            read_metadata(path, file_sizes=sizes)
-        except ValueError as error:
-            return str(error)
+    def read() -> Manifest:
+        manifest = _read_complete(path)
+        read_metadata(path, manifest.files)
         return manifest
 
-    manifest = on_rank_zero(read)
-    if isinstance(manifest, str):
-        return manifest
+    try:
+        manifest = on_rank_zero(read)
+    except ValueError as error:
+        return str(error)
     _, num_ranks = rank_and_size(default_group())
     largest_first = sorted(manifest.files.items(), key=lambda item: -item[1].num_bytes)
 
@@ -249,8 +226,16 @@ def _find_defect(path: Path) -> str | None:
         found = (find_file_defect(path, *item) for item in largest_first[rank::num_ranks])
         return [defect for defect in found if defect is not None]
 
-    defects = [defect for share in on_all_ranks(compare) for defect in share]
-    return min(defects, default=None)
+    return min((defect for share in on_all_ranks(compare) for defect in share), default=None)
+
+
+def _read_complete(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint after a check of the type and size of each file."""
+    manifest = _read_manifest(path)
+    for name, record in manifest.files.items():
+        if defect := find_size_defect(path, name, record):
+            raise ValueError(defect)
+    return manifest
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -261,10 +246,8 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(paths, key=_step_of)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_step_of)
 
 
 def _step_of(path: Path) -> int:
@@ -273,29 +256,20 @@ def _step_of(path: Path) -> int:
 
 def _checksum_own_files(folder: Path, rank: int) -> dict[str, str]:
     """Return the checksums of the files that a rank has written, by name."""
-    names = [entry.name for entry in folder.iterdir()]
-    return {name: compute_checksum(folder / name) for name in names if _writer_of(name) == rank}
+    checksums: dict[str, str] = {}
+    for path in folder.iterdir():
+        shard = _SHARD_NAME.fullmatch(path.name)
+        if (int(shard[1]) if shard else 0) == rank:
+            checksums[path.name] = compute_checksum(path)
+    return checksums
 
 
-def _writer_of(name: str) -> int:
-    match = _SHARD_NAME.fullmatch(name)
-    return int(match[1]) if match else 0
-
-
-def _delete_old(folder: Path, *, step: int, keep: int) -> None:
-    """Delete complete checkpoints, up to ``step``, that have ``keep`` newer complete ones."""
-    older = [path for path in _list_checkpoints(folder) if _step_of(path) <= step]
-    complete = [path for path in older if not path.is_symlink() and _has_all_files(path)]
-    for path in complete[:-keep]:
-        shutil.rmtree(path)
-
-
-def _has_all_files(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
-        files = _read_manifest(path).files
+        _read_complete(path)
     except ValueError:
         return False
-    return all(find_size_defect(path, name, record) is None for name, record in files.items())
+    return not path.is_symlink()
 
 
 def _check_tensors(state: Mapping[str, object], *, prefix: str) -> None:
@@ -326,9 +300,8 @@ def _cause(error: CheckpointException) -> str:
 
 
 @contextmanager
-def _quiet_without_group() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Ignore DCP's warning about a single process without a process group."""
     with warnings.catch_warnings():
-        if not dist.is_initialized():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
         yield

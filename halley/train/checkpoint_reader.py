@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.experts import GroupedExperts
+from halley.moe.layer import GroupedExperts
+from halley.train.manifest import FileRecord
 
 
 def checkpoint_tensors(
@@ -36,49 +37,29 @@ def checkpoint_tensors(
     *,
     groups: ParallelGroups,
 ) -> dict[str, object]:
-    """Return parameters, or tensors of their shapes, in the layout that checkpoints have.
+    """Return parameters, or tensors of their shapes, by name in the layout that checkpoints have.
 
     Dense tensors are plain tensors. Stacked expert weights are DTensors sharded over the
     expert-parallel group, or ``ExpertShards`` where experts have a placement. So a checkpoint does
     not depend on the number of ranks.
-
-    Args:
-        tensors: by parameter name.
-        experts: the result of ``grouped_experts``.
     """
-    views = checkpoint_views(tensors, experts)
-    result: dict[str, object] = {**views}
-    mesh = groups.expert_mesh
-    if mesh is None:
-        return result
-    for name, module in experts.items():
-        view = views[name]
-        if not module.is_plain:
-            result[name] = ExpertShards(view, module.expert_ids, module.placement.num_experts)
+    stored: dict[str, object] = {}
+    for name, tensor in tensors.items():
+        module, own_name = experts.get(name), name.rpartition(".")[2]
+        if module is None:
+            stored[name] = tensor.detach()
             continue
-        layout: list[Placement] = [Replicate(), Shard(0)]
-        if groups.tp_size > 1:
-            inner = module.sharded_dims[name.rpartition(".")[2]]
-            layout.append(Shard(view.ndim + inner.dim))
-        result[name] = DTensor.from_local(view, mesh, layout)
-    return result
-
-
-def checkpoint_views(
-    tensors: Mapping[str, torch.Tensor], experts: Mapping[str, GroupedExperts]
-) -> dict[str, torch.Tensor]:
-    """Return views of parameters, or of tensors of their shapes, in the shapes of checkpoints.
-
-    Args:
-        tensors: by parameter name.
-        experts: the result of ``grouped_experts``.
-    """
-    return {
-        name: experts[name].checkpoint_view(name.rpartition(".")[2], tensor.detach())
-        if name in experts
-        else tensor.detach()
-        for name, tensor in tensors.items()
-    }
+        view = module.checkpoint_view(own_name, tensor.detach())
+        if groups.expert_mesh is None:
+            stored[name] = view
+        elif module.is_plain:
+            layout: list[Placement] = [Replicate(), Shard(0)]
+            if groups.tp_size > 1:
+                layout.append(Shard(view.ndim + module.sharded_dims[own_name].dim))
+            stored[name] = DTensor.from_local(view, groups.expert_mesh, layout)
+        else:
+            stored[name] = ExpertShards(view, module.expert_ids, module.placement.num_experts)
+    return stored
 
 
 @final
@@ -98,22 +79,15 @@ class ExpertShards(torch.Tensor):
     def __new__(
         cls, own_LX: torch.Tensor, expert_ids: Sequence[int], num_experts: int
     ) -> "ExpertShards":
-        """Wrap the expert tensors of this rank.
-
-        Args:
-            own_LX: ``(L, ...)``; loading a checkpoint writes into it.
-            expert_ids: expert id of each row.
-            num_experts: experts of all ranks, E.
-        """
-        size = torch.Size([num_experts, *own_LX.shape[1:]])
+        """Wrap the tensors of this rank, ``(L, ...)``; loading a checkpoint writes into them."""
+        inner = own_LX.shape[1:]
         shards: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls, size, dtype=own_LX.dtype, device=own_LX.device
+            cls, torch.Size([num_experts, *inner]), dtype=own_LX.dtype, device=own_LX.device
         )
-        inner = [0] * (own_LX.ndim - 1)
         shards._own_LX = own_LX
         shards._chunks = [
             ChunkStorageMetadata(
-                offsets=torch.Size([expert, *inner]), sizes=torch.Size([1, *own_LX.shape[1:]])
+                offsets=torch.Size([expert, *(0 for _ in inner)]), sizes=torch.Size([1, *inner])
             )
             for expert in expert_ids
         ]
@@ -148,35 +122,27 @@ class ExpertShards(torch.Tensor):
 METADATA_FILE = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
+# The class names that DCP writes, by module.
 _RECORDS = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
     # The folder of the checkpoint; the module of its class differs between Python versions.
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
 }
 
 
-def read_metadata(folder: Path, *, file_sizes: Mapping[str, int]) -> Metadata:
-    """Read the metadata of a checkpoint whose entries are all tensors.
-
-    Args:
-        folder: the checkpoint.
-        file_sizes: bytes of each file of the checkpoint; entries must lie inside these files.
+def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
+    """Read the metadata of a checkpoint whose entries are all tensors inside its ``files``.
 
     Raises:
         ValueError: the file is missing or is not what DCP writes, names a class that DCP does not
@@ -189,7 +155,7 @@ def read_metadata(folder: Path, *, file_sizes: Mapping[str, int]) -> Metadata:
             if size > _MAX_METADATA_BYTES:
                 raise ValueError(f"it has {size} bytes, more than {_MAX_METADATA_BYTES}")
             root = _RecordUnpickler(file).load()
-        return _build_metadata(root, file_sizes)
+        return _build_metadata(root, files)
     except _ForbiddenClassError:
         raise
     except OSError as error:
@@ -203,9 +169,9 @@ def read_metadata(folder: Path, *, file_sizes: Mapping[str, int]) -> Metadata:
 class SafeReader(FileSystemReader):
     """Reads the tensors of a checkpoint with metadata that ``read_metadata`` has checked."""
 
-    def __init__(self, folder: Path, *, file_sizes: Mapping[str, int]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
         super().__init__(folder)
-        self._metadata = read_metadata(folder, file_sizes=file_sizes)
+        self._metadata = read_metadata(folder, files)
 
     # DCP looks for per-rank metadata only if this method has the base class's keyword arguments.
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -225,11 +191,6 @@ class _Record:
     def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def fields(self) -> dict[str, Any]:
-        if not isinstance(self.state, dict):
-            raise ValueError(f"{type(self).__name__} has no fields")
-        return cast(dict[str, Any], self.state)
-
 
 class _RecordUnpickler(pickle.Unpickler):
     """Unpickles DCP's classes as records, keeps torch's dtypes and sizes, and refuses other names.
@@ -243,40 +204,26 @@ class _RecordUnpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type[_Record]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        key = (module_name, global_name)
-        if key == ("torch", "Size"):
-            return _make_size
+        if (module_name, global_name) == ("torch", "Size"):
+            return _size
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
-        if key not in _RECORDS:
+        if global_name not in _RECORDS.get(module_name, ()):
             raise _ForbiddenClassError(
                 f"{METADATA_FILE} names {module_name}.{global_name}, which no checkpoint holds: "
                 "the file does not come from Halley and was not read"
             )
-        return self._classes.setdefault(key, type(global_name, (_Record,), {}))
+        record = type(global_name, (_Record,), {})
+        return self._classes.setdefault((module_name, global_name), record)
 
 
-def _make_size(values: object) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list):
-        raise ValueError("a size is not a list of integers")
-    sizes = cast(list[object], list(values))
-    if not all(type(value) is int and 0 <= value < 1 << 62 for value in sizes):
-        raise ValueError("a size is not a list of integers")
-    return tuple(cast(list[int], sizes))
-
-
-def _build_metadata(root: object, file_sizes: Mapping[str, int]) -> Metadata:
+def _build_metadata(root: object, files: Mapping[str, FileRecord]) -> Metadata:
     fields = _fields(root, "Metadata")
-    tensors = {
-        _string(name): _build_tensor(name, entry)
-        for name, entry in _table(fields.get("state_dict_metadata")).items()
-    }
-    storage: dict[MetadataIndex, StorageInfo] = {}
-    for index, info in _table(fields.get("storage_data")).items():
-        storage[_build_index(index)] = _build_storage(info, file_sizes)
+    tensors = _table(fields.get("state_dict_metadata"))
+    storage = _table(fields.get("storage_data"))
     return Metadata(
-        state_dict_metadata=dict(tensors),
-        storage_data=storage,
+        state_dict_metadata={_string(name): _build_tensor(name, tensors[name]) for name in tensors},
+        storage_data={_build_index(each): _build_storage(storage[each], files) for each in storage},
         storage_meta=StorageMeta(),
         version=fields.get("version") and _string(fields["version"]),
     )
@@ -288,14 +235,14 @@ def _build_tensor(name: object, entry: object) -> TensorStorageMetadata:
     state = properties.state if type(properties).__name__ == "TensorProperties" else None
     if not (isinstance(state, tuple) and state and isinstance(state[0], torch.dtype)):
         raise ValueError(f"entry {name} has no dtype")
-    chunks: list[ChunkStorageMetadata] = []
-    for chunk in fields["chunks"]:
-        parts = _fields(chunk, "ChunkStorageMetadata")
-        chunks.append(
-            ChunkStorageMetadata(offsets=_size(parts["offsets"]), sizes=_size(parts["sizes"]))
-        )
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=state[0]), size=_size(fields["size"]), chunks=chunks
+        properties=TensorProperties(dtype=state[0]),
+        size=_size(fields["size"]),
+        chunks=[
+            ChunkStorageMetadata(offsets=_size(chunk["offsets"]), sizes=_size(chunk["sizes"]))
+            for chunk in chunks
+        ],
     )
 
 
@@ -309,14 +256,14 @@ def _build_index(index: object) -> MetadataIndex:
     )
 
 
-def _build_storage(info: object, file_sizes: Mapping[str, int]) -> StorageInfo:
+def _build_storage(info: object, files: Mapping[str, FileRecord]) -> StorageInfo:
     fields = _fields(info, "_StorageInfo")
     name, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
-    if not isinstance(name, str) or name not in file_sizes:
+    if not isinstance(name, str) or name not in files:
         raise ValueError(f"an entry is in the file {name!r}, which the manifest does not list")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise ValueError(f"an entry of {name} has no valid offset")
-    if offset + length > file_sizes[name]:
+    if offset + length > files[name].num_bytes:
         raise ValueError(f"an entry lies beyond the end of {name}")
     if fields.get("transform_descriptors"):
         raise ValueError(f"an entry of {name} needs a transformation, which is not supported")
@@ -326,13 +273,15 @@ def _build_storage(info: object, file_sizes: Mapping[str, int]) -> StorageInfo:
 def _fields(record: object, kind: str, *, what: str = "an entry") -> dict[str, Any]:
     if not isinstance(record, _Record) or type(record).__name__ != kind:
         raise ValueError(f"{what} is not of the type {kind}")
-    return record.fields()
+    if not isinstance(record.state, dict):
+        raise ValueError(f"{kind} has no fields")
+    return cast(dict[str, Any], record.state)
 
 
-def _table(value: object) -> dict[object, object]:
+def _table(value: object) -> dict[Any, object]:
     if not isinstance(value, dict):
         raise ValueError("a table of entries is missing")
-    return cast(dict[object, object], value)
+    return cast(dict[Any, object], value)
 
 
 def _string(value: object) -> str:
@@ -341,5 +290,9 @@ def _string(value: object) -> str:
     return value
 
 
-def _size(value: object) -> torch.Size:
-    return torch.Size(_make_size(value))
+def _size(values: object) -> torch.Size:
+    if isinstance(values, tuple | list):
+        numbers = cast(list[object], list(values))
+        if all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+            return torch.Size(cast(list[int], numbers))
+    raise ValueError("a size is not a list of integers")

@@ -26,16 +26,13 @@ STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
 class StepProfile:
     """The time of each part of a training step with one strategy.
 
-    Attributes:
-        parts_us: time by part: the median over steps of the mean over ranks. The time of a part
-            excludes nested parts. ``STEP`` is the whole step and ``OTHER`` the time outside of all
-            parts. ``EXPOSED`` is the time of all waits for communication (the parts "*.wait");
-            missing if the layers do not record their waits.
-        spans: of one traced step on all ranks.
+    A time excludes nested parts. It is the median over steps of the mean over ranks. ``STEP`` is
+    the whole step and ``OTHER`` the time outside of all parts. ``EXPOSED`` is the time of all waits
+    (the parts "*.wait"); missing if the layers do not record these.
     """
 
     parts_us: dict[str, float]
-    spans: list[Span]
+    spans: list[Span]  # of one traced step on all ranks
 
 
 def compare_strategies(
@@ -44,27 +41,23 @@ def compare_strategies(
     world: World,
     *,
     num_steps: int,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None],
 ) -> dict[str, StepProfile]:
-    """Profile training steps with each strategy; a collective of all ranks.
+    """Profile ``num_steps`` timed training steps of each strategy. Collective.
 
     Each strategy has its own model in memory, so that their steps can alternate.
 
     Args:
         config: the run; its own strategy is ignored.
         strategies: names of strategies.
-        world: the ranks.
-        num_steps: timed steps of each strategy.
         on_progress: called with the steps done and the total.
 
     Raises:
-        ValueError: ``num_steps`` is too small, or a strategy is unknown.
+        ValueError: a strategy is unknown.
     """
-    if num_steps < 1:
-        raise ValueError(f"steps ({num_steps}) must be at least 1")
     if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
         # torch's optimizers import Triton; the interpreter must be installed before that.
-        import halley.interpreter.switch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
     runs = {
         name: build_run(dataclasses.replace(config, strategy=name), world) for name in strategies
     }
@@ -75,8 +68,7 @@ def compare_strategies(
             parts_us = _measure_step(run, step)
             if step >= _NUM_WARMUP:
                 samples[name].append(parts_us)
-            if on_progress is not None:
-                on_progress(step * len(runs) + index + 1, total)
+            on_progress(step * len(runs) + index + 1, total)
     return {
         name: StepProfile(parts_us=_summarise(samples[name], world), spans=_trace(run, num_steps))
         for name, run in runs.items()
@@ -92,9 +84,10 @@ def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
     whole = next(span for span in spans if span.name == STEP)
     parts_us = time_by_part(spans)
     parts_us[OTHER] = parts_us.pop(STEP)
-    waits_us = waited_us(spans)
-    parts_us |= {} if waits_us is None else {EXPOSED: waits_us}
-    return parts_us | {STEP: whole.duration_us}
+    parts_us[STEP] = whole.duration_us
+    if (waits_us := waited_us(spans)) is not None:
+        parts_us[EXPOSED] = waits_us
+    return parts_us
 
 
 def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:

@@ -13,10 +13,30 @@ from typing import final
 import numpy as np
 import torch
 
+from halley.core.config import RunConfig, TrainConfig
+
 
 VOCAB_SIZE = 256
 
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+
+
+def check_vocabulary(config: RunConfig) -> None:
+    """Raise ``ValueError`` unless the model's vocabulary has every byte."""
+    if config.model.vocab_size < VOCAB_SIZE:
+        raise ValueError(
+            f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
+        )
+
+
+def open_corpus(config: RunConfig) -> "Corpus":
+    """Open the training text of a run.
+
+    Raises:
+        ValueError: it is missing, or too short for one sequence.
+    """
+    path = None if config.data.path is None else Path(config.data.path)
+    return Corpus(find_text_files(path), window=config.data.seq_len + 1)  # each token has a next
 
 
 def find_text_files(path: Path | None) -> list[Path]:
@@ -30,9 +50,8 @@ def find_text_files(path: Path | None) -> list[Path]:
         ValueError: there is no text at ``path``, or it cannot be read.
     """
     if path is None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in _walk(folder, left_out=_NOT_TEXT) if file.suffix == ".py"]
-        path = folder
+        path = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in _walk(path, left_out=_NOT_TEXT) if file.suffix == ".py"]
     else:
         files = _find_files(path)
     for file in files:
@@ -71,24 +90,16 @@ def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
 class Corpus:
     """Files concatenated with one zero byte between two, read one window at a time.
 
-    It holds no text in memory and no open files: each read opens the files that it needs.
+    Windows do not overlap and may span files. Each read opens the files that it needs; no text
+    stays in memory.
     """
 
     def __init__(self, files: Sequence[Path], *, window: int) -> None:
-        """Read the sizes of the files.
-
-        Args:
-            files: files in order.
-            window: bytes of one window; windows do not overlap and may span files.
-
-        Raises:
-            ValueError: the files hold less than one window.
-        """
-        self.window = window
+        """Read the sizes of the files; ValueError if they hold less than ``window`` bytes."""
+        self._window = window
         self._files = list(files)
         self._sizes = [file.stat().st_size for file in self._files]
-        ends = accumulate(size + 1 for size in self._sizes)
-        self._starts = [0, *ends]
+        self._starts = [0, *accumulate(size + 1 for size in self._sizes)]
         num_bytes = self._starts[-1] - 1
         if num_bytes < window:
             raise ValueError(
@@ -98,14 +109,10 @@ class Corpus:
         self.num_windows = num_bytes // window
 
     def read_window(self, index: int) -> np.ndarray:
-        """Return window ``index``, uint8 (window,), a new array.
-
-        Raises:
-            RuntimeError: a file has become shorter since the corpus was created.
-        """
+        """Return a window, uint8 (window,); RuntimeError if a file has become shorter."""
         assert 0 <= index < self.num_windows
-        out = np.zeros(self.window, dtype=np.uint8)
-        begin, end = index * self.window, (index + 1) * self.window
+        out = np.zeros(self._window, dtype=np.uint8)
+        begin, end = index * self._window, (index + 1) * self._window
         first = bisect.bisect_right(self._starts, begin) - 1
         last = bisect.bisect_left(self._starts, end)
         for file, start, size in zip(
@@ -130,88 +137,37 @@ class BatchLoader:
     microbatch m of a single rank is the batch of rank m of several ranks.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        seq_len: int,
-        batch_size: int,
-        num_microbatches: int,
-        rank: int,
-        num_ranks: int,
-        seed: int,
-    ) -> None:
-        """Create the loader of one rank.
-
-        Args:
-            corpus: its window is ``seq_len + 1`` bytes, so that each token has a next one.
-            seq_len: tokens of a sequence.
-            batch_size: sequences of one microbatch of one rank.
-            num_microbatches: microbatches of a step.
-            rank: this rank.
-            num_ranks: ranks that read different data.
-            seed: seed of the shuffle, at least 0.
-
-        Raises:
-            ValueError: a size does not fit.
-        """
-        if corpus.window != seq_len + 1:
-            raise ValueError(
-                f"window ({corpus.window}) of the corpus must be seq_len + 1 ({seq_len + 1})"
-            )
-        for name, size in [("batch_size", batch_size), ("num_microbatches", num_microbatches)]:
-            if size < 1:
-                raise ValueError(f"{name} ({size}) must be at least 1")
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank ({rank}) must be in [0, num_ranks), num_ranks is {num_ranks}")
-        if seed < 0:
-            raise ValueError(f"seed ({seed}) must be at least 0")
-        self._corpus = corpus
-        self._batch_size = batch_size
-        self._num_microbatches = num_microbatches
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._seed = seed
+    def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
+        """Create the loader of one rank; ``config`` has the batch sizes and the shuffle's seed."""
+        self._corpus, self._config = corpus, config
+        self._rank, self._num_ranks = rank, num_ranks
         self._num_more = 0  # windows read before, in excess of steps of this size
 
     def resume(self, step: int, *, num_read: int) -> None:
-        """Continue at ``step`` after earlier steps, possibly of other batch sizes.
-
-        Args:
-            step: the next step, from 0.
-            num_read: result of ``num_read`` for this step in the earlier run.
-        """
+        """Continue at ``step`` after steps of other batch sizes, which read ``num_read``."""
         self._num_more += num_read - self.num_read(step)
 
     def num_read(self, step: int) -> int:
         """Return how many windows all ranks have read before ``step``."""
-        num_batches = step * self._num_microbatches * self._num_ranks
-        return self._num_more + num_batches * self._batch_size
+        num_batches = step * self._config.num_microbatches * self._num_ranks
+        return self._num_more + num_batches * self._config.batch_size
 
     def batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens and the targets of one microbatch of this rank.
 
-        Args:
-            step: the step, from 0 over the whole training.
-            microbatch: in ``[0, num_microbatches)``.
-
-        Returns:
-            Tokens, and targets shifted by one position; both int64 (batch_size, seq_len), on the
-            CPU.
+        Targets are shifted by one position. Both are int64 (batch_size, seq_len), on the CPU.
         """
-        assert 0 <= microbatch < self._num_microbatches
-        index = microbatch * self._num_ranks + self._rank
-        first = self.num_read(step) + index * self._batch_size
-        windows = np.stack(
-            [self._corpus.read_window(self._window_of(first + i)) for i in range(self._batch_size)]
-        )
-        text = torch.from_numpy(windows).long()
+        batch_size = self._config.batch_size
+        first = (microbatch * self._num_ranks + self._rank) * batch_size + self.num_read(step)
+        windows = [self._read_sample(first + index) for index in range(batch_size)]
+        text = torch.from_numpy(np.stack(windows)).long()
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
-    def _window_of(self, sample: int) -> int:
+    def _read_sample(self, sample: int) -> np.ndarray:
         num_windows = self._corpus.num_windows
         epoch, index = divmod(sample, num_windows)
-        return int(_shuffle(num_windows, seed=self._seed, epoch=epoch)[index])
+        order = _shuffle(num_windows, seed=self._config.seed, epoch=epoch)
+        return self._corpus.read_window(int(order[index]))
 
 
 @lru_cache(maxsize=2)  # a batch may span two epochs

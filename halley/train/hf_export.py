@@ -12,16 +12,15 @@ from typing import cast
 import torch
 
 from halley.core.config import ModelConfig, RunConfig
-from halley.core.field_types import build
-from halley.core.json_file import read_json
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
+from halley.core.validation import build, read_json
 from halley.distributed.mesh import ParallelGroups
-from halley.moe.experts import grouped_experts
+from halley.moe.layer import grouped_experts
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint
-from halley.train.checkpoint_reader import checkpoint_views
+from halley.train.checkpoint_reader import checkpoint_tensors
 from halley.train.trainer import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 
@@ -34,19 +33,17 @@ ARCHITECTURES = {
 MAX_SHARD_BYTES = 4 * 2**30
 _MAX_CONFIG_BYTES = 1 << 20
 
-_MIXTRAL_NAMES = {"gate_proj.": "w1.", "up_proj.": "w3.", "down_proj.": "w2."}
+_MIXTRAL_NAMES = {
+    ".mlp.": ".block_sparse_moe.",
+    "gate_proj.": "w1.",
+    "up_proj.": "w3.",
+    "down_proj.": "w2.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """The result of an export.
-
-    Attributes:
-        step: step of the checkpoint.
-        family: Hugging Face's name of the architecture.
-        num_bytes: bytes of all tensors.
-        files: file names in the output folder.
-    """
+    """Step of the checkpoint, family by Hugging Face's name, bytes of all tensors, file names."""
 
     step: int
     family: str
@@ -93,15 +90,15 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     step = 0
     for number, names in enumerate(shards, start=1):
         state = {name: torch.empty(shapes[name]) for name in names}
-        step = load_checkpoint(checkpoint, {"parameters": checkpoint_views(state, experts)})
+        stored = checkpoint_tensors(state, experts, groups=ParallelGroups())
+        step = load_checkpoint(checkpoint, {"parameters": stored})
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            stored = hf_tensors(name, state.pop(name), family=config.model.hf_family)
+            matrices = hf_tensors(name, state.pop(name), family=config.model.hf_family)
             # Copied, because safetensors refuses views that share memory.
-            tensors |= {key: value.to(dtype, copy=True) for key, value in stored.items()}
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors |= {key: value.to(dtype, copy=True) for key, value in matrices.items()}
+        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"model{part}.safetensors"
         save_file(tensors, output / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
 
@@ -116,11 +113,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
 
 
 def read_run_config(folder: Path) -> RunConfig:
-    """Return the configuration in the output folder of a run.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
+    """Return the configuration in the output folder of a run; ValueError if it is damaged."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
@@ -138,8 +131,7 @@ def check_family(config: ModelConfig) -> None:
     Raises:
         ValueError: none has; names the differing parts.
     """
-    family = config.hf_family
-    if family:
+    if family := config.hf_family:
         if found := differences(config, family):
             raise ValueError(
                 f"model.hf_family ({family}) must have the model's equations: {'; '.join(found)}"
@@ -172,11 +164,10 @@ def differences(config: ModelConfig, family: str) -> list[str]:
         parts.append(("number of dense layers", num_dense, 0))
     if family in ("qwen2_moe", "olmoe"):
         parts.append(("head_dim", config.head_dim, config.hidden_size // config.num_heads))
+    wanted: object = 0
     if qwen2:
         parts.append(("moe.shared_gate", moe.shared_gate, True))
         wanted = moe.shared_intermediate_size or "at least 1"
-    else:
-        wanted = 0
     parts.append(("moe.shared_intermediate_size", moe.shared_intermediate_size, wanted))
     return [f"{name} is {has!r}, not {wants!r}" for name, has, wants in parts if has != wants]
 
@@ -184,10 +175,7 @@ def differences(config: ModelConfig, family: str) -> list[str]:
 def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, torch.Tensor]:
     """Return a parameter of ``MoETransformer`` under its names on disk, as views.
 
-    Args:
-        name: name of the parameter in ``MoETransformer``.
-        tensor: its value; a stack of experts gives one or two matrices per expert.
-        family: a key of ``ARCHITECTURES``.
+    A stack of experts gives one or two matrices per expert.
     """
     if not name.startswith("lm_head."):
         name = f"model.{name}"
@@ -197,14 +185,13 @@ def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, tor
     if not experts:
         tensors[name] = tensor
     for index in range(tensor.shape[0] if experts else 0):
-        place = f"{head}{experts}{index}"
+        matrices = {part: tensor[index]}
         if part == "gate_up_proj":
-            gate, up = tensor[index].chunk(2)
-            tensors |= {f"{place}.gate_proj.weight": gate, f"{place}.up_proj.weight": up}
-        else:
-            tensors[f"{place}.{part}.weight"] = tensor[index]
-    if family == "mixtral":
-        return {_mixtral_name(key): value for key, value in tensors.items()}
+            matrices = dict(zip(("gate_proj", "up_proj"), tensor[index].chunk(2), strict=True))
+        for matrix, value in matrices.items():
+            tensors[f"{head}{experts}{index}.{matrix}.weight"] = value
+    for ours, theirs in (_MIXTRAL_NAMES if family == "mixtral" else {}).items():
+        tensors = {key.replace(ours, theirs): value for key, value in tensors.items()}
     return tensors
 
 
@@ -259,23 +246,14 @@ def hf_config(config: RunConfig) -> dict[str, object]:
     return table
 
 
-def _mixtral_name(name: str) -> str:
-    name = name.replace(".mlp.", ".block_sparse_moe.")
-    if ".experts." in name:
-        for ours, theirs in _MIXTRAL_NAMES.items():
-            name = name.replace(ours, theirs)
-    return name
-
-
 def _model_without_values(config: ModelConfig) -> MoETransformer:
-    meta = torch.device("meta")
-    recorder = Recorder(torch.device("cpu"), enabled=False)
+    recorder = Recorder("cpu", enabled=False)
     return MoETransformer(
         config,
-        strategy=build_strategy("sequential", None, recorder=recorder, device=torch.device("cpu")),
+        strategy=build_strategy("sequential", None, recorder=recorder, device="cpu"),
         groups=ParallelGroups(),
         recorder=recorder,
-        device=meta,
+        device="meta",
     )
 
 

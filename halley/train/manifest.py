@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import xxhash
 
-from halley.core.json_file import read_json
+from halley.core.validation import read_json
 
 
 MANIFEST_FILE = "manifest.json"
@@ -21,19 +21,12 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _SEGMENT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _NUM_THREADS = 8
-# A name without a path separator.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """The entry of one file in the manifest.
-
-    Attributes:
-        num_bytes: its size.
-        checksum: result of ``compute_checksum``; None in checkpoints of version 0.1, which have
-            none.
-    """
+    """Size of one file, and its checksum; None in checkpoints of version 0.1, which have none."""
 
     num_bytes: int
     checksum: str | None
@@ -41,13 +34,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a manifest.
-
-    Attributes:
-        step: training steps done.
-        notes: further values of the run, of types that JSON has.
-        files: files of the checkpoint by name, without the manifest.
-    """
+    """Training steps done, further JSON values of the run, and all other files by name."""
 
     step: int
     notes: dict[str, Any]
@@ -57,11 +44,7 @@ class Manifest:
 def write_manifest(
     folder: Path, *, step: int, notes: Mapping[str, object], checksums: Mapping[str, str]
 ) -> None:
-    """Write the manifest of a folder and flush it to the disk.
-
-    Args:
-        checksums: results of ``compute_checksum`` for every file in the folder.
-    """
+    """Write the manifest of a folder, given the checksum of each file, and flush it to the disk."""
     files = {
         name: {"num_bytes": (folder / name).stat().st_size, "xxh3_128": checksum}
         for name, checksum in sorted(checksums.items())

@@ -13,30 +13,21 @@ from torch import nn
 
 from halley.core.config import OptimizerConfig
 from halley.distributed.mesh import BUCKET_BYTES, ParallelGroups, global_norm
-from halley.moe.experts import grouped_experts
+from halley.moe.layer import grouped_experts
 from halley.ops.gradient_hook import set_gradient_hook
 from halley.train.checkpoint_reader import checkpoint_tensors
 
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """Gradients of several parameters in one flat buffer, which one all-reduce sums.
+    """Gradients of several parameters in one flat buffer, which one all-reduce sums."""
 
-    Attributes:
-        group: the ranks of the sum; None if only this rank has the parameters.
-        offsets: start of each parameter's gradient in the buffer.
-        numel: elements of the buffer.
-        buffer: float32; None until the first gradient of a step.
-        missing: parameters without a gradient yet in this backward pass.
-        sum: the running all-reduce.
-    """
-
-    group: dist.ProcessGroup | None
-    offsets: dict[str, int] = field(default_factory=dict)
+    group: dist.ProcessGroup | None  # the ranks of the sum; None for this rank alone
+    offsets: dict[str, int] = field(default_factory=dict)  # of each parameter in the buffer
     numel: int = 0
-    buffer: torch.Tensor | None = None
-    missing: set[str] = field(default_factory=set)
-    sum: dist.Work | None = None
+    buffer: torch.Tensor | None = None  # float32; None until the first gradient of a step
+    missing: set[str] = field(default_factory=set)  # without a gradient in this backward pass
+    sum: dist.Work | None = None  # the running all-reduce
 
 
 @final
@@ -46,11 +37,7 @@ class GradientBuckets:
     A gradient is added to its bucket as soon as autograd, or a compiled backward graph, produces
     it. Its own memory is then free. In the last backward pass of a step, the all-reduce of a bucket
     starts when the bucket is full, while backward continues. All ranks start the buckets in the
-    same order.
-
-    Args:
-        parameters: parameters by name, in order of forward. Each must get a gradient in each step.
-        experts: names of the parameters that differ between ranks of the expert-parallel group.
+    same order. Parameters are in order of forward, and each must get a gradient in each step.
     """
 
     def __init__(
@@ -74,9 +61,7 @@ class GradientBuckets:
     def collecting(self, *, last: bool) -> Generator[None]:
         """Collect all gradients of the backward pass inside ``with``.
 
-        Args:
-            last: whether it is the last backward pass of the step, in which the all-reduces start.
-                It is then a collective.
+        In the ``last`` pass of a step the all-reduces start. It is then a collective.
         """
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -145,8 +130,7 @@ class GradientBuckets:
         Gradients of shared experts come on another stream. The main stream owns the buffers and
         starts the all-reduces.
         """
-        stream = None if self._stream is None else torch.cuda.current_stream(device)
-        if stream is None or self._stream is None or stream == self._stream:
+        if self._stream is None or (stream := torch.cuda.current_stream(device)) == self._stream:
             yield
             return
         stream.wait_stream(self._stream)
@@ -188,12 +172,7 @@ def _start_sum(bucket: _Bucket) -> None:
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then a cosine to ``final_fraction``.
-
-    Args:
-        step: the step, from 0.
-        num_steps: steps of the whole run.
-    """
+    """Return the rate of a step, from 0: linear warm-up, then a cosine to ``final_fraction``."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
@@ -206,10 +185,6 @@ class ModelOptimizer:
     """AdamW or SGD on float32 master weights.
 
     A float32 parameter is its own master weight. Weight decay applies to matrices only.
-
-    Args:
-        model: the model; all its parameters are trained.
-        groups: the process groups of the gradient sums.
     """
 
     def __init__(
@@ -226,17 +201,12 @@ class ModelOptimizer:
         }
         self.experts = grouped_experts(model)
         self.gradients = GradientBuckets(self.parameters, self.experts, groups=groups)
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
+        by_decay: dict[float, list[nn.Parameter]] = {}
         for name, master in self.masters.items():
             # Stacked expert biases have two dimensions but are vectors.
             is_vector = master.ndim < 2 or name.endswith("bias")
-            (vectors if is_vector else matrices).append(master)
-        decay = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        decay = [group for group in decay if group["params"]]
+            by_decay.setdefault(0.0 if is_vector else config.weight_decay, []).append(master)
+        decay = [{"params": each, "weight_decay": rate} for rate, each in by_decay.items()]
         if config.kind == "sgd":
             self.torch_optimizer = torch.optim.SGD(decay, lr=config.learning_rate)
         else:
@@ -252,10 +222,8 @@ class ModelOptimizer:
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
         """Run the backward pass of a microbatch and add its gradients, in float32, to those before.
 
-        Args:
-            loss: a scalar, this rank's share of the mean over all its microbatches.
-            last: whether it is the last backward pass of the step, which starts the sums over
-                ranks. It is then a collective.
+        ``loss`` is this rank's share of the mean over its microbatches. The ``last`` backward pass
+        of a step starts the sums over ranks. It is then a collective.
         """
         with self.gradients.collecting(last=last):
             loss.backward()
@@ -266,23 +234,27 @@ class ModelOptimizer:
         summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
-        self._align_replicas({name: summed[name] for name in self.experts})
+        # With more than two ranks, a ring all-reduce adds in an order that depends on the position
+        # in the buffer. So the sums of an expert's replicas may differ in their last bits.
+        if self.groups.num_ranks > 2 * self.groups.ep_size:
+            for module in dict.fromkeys(self.experts.values()):
+                if module.replicas is not None:
+                    own = [summed[name] for name in self.experts if self.experts[name] is module]
+                    for gradient, first in zip(own, module.replicas.take_first(own), strict=True):
+                        gradient.copy_(first)
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Turn summed gradients into means over ranks and clip them. Collective.
-
-        Returns:
-            The global norm of the means before clipping, a float32 scalar.
-        """
-        dense, expert = self._gradients()
-        once = (self.experts[name].without_replicas(gradient) for name, gradient in expert.items())
+        """Clip the means over ranks; return their norm before, a float32 scalar. Collective."""
+        gradients = self.gradients.wait_for_sums()  # those that ``sync`` has waited for
+        dense = [gradient for name, gradient in gradients.items() if name not in self.experts]
+        once = [self.experts[name].without_replicas(gradients[name]) for name in self.experts]
         norm = global_norm(dense, once, groups=self.groups) / self.groups.num_ranks
         scale = torch.ones_like(norm)
         if self.config.clip_norm:
             scale = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        gradients = [*dense, *expert.values()]
-        torch._foreach_mul_(gradients, scale / self.groups.num_ranks)  # pyright: ignore[reportPrivateImportUsage]
+        scale /= self.groups.num_ranks
+        torch._foreach_mul_(list(gradients.values()), scale)  # pyright: ignore[reportPrivateImportUsage]
         return norm
 
     @torch.no_grad()
@@ -303,17 +275,15 @@ class ModelOptimizer:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, object]:
-        """Return the tensors of a checkpoint; loading writes into them.
-
-        Experts are DTensors sharded over the expert-parallel group. So a checkpoint does not depend
-        on the size of that group, or on the number of ranks that share an expert.
-        """
-        state: dict[str, object] = {"parameters": self._checkpoint_tensors(self.masters)}
+        """Return ``checkpoint_tensors`` of masters and moments; loading writes into them."""
+        tensors: dict[str, Mapping[str, torch.Tensor]] = {"parameters": self.masters}
         if self.config.kind == "adamw":
             for key in ("exp_avg", "exp_avg_sq"):
-                moments = {name: self._moments(name)[key] for name in self.masters}
-                state[key] = self._checkpoint_tensors(moments)
-        return state
+                tensors[key] = {name: self._moments(name)[key] for name in self.masters}
+        return {
+            key: checkpoint_tensors(each, self.experts, groups=self.groups)
+            for key, each in tensors.items()
+        }
 
     def resume(self, step: int) -> None:
         """Continue after ``step`` steps, once a checkpoint has been loaded into ``state()``."""
@@ -321,33 +291,6 @@ class ModelOptimizer:
             for name in self.masters:
                 self._moments(name)["step"].fill_(step)
         self.publish()
-
-    def _gradients(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the gradients of dense parameters, and those of experts by name."""
-        dense: list[torch.Tensor] = []
-        expert: dict[str, torch.Tensor] = {}
-        for name, master in self.masters.items():
-            assert master.grad is not None, f"{name} has no gradient"
-            if name in self.experts:
-                expert[name] = master.grad
-            else:
-                dense.append(master.grad)
-        return dense, expert
-
-    def _align_replicas(self, expert: Mapping[str, torch.Tensor]) -> None:
-        """Make the gradients of all replicas of an expert bit-equal.
-
-        With more than two ranks, a ring all-reduce adds in an order that depends on the position in
-        the buffer, so the sums of replicas may differ in their last bits.
-        """
-        if self.groups.num_ranks <= 2 * self.groups.ep_size:
-            return
-        for module in dict.fromkeys(self.experts.values()):
-            if module.replicas is None:
-                continue
-            own = [g for name, g in expert.items() if self.experts[name] is module]
-            for gradient, aligned in zip(own, module.replicas.take_first(own), strict=True):
-                gradient.copy_(aligned)
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
         """Return AdamW's state of a parameter; before the first step, create it."""
@@ -359,6 +302,3 @@ class ModelOptimizer:
             moments["exp_avg"] = torch.zeros_like(master)
             moments["exp_avg_sq"] = torch.zeros_like(master)
         return moments
-
-    def _checkpoint_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-        return checkpoint_tensors(tensors, self.experts, groups=self.groups)

@@ -32,29 +32,16 @@ class Reporter:
         self._progress: Progress | None = None
         self._board = None
         if config.train.tensorboard:
-            try:  # on all ranks, so that all of them raise
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    "train.tensorboard (true) must have the package tensorboard: "
-                    "pip install '.[tensorboard]' in a checkout of Halley"
-                ) from error
+            from torch.utils.tensorboard import SummaryWriter  # on all ranks, so that all raise
+
             if metrics is not None:
                 self._board = SummaryWriter(
                     str(metrics.parent / TENSORBOARD_FOLDER), purge_step=first_step + 1
                 )
         self._metrics = None if metrics is None else metrics.open("a", encoding="ascii")
 
-    def say(self, text: str) -> None:
-        """Print one line."""
-        say(self._console, text)
-
     def report(self, metrics: Metrics) -> None:
-        """Show the metrics of one step and write them to the files.
-
-        Args:
-            metrics: metrics; ``step`` is the number of steps done.
-        """
+        """Show the metrics of one step and write them to the files; ``step`` counts from 1."""
         if self._metrics is None:
             return
         # JSON has no NaN and no infinity.
@@ -84,7 +71,7 @@ class Reporter:
             )
             self._progress.update(self._bar, completed=step, description=text)
         elif step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
-            self.say(f"step {step}/{self._config.train.num_steps}  {describe(metrics)}")
+            say(self._console, f"step {step}/{self._config.train.num_steps}  {describe(metrics)}")
 
     @contextmanager
     def running(self, first_step: int) -> Iterator[None]:
@@ -93,28 +80,24 @@ class Reporter:
             yield
             return
         try:
-            if self._console.is_terminal:
-                with self._make_bar() as bar:
-                    num_steps = self._config.train.num_steps
-                    self._bar = bar.add_task("", total=num_steps, completed=first_step)
-                    self._progress = bar
-                    yield
-            else:
+            if not self._console.is_terminal:
+                yield
+                return
+            columns = (
+                BarColumn(bar_width=12),
+                TextColumn("{task.completed}/{task.total}"),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
+            with Progress(*columns, console=self._console) as self._progress:
+                num_steps = self._config.train.num_steps
+                self._bar = self._progress.add_task("", total=num_steps, completed=first_step)
                 yield
         finally:
             self._progress = None
             self._metrics.close()
             if self._board is not None:
                 self._board.close()
-
-    def _make_bar(self) -> Progress:
-        return Progress(
-            BarColumn(bar_width=12),
-            TextColumn("{task.completed}/{task.total}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=self._console,
-        )
 
 
 def say(console: Console, text: str) -> None:
@@ -142,9 +125,10 @@ def drop_later_steps(path: Path, *, step: int) -> None:
     """
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_up_to(line, step=step)]
-    dropped = [line for line in lines if not _is_up_to(line, step=step)]
+    kept: list[bytes] = []
+    dropped: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        (kept if _is_up_to(line, step=step) else dropped).append(line)
     if not dropped:
         return
     with path.with_name(DISCARDED_FILE).open("ab") as file:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from halley.core.json_file import parse_json
+from halley.core.validation import parse_json
 
 
 LOCK_FILE = "run.lock"
@@ -30,11 +30,7 @@ _MAX_BYTES = 4096
 
 @contextmanager
 def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Hold the lock of a run's folder.
-
-    Args:
-        folder: exists and is writable.
-        patience_s: how long to wait for an owner that is about to end.
+    """Hold the lock of a run's folder; wait ``patience_s`` for an owner that is about to end.
 
     Raises:
         ValueError: another process holds the lock; names its host, process id and start.
@@ -47,7 +43,8 @@ def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]
     try:
         _lock(descriptor, path, patience_s=patience_s)
         _wait_for_other_host(descriptor, path)
-        _write(descriptor, {"host": _host(), "pid": os.getpid(), "started": _now()})
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        _write(descriptor, {"host": socket.gethostname(), "pid": os.getpid(), "started": started})
         ended = threading.Event()
         renewer = threading.Thread(
             target=_renew, args=(descriptor, ended), name="halley-lock", daemon=True
@@ -86,7 +83,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
     """Check that an owner on another host, whose name is in the file, has ended."""
     owner = _read(descriptor)
-    if not owner or owner.get("host") == _host():
+    if not owner or owner.get("host") == socket.gethostname():
         return
     renewed_ns = os.fstat(descriptor).st_mtime_ns
     deadline_s = time.monotonic() + _WATCH_S
@@ -104,9 +101,8 @@ def _renew(descriptor: int, ended: threading.Event) -> None:
 def _in_use(path: Path, owner: dict[str, Any]) -> ValueError:
     name = "another process"
     if owner:
-        name = "process {pid} on host {host}, started {started}".format_map(
-            {"pid": "?", "host": "?", "started": "?"} | owner
-        )
+        pid, host, started = (owner.get(key, "?") for key in ("pid", "host", "started"))
+        name = f"process {pid} on host {host}, started {started}"
     return ValueError(
         f"output ({path.parent}) must not be in use by another run: {name}, is training in it"
     )
@@ -124,11 +120,3 @@ def _read(descriptor: int) -> dict[str, Any]:
 def _write(descriptor: int, owner: dict[str, object]) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(owner).encode("ascii"), 0)
-
-
-def _host() -> str:
-    return socket.gethostname()
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z")

@@ -1,60 +1,56 @@
 """One training step (forward, backward, gradient sum, update), and the objects that it needs."""
 
 import os
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from types import FrameType
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from halley.core.config import RunConfig
+from halley.core.config import RunConfig, num_even_rows
 from halley.core.placement import ExpertPlacement, load_placements, write_counts
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
+from halley.cost.hardware import default_path
 from halley.distributed.mesh import ParallelGroups, World, build_groups
 from halley.moe.dense import next_token_loss
 from halley.moe.memory_check import check_memory
 from halley.moe.router import SigmoidRouter
 from halley.moe.transformer import ModelOutput, MoETransformer
-from halley.planner.step_plan import check_strategies, plan_run
-from halley.strategies.registry import build_strategies, split_strategies
-from halley.train.compiled_model import check_passes, compile_model
-from halley.train.data import VOCAB_SIZE, BatchLoader, Corpus, find_text_files
+from halley.planner.step_plan import StepPlan, check_strategies, plan_run
+from halley.strategies.registry import PLANNED, build_strategies, split_strategies
+from halley.train.data import BatchLoader, check_vocabulary, open_corpus
 from halley.train.optim import ModelOptimizer, learning_rate
-from halley.train.save_requests import SaveRequests
 
 
-if TYPE_CHECKING:
-    from halley.planner.step_plan import StepPlan
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_COMPILE_TIMEOUT_S = 600.0  # for which ranks wait while the first of them measures and plans
+_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)
 
 
 @final
 class ExpertCounter:
-    """Counts the tokens that each expert of each MoE layer receives on this rank."""
+    """Counts the tokens that each expert of each MoE layer receives."""
 
     def __init__(self) -> None:
         self._total_ME: torch.Tensor | None = None
         self._num_steps = 0
 
     def add(self, counts_ME: torch.Tensor) -> None:
-        """Add the counts of one step, without a read by the host.
-
-        Args:
-            counts_ME: int64, of this rank.
-        """
+        """Add this rank's int64 counts of one step, without a read by the host."""
         self._total_ME = counts_ME + (0 if self._total_ME is None else self._total_ME)
         self._num_steps += 1
 
     def write(self, path: Path, *, step: int) -> None:
         """Write the counts of all ranks since the last call, and start again from zero. Collective.
 
-        A model without MoE layers writes no file.
-
-        Args:
-            path: the file, which is replaced; only rank 0 writes it.
-            step: training steps done.
+        Rank 0 replaces the file after ``step`` steps. A model without MoE layers writes no file.
         """
         total_ME, num_steps = self._total_ME, self._num_steps
         self._total_ME, self._num_steps = None, 0
@@ -66,6 +62,60 @@ class ExpertCounter:
             write_counts(path, total_ME.tolist(), first_step=step - num_steps + 1, last_step=step)
 
 
+@final
+class SaveRequests:
+    """Decides, equally on all ranks, when time or a signal requires a checkpoint.
+
+    Slurm sends SIGTERM before it ends a job; a terminal sends SIGINT. After the first signal, the
+    current step is completed. A second SIGINT interrupts at once.
+
+    Args:
+        every_s: seconds between checkpoints; 0 requests none by time.
+    """
+
+    def __init__(self, *, every_s: float) -> None:
+        self.is_due = False  # whether the time for a checkpoint had come in the last step
+        self.stop_signal = 0  # the signal that asks the run to end
+        self._every_s = every_s
+        self._saved_s = time.monotonic()
+        self._signal = 0
+
+    @contextmanager
+    def catch_signals(self) -> Iterator[None]:
+        """Turn SIGINT and SIGTERM into requests during the block, in the main thread only."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = self._signal or number
+
+        try:
+            before = {n: signal.signal(n, note) for n in _SIGNALS}
+        except ValueError:  # only the main thread receives signals
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def local(self, *, is_first: bool, device: torch.device) -> torch.Tensor:
+        """Return the requests of this rank, ``(3,)`` float32; the clock of the first decides."""
+        is_due = bool(self._every_s) and time.monotonic() - self._saved_s >= self._every_s
+        flags = (is_first and is_due, *(self._signal == number for number in _SIGNALS))
+        return torch.tensor(flags, dtype=torch.float32, device=device)
+
+    def agree(self, totals: Sequence[float]) -> None:
+        """Set the requests to the sums over all ranks of the results of ``local``."""
+        num_due, *num_signalled = totals
+        numbers = [n for n, count in zip(_SIGNALS, num_signalled, strict=True) if count]
+        self.is_due, self.stop_signal = num_due > 0, max(numbers, default=0)
+
+    def saved(self) -> None:
+        """Restart the time until the next checkpoint."""
+        self._saved_s = time.monotonic()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
     """The objects of a run on this rank.
@@ -73,8 +123,6 @@ class TrainingRun:
     Attributes:
         config: the configuration, with the strategies that the model uses.
         forward: runs the model, compiled if there are passes.
-        counts: counts of tokens per expert.
-        requests: requests for checkpoints; a step sums those of all ranks.
         plan: the plan that chose the strategies; None if the user chose them.
     """
 
@@ -88,14 +136,12 @@ class TrainingRun:
     loader: BatchLoader
     counts: ExpertCounter
     requests: SaveRequests
-    plan: "StepPlan | None" = None
+    plan: StepPlan | None = None
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks in one step."""
-        train = self.config.train
-        sequences = train.batch_size * train.num_microbatches * self.world.num_ranks
-        return sequences * self.config.data.seq_len
+        return (self.loader.num_read(1) - self.loader.num_read(0)) * self.config.data.seq_len
 
     def routers(self) -> list[SigmoidRouter]:
         """Return the routers with a selection bias, in order of layer."""
@@ -109,51 +155,19 @@ class TrainingRun:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of a step, averaged over ranks and microbatches.
+    """The result of a step, averaged over ranks and microbatches."""
 
-    Attributes:
-        loss: next-byte cross-entropy, nats per byte.
-        router_loss: balance and z losses times their coefficients.
-        grad_norm: global norm before clipping.
-        learning_rate: the learning rate of the step.
-    """
-
-    loss: float
-    router_loss: float
-    grad_norm: float
+    loss: float  # next-byte cross-entropy, nats per byte
+    router_loss: float  # balance and z losses times their coefficients
+    grad_norm: float  # global norm before clipping
     learning_rate: float
-
-
-def open_corpus(config: RunConfig) -> Corpus:
-    """Open the training text of a run.
-
-    Raises:
-        ValueError: it is missing, or too short for one sequence.
-    """
-    path = None if config.data.path is None else Path(config.data.path)
-    return Corpus(find_text_files(path), window=config.data.seq_len + 1)
-
-
-def check_vocabulary(config: RunConfig) -> None:
-    """Check that the model's vocabulary has every byte.
-
-    Raises:
-        ValueError: the vocabulary is smaller than 256.
-    """
-    if config.model.vocab_size < VOCAB_SIZE:
-        raise ValueError(
-            f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
-        )
 
 
 def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement] | None:
     """Return the expert placement of each MoE layer of a run, or None for contiguous ranges.
 
-    Args:
-        ep_size: ranks over which the experts are distributed.
-
     Raises:
-        ValueError: the file is missing or damaged, or for other experts, ranks or layers.
+        ValueError: the file is damaged, or for other experts, ranks or layers.
     """
     if not config.placement:
         return None
@@ -171,13 +185,44 @@ def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement]
     )
 
 
-def build_run(config: RunConfig, world: World) -> TrainingRun:
-    """Create the model, its optimizer and its data loader. Collective.
+def check_passes(config: RunConfig) -> None:
+    """Check that the passes of a run can have a graph of the whole model.
 
     Raises:
-        ValueError: the configuration does not fit the ranks or the data.
+        ValueError: a strategy or another setting breaks the graph.
     """
-    _check_run(config, world)
+    if config.passes == "none":
+        return
+    for name in config.strategy.split(","):
+        if name.strip().partition(":")[0] not in _IN_GRAPHS:
+            raise ValueError(
+                f"strategy ({name.strip()}) must be functional, unfused or fused for passes "
+                f"{config.passes}: others are no part of a graph"
+            )
+    if config.model.moe.expert_bias:
+        raise ValueError(
+            f"model.moe.expert_bias (true) must be false for passes {config.passes}: strategies "
+            "that are part of a graph add no bias"
+        )
+    if config.train.activation_checkpointing:
+        raise ValueError(
+            f"train.activation_checkpointing (true) must be false for passes {config.passes}"
+        )
+    if config.placement:
+        raise ValueError(
+            f"placement ({config.placement}) must be '' for passes {config.passes}: the sum of the "
+            "gradients of replicas is no part of a graph"
+        )
+
+
+def build_run(config: RunConfig, world: World) -> TrainingRun:
+    """Create the objects of a run; ValueError if it does not fit ranks or data. Collective."""
+    check_vocabulary(config)
+    check_strategies(config)
+    check_passes(config)
+    # CPU ranks of one host share its memory.
+    num_sharing = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_memory(config, num_ranks=world.num_ranks, device=world.device, num_sharing=num_sharing)
     if config.train.deterministic:
         _make_deterministic()
     groups = build_groups(
@@ -214,41 +259,57 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         groups=groups,
         recorder=recorder,
         model=model,
-        forward=model if config.passes == "none" else compile_model(model, config, world.device),
+        forward=model if config.passes == "none" else _compile_model(model, config, world.device),
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
-        loader=_build_loader(config, world),
+        loader=BatchLoader(
+            open_corpus(config), config.train, rank=world.rank, num_ranks=world.num_ranks
+        ),
         counts=ExpertCounter(),
         requests=SaveRequests(every_s=60.0 * config.checkpoint.every_minutes),
         plan=plan,
     )
 
 
-def _check_run(config: RunConfig, world: World) -> None:
-    check_vocabulary(config)
-    check_strategies(config)
-    check_passes(config)
-    # CPU ranks of one host share its memory.
-    num_sharing = 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_memory(config, num_ranks=world.num_ranks, device=world.device, num_sharing=num_sharing)
+def _compile_model(
+    model: MoETransformer, config: RunConfig, device: torch.device
+) -> Callable[[torch.Tensor], ModelOutput]:
+    """Return the model's forward, compiled with the passes of a run at its first call.
+
+    Passes plan by measured times, as a wire's speed is not known otherwise. On a CPU, operators run
+    one by one: Inductor would take minutes.
+    """
+    # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
+    import torch._dynamo.config
+
+    from halley.compiler import Backend
+
+    options: dict[str, Any] = {
+        "passes": config.passes,
+        "inner": "inductor" if device.type == "cuda" else "eager",
+        "unknown_size": num_even_rows(config),
+        "timeout_s": _COMPILE_TIMEOUT_S,
+    }
+    if profiles := _find_profiles(config, device):
+        options |= {"profiles": profiles, "measure": True}
+    compiled = torch.compile(model, backend=Backend(), fullgraph=True, options=options)
+
+    def forward(tokens_BS: torch.Tensor) -> ModelOutput:
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):  # splits of all-to-alls
+            return compiled(tokens_BS)
+
+    return forward
 
 
-def _build_loader(config: RunConfig, world: World) -> BatchLoader:
-    return BatchLoader(
-        open_corpus(config),
-        seq_len=config.data.seq_len,
-        batch_size=config.train.batch_size,
-        num_microbatches=config.train.num_microbatches,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        seed=config.train.seed,
-    )
+def _find_profiles(config: RunConfig, device: torch.device) -> str:
+    """Return the file of measured times of a run, or "" for none."""
+    if config.profiles != "auto":
+        return config.profiles
+    return str(default_path()) if device.type == "cuda" else ""
 
 
 def _make_deterministic() -> None:
-    """Let torch choose kernels that give the same bits each time, for the rest of the process.
-
-    Source: PyTorch's notes on reproducibility; cuBLAS needs the workspace setting.
-    """
+    """Let torch choose kernels that give the same bits each time, for the rest of the process."""
+    # Source: PyTorch's notes on reproducibility; cuBLAS needs the workspace setting.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Halley never reads uninitialized memory, and filling it takes time.
@@ -259,7 +320,7 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
     """Run optimizer step number ``step``, from 0. Collective."""
     recorder, num_microbatches = run.recorder, run.config.train.num_microbatches
     losses = torch.zeros(2, device=run.world.device)
-    counts_ME: torch.Tensor | None = None
+    counts: list[torch.Tensor] = []
     for microbatch in range(num_microbatches):
         tokens_BS, targets_BS = (
             part.to(run.world.device) for part in run.loader.batch(step, microbatch)
@@ -274,9 +335,9 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
                 last=microbatch + 1 == num_microbatches,
             )
         losses += torch.stack([loss.detach(), output.router_loss.detach()]) / num_microbatches
-        counts_ME = output.counts_ME if counts_ME is None else counts_ME + output.counts_ME
+        counts.append(output.counts_ME)
 
-    assert counts_ME is not None
+    counts_ME = torch.stack(counts).sum(dim=0)
     run.counts.add(counts_ME)
     requests = run.requests.local(is_first=run.world.is_first, device=run.world.device)
     totals = torch.cat([losses, requests])

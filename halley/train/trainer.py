@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -28,10 +28,9 @@ from halley.train.checkpoint import (
     find_free_name,
     find_newest_checkpoint,
     load_checkpoint,
-    read_checkpoint_manifest,
     save_checkpoint,
 )
-from halley.train.manifest import Manifest
+from halley.train.manifest import Manifest, read_manifest
 from halley.train.progress import (
     DISCARDED_FILE,
     METRICS_FILE,
@@ -48,18 +47,17 @@ from halley.train.step import TrainingRun, build_run, train_step
 CONFIG_FILE = "config.json"
 COUNTS_FILE = "counts.json"
 CHECKPOINTS_FOLDER = "checkpoints"
-
-Table = dict[str, Any]
+# These fields change training, as a learning rate does, but not the function of the model.
+_STEERING = ("bias_update_rate", "balance_coefficient", "z_coefficient")
+_RUN_FILES = (
+    *(CHECKPOINTS_FOLDER, CONFIG_FILE, COUNTS_FILE),
+    *(METRICS_FILE, DISCARDED_FILE, TENSORBOARD_FOLDER),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a run.
-
-    Attributes:
-        metrics: metrics of the last step.
-        stop_signal: number of the signal that ended the run early, or 0.
-    """
+    """The metrics of the last step, and the signal that ended the run early, or 0."""
 
     metrics: Metrics
     stop_signal: int = 0
@@ -74,10 +72,9 @@ def train(
         config: the run. Its ``output`` folder, which all ranks must see, receives ``config.json``,
             ``metrics.jsonl`` and ``checkpoints/``. With each checkpoint, ``counts.json`` receives
             the expert load since the checkpoint before.
-        world: the ranks.
         on_step: called before each step with its number, from 1.
-        restart: start at step 0 even if the folder holds a run. Its files move to ``previous-1/``
-            (or the next free number) in the folder.
+        restart: start at step 0; the files of an earlier run move to ``previous-1/`` (or the next
+            free number) in the folder.
 
     Raises:
         ValueError: the configuration does not fit the ranks, the data, the folder or its
@@ -98,12 +95,17 @@ def _train_in_locked_folder(
 ) -> Outcome:
     output = Path(config.output)
     console = Console(stderr=True, quiet=not world.is_first)
-    checkpoint, manifest = _find_checkpoint(config, output / CHECKPOINTS_FOLDER)
+    checkpoint = find_newest_checkpoint(output / CHECKPOINTS_FOLDER)
+    manifest = Manifest(step=0, notes={}, files={})
     if checkpoint is not None:
-        _check_same(config, manifest, path=checkpoint, warn=world.is_first)
+        manifest = _check_resumable(config, checkpoint, warn=world.is_first)
     first_step = manifest.step
     if first_step >= config.train.num_steps:
-        say(console, _describe_done(config, first_step))
+        say(
+            console,
+            f"run ({config.output}) is done already: it is at step {first_step} of train.num_steps "
+            f"({config.train.num_steps}); to go on, set train.num_steps above {first_step}",
+        )
         return Outcome(metrics={"step": first_step})
     run = build_run(config, world)
     if checkpoint is not None:
@@ -116,11 +118,15 @@ def _train_in_locked_folder(
         drop_later_steps(metrics_path, step=first_step)
         _write_config(config, output / CONFIG_FILE)
     reporter = Reporter(config, console=console, metrics=metrics_path, first_step=first_step)
-    reporter.say(_describe(run, first_step))
+    say(console, _describe(run, first_step))
     with reporter.running(first_step), run.requests.catch_signals():
         outcome = _take_steps(run, first_step, reporter=reporter, on_step=on_step)
     if outcome.stop_signal:
-        reporter.say(_describe_stop(outcome))
+        say(
+            console,
+            f"stopped by {signal.Signals(outcome.stop_signal).name} after step "
+            f"{outcome.metrics['step']:.0f}, with a checkpoint: the same command goes on from it",
+        )
     return outcome
 
 
@@ -136,44 +142,35 @@ def _take_steps(
     metrics: Metrics = {}
     for step in range(first_step, config.train.num_steps):
         on_step(step + 1)
-        metrics = _take_step(run, step, peak_tokens_per_s=peak_tokens_per_s)
+        start_s = time.perf_counter()
+        result = train_step(run, step)
+        step_s = time.perf_counter() - start_s
+        exposed_us = waited_us(run.recorder.collect())
+        tokens_per_s = run.tokens_per_step / step_s
+        metrics = {
+            "step": step + 1,
+            **dataclasses.asdict(result),
+            "step_s": step_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu": None if peak_tokens_per_s is None else tokens_per_s / peak_tokens_per_s,
+            "exposed_share": None if exposed_us is None else exposed_us * 1e-6 / step_s,
+        }
         reporter.report(metrics)
         _check_finite(metrics)  # so that no diverged model replaces a good checkpoint
-        if _is_due(run, step + 1):
+        every, is_last = config.checkpoint.every_steps, step + 1 == config.train.num_steps
+        is_due = bool(every) and (step + 1) % every == 0
+        if is_last or is_due or run.requests.is_due or run.requests.stop_signal:
             _save(run, step=step + 1)
         if run.requests.stop_signal:
             break
     return Outcome(metrics=metrics, stop_signal=run.requests.stop_signal)
 
 
-def _take_step(run: TrainingRun, step: int, *, peak_tokens_per_s: float | None) -> Metrics:
-    start_s = time.perf_counter()
-    result = train_step(run, step)
-    step_s = time.perf_counter() - start_s
-    exposed_us = waited_us(run.recorder.collect())
-    tokens_per_s = run.tokens_per_step / step_s
-    return {
-        "step": step + 1,
-        **dataclasses.asdict(result),
-        "step_s": step_s,
-        "tokens_per_s": tokens_per_s,
-        "mfu": None if peak_tokens_per_s is None else tokens_per_s / peak_tokens_per_s,
-        "exposed_share": None if exposed_us is None else exposed_us * 1e-6 / step_s,
-    }
-
-
 def _save(run: TrainingRun, *, step: int) -> None:
-    output = Path(run.config.output)
-    save_checkpoint(
-        output / CHECKPOINTS_FOLDER,
-        run.state(),
-        step=step,
-        keep=run.config.checkpoint.keep,
-        notes={
-            "config": dataclasses.asdict(run.config),
-            "num_sequences": run.loader.num_read(step),
-        },
-    )
+    output, keep = Path(run.config.output), run.config.checkpoint.keep
+    config = dataclasses.asdict(run.config)
+    notes = {"config": config, "num_sequences": run.loader.num_read(step)}
+    save_checkpoint(output / CHECKPOINTS_FOLDER, run.state(), step=step, keep=keep, notes=notes)
     run.counts.write(output / COUNTS_FILE, step=step)
     run.requests.saved()
 
@@ -188,62 +185,24 @@ def _check_finite(metrics: Metrics) -> None:
             )
 
 
-def _find_checkpoint(config: RunConfig, folder: Path) -> tuple[Path | None, Manifest]:
-    """Return the checkpoint to resume from and its manifest; None to start at step 0.
-
-    Raises:
-        ValueError: there is a checkpoint and resuming is off, so its files would be overwritten;
-            the notes of its manifest are damaged; or all checkpoints are damaged.
-    """
-    path = find_newest_checkpoint(folder)
-    if path is None:
-        return None, Manifest(step=0, notes={}, files={})
+def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
+    """Return the manifest of a checkpoint after a check that the run may go on from it."""
     if not config.checkpoint.resume:
         raise ValueError(
             f"checkpoint.resume (false) must have an output without checkpoints: {path} is there"
         )
-    manifest = read_checkpoint_manifest(path)
-    num_read = manifest.notes.get("num_sequences", 0)
+    manifest = on_rank_zero(lambda: read_manifest(path))
+    num_read, saved = manifest.notes.get("num_sequences", 0), manifest.notes.get("config", {})
     if type(num_read) is not int or num_read < 0:
         raise ValueError(f"num_sequences ({num_read!r}) of checkpoint {path} must be at least 0")
-    if not isinstance(manifest.notes.get("config", {}), dict):
+    if not isinstance(saved, dict):
         raise ValueError(f"config of checkpoint {path} must be a table")
-    return path, manifest
-
-
-def _set_aside(output: Path) -> None:
-    """Move the files of a run into a new folder, so that the next run starts at step 0."""
-    # torchrun restarts failed ranks with the same command, which still contains --restart.
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return
-    names = (
-        CHECKPOINTS_FOLDER,
-        METRICS_FILE,
-        DISCARDED_FILE,
-        COUNTS_FILE,
-        CONFIG_FILE,
-        TENSORBOARD_FOLDER,
-    )
-    found = [output / name for name in names if os.path.lexists(output / name)]
-    folder = find_free_name(output, "previous")
-    folder.mkdir()
-    for path in found:
-        path.rename(folder / path.name)
-    check_writable(output / CHECKPOINTS_FOLDER)
-
-
-def _check_same(config: RunConfig, manifest: Manifest, *, path: Path, warn: bool) -> None:
-    """Check that a run may resume from a checkpoint.
-
-    Raises:
-        ValueError: the checkpoint is of another model or kind of optimizer.
-    """
-    saved = _flat(manifest.notes.get("config", {}))
+    saved = _flat(cast(dict[str, Any], saved))
     for name, value in _flat(dataclasses.asdict(config)).items():
         before = saved.get(name, value)  # older checkpoints lack newer fields
         if before == value:
             continue
-        if _must_stay(name):
+        if name == "optimizer.kind" or (name.startswith("model.") and not name.endswith(_STEERING)):
             raise ValueError(
                 f"{name} ({value!r}) must be {before!r}, as in checkpoint {path} from which "
                 "the run would go on; with another output it starts anew"
@@ -254,33 +213,31 @@ def _check_same(config: RunConfig, manifest: Manifest, *, path: Path, warn: bool
                 "changes, so this epoch repeats some of it and leaves some out",
                 stacklevel=4,
             )
+    return manifest
 
 
-def _must_stay(name: str) -> bool:
-    # These change training, as a learning rate does, but not the function of the model.
-    steers = name.endswith(("bias_update_rate", "balance_coefficient", "z_coefficient"))
-    return name == "optimizer.kind" or (name.startswith("model.") and not steers)
+def _set_aside(output: Path) -> None:
+    """Move the files of a run into a new folder, so that the next run starts at step 0."""
+    # torchrun restarts failed ranks with the same command, which still contains --restart.
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    folder = find_free_name(output, "previous")
+    folder.mkdir()
+    for name in _RUN_FILES:
+        if os.path.lexists(output / name):
+            (output / name).rename(folder / name)
+    check_writable(output / CHECKPOINTS_FOLDER)
 
 
-def _flat(table: Table, *, prefix: str = "") -> Table:
+def _flat(table: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """Return the values of nested tables by their dotted names."""
-    values: Table = {}
+    values: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, dict):
             values |= _flat(value, prefix=f"{prefix}{name}.")
         else:
             values[prefix + name] = value
     return values
-
-
-def _is_due(run: TrainingRun, step: int) -> bool:
-    every = run.config.checkpoint.every_steps
-    return (
-        step == run.config.train.num_steps
-        or bool(every and step % every == 0)
-        or run.requests.is_due
-        or run.requests.stop_signal != 0
-    )
 
 
 def _write_config(config: RunConfig, path: Path) -> None:
@@ -301,19 +258,4 @@ def _describe(run: TrainingRun, first_step: int) -> str:
         + (f"placement {config.placement}, " if config.placement else "")
         + config.train.dtype
         + (f", resumed after step {first_step}" if first_step else "")
-    )
-
-
-def _describe_done(config: RunConfig, step: int) -> str:
-    return (
-        f"run ({config.output}) is done already: it is at step {step} of train.num_steps "
-        f"({config.train.num_steps}); to go on, set train.num_steps above {step}"
-    )
-
-
-def _describe_stop(outcome: Outcome) -> str:
-    name = signal.Signals(outcome.stop_signal).name
-    return (
-        f"stopped by {name} after step {outcome.metrics['step']:.0f}, with a checkpoint: the same "
-        "command goes on from it"
     )

@@ -1,31 +1,38 @@
-"""The graph benchmark on two ranks: result lines, and failures on all ranks or on one rank."""
+"""The graph benchmark on two ranks: result lines, failures, cases and the chart."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.graph_bench import __main__ as command_line
 from benchmarks.graph_bench import measure
 from benchmarks.graph_bench.__main__ import main
-from benchmarks.graph_bench.case import VARIANTS
-from benchmarks.graph_bench.gpt2_moe import find_shape
-from benchmarks.graph_bench.measure import _compared, _predict, measure_graph_cases
+from benchmarks.graph_bench.case import VARIANTS, GraphCase, GraphSubject, compare
+from benchmarks.graph_bench.gpt2_moe import Gate, GPT2MoE, find_shape
+from benchmarks.graph_bench.measure import measure_graph_cases
+from benchmarks.graph_bench.report import draw_graph_bench
 from benchmarks.graph_bench.variants import _alike_on_all, _describe
-from halley.distributed.mesh import build_groups
-from halley.tools.results import Row
+from halley.core.timeline import Recorder
+from halley.core.types import DROPPED
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.moe.router import AbstractRouter, RouterOutput
+from halley.strategies.all_to_all import AllToAllStrategy
+from halley.strategies.traceable import TraceableStrategy
+from halley.tools.layer_case import relative_error
+from halley.tools.timer import Row
 from tests.cli.pool_command import run_command
 from tests.rank_pool import RunRanks
 
 
-NUM_PARTS = 2
+BATCH_SIZE = 4
 COMMAND = (
-    f"--nproc 2 --inner eager --samples 1 --num-parts {NUM_PARTS} --batch {2 * NUM_PARTS} "
-    "--memory-margin 4 --device cpu --commit abc --output "
+    f"--nproc 2 --inner eager --samples 1 --batch {BATCH_SIZE} --memory-margin 4 --device cpu "
+    "--commit abc --output "
 )
 
 
@@ -58,7 +65,7 @@ def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks, tmp_path:
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for row in first:
         assert (row["case"], row["model"], row["gate"]) == ("graph", "gpt2-tiny-moe", "switch")
-        assert (row["num_tokens"], row["ep_size"], row["num_experts"]) == (8 * 2 * NUM_PARTS, 2, 4)
+        assert (row["num_tokens"], row["ep_size"], row["num_experts"]) == (8 * BATCH_SIZE, 2, 4)
         assert row["commit"] == "abc"
         assert float(str(row["link_gb_per_s"])) > 0.0
     rows: dict[str, Any] = {str(row["variant"]): row for row in first}
@@ -75,11 +82,10 @@ def test_every_variant_gets_a_correct_result_line(run_ranks: RunRanks, tmp_path:
         assert row["speedup"] == pytest.approx(ratio, abs=1e-4)
         assert row["exposed_comm_us"] > 0.0
     assert rows["chunked"]["setting"] == "n=2"
-    passes = {name: rows[name] for name in ("both", "wgrad", "partition")}
-    for name, row in passes.items():
-        assert row["parts"] == ([] if name == "wgrad" else [NUM_PARTS])
-        assert row["optimise_s"] > 0.0
-        assert row["plan_s"] > 0.0
+    assert (rows["none"]["passes"], rows["wgrad"]["passes"]) == ("none", "wgrad")
+    assert rows["wgrad"]["optimise_s"] > 0.0
+    assert rows["wgrad"]["plan_s"] > 0.0
+    for row in (rows["none"], rows["wgrad"]):
         predicted = row["predicted_over_measured"] * row["median_us"]
         assert predicted == pytest.approx(row["predicted_us"], rel=1e-2)
     assert rows["none"]["predicted_us"] > rows["none"]["predicted_exposed_us"] > 0.0
@@ -95,7 +101,7 @@ def _fail(rank: int, num_ranks: int, failing: tuple[int, ...], alike: bool) -> o
         return rank
 
     try:
-        return _alike_on_all(make, "both", groups=groups)
+        return _alike_on_all(make, "wgrad", groups=groups)
     except RuntimeError as error:
         return f"raised: {error}"
 
@@ -103,7 +109,7 @@ def _fail(rank: int, num_ranks: int, failing: tuple[int, ...], alike: bool) -> o
 def test_only_a_failure_that_all_ranks_share_is_returned_as_text(run_ranks: RunRanks) -> None:
     assert run_ranks(_fail, 2, (), True) == [0, 1]
     assert run_ranks(_fail, 2, (0, 1), True) == [f"ValueError: of rank {r}" for r in (0, 1)]
-    told = "raised: both failed on ranks {} alone or not alike: "
+    told = "raised: wgrad failed on ranks {} alone or not alike: "
     assert run_ranks(_fail, 2, (1,), True) == [
         told.format([1]),
         told.format([1]) + "ValueError: of rank 1",
@@ -114,11 +120,9 @@ def test_only_a_failure_that_all_ranks_share_is_returned_as_text(run_ranks: RunR
 
 
 def _raised(call: Callable[[], object]) -> Exception:
-    try:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the text is compared below
         call()
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
+    return caught.value
 
 
 def _without_plan() -> None:
@@ -140,47 +144,6 @@ def test_error_text_names_the_line_of_halley() -> None:
     )
 
 
-def _times(before: float, after: float, exposed: float) -> Any:
-    return SimpleNamespace(
-        time_before=SimpleNamespace(makespan_us=before, exposed_us=10.0),
-        time_after=SimpleNamespace(makespan_us=after, exposed_us=exposed),
-    )
-
-
-def test_predictions_of_unchanged_graphs_come_from_other_variants() -> None:
-    forward, backward = _times(100.0, 90.0, 4.0), _times(200.0, 170.0, 3.0)
-    ready: Any = {
-        ("none", ""): SimpleNamespace(reports=()),
-        ("both", ""): SimpleNamespace(reports=(forward, backward)),
-        ("partition", ""): SimpleNamespace(reports=(forward,)),
-    }
-    assert _predict(ready) == {
-        "none": (300.0, 20.0),
-        "both": (260.0, 7.0),
-        "partition": (290.0, 14.0),
-    }
-    del ready["both", ""]
-    assert _predict(ready) == {}  # no report has the backward graph
-
-
-def test_ratios_use_the_faster_baseline() -> None:
-    def row(name: str, median: float | None, exposed: float, peak: float) -> Row:
-        return {"variant": name, "median_us": median, "exposed_comm_us": exposed, "peak_mib": peak}
-
-    rows = [
-        row("none", 120.0, 30.0, 50.0),
-        row("sequential", 100.0, 40.0, 60.0),
-        row("both", 80.0, 10.0, 51.0),
-        row("inductor-overlap", None, 0.0, 0.0),
-    ]
-    none, sequential, both, failed = _compared(rows)
-    assert {each["baseline"] for each in (none, sequential, both, failed)} == {"sequential"}
-    assert (both["speedup"], both["exposed_over_baseline"]) == (1.25, 0.25)
-    assert both["peak_over_none"] == 1.02
-    assert none["speedup"] == pytest.approx(100 / 120, abs=1e-4)
-    assert "speedup" not in failed
-
-
 def test_slow_links_set_variables_of_nccl_that_the_user_has_not_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -193,3 +156,111 @@ def test_slow_links_set_variables_of_nccl_that_the_user_has_not_set(
     assert environment["NCCL_HOSTID"] == "halley-3"
     command_line._slow_down("channels")
     assert environment["NCCL_MAX_NCHANNELS"] == "1"
+
+
+def test_red_share_of_a_bar_is_exposed_communication(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "graph.png"
+    sizes = {"batch_size": 6, "num_gpus": 2, "exposed_comm_us": 2000.0, "link_gb_per_s": 1.0}
+    names = {"model": "gpt2-tiny-moe", "gate": "switch", "dtype": "float32", "gpu": "cpu"}
+    row: Row = {**sizes, **names, "inner": "eager", "setting": None}
+    failed = {**row, "variant": "failed", "median_us": None}
+    draw_graph_bench([{**row, "variant": "none", "median_us": 8000.0}, failed], path)
+    pixels = np.round(image.imread(path)[..., :3] * 255).astype(int)
+    colors = ((0, 114, 178), (193, 18, 31))
+    blue, red = ((pixels == color).all(axis=2).sum(axis=1).max() for color in colors)
+    assert red / blue == pytest.approx(1 / 3, rel=0.02)
+    with pytest.raises(ValueError, match=r"rows \(1\) must hold at least one time"):
+        draw_graph_bench([failed], path)
+
+
+CPU = torch.device("cpu")
+
+
+def test_sizes_are_those_of_the_paper() -> None:
+    shape, groups = find_shape("gpt2-s-moe"), ParallelGroups(num_ranks=4, ep_size=4)
+    strategy = TraceableStrategy(None)
+    model = GPT2MoE(shape, "switch", groups, strategy=strategy, device="meta")
+    size, inner = 768, 3072
+    attention = 3 * size * size + 3 * size + size * size + size
+    dense = size * inner + inner + inner * size + size
+    experts = 2 * 2 * size * inner + 8 * size  # and a router over those of four ranks
+    want = 2 * 50304 * size + 512 * size + 2 * size  # embeddings, head, last norm
+    want += 12 * (attention + 4 * size) + 6 * dense + 6 * experts
+    assert sum(parameter.numel() for parameter in model.parameters()) == want
+    large = find_shape("gpt2-l-moe")
+    assert (large.num_layers, large.hidden_size, large.num_heads) == (24, 1024, 16)
+    assert shape.hidden_size // shape.num_heads == large.hidden_size // large.num_heads == 64
+
+
+def _case(gate: Gate) -> GraphCase:
+    return GraphCase(
+        shape=find_shape("gpt2-tiny-moe"), gate=gate, batch_size=6, dtype=torch.float32
+    )
+
+
+def _differences(rank: int, num_ranks: int, gate: Gate) -> tuple[list[float], bool, float]:
+    """Return the errors of the eager model by strategy, whether weights are shared, and a norm."""
+    groups = build_groups(0, device_type="cpu")
+    subject = GraphSubject(_case(gate), groups, CPU)
+    wanted = subject.values(subject.whole)
+    errors = []
+    for strategy in (
+        TraceableStrategy(groups.ep),
+        AllToAllStrategy(groups.ep, recorder=Recorder(CPU, enabled=False)),
+    ):
+        subject.plain.model.use(strategy)
+        errors.append(compare(subject.values(subject.plain), wanted).max_rel_err)
+    pairs = zip(subject.whole.parameters(), subject.plain.parameters(), strict=True)
+    shared = all(one is other for one, other in pairs)
+    expert = wanted["model.h.1.moe.experts.down_proj"]
+    return errors, shared, expert.norm().item()
+
+
+@pytest.mark.parametrize("gate", ["switch", "top2", "dropless"])
+def test_compiled_and_eager_model_share_weights_and_agree(run_ranks, gate: Gate) -> None:
+    for (same, sequential), shared, norm in run_ranks(_differences, 2, gate):
+        assert shared
+        assert same == 0.0
+        assert sequential < 1e-6
+        assert norm > 0.0
+
+
+def _rows(rank: int, num_ranks: int, gate: Gate) -> tuple[int, list[list[int]], int]:
+    """Return the reported rows, the rows sent to each rank by layer, and the routed rows."""
+    groups, case = build_groups(0, device_type="cpu"), _case(gate)
+    subject, given = GraphSubject(case, groups, CPU), []
+
+    def note(_: object, __: object, out: RouterOutput) -> None:
+        idx_TK = out.routing.topk_idx_TK
+        owners = idx_TK[idx_TK != DROPPED] // case.shape.experts_per_rank
+        given.append(owners.bincount(minlength=num_ranks).tolist())
+
+    for module in subject.plain.modules():
+        if isinstance(module, AbstractRouter):
+            module.register_forward_hook(note)
+    return subject.fullest_rows(), given, case.num_slots
+
+
+@pytest.mark.parametrize("gate", ["switch", "dropless"])
+def test_rows_of_the_most_loaded_rank_exclude_dropped_rows(run_ranks, gate: Gate) -> None:
+    ranks = run_ranks(_rows, 2, gate)
+    layers = zip(*(given for _, given, _ in ranks), strict=True)
+    fullest = [max(map(sum, zip(*sent, strict=True))) for sent in layers]
+    for told, given, num_slots in ranks:
+        assert told == round(sum(fullest) / len(fullest))
+        assert (sum(map(sum, given)) < len(fullest) * num_slots) == (gate != "dropless")
+
+
+def test_values_are_compared_by_name() -> None:
+    wanted = {"loss": torch.tensor(2.0), "w": torch.tensor([3.0, 4.0])}
+    assert compare(dict(wanted), wanted).names == ()
+    found = compare(wanted | {"w": torch.tensor([3.0, 4.5])}, wanted)
+    assert found.names == ("w",)
+    assert (
+        found.max_rel_err
+        == pytest.approx(0.1)
+        == relative_error(torch.tensor([3.0, 4.5]), wanted["w"])
+    )
+    with pytest.raises(RuntimeError, match="gradients differ in number"):
+        compare({"loss": wanted["loss"]}, wanted)

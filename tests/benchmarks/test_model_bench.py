@@ -15,23 +15,21 @@ from rich.console import Console
 from benchmarks.model_bench import measure as model_bench
 from benchmarks.model_bench.__main__ import main, model_table
 from benchmarks.model_bench.case import ModelCase, Subject, build_subject, check_memory, cut_model
-from benchmarks.model_bench.measure import bench_model, measure_models
+from benchmarks.model_bench.measure import bench_model
 from halley.core.config import OptimizerConfig, RunConfig
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.fused.buffer_cache import Workspaces
-from halley.moe.experts import expert_parameter_names
+from halley.moe.layer import grouped_experts
 from halley.moe.transformer import MoETransformer
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 from halley.tools.candidates import wire_us
-from halley.tools.results import Row
-from halley.tools.timer import summarise
+from halley.tools.timer import Row, summarise
 from halley.train.optim import ModelOptimizer
 from halley.train.step import train_step
 from tests.cli.pool_command import run_command
@@ -85,8 +83,8 @@ def _bench(
     )
 
 
-def _bench_orders(rank: int, num_ranks: int) -> tuple[list[Row], list[Row], float]:
-    """Return the lines for two orders of candidates, and the wire time of all layers."""
+def _bench_wrong(rank: int, num_ranks: int) -> tuple[list[Row], float]:
+    """Return the lines of right and wrong candidates, and the wire time of all layers."""
     groups = build_groups(0, device_type="cpu")
     recorder = Recorder(CPU, enabled=False)
     chunked = build_strategy("chunked", groups.ep, recorder=recorder, device=CPU, num_chunks=2)
@@ -98,8 +96,6 @@ def _bench_orders(rank: int, num_ranks: int) -> tuple[list[Row], list[Row], floa
         "chunked n=2": chunked,
     }
     rows = _bench(candidates, groups, recorder=recorder, num_samples=2)
-    first, *rest = candidates.items()
-    turned = _bench(dict([first, *reversed(rest)]), groups)
     subject = build_subject(CASE, chunked, groups=groups, recorder=recorder, device=CPU)
     layers = subject.layers()
     counts_ME = subject.model(subject.tokens_BS).counts_ME
@@ -107,11 +103,11 @@ def _bench_orders(rank: int, num_ranks: int) -> tuple[list[Row], list[Row], floa
         assert counts_E.equal(layer.counts_WE[rank])
     crossings_us = sum(4 * wire_us(layer, groups, link_bytes_per_s=LINK) for layer in layers)
     destroy(groups)
-    return rows, turned, crossings_us
+    return rows, crossings_us
 
 
 def test_wrong_strategies_get_no_time(run_ranks: RunRanks) -> None:
-    (rows, turned, crossings_us), (others, *_) = run_ranks(_bench_orders, 2)
+    (rows, crossings_us), (others, _) = run_ranks(_bench_wrong, 2)
     assert [row["strategy"] for row in rows] == ["sequential", "nan", "wrong", "chunked"]
     for row, other in zip(rows, others, strict=True):
         assert set(row) == WORKLOAD | FIGURES | BOUNDS | {"samples", "max_rel_err", "bit_equal"}
@@ -133,31 +129,13 @@ def test_wrong_strategies_get_no_time(run_ranks: RunRanks) -> None:
         assert (row["mfu"], row["peak_mib"], row["samples"]) == (None, None, 2)
     assert rows[3]["setting"] == "n=2"  # n=3 is wrong
 
-    by_name = {row["strategy"]: row for row in turned}
-    for row in rows:
-        for key in ("max_rel_err", "setting", "load_std", "wire_us"):
-            assert by_name[row["strategy"]][key] == row[key]
 
-
-def test_lines_have_all_keys_and_are_shown_in_a_table() -> None:
-    groups = ParallelGroups()
-    rows = measure_models(
-        [CASE, dataclasses.replace(CASE, num_tokens=8, seq_len=8)],
-        ["sequential"],
-        make_optimizer=lambda m: ModelOptimizer(m, OptimizerConfig(), groups=groups),
-        groups=groups,
-        device=CPU,
-        num_samples=1,
-        commit="abc",
-    )
-    assert [(row["num_tokens"], row["seq_len"], row["batch_size"]) for row in rows] == [
-        (24, 12, 2),
-        (8, 8, 1),
-    ]
-    assert all(set(row) >= WORKLOAD | FIGURES | BOUNDS | MACHINE for row in rows)
-    wrong = rows[0] | dict.fromkeys(FIGURES) | {"strategy": "odd", "max_rel_err": math.inf}
-    fast = rows[0] | {"median_us": 2e3, "p90_us": 3e3, "mfu": 0.125, "peak_mib": 1e3}
-    slow = rows[0] | {"median_us": 4e3, "p90_us": 5e3, "strategy": "slow"}
+def test_lines_are_shown_in_a_table() -> None:
+    figures = dict.fromkeys(WORKLOAD | FIGURES | BOUNDS | MACHINE, 1.0)
+    base: Row = {**figures, "strategy": "sequential", "setting": "", "max_rel_err": 1e-7}
+    fast = base | {"median_us": 2e3, "p90_us": 3e3, "mfu": 0.125, "peak_mib": 1e3}
+    slow = base | {"median_us": 4e3, "p90_us": 5e3, "strategy": "slow"}
+    wrong = base | dict.fromkeys(FIGURES) | {"strategy": "odd", "max_rel_err": math.inf}
     console = Console(file=io.StringIO(), width=140)
     console.print(model_table([fast, slow, wrong]))
     assert isinstance(console.file, io.StringIO)
@@ -180,7 +158,7 @@ def _compare_with_training(rank: int, num_ranks: int, config: RunConfig) -> None
         output = run.model(tokens_BS)
         loss = F.cross_entropy(output.logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
         (loss + output.router_loss).backward()
-        names = expert_parameter_names(run.model)
+        names = grouped_experts(run.model)
         squares = torch.zeros(())
         for name, parameter in run.model.named_parameters():
             if name in names and parameter.grad is not None:
@@ -250,43 +228,23 @@ def test_out_of_memory_names_model_and_strategy() -> None:
         _bench({"sequential": sequential, "broken": broken}, groups)
 
 
-def test_model_larger_than_memory_is_an_error() -> None:
-    """Qwen3 on 4 ranks: a layer has 18.9 M weights of attention and 32 of the experts."""
-    case = ModelCase(model=cut_model("qwen3-30b-a3b", num_layers=8), num_tokens=8192, seq_len=4096)
-    layer = 2 * 2048 * (4096 + 512) + 2048 * 128 + 32 * 3 * 2048 * 768
-    num_bytes = 18 * (8 * layer + 2 * 151936 * 2048)
-    check_memory(case, num_ranks=4, memory_bytes=num_bytes)
-    wanted = r"layers \(8\) of model qwen3-30b-a3b must fit .* take 33\.2 GiB on each of 4 ranks"
-    with pytest.raises(ValueError, match=wanted):
-        check_memory(case, num_ranks=4, memory_bytes=num_bytes - 1)
-
-
-def test_memory_counts_all_weights_except_vectors() -> None:
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 16), (torch.bfloat16, 18)])
+def test_model_larger_than_memory_is_an_error(dtype: torch.dtype, num_bytes: int) -> None:
+    """All weights except vectors count, each with its gradient, master and moments."""
     groups, recorder = ParallelGroups(ep_size=2), Recorder(CPU, enabled=False)
     shared = dataclasses.replace(find_model("tiny").moe, shared_intermediate_size=64)
     model = dataclasses.replace(
         find_model("tiny"), moe=shared, num_dense_layers=1, dense_intermediate_size=96
     )
-    case = ModelCase(model=model, num_tokens=8, seq_len=8, dtype=torch.float32)
+    case = ModelCase(model=model, num_tokens=8, seq_len=8, dtype=dtype)
     built_model = MoETransformer(
         model, strategy=AllToAllStrategy(None, recorder=recorder), groups=groups, recorder=recorder
     )
     num_weights = sum(p.numel() for p in built_model.parameters() if p.ndim > 1)
-    check_memory(case, num_ranks=2, memory_bytes=16 * num_weights)
-    with pytest.raises(ValueError, match=r"layers \(4\) of model tiny must fit"):
-        check_memory(case, num_ranks=2, memory_bytes=16 * num_weights - 1)
-
-
-def test_wrong_case_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"seq_len \(5\) must divide tokens \(24\)"):
-        dataclasses.replace(CASE, seq_len=5)
-    with pytest.raises(ValueError, match=r"dtype \(torch\.float16\) must be float32 or bfloat16"):
-        dataclasses.replace(CASE, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"layers \(3\) must be above 3, the dense layers that"):
-        cut_model("deepseek-v3", num_layers=3)
-    assert cut_model("deepseek-v3", num_layers=4) == dataclasses.replace(
-        find_model("deepseek-v3"), num_layers=4
-    )
+    check_memory(case, num_ranks=2, memory_bytes=num_bytes * num_weights)
+    rule = r"layers \(4\) of model tiny must fit .* take 0\.0 GiB on each of 2 ranks"
+    with pytest.raises(ValueError, match=rule):
+        check_memory(case, num_ranks=2, memory_bytes=num_bytes * num_weights - 1)
 
 
 def test_command_prints_and_writes_the_lines_of_two_ranks(
@@ -298,6 +256,7 @@ def test_command_prints_and_writes_the_lines_of_two_ranks(
     assert other == ""
     rows = [json.loads(line) for line in out.splitlines()[-2:]]
     for row, strategy in zip(rows, ("sequential", "chunked"), strict=True):
+        assert set(row) >= WORKLOAD | FIGURES | BOUNDS | MACHINE
         assert (row["case"], row["model"], row["strategy"]) == ("model", "tiny", strategy)
         assert (row["num_layers"], row["num_tokens"], row["batch_size"]) == (1, 32, 2)
         assert (row["ep_size"], row["num_gpus"], row["dtype"]) == (2, 2, "float32")

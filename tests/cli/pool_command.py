@@ -16,11 +16,7 @@ def run_command(
 ) -> str:
     """Run a command as one rank of the pool and return its standard output.
 
-    Args:
-        rank, num_ranks: of the pool.
-        main: runs a command line.
-        module: the module that starts and joins the ranks of the command.
-        command: the arguments, with --nproc.
+    ``main`` runs the command line; ``module`` starts and joins the ranks of the command.
     """
 
     @contextmanager

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from halley.cli.main import main
-from halley.cli.run import Script
-from halley.distributed.launcher import run_ranks
+from halley.cli.main import Script, main
+from halley.distributed.launcher import launch
 from halley.integrations import transformers as halley_transformers
 
 
@@ -40,10 +39,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def _enable_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the registries of Transformers alone; ``enable`` has tests of its own."""
-    calls: list[object] = []
-    monkeypatch.setattr(
-        halley_transformers, "enable", lambda *a, **k: calls.append((a, k)) or "said"
-    )
+    monkeypatch.setattr(halley_transformers, "enable", lambda strategy, strict: "said")
 
 
 def test_script_gets_its_arguments_and_keeps_its_exit_code(
@@ -89,7 +85,7 @@ def test_script_with_a_nul_byte_is_refused(
 PROGRAM = """
 import sys
 from pathlib import Path
-from halley.cli.run import Script
+from halley.cli.main import Script
 sys.exit(Script(path=Path(sys.argv[1]), arguments=[]).run())
 """
 
@@ -112,7 +108,7 @@ def test_error_of_all_ranks_is_printed_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = _command(tmp_path, "raise LookupError('no key')")
-    assert run_ranks(command, num_processes=2) == 1
+    assert launch(command, num_processes=2) == 1
     assert re.sub(r"rank \d", "rank N", capfd.readouterr().err) == (
         f'Traceback (most recent call last):\n  File "{command[-1]}", line 1, in <module>\n'
         "    raise LookupError('no key')\nLookupError: no key\n"
@@ -139,13 +135,9 @@ def test_example_runs_on_two_ranks() -> None:
     command = [sys.executable, "-m", "halley.cli", "run", "--nproc", "2", "--strategy", "chunked"]
     path = ROOT / "examples" / "03_transformers.py"
     done = subprocess.run(
-        [*command, str(path)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+        [*command, str(path)], cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "(strategy chunked) in models loaded with ep_size above 1" in done.stderr
     assert "model.layers.1.mlp.experts: halley: sequential" in done.stdout

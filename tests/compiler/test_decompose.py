@@ -1,23 +1,29 @@
 """Test decomposed operators: equal values, and no operator of Halley is left."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import halley.ops.expert_gemm
+import halley.ops.expert_rows
 import halley.ops.traceable_routing  # noqa: F401
 from halley.compiler import inductor
 from halley.compiler.graph_analysis import is_gemm
 from halley.compiler.graph_collectives import operator_name
 from halley.compiler.inductor import decompose
+from halley.distributed.mesh import ParallelGroups
 from halley.ops.library import DECOMPOSITIONS
-from tests.compiler.captured_case import Captured
+from tests.compiler.model_case import SEQ_LEN, build_narrow, whole_graphs
+from tests.moe.model_case import make_tokens
 
 
 ops = torch.ops.halley
@@ -26,7 +32,7 @@ GEMMS = {"halley::expert_gemm", "halley::expert_weight_gemm"}
 
 
 def _names(graph: fx.Graph) -> set[str]:
-    return {name for node in graph.nodes if (name := operator_name(node) or "") in DECOMPOSITIONS}
+    return {name for node in graph.nodes if (name := operator_name(node)) in DECOMPOSITIONS}
 
 
 def _cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -120,19 +126,22 @@ def test_forward_with_sizes_that_depend_on_data_is_decomposed(run_ranks) -> None
 
 
 def _decompose_on_cpu(rank: int, num_ranks: int) -> tuple[bool, set[str], set[str]]:
-    captured = Captured("switch")
-    graph = captured.graph()
-    before = _names(graph)
-    with mock.patch.object(inductor, "_is_on_gpu", lambda node: operator_name(node) not in GEMMS):
-        decompose(graph)
-    same = all(map(_same, captured.run(graph), captured.run(captured.graph())))
-    return same, before, _names(graph)
+    """Return whether a model gives the same, and Halley's operators before and after."""
+    model = build_narrow("switch", ParallelGroups(ep=dist.group.WORLD), num_layers=2)
+    tokens_BS, found = make_tokens(0, batch_size=12, seq_len=SEQ_LEN), []
 
+    def compile_forward(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+        before = _names(gm.graph)
+        with mock.patch.object(inductor, "_is_on_gpu", lambda n: operator_name(n) not in GEMMS):
+            decompose(gm.graph)
+        found.append((before, _names(gm.graph)))
+        return make_boxed_func(fx.Interpreter(gm).run)
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return one == other
+    with whole_graphs(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backend = aot_autograd(fw_compiler=compile_forward)
+        out = torch.compile(model, backend=backend, fullgraph=True)(tokens_BS)
+    return torch.equal(out.logits_BSV, model(tokens_BS).logits_BSV), *found[0]
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import fx
 
 from halley.compiler.consensus import open_consensus
+from halley.compiler.graph_analysis import Sizes
 from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost
-from halley.compiler.sizes import Sizes
-from halley.cost.hardware import CPU, Predictor
-from halley.cost.profiles import Curve, ProfileTable, find_environment
+from halley.cost.hardware import CPU, Predictor, find_environment
+from halley.cost.profiles import Curve, ProfileTable
 from halley.cost.simulate import Contention
 from tests.compiler.graph_case import GraphBuilder, c10d
 

@@ -12,20 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halley.ops.traceable_routing  # noqa: F401
 from halley.compiler.fusion import find_boundaries
-from halley.compiler.graph_analysis import GraphAnalysis
+from halley.compiler.graph_analysis import GraphAnalysis, Sizes, without_values
 from halley.compiler.node_cost import (
     ProfiledCost,
     example_arguments,
-    host_us,
     is_read,
     node_key,
     operations,
 )
-from halley.compiler.sizes import Sizes, without_values
-from halley.cost.hardware import CPU, Predictor
-from halley.cost.profiles import Curve, Environment, ProfileTable, measure_us
+from halley.cost.hardware import CPU, Environment, Predictor
+from halley.cost.profiles import Curve, ProfileTable, measure_us
 from halley.cost.simulate import NO_CONTENTION, Contention
-from tests.compiler.gpu_attention import GPU_ATTENTIONS, operator_of
 from tests.compiler.graph_case import GROUP, GraphBuilder, aten, c10d, find, three_layers
 
 
@@ -59,13 +56,8 @@ def _gemms() -> GraphAnalysis:
 
 def test_gemms_are_predicted_by_their_arithmetic() -> None:
     analysis, cost = _gemms(), ProfiledCost(ROUND, sizes=SIZES)
-    flops = {
-        "mm": 2 * 40 * 50 * 60,
-        "bmm": 2 * 3 * 20 * 30 * 10,
-        "addmm": 2 * 40 * 50 * 60,
-        "mm_square": 2 * 64**3,
-    }
-    for name, num_flops in flops.items():
+    flops = {"mm": 2 * 40 * 50 * 60, "bmm": 2 * 3 * 20 * 30 * 10, "mm_square": 2 * 64**3}
+    for name, num_flops in (*flops.items(), ("addmm", flops["mm"])):
         node = analysis.nodes[find(analysis, name)]
         assert cost(node) == pytest.approx(num_flops / 1e3 + 1.0), name
 
@@ -160,7 +152,8 @@ def test_attention_has_one_key_on_all_devices() -> None:
     assert [node_key(node, SIZES) for node in on_cpu] == [f"{key} False", f"{key} True"]
     values = {"query": q, "key": k, "value": v, "dropout_p": 0.0, "is_causal": True}
     values |= {"attn_bias": None, "compute_log_sumexp": True}
-    for operator in map(operator_of, GPU_ATTENTIONS):
+    for name in ("flash", "efficient", "cudnn"):
+        operator = getattr(aten, f"_scaled_dot_product_{name}_attention").default
         arguments = [values.get(each.name, False) for each in operator._schema.arguments[:7]]
         on_gpu = b.graph.call_function(operator, tuple(arguments))
         assert node_key(on_gpu, SIZES) == f"{key} True", operator
@@ -206,11 +199,10 @@ def test_host_time_depends_on_how_a_node_is_launched() -> None:
     start, _ = b.all_to_all(sine, "a2a")
     analysis = b.done(gemm, start)
     cost = ProfiledCost(Predictor(fast), sizes=SIZES)
-    assert [host_us(node, cost) for node in (gemm, sine, start)] == [30.0, 30.0, 100.0]
-    cost.boundaries = find_boundaries(b.graph, SIZES)
-    assert [host_us(node, cost) for node in (gemm, sine, start)] == [30.0, 10.0, 100.0]
+    assert [cost.host_us(node) for node in (gemm, sine, start)] == [30.0, 30.0, 100.0]
+    cost = ProfiledCost(Predictor(fast), sizes=SIZES, boundaries=find_boundaries(b.graph, SIZES))
+    assert [cost.host_us(node) for node in (gemm, sine, start)] == [30.0, 10.0, 100.0]
     assert [each.host_us for each in operations(analysis, cost) if each.role == "free"] == [0.0] * 3
-    assert host_us(gemm, lambda node: 1.0) == 0.0
     called = ProfiledCost(Predictor(dataclasses.replace(fast, graph_us=700.0)), sizes=SIZES)
     firsts = [each.host_us for each in operations(analysis, called) if each.duration_us]
     assert firsts == [730.0, 30.0, 100.0]  # once, before the first

@@ -1,7 +1,6 @@
-"""Test the passes on graphs of one process, and the graphs that they must not change."""
+"""Test the passes on graphs of one process, the graphs that they keep, and reserved SMs."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +8,10 @@ from torch import fx
 
 from halley.compiler import node_cost, run
 from halley.compiler.options import Options, parse_options
-from halley.compiler.pipeline import reorder, run_passes
-from halley.cost.profiles import ProfileTable, find_environment
+from halley.compiler.pipeline import reorder, reserve_sms, run_passes
 from halley.cost.simulate import Contention
-from tests.compiler.forward_case import ForwardCase, build_forward
-from tests.compiler.graph_case import GraphBuilder, find, three_layers
+from halley.ops.sm_carveout import gemm_with_carveout
+from tests.compiler.graph_case import GraphBuilder, aten, c10d, find, three_layers
 
 
 ALONE = Options(agree=False, memory_margin=1.0)
@@ -21,19 +19,11 @@ ALONE = Options(agree=False, memory_margin=1.0)
 
 def test_weight_gradients_move_under_all_to_alls() -> None:
     b, _ = three_layers()
-    report = run_passes(b.graph, ALONE)
-    assert report is not None
-    assert report.windows == {"a2a_0": ("dw_0",), "a2a_1": ("dw_1",)}
-    assert report.time_after.makespan_us < report.time_before.makespan_us
-    found = [node.name for node in b.graph.nodes]
-    assert found.index("a2a_0") < found.index("dw_0") < found.index("wait_a2a_0")
-
-
-def test_run_takes_a_module_and_a_dict() -> None:
-    b, _ = three_layers()
     module = fx.GraphModule(torch.nn.Module(), b.graph)
     report = run(module, options={"agree": False, "memory_margin": 1.0})
     assert report is not None
+    assert report.windows == {"a2a_0": ("dw_0",), "a2a_1": ("dw_1",)}
+    assert report.time_after.makespan_us < report.time_before.makespan_us
     code = module.code
     assert code.index("a2a_0 =") < code.index("dw_0 =") < code.index("wait_a2a_0 =")
 
@@ -56,53 +46,47 @@ def test_passes_none_changes_nothing() -> None:
 
 def test_unknown_collective_warns_once_and_changes_nothing() -> None:
     b, analysis = three_layers()
-    operator = torch.ops.symm_mem.one_shot_all_reduce.default
+    operator, x = torch.ops.symm_mem.one_shot_all_reduce.default, analysis.nodes[0]
     with b.graph.inserting_before(analysis.nodes[-1]):
         for _ in range(2):
-            b.graph.call_function(operator, (analysis.nodes[0], "sum", "0"))
+            b.graph.call_function(operator, (x, "sum", "0"))
+        b.graph.call_function(c10d.isend.default, (x, 0, 0, "0"))
     before = list(b.graph.nodes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert run_passes(b.graph, ALONE) is None
     assert [str(warning.message) for warning in caught] == [
         "halley does not change a graph, because it does not know how these operators "
-        "communicate: symm_mem::one_shot_all_reduce"
+        "communicate: _c10d_functional::isend, symm_mem::one_shot_all_reduce"
     ]
     assert list(b.graph.nodes) == before
 
 
-def test_illegal_order_raises_and_changes_nothing() -> None:
+def test_illegal_orders_raise_and_change_nothing() -> None:
     b, analysis = three_layers()
     order = list(range(len(analysis.nodes)))
     dx, a2a = find(analysis, "dx_0"), find(analysis, "a2a_0")
-    order[dx], order[a2a] = a2a, dx
-    with pytest.raises(RuntimeError, match="a2a_0 must come after"):
-        reorder(b.graph, analysis, order)
-    assert list(b.graph.nodes) == analysis.nodes
-
-
-def test_plan_from_a_table_without_measuring(tmp_path: Path) -> None:
-    path = tmp_path / "profiles.jsonl"
-    here = find_environment(torch.device("meta"), topology="ranks 1")
-    table = ProfileTable(path, here)
-    table.add_time("aten.mm.default(float32[8,8], float32[8,8])", 1e6)
-    b, _ = three_layers()
-    report = run_passes(b.graph, Options(agree=False, memory_margin=1.0, profiles=path))
-    assert report is not None
-    assert report.time_before.makespan_us > 6e6
+    swapped = order.copy()
+    swapped[dx], swapped[a2a] = a2a, dx
+    for wrong, message in (
+        (swapped, r"a2a_0 must come after \['dx_0'\]"),
+        (order[:-1], "each node of its graph once"),
+        ([*order[:-1], order[0]], "each node of its graph once"),
+        ([order[1], order[0], *order[2:]], "inputs must come first"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            reorder(b.graph, analysis, wrong)
+        assert list(b.graph.nodes) == analysis.nodes
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"pass": "wgrad"}, r"options \(pass\) must be of agree, hardware, inner, measure"),
-        ({"passes": "all"}, r"passes \(all\) must be one of none, wgrad, partition, both"),
-        ({"num_parts": 9}, r"num_parts \(9\) must be 0, or 2 to 8"),
-        ({"rules": {"mm": None}}, r"rules \(mm\) must be named namespace::operator"),
-        ({"rules": {"my::op": 3}}, r"rules\[my::op\] \(3\) must be a function of a Call"),
+        ({"passes": "both"}, r"passes \(both\) must be one of none, wgrad$"),
         ({"memory_margin": float("nan")}, r"memory_margin \(nan\) must be finite"),
         ({"memory_margin": "0.1"}, r"memory_margin \('0.1'\) must be of type float or int"),
-        ({"num_parts": True}, r"num_parts \(True\) must be of type int"),
+        ({"unknown_size": True}, r"unknown_size \(True\) must be of type int"),
         ({"hardware": "H200"}, r"hardware \('H200'\) must be of type Hardware or NoneType"),
         ({"timeout_s": 0.0}, r"timeout_s \(0.0\) must be finite and positive"),
         ({"unknown_size": 0}, r"unknown_size \(0\) must be finite and positive"),
@@ -121,13 +105,6 @@ def test_missing_file_of_profiles_is_an_error() -> None:
     assert list(b.graph.nodes) == analysis.nodes
 
 
-def test_unknown_batch_inputs_are_named() -> None:
-    b, _ = three_layers()
-    module = fx.GraphModule(torch.nn.Module(), b.graph)
-    with pytest.raises(ValueError, match=r"batch_inputs \(batch, no\) must be inputs of the graph"):
-        run(module, options={"agree": False}, batch_inputs=["no", "batch"])
-
-
 def test_order_that_is_predicted_to_be_slower_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,20 +117,77 @@ def test_order_that_is_predicted_to_be_slower_is_not_used(
     assert report.time_after == report.time_before
 
 
-def test_operator_without_a_rule_keeps_the_full_batch_and_is_named() -> None:
-    b, batch = build_forward(ForwardCase())
-    tokens = b.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)[0]
-    users = list(tokens.users)
-    with b.graph.inserting_after(tokens):
-        flipped = b.graph.call_function(torch.ops.aten.flip.default, (tokens, [0]))
-    flipped.meta["val"] = tokens.meta["val"]
-    for user in users:
-        user.replace_input_with(tokens, flipped)
-    before = list(b.graph.nodes)
-    options = Options(passes="partition", agree=False, num_parts=2, memory_margin=4.0)
-    report = run_passes(b.graph, options, batch_inputs=[batch])
-    assert report is not None
-    assert report.ranges == ()
-    reason = "runs on the full batch: flip_default (aten::flip) has no rule"
-    assert [text.partition(" ")[2] for text in report.skipped] == [reason] * 3  # all-to-alls
-    assert list(b.graph.nodes) == before
+def _build() -> GraphBuilder:
+    """Return a graph with GEMMs before, inside and after the overlap window of an all-to-all."""
+    b = GraphBuilder()
+    x, w, bias = b.input("x", 8, 8), b.input("w", 8, 8), b.input("bias", 8)
+    ahead = b.mm(x, w, name="ahead")
+    _, wait = b.all_to_all(ahead, "rows")
+    with b.graph.inserting_before(wait):
+        beside = b.mm(x, w, name="beside")
+        biased = b.call(aten.addmm.default, bias, x, w, name="biased")
+        other = b.call(aten.mul.Tensor, x, w, name="other")
+    behind = b.mm(wait, w, name="behind")
+    b.done(beside, biased, other, behind)
+    return b
+
+
+def _margins(graph: fx.Graph) -> dict[str, object]:
+    """Return the number of reserved SMs of GEMMs by name."""
+    gemms = graph.find_nodes(op="call_function", target=gemm_with_carveout)
+    return {node.name: node.args[-1] for node in gemms}
+
+
+@pytest.mark.parametrize(
+    ("margins", "in_all", "changed"),
+    [
+        ((12, 0), False, ["beside", "biased"]),
+        ((12, 0), True, ["ahead", "beside", "biased", "behind"]),
+        ((0, 16), True, []),
+    ],
+)
+def test_gemms_in_the_window_or_all_are_replaced_in_place(margins, in_all, changed) -> None:
+    b = _build()
+    order = [node.name for node in b.graph.nodes]
+    reserve_sms(b.graph, margins, in_all=in_all)
+    assert _margins(b.graph) == dict.fromkeys(changed, 12)
+    assert [node.name for node in b.graph.nodes] == order
+    args = {node.name: [getattr(arg, "name", arg) for arg in node.args] for node in b.graph.nodes}
+    if changed:
+        assert args["beside"] == [None, "x", "w", None, 12]
+        assert args["biased"] == ["bias", "x", "w", None, 12]
+
+
+def _grouped(operator: object, left: torch.Tensor, right: torch.Tensor, *rest: object) -> fx.Graph:
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("left", "right", "ends")]
+    for node, value in zip(nodes, (left, right, torch.empty(3, dtype=torch.int32)), strict=True):
+        node.meta["val"] = value
+    gemm = graph.call_function(operator, (*nodes, *rest))  # pyright: ignore[reportArgumentType]
+    graph.output(gemm)
+    return graph
+
+
+@pytest.mark.parametrize("name", ["expert_gemm", "expert_weight_gemm", "_grouped_mm"])
+def test_grouped_gemms_keep_their_values(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 32, generator=generator)
+    other = torch.randn(*((12, 16) if "weight" in name else (3, 32, 16)), generator=generator)
+    ends = torch.tensor([5, 5, 12], dtype=torch.int32)
+    library = torch.ops.aten if name == "_grouped_mm" else torch.ops.halley
+    graph = _grouped(getattr(library, name).default, rows, other)
+    want = fx.GraphModule({}, graph)(rows, other, ends)
+    reserve_sms(graph, (4, 8), in_all=True)
+    assert list(_margins(graph).values()) == [8]
+    torch.testing.assert_close(fx.GraphModule({}, graph)(rows, other, ends), want)
+
+
+def test_gemm_with_other_arguments_is_not_changed() -> None:
+    graph = _grouped(
+        torch.ops.aten._grouped_mm.default,
+        torch.empty(12, 32),
+        torch.empty(3, 32, 16),
+        torch.empty(16),
+    )
+    reserve_sms(graph, (4, 8), in_all=True)
+    assert _margins(graph) == {}

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from halley.compiler.graph_analysis import GraphAnalysis
+from halley.compiler.graph_analysis import GraphAnalysis, Sizes
 from halley.compiler.graph_memory import LiveBytes
-from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad.movable_nodes import Unit, assign, find_movable, find_units
 from halley.compiler.wgrad.order import build_order, place_reductions
 from halley.compiler.wgrad.schedule import hidden_gemms, plan_wgrad
@@ -182,7 +181,7 @@ def test_node_without_operands_runs_late_where_a_compiler_fuses_it() -> None:
     zeros.meta["val"] = torch.empty(64, 4, device="meta")
     analysis = b.done(b.mm(zeros, b.mm(wait, w), name="last"), dw)
     sizes = Sizes(1)
-    peak, _ = LiveBytes(analysis, sizes).peak(range(len(analysis.nodes)))
+    peak = LiveBytes(analysis, sizes).peak(range(len(analysis.nodes)))
     order = plan_wgrad(
         analysis, cost=lambda node: 10.0, sizes=sizes, max_bytes=peak, gemms_alone=True
     )

@@ -1,6 +1,7 @@
 """The reference layer, compared with a loop over tokens in plain Python floats."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,29 +15,21 @@ from halley.tools.skew import balanced_load, sample_routing
 Matrix = list[list[float]]
 
 
-def _silu(x: float) -> float:
-    return x / (1.0 + math.exp(-x))
-
-
-def _gelu(x: float) -> float:
-    return 0.5 * x * (1.0 + math.erf(x / math.sqrt(2.0)))
-
-
 def _times(matrix: Matrix, vector: list[float], bias: list[float] | None) -> list[float]:
     out = [math.fsum(a * x for a, x in zip(row, vector, strict=True)) for row in matrix]
     return out if bias is None else [y + b for y, b in zip(out, bias, strict=True)]
 
 
 def _slow_expert(x: list[float], experts: Experts, index: int) -> list[float]:
-    up_bias = None if experts.up_bias_LG is None else experts.up_bias_LG[index].tolist()
-    down_bias = None if experts.down_bias_LD is None else experts.down_bias_LD[index].tolist()
-    h = _times(experts.up_LGD[index].tolist(), x, up_bias)
+    own = {name: tensor[index].tolist() for name, tensor in experts.tensors().items()}
+    h = _times(own["up_LGD"], x, own.get("up_bias_LG"))
     if experts.activation == "swiglu":
         half = len(h) // 2
-        h = [_silu(gate) * up for gate, up in zip(h[:half], h[half:], strict=True)]
+        gates_and_ups = zip(h[:half], h[half:], strict=True)
+        h = [gate / (1.0 + math.exp(-gate)) * up for gate, up in gates_and_ups]
     else:
-        h = [_gelu(value) for value in h]
-    return _times(experts.down_LDF[index].tolist(), h, down_bias)
+        h = [0.5 * x * (1.0 + math.erf(x / math.sqrt(2.0))) for x in h]
+    return _times(own["down_LDF"], h, own.get("down_bias_LD"))
 
 
 def _slow_layer(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
@@ -61,13 +54,10 @@ def _make(
         return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     up_size = 6 if activation == "swiglu" else 3
-    experts = Experts(
-        up_LGD=normal(5, up_size, 4),
-        down_LDF=normal(5, 4, 3),
-        up_bias_LG=normal(5, up_size) if bias else None,
-        down_bias_LD=normal(5, 4) if bias else None,
-        activation=activation,
-    )
+    weights = {"up_LGD": normal(5, up_size, 4), "down_LDF": normal(5, 4, 3)}
+    if bias:
+        weights |= {"up_bias_LG": normal(5, up_size), "down_bias_LD": normal(5, 4)}
+    experts = Experts(**weights, activation=activation)
     drawn = sample_routing(balanced_load(5), num_tokens, top_k=3, generator=generator)
     idx_TK = drawn.topk_idx_TK.clone()
     idx_TK[1:3, 1] = DROPPED
@@ -92,36 +82,27 @@ def test_layer_is_the_sum_of_weighted_experts(
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_finite_differences(activation: Activation) -> None:
     x_TD, routing, experts = _make(activation, bias=True)
+    names = experts.tensors()
 
-    def layer(x, weights, up, down, up_bias, down_bias):
-        return moe_reference(
-            x,
-            Routing(topk_idx_TK=routing.topk_idx_TK, topk_weights_TK=weights),
-            Experts(
-                up_LGD=up,
-                down_LDF=down,
-                up_bias_LG=up_bias,
-                down_bias_LD=down_bias,
-                activation=activation,
-            ),
-        )
+    def layer(x_TD, weights_TK, *tensors):
+        routed = replace(routing, topk_weights_TK=weights_TK)
+        changed = experts.with_tensors(dict(zip(names, tensors, strict=True)))
+        return moe_reference(x_TD, routed, changed)
 
-    assert experts.up_bias_LG is not None
-    assert experts.down_bias_LD is not None
-    leaves = (experts.up_LGD, experts.down_LDF, experts.up_bias_LG, experts.down_bias_LD)
-    assert torch.autograd.gradcheck(layer, (x_TD, routing.topk_weights_TK, *leaves))
+    leaves = (x_TD, routing.topk_weights_TK, *names.values())
+    assert len(leaves) == 6
+    assert torch.autograd.gradcheck(layer, leaves)
 
 
-@pytest.mark.parametrize("sizes", [[5], [2, 1, 2]])
-def test_parts_over_ranges_of_experts_add_up(sizes: list[int]) -> None:
+def test_parts_over_ranges_of_experts_add_up() -> None:
     x_TD, routing, experts = _make("swiglu", bias=True)
-    parts = []
-    for index, part in enumerate(experts.split(sizes)):
-        assert part.num_local_experts == sizes[index]
-        first = sum(sizes[:index])
-        parts.append(moe_reference(x_TD, routing, part, first_expert=first))
+    found_TD, first = torch.zeros(()), 0
+    for part, size in zip(experts.split([2, 1, 2]), (2, 1, 2), strict=True):
+        assert part.num_local_experts == size
+        found_TD = found_TD + moe_reference(x_TD, routing, part, first_expert=first)
+        first += size
     want_TD = _slow_layer(x_TD, routing, experts)
-    assert relative_error(sum(parts, torch.zeros(())), want_TD) <= RELATIVE_TOLERANCE[torch.float64]
+    assert relative_error(found_TD, want_TD) <= RELATIVE_TOLERANCE[torch.float64]
 
 
 def test_sum_is_in_float32() -> None:

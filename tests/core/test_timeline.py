@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +19,6 @@ from halley.core.timeline import (
     Span,
     exposed_us,
     innermost,
-    subtract,
     to_chrome_trace,
     total_us,
     union,
@@ -54,24 +53,11 @@ def test_waits_are_unknown_if_layers_mark_none() -> None:
 
 
 def test_union_merges_spans_that_overlap_touch_or_nest() -> None:
-    spans = [
-        span("a", 20, 25),
-        span("b", 0, 10),
-        span("c", 2, 5),
-        span("d", 8, 12),
-        span("e", 12, 13),
-        span("empty", 15, 15),
-    ]
+    times = [(20, 25), (0, 10), (2, 5), (8, 12), (12, 13), (15, 15)]
+    spans = [span("a", *each) for each in times]
     assert union(spans) == [(0.0, 13.0), (20.0, 25.0)]
     assert union_us(spans) == 18.0
     assert total_us(spans) == 5 + 10 + 3 + 4 + 1 + 0  # overlapping time counts more than once
-
-
-def test_subtract_leaves_the_gaps_of_the_cover() -> None:
-    cover = [(2.0, 4.0), (6.0, 12.0), (19.0, 30.0)]
-    assert subtract([(0.0, 10.0), (11.0, 20.0)], cover) == [(0.0, 2.0), (4.0, 6.0), (12.0, 19.0)]
-    assert subtract([(0.0, 10.0)], []) == [(0.0, 10.0)]
-    assert subtract([(2.0, 3.0)], cover) == []
 
 
 @given(comm=spans_of_cells(), compute=spans_of_cells())
@@ -87,24 +73,18 @@ def test_pieces_of_innermost_are_disjoint_and_cover_the_same_time(spans: list[Sp
 
 
 def test_innermost_gives_each_moment_to_the_innermost_span() -> None:
-    pieces = innermost(
-        [
-            span("wait", 60, 90, "exposed"),
-            span("layer", 0, 100),
-            span("dispatch", 10, 90),
-            span("next", 100, 110),
-        ]
-    )
-    assert [(p.name, p.stream, p.start_us, p.end_us) for p in pieces] == [
-        ("layer", "compute", 0, 10),
-        ("dispatch", "compute", 10, 60),
-        ("wait", "exposed", 60, 90),
-        ("layer", "compute", 90, 100),
-        ("next", "compute", 100, 110),
+    wait = span("wait", 60, 90, "exposed")
+    others = [span("layer", 0, 100), span("dispatch", 10, 90), span("next", 100, 110)]
+    assert innermost([wait, *others]) == [
+        span("layer", 0, 10),
+        span("dispatch", 10, 60),
+        wait,
+        span("layer", 90, 100),
+        span("next", 100, 110),
     ]
     # Of two spans that overlap without nesting, the later one gets the moment.
-    pieces = innermost([span("a", 0, 10), span("b", 5, 15)])
-    assert [(p.name, p.start_us, p.end_us) for p in pieces] == [("a", 0, 5), ("b", 5, 15)]
+    crossing = innermost([span("a", 0, 10), span("b", 5, 15)])
+    assert crossing == [span("a", 0, 5), span("b", 5, 15)]
 
 
 def test_chrome_trace_has_a_process_a_rank_and_a_row_a_stream() -> None:
@@ -123,12 +103,8 @@ def test_chrome_trace_has_a_process_a_rank_and_a_row_a_stream() -> None:
 
 
 def test_chrome_trace_moves_spans_that_cross_to_another_row() -> None:
-    spans = [
-        span("outer", 0, 10, "comm"),
-        span("inner", 2, 10, "comm"),
-        span("crosses", 5, 15, "comm"),
-        span("after", 10, 12, "comm"),
-    ]
+    times = {"outer": (0, 10), "inner": (2, 10), "crosses": (5, 15), "after": (10, 12)}
+    spans = [span(name, *each, "comm") for name, each in times.items()]
     events = to_chrome_trace(spans)["traceEvents"]
     assert isinstance(events, list)
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -138,11 +114,11 @@ def test_chrome_trace_moves_spans_that_cross_to_another_row() -> None:
 
 def test_written_traces_read_back(tmp_path: Path) -> None:
     spans = [span("experts", 0.5, 2.25)]
-    write_chrome_trace(spans, tmp_path / "plain.json")
-    write_chrome_trace(spans, tmp_path / "packed.json.gz")
-    assert json.loads((tmp_path / "plain.json").read_text()) == to_chrome_trace(spans)
-    with gzip.open(tmp_path / "packed.json.gz", "rt") as file:
-        assert json.load(file) == to_chrome_trace(spans)
+    for name in ("plain.json", "packed.json.gz"):
+        write_chrome_trace(spans, tmp_path / name)
+        content = (tmp_path / name).read_bytes()
+        content = gzip.decompress(content) if name.endswith(".gz") else content
+        assert json.loads(content) == to_chrome_trace(spans)
 
 
 def test_recorder_times_nested_spans_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,28 +150,24 @@ def test_recorder_collects_a_span_that_raised_but_no_open_span() -> None:
 def test_recorder_takes_spans_of_other_threads() -> None:
     recorder = Recorder("cpu")
 
-    def mark() -> None:
-        for _ in range(100):
-            with recorder.span("mark"):
-                pass
+    def mark(_: int) -> None:
+        with recorder.span("mark"):
+            pass
 
-    threads = [threading.Thread(target=mark) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(mark, range(400)))
     assert [s.name for s in recorder.collect()] == ["mark"] * 400
 
 
-@pytest.mark.parametrize(("enabled", "kept"), [(True, ["experts"]), (False, [])])
-def test_recorder_shows_its_spans_to_the_profiler(enabled: bool, kept: list[str]) -> None:
-    recorder = Recorder("cpu", enabled=enabled)
-    activities = [ProfilerActivity.CPU]
-    with profile(activities=activities, acc_events=True) as profiler, recorder.span("experts"):
-        pass
-    names = [event.name for event in profiler.events() or []]
-    assert names.count("halley::experts") == 1
-    assert [s.name for s in recorder.collect()] == kept
+def test_recorder_shows_its_spans_to_the_profiler() -> None:
+    for enabled in (True, False):
+        recorder = Recorder("cpu", enabled=enabled)
+        activities = [ProfilerActivity.CPU]
+        with profile(activities=activities, acc_events=True) as profiler, recorder.span("experts"):
+            pass
+        names = [event.name for event in profiler.events() or []]
+        assert names.count("halley::experts") == 1
+        assert [s.name for s in recorder.collect()] == ["experts"] * enabled
 
 
 def test_recorder_causes_no_graph_break() -> None:
@@ -208,11 +180,6 @@ def test_recorder_causes_no_graph_break() -> None:
     compiled = torch.compile(double, backend="eager", fullgraph=True)
     assert compiled(torch.tensor(3)).item() == 6
     assert recorder.collect() == []
-
-
-def test_recorder_names_a_device_that_it_cannot_time() -> None:
-    with pytest.raises(ValueError, match=r"^device \('meta'\) must be one of 'cpu', 'cuda'$"):
-        Recorder("meta")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

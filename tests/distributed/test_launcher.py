@@ -15,12 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from halley.cli.ranks import count_ranks
 from halley.distributed import launcher as launch_module
-from halley.distributed.failures import FAILURES_VARIABLE, FailureReader, tell_failure
-from halley.distributed.launcher import default_num_processes, launch, run_ranks
+from halley.distributed.launcher import (
+    FAILURES_VARIABLE,
+    FailureReader,
+    launch,
+    tell_failure,
+)
 
 
 LIMIT_S = 30.0
+
+Command = Callable[[str], list[str]]
+Start = Callable[[list[str]], subprocess.Popen[str]]
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
 # The first lines of each rank's script. A rank reports its state in a file with its number.
 _HEAD = """
@@ -49,12 +59,12 @@ _LAUNCHER = """
 import sys
 from halley.distributed import launcher
 launcher._HINT_AFTER_S = 0.5
-sys.exit(launcher.run_ranks(sys.argv[1:], num_processes=2))
+sys.exit(launcher.launch(sys.argv[1:], num_processes=2))
 """
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[[str], list[str]]:
+def command(tmp_path: Path) -> Command:
     """Return the function that writes a rank's script and returns the command to run it."""
 
     def make(source: str) -> list[str]:
@@ -79,16 +89,13 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def start_launcher(tmp_path: Path) -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
+def start_launcher(tmp_path: Path) -> Iterator[Start]:
     """Return the function that starts a launcher of two ranks in a process of its own."""
     launchers: list[subprocess.Popen[str]] = []
 
     def start(command: list[str]) -> subprocess.Popen[str]:
-        launchers.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, *command], stderr=subprocess.PIPE, text=True
-            )
-        )
+        command = [sys.executable, "-c", _LAUNCHER, *command]
+        launchers.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         _wait_until(lambda: all((tmp_path / f"{rank}.txt").exists() for rank in range(2)))
         return launchers[-1]
 
@@ -98,14 +105,12 @@ def start_launcher(tmp_path: Path) -> Iterator[Callable[[list[str]], subprocess.
         launcher.communicate()
 
 
-def test_ranks_get_the_environment_of_torch(
-    command: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_get_the_environment_of_torch(command: Command, tmp_path: Path, monkeypatch: Patch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
     monkeypatch.setattr(launch_module, "_num_cores", lambda: 7)
     script = "import json; say(json.dumps(dict(os.environ)))"
-    assert run_ranks(command(script), num_processes=3) == 0
+    assert launch(command(script), num_processes=3) == 0
     environments = [json.loads((tmp_path / f"{rank}.txt").read_text()) for rank in range(3)]
     for rank, environment in enumerate(environments):
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
@@ -117,7 +122,7 @@ def test_ranks_get_the_environment_of_torch(
 
 
 def test_killed_rank_is_named_after_the_messages_of_the_others(
-    command: Callable[[str], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, capfd: Capture
 ):
     script = """
 if rank == 1:
@@ -126,7 +131,7 @@ time.sleep(0.5)
 sys.stderr.write("rank %d has lost it\\n" % rank)
 sys.exit(75)
 """
-    assert run_ranks(command(script), num_processes=2) == 128 + 9
+    assert launch(command(script), num_processes=2) == 128 + 9
     assert capfd.readouterr().err.splitlines() == [
         "rank 0 has lost it",
         "halley: rank 1 was killed by SIGKILL",
@@ -134,17 +139,17 @@ sys.exit(75)
 
 
 def test_failures_of_ranks_are_printed_once_per_cause_without_their_exit_codes(
-    command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+    command: Command, capfd: Capture
 ):
     """Both ranks report the same cause, each with its own number; rank 1 reports another too."""
     script = """
-from halley.distributed.failures import tell_failure
+from halley.distributed.launcher import tell_failure
 tell_failure("rank %d lost rank 9\\nin step 5" % rank, details="Traceback of rank %d" % rank)
 if rank == 1:
     tell_failure("the disk is full")
 sys.exit(1)
 """
-    assert run_ranks(command(script), num_processes=2) == 1
+    assert launch(command(script), num_processes=2) == 1
     err = capfd.readouterr().err
     disk = "halley: failed on rank 1: the disk is full\n"
     assert disk in err
@@ -155,7 +160,7 @@ sys.exit(1)
 
 
 def test_at_most_four_failures_are_printed_and_mistakes_of_any_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ):
     reader = FailureReader(tmp_path / "failures.jsonl")
     monkeypatch.setenv(FAILURES_VARIABLE, str(reader.path))
@@ -175,10 +180,7 @@ def test_at_most_four_failures_are_printed_and_mistakes_of_any_rank(
 
 @pytest.mark.parametrize(("local_rank", "is_printed"), [("0", True), ("1", False)])
 def test_without_the_launcher_only_local_rank_0_prints_a_mistake(
-    local_rank: str,
-    is_printed: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    local_rank: str, is_printed: bool, capsys: Capture, monkeypatch: Patch
 ):
     monkeypatch.delenv(FAILURES_VARIABLE, raising=False)
     monkeypatch.setenv("RANK", "8")
@@ -188,9 +190,7 @@ def test_without_the_launcher_only_local_rank_0_prints_a_mistake(
 
 
 def test_ranks_may_save_after_the_first_signal_and_are_killed_by_the_second(
-    command: Callable[[str], list[str]],
-    start_launcher: Callable[[list[str]], subprocess.Popen[str]],
-    tmp_path: Path,
+    command: Command, start_launcher: Start, tmp_path: Path
 ):
     script = """
 got = []
@@ -214,7 +214,7 @@ while True:
 
 
 def test_ranks_that_ignore_a_signal_are_killed_after_a_time_limit(
-    command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: Patch
 ):
     monkeypatch.setattr(launch_module, "_SIGNAL_PATIENCE_S", 0.5)
     monkeypatch.setattr(launch_module, "_KILL_AFTER_S", 0.5)
@@ -226,35 +226,32 @@ for number in (signal.SIGINT, signal.SIGTERM):
 time.sleep(60)
 """
     begin_s = time.monotonic()
-    assert run_ranks(command(script), num_processes=1) == 128 + 2
+    assert launch(command(script), num_processes=1) == 128 + 2
     assert time.monotonic() - begin_s < LIMIT_S
 
 
-def test_launcher_adds_no_line_to_a_mistake_with_exit_code_2(
-    command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
-):
-    script = """
-if rank == 0:
-    time.sleep(0.3)  # the message of the last rank to end is printed too
-    sys.stderr.write("halley: no such file\\n")
-sys.exit(2)
-"""
-    assert run_ranks(command(script), num_processes=2) == 2
-    assert capfd.readouterr().err == "halley: no such file\n"
-
-
+@pytest.mark.parametrize(
+    ("codes", "want", "told"),
+    [
+        ([2, 2, 2], 2, "last words\n"),  # a mistake, of which a rank has told the user
+        ([0, 7, 75], 7, "last words\nhalley: rank 1 ended with exit code 7\n"),
+    ],
+)
 def test_exit_code_is_that_of_the_first_failure(
-    command: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+    command: Command, capfd: Capture, codes: list[int], want: int, told: str
 ):
-    script = "time.sleep(0.5 * (rank != 1)); sys.exit({0: 0, 1: 7, 2: 75}[rank])"
-    assert run_ranks(command(script), num_processes=3) == 7
-    assert capfd.readouterr().err == "halley: rank 1 ended with exit code 7\n"
+    script = f"""
+if rank == 0:
+    sys.stderr.write("last words\\n")
+time.sleep(0.5 * (rank != 1))
+sys.exit({codes}[rank])
+"""
+    assert launch(command(script), num_processes=3) == want
+    assert capfd.readouterr().err == told
 
 
 def test_ranks_that_hang_after_a_failure_are_killed(
-    command: Callable[[str], list[str]],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: Command, capfd: Capture, monkeypatch: Patch
 ):
     monkeypatch.setattr(launch_module, "_KILL_AFTER_S", 0.5)
     script = """
@@ -265,15 +262,13 @@ if rank == 2:
 time.sleep(60)
 """
     begin_s = time.monotonic()
-    assert run_ranks(command(script), num_processes=3, patience_s=0.5) == 3
+    assert launch(command(script), num_processes=3, patience_s=0.5) == 3
     assert 1.0 <= time.monotonic() - begin_s < LIMIT_S
     assert capfd.readouterr().err == "halley: rank 2 ended with exit code 3\n"
 
 
 def test_ranks_pause_with_the_launcher_and_get_its_signals_once(
-    command: Callable[[str], list[str]],
-    start_launcher: Callable[[list[str]], subprocess.Popen[str]],
-    tmp_path: Path,
+    command: Command, start_launcher: Start, tmp_path: Path
 ):
     launcher = start_launcher(command(_RECORD_SIGNALS))
     ticks = tmp_path / "ticks"
@@ -293,11 +288,7 @@ def test_ranks_pause_with_the_launcher_and_get_its_signals_once(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has PR_SET_PDEATHSIG")
-def test_ranks_die_with_the_launcher(
-    command: Callable[[str], list[str]],
-    start_launcher: Callable[[list[str]], subprocess.Popen[str]],
-    tmp_path: Path,
-):
+def test_ranks_die_with_the_launcher(command: Command, start_launcher: Start, tmp_path: Path):
     launcher = start_launcher(command(_RECORD_SIGNALS))
     pids = [int((tmp_path / f"{rank}.txt").read_text().split()[1]) for rank in range(2)]
     assert all(_is_alive(pid) for pid in pids)
@@ -305,24 +296,13 @@ def test_ranks_die_with_the_launcher(
     _wait_until(lambda: not any(_is_alive(pid) for pid in pids))
 
 
-def test_launch_runs_the_command_line(monkeypatch: pytest.MonkeyPatch):
-    started = []
-
-    def record(command: list[str], *, num_processes: int) -> int:
-        started.append((command, num_processes))
-        return 5
-
-    monkeypatch.setattr(launch_module, "run_ranks", record)
-    assert launch(["halley.cli", "train", "a.toml"], num_processes=4) == 5
-    assert started == [([sys.executable, "-m", "halley.cli", "train", "a.toml"], 4)]
-
-
 def test_zero_ranks_are_refused():
     with pytest.raises(ValueError, match=r"num_processes \(0\) must be at least 1"):
         launch([], num_processes=0)
 
 
-def test_one_rank_per_device(monkeypatch: pytest.MonkeyPatch):
+def test_one_rank_per_device(monkeypatch: Patch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for num_devices, num_processes in [(0, 2), (1, 1), (8, 8)]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda number=num_devices: number)
-        assert default_num_processes() == num_processes
+        assert count_ranks(0, device="auto") == num_processes

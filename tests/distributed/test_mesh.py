@@ -1,12 +1,10 @@
 """Groups of the mesh and gradient sums, by hand on four ranks; ranks and devices of a launcher."""
 
-import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from halley.distributed import mesh as mesh_module
 from halley.distributed.mesh import (
@@ -18,8 +16,7 @@ from halley.distributed.mesh import (
     pick_device,
     sync_gradients,
 )
-from halley.moe.experts import GroupedExperts, expert_parameter_names
-from tests.moe.model_case import MODELS, build_model, destroy
+from tests.moe.model_case import destroy
 
 
 def _members(group: dist.ProcessGroup | None) -> list[int] | None:
@@ -29,67 +26,43 @@ def _members(group: dist.ProcessGroup | None) -> list[int] | None:
 def _place(rank: int, num_ranks: int, ep_size: int) -> tuple[object, ...]:
     groups = build_groups(ep_size, device_type="cpu")
     assert (groups.rank, groups.num_ranks) == (rank, num_ranks)
-    place = (
-        groups.ep_rank,
-        groups.ep_size,
-        _members(groups.world),
-        _members(groups.ep),
-        _members(groups.edp),
-    )
+    members = [_members(group) for group in (groups.world, groups.ep, groups.edp)]
     destroy(groups)
-    return place
+    return groups.ep_rank, groups.ep_size, *members
 
 
 _ALL = [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("ep_size", "want"),
+    ("ep_size", "eps", "edps"),
     [
-        (1, [(0, 1, _ALL, None, _ALL)] * 4),
-        (
-            2,
-            [
-                (0, 2, _ALL, [0, 1], [0, 2]),
-                (1, 2, _ALL, [0, 1], [1, 3]),
-                (0, 2, _ALL, [2, 3], [0, 2]),
-                (1, 2, _ALL, [2, 3], [1, 3]),
-            ],
-        ),
-        (0, [(rank, 4, _ALL, _ALL, None) for rank in range(4)]),  # 0 is all ranks
+        (1, [None] * 4, [_ALL] * 4),
+        (2, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]),
+        (0, [_ALL] * 4, [None] * 4),  # 0 is all ranks
     ],
 )
-def test_groups_of_the_mesh(run_ranks, ep_size: int, want: list[tuple[object, ...]]) -> None:
+def test_groups_of_the_mesh(run_ranks, ep_size: int, eps: list[Any], edps: list[Any]) -> None:
+    size = ep_size or 4
+    places = zip(eps, edps, strict=True)
+    want = [(rank % size, size, _ALL, ep, edp) for rank, (ep, edp) in enumerate(places)]
     assert run_ranks(_place, 4, ep_size) == want
 
 
-def _bad_groups(rank: int, num_ranks: int) -> None:
-    with pytest.raises(ValueError, match=r"ep_size \(3\) must divide the number of ranks \(4\)"):
-        build_groups(3, device_type="cpu")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
-    with pytest.raises(ValueError, match=r"mesh_dim_names \(\('ep', 'edp'\)\) must be"):
-        ParallelGroups.from_mesh(mesh)
-    destroy(ParallelGroups(mesh=mesh))
-
-
-def test_ep_size_must_divide_the_ranks(run_ranks) -> None:
-    run_ranks(_bad_groups, 4)
-
-
 def test_one_process_needs_no_group() -> None:
-    assert build_groups(0, device_type="cpu") == ParallelGroups()
-    assert build_groups(1, device_type="cpu") == ParallelGroups()
-    with pytest.raises(ValueError, match=r"ep_size \(2\) must divide the number of ranks \(1\)"):
-        build_groups(2, device_type="cpu")
-    with pytest.raises(ValueError, match=r"ep_size \(-1\) must be at least 0"):
-        build_groups(-1, device_type="cpu")
+    for ep_size in (0, 1):
+        assert build_groups(ep_size, device_type="cpu") == ParallelGroups()
+    for ep_size, rule in (
+        (2, r"must divide the number of ranks \(1\)"),
+        (-1, "must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=rf"ep_size \({ep_size}\) {rule}"):
+            build_groups(ep_size, device_type="cpu")
 
 
 def test_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        RuntimeError, match=r"init_process_group must come first: .* one of 2 ranks"
-    ):
+    with pytest.raises(RuntimeError, match=r"init_process_group must come first: .* 2 ranks"):
         build_groups(0, device_type="cpu")
 
 
@@ -140,33 +113,6 @@ def test_one_process_keeps_its_gradients() -> None:
     assert global_norm(dense, expert, groups=ParallelGroups()).item() == 5.0
     assert global_norm([], expert, groups=ParallelGroups()).item() == 4.0
     assert global_norm([], [], groups=ParallelGroups()).item() == 0.0
-
-
-def test_grouped_experts_hold_the_experts_of_their_rank() -> None:
-    size = {"hidden_size": 4, "intermediate_size": 8, "up_size": 16, "bias": True}
-    place = {"dtype": torch.float32, "device": torch.device("cpu")}
-    groups = ParallelGroups(rank=5, num_ranks=8, ep_rank=1, ep_size=4)
-    experts = GroupedExperts(num_experts=12, groups=groups, **size, **place)
-    assert experts.expert_ids == (3, 4, 5)
-    shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
-    assert shapes == {
-        "gate_up_proj": (3, 16, 4),
-        "down_proj": (3, 4, 8),
-        "gate_up_proj_bias": (3, 16),
-        "down_proj_bias": (3, 4),
-    }
-    with pytest.raises(ValueError, match=r"num_experts \(6\) must be divisible by ep_size \(4\)"):
-        GroupedExperts(num_experts=6, groups=groups, **size, **place)
-
-
-def test_names_of_expert_parameters_are_found() -> None:
-    config = MODELS["shared experts"]
-    model = build_model(dataclasses.replace(config, num_dense_layers=1, dense_intermediate_size=8))
-    names = ["gate_up_proj", "down_proj"]
-    assert expert_parameter_names(model) == {f"layers.1.mlp.experts.{name}" for name in names}
-    experts = model.get_submodule("layers.1.mlp.experts")
-    assert expert_parameter_names(experts) == set(names)
-    assert expert_parameter_names(nn.Linear(2, 2)) == set()
 
 
 @pytest.fixture

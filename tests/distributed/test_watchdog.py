@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.rendezvous import rendezvous
 
-from halley.core.current_operation import CurrentOperation
+from halley.core.timeline import CurrentOperation
 from halley.distributed.watchdog import EXIT_LOST_PEER, Watchdog
 
 
@@ -193,7 +193,7 @@ def test_suspended_job_continues(start_job: Callable[[str], _Job]):
 @pytest.fixture
 def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watchdog]]:
     """Yield two running watchdogs in one process, which has begun no operation."""
-    monkeypatch.setattr("halley.distributed.failures.CURRENT_OPERATION", CurrentOperation())
+    monkeypatch.setattr("halley.distributed.peers.CURRENT_OPERATION", CurrentOperation())
     store = HashStore()
     pair = [Watchdog(store, rank=rank, num_ranks=2, interval_s=0.1) for rank in range(2)]
     for watchdog in pair:

@@ -6,14 +6,18 @@ from typing import final
 import torch
 
 from halley.core.types import Routing
-from halley.fused.kernels.combine import dgrad_combine, gemm_combine
-from halley.fused.kernels.dispatch import dispatch_dgrad, dispatch_gemm, num_dweight_columns
-from halley.fused.kernels.dispatch_plan import make_plan
+from halley.fused.kernels.dispatch_plan import make_plan, publish_rows
+from halley.fused.kernels.launches import (
+    dgrad_combine,
+    dispatch_dgrad,
+    dispatch_gemm,
+    gemm_combine,
+    num_dweight_columns,
+)
 from halley.fused.kernels.layout import EPOCH, NUM_COUNTERS, KernelContext
 from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
-from halley.fused.kernels.send_buffer import publish_rows
 from halley.ops.kernels.weight_gemm import weight_gemm
-from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor
+from halley.symm_mem.heap import AbstractSymmHeap
 from tests.fused.kernel_case import (
     GARBAGE,
     TIMEOUT_S,
@@ -82,6 +86,8 @@ class KernelRank:
         self.status = torch.zeros(STATUS_WORDS, dtype=torch.int64)
         self.host_status = torch.zeros(HOST_STATUS_WORDS, dtype=torch.int64)
         self.plan = torch.empty(0, dtype=torch.int32)
+        self.num_tokens = 0  # of the last call
+        self.rows = self.make_rows(0)  # of the last pass
 
     @property
     def epoch(self) -> int:
@@ -120,6 +126,7 @@ class KernelRank:
     def make_plan(self, x_TD: torch.Tensor, routing: Routing, *, max_rows: int = 0) -> int:
         """Begin the next call; return the rows of its plan."""
         self.clear_buffers()
+        self.num_tokens = len(x_TD)
         self.plan = torch.full((self.layout.plan_words,), GARBAGE, dtype=torch.int32)
         make_plan(
             self.context,
@@ -139,12 +146,13 @@ class KernelRank:
             shape = (max(num_rows, self.layout.block_m), columns)
             return torch.full(shape, torch.nan, dtype=self.case.dtype)
 
-        return Rows(
+        self.rows = Rows(
             x_RD=nan(hidden),
             h_RF=nan(inner),
             pre_RG=nan(self.case.num_projections * inner),
             z_RD=nan(hidden),
         )
+        return self.rows
 
     def make_copies(self) -> torch.Tensor:
         """Return a buffer for the token copies of the last plan, filled with NaN."""
@@ -300,9 +308,3 @@ class KernelRank:
         """Return a view of the plan's section ``name``."""
         start = getattr(self.layout, name)
         return self.plan[start : start + torch.Size(shape).numel()].view(shape)
-
-
-def borrow(tensor: SymmTensor, like: SymmTensor) -> SymmTensor:
-    """Return the beginning of a symmetric tensor in the shape of another one."""
-    start = tensor.local.view(-1)[: like.local.numel()]
-    return SymmTensor(local=start.view(like.local.shape), ptrs_W=tensor.ptrs_W)

@@ -5,7 +5,6 @@ from typing import TypeVar
 
 import torch
 
-from halley.interpreter import sanitizer
 from halley.interpreter.scheduler import Scheduler
 from tests.fused.kernel_case import TIMEOUT_S, KernelCase, make_tokens
 from tests.fused.kernel_rank import KernelRank
@@ -27,23 +26,12 @@ def run_world(
 ) -> list[T]:
     """Call ``fn`` on every rank of a new group and return the results by rank."""
     scheduler = Scheduler(seed, resident=resident, starve=starve, max_switches=max_switches)
-    mapped: list[int] = []
-
-    def on_map(address: int, num_bytes: int) -> None:
-        sanitizer.register(address, num_bytes)
-        mapped.append(address)
-
-    world = ThreadWorld(case.num_ranks, scheduler.barrier(), on_map=on_map)
+    world = ThreadWorld(case.num_ranks, scheduler.barrier)
 
     def run(rank: int) -> T:
         return fn(KernelRank(world.heap(rank), case, timeout_s=timeout_s))
 
-    try:
-        return scheduler.run_ranks(case.num_ranks, run)
-    finally:
-        # Closing the heaps would hang: a rank that failed does not reach their barrier.
-        for address in mapped:
-            sanitizer.unregister(address)
+    return scheduler.run_ranks(case.num_ranks, run)
 
 
 def run_forward(

@@ -17,7 +17,7 @@ from tests.fused.kernel_case import (
     make_experts,
     make_tokens,
 )
-from tests.fused.kernel_rank import KernelRank, borrow
+from tests.fused.kernel_rank import KernelRank
 from tests.fused.kernel_world import run_world
 
 
@@ -146,44 +146,3 @@ def test_negative_and_unnormalized_routing_weights() -> None:
 
     case = replace(TWO, num_tokens_CW=((5, 6),))
     _assert_values(_train(case, fused=True, tokens=tokens), case, tokens=tokens)
-
-
-def test_layers_of_several_sizes_share_one_memory() -> None:
-    large = replace(TWO, hidden_size=72, intermediate_size=40, max_tokens=20)
-    small = replace(TWO, num_tokens_CW=((11, 20),), activation="gelu", max_tokens=20, seed=5)
-
-    def run(first: KernelRank) -> list[torch.Tensor]:
-        second = KernelRank(first.heap, small)
-        second.routing_buffer, second.counters = first.routing_buffer, first.counters
-        second.combine_buffer = borrow(first.combine_buffer, second.combine_buffer)
-        layers = (first, second, first)
-        return [layer.forward(*make_tokens(layer.case, layer.rank)) for layer in layers]
-
-    for rank, outputs in enumerate(run_world(large, run, seed=3)):
-        for case, y_TD in zip((large, small, large), outputs, strict=True):
-            assert_close(y_TD, moe_reference(*make_tokens(case, rank), make_experts(case)))
-
-
-def test_a_plan_from_before_the_buffers_grew() -> None:
-    """The backward of an old call runs in the larger buffers of later calls."""
-    small = replace(TWO, num_tokens_CW=((4, 7),))
-    large = replace(TWO, num_tokens_CW=((14, 10),), max_tokens=32, seed=5)
-
-    def run(later: KernelRank) -> list[Values]:
-        earlier = KernelRank(later.heap, small)
-        x_TD, routing = make_tokens(small, earlier.rank)
-        old = earlier.forward_and_save(x_TD, routing)
-        new = later.forward_and_save(*make_tokens(large, later.rank))
-        earlier.send_buffer = later.send_buffer
-        earlier.combine_buffer = borrow(later.combine_buffer, earlier.combine_buffer)
-        earlier.dweight_buffer = borrow(later.dweight_buffer, earlier.dweight_buffer)
-        earlier.routing_buffer, earlier.counters = later.routing_buffer, later.counters
-        values = []
-        for layer, (y_TD, saved) in ((earlier, old), (later, new), (earlier, old)):
-            gradients = layer.backward(make_dy(layer.case, layer.rank), saved)
-            values.append(Values(y_TD=y_TD, **vars(gradients)))
-        return values
-
-    results = run_world(large, run, seed=2, starve=0.02)
-    for index, case in enumerate((small, large, small)):
-        _assert_values([[values[index]] for values in results], case)

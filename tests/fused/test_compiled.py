@@ -2,7 +2,7 @@
 
 The interpreter cannot check a barrier before a release, fences, or the width of loads. In the
 process of the tests, Triton interprets. Therefore this file is also a program: it calls the launch
-functions on meta tensors and compiles the kernels that they would launch.
+functions and compiles the kernels that they would launch.
 """
 
 import io
@@ -13,8 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from halley.core.types import Experts, Routing
 from halley.fused.config import KernelConfig
-from halley.fused.kernels.combine import dgrad_combine, gemm_combine
-from halley.fused.kernels.dispatch import dispatch_dgrad, dispatch_gemm, num_dweight_columns
-from halley.fused.kernels.dispatch_plan import make_plan
-from halley.fused.kernels.layout import NUM_COUNTERS, KernelContext, make_layout
-from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS
-from halley.fused.kernels.send_buffer import publish_rows
 from halley.ops.kernels import route
 from halley.ops.kernels.launch import Launcher, lay_out
 from halley.ops.kernels.weight_gemm import weight_gemm
 from halley.symm_mem.heap import SymmTensor
+from tests.fused import kernel_rank
+from tests.fused.kernel_case import KernelCase
+from tests.fused.kernel_rank import KernelRank, SavedCall
 
 
 # The sizes of Qwen3-30B-A3B. With fewer experts and choices, kernels need fewer registers.
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE = 128, 8, 2048, 768
 NUM_RANKS, NUM_TOKENS, NUM_SMS = 4, 8192, 132
+DTYPE = torch.bfloat16
+CASE = KernelCase(
+    num_tokens_CW=((NUM_TOKENS,) * NUM_RANKS,), num_experts=NUM_EXPERTS, top_k=TOP_K,
+    hidden_size=HIDDEN_SIZE, intermediate_size=INTERMEDIATE_SIZE, dtype=DTYPE, block_slots=256,
+    config=KernelConfig(num_programs=NUM_SMS),
+)  # fmt: skip
 MAX_SHARED_BYTES = 232448  # of a CTA on sm_90
 SM_BYTES = 233472  # shared memory of an SM
 RESERVED_BYTES = 1024  # of these, for each CTA
@@ -84,117 +87,59 @@ class Compiled:
         return [line for line in lines if line and not line.startswith((".", "{", "}"))]
 
 
-class LaunchRecorder:
-    """Records launches in place of launching, by launch function and kernel.
+class MetaHeap:
+    """Returns symmetric tensors without memory."""
 
-    Attributes:
-        launches: arguments of the launches.
-        function: name of the launch function that is called at the moment.
-    """
+    rank = 0
 
-    def __init__(self) -> None:
-        self.launches: dict[str, tuple[Any, ...]] = {}
-        self.function = ""
-
-    def record(
-        self, launcher: Launcher, num_ctas: int, args: Any, constants: Any, **options: Any
-    ) -> None:
-        """Replace ``Launcher.__call__``."""
-        name = f"{self.function}.{launcher.kernel.__name__}"
-        options.pop("dtypes", None)
-        self.launches[name] = (launcher.kernel, num_ctas, args, constants, options)
-
-    @contextmanager
-    def during(self, function: str) -> Generator[None]:
-        """Record the launches of the block under that name."""
-        self.function = function
-        yield
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
+        ptrs_W = torch.empty(NUM_RANKS, dtype=torch.int64)
+        return SymmTensor(local=torch.empty(shape, dtype=dtype, device="meta"), ptrs_W=ptrs_W)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _launch_all() -> dict[str, tuple[Any, ...]]:
+    """Call all launch functions with the sizes of a model; return what they would launch."""
+    launches: dict[str, tuple[Any, ...]] = {}
 
+    def record(launcher: Launcher, *args: Any, **options: Any) -> None:
+        launches[f"{function}.{launcher.kernel.__name__}"] = (launcher.kernel, *args, options)
 
-def _symmetric(*shape: int, dtype: torch.dtype = torch.bfloat16) -> SymmTensor:
-    ptrs_W = _empty(NUM_RANKS, dtype=torch.int64)
-    return SymmTensor(local=_empty(*shape, dtype=dtype), ptrs_W=ptrs_W)
-
-
-def _make_context() -> KernelContext:
-    config = KernelConfig()
-    layout = make_layout(
-        num_ranks=NUM_RANKS,
-        num_experts=NUM_EXPERTS,
-        top_k=TOP_K,
-        max_tokens=NUM_TOKENS,
-        block_m=config.block_m,
+    Launcher.__call__ = record  # pyright: ignore[reportAttributeAccessIssue]
+    num_local, inner_size = NUM_EXPERTS // NUM_RANKS, INTERMEDIATE_SIZE
+    up_LGD = torch.empty(num_local, 2 * inner_size, HIDDEN_SIZE, dtype=DTYPE, device="meta")
+    down_LDF = torch.empty(num_local, HIDDEN_SIZE, inner_size, dtype=DTYPE, device="meta")
+    kernel_rank.make_experts = lambda case: None
+    kernel_rank.share_of = lambda experts, rank, num_ranks: Experts(
+        up_LGD=up_LGD, down_LDF=down_LDF, activation="swiglu"
     )
-    return KernelContext(
-        layout=layout,
-        config=config,
-        rank=0,
-        num_sms=NUM_SMS,
-        routing_buffer=_symmetric(layout.routing_words, dtype=torch.int32),
-        send_buffer=_symmetric(2, NUM_TOKENS, HIDDEN_SIZE),
-        combine_buffer=_symmetric(NUM_RANKS, NUM_TOKENS, HIDDEN_SIZE),
-        dweight_buffer=_symmetric(NUM_RANKS, NUM_TOKENS, TOP_K, dtype=torch.float32),
-        counters=_empty(NUM_COUNTERS, dtype=torch.int32),
-        status=_empty(STATUS_WORDS, dtype=torch.int64),
-        host_status=_empty(HOST_STATUS_WORDS, dtype=torch.int64),
-        timeout_ns=10**9,
-    )
-
-
-def _launch_all(recorder: LaunchRecorder) -> None:
-    """Call all launch functions with the sizes of a model, on tensors without memory."""
-    top_k, hidden_size, inner_size = TOP_K, HIDDEN_SIZE, INTERMEDIATE_SIZE
-    context = _make_context()
-    num_rows, num_local = 32 * context.config.block_m, context.layout.num_local
-    plan = _empty(context.layout.plan_words, dtype=torch.int32)
-    x_TD, idx_TK = _empty(NUM_TOKENS, hidden_size), _empty(NUM_TOKENS, top_k, dtype=torch.int64)
-    weights_TK = _empty(NUM_TOKENS, top_k, dtype=torch.float32)
-    x_RD, h_RF = _empty(num_rows, hidden_size), _empty(num_rows, inner_size)
-    pre_RG, weight_R = _empty(num_rows, 2 * inner_size), _empty(num_rows, dtype=torch.float32)
-    up_LGD = _empty(num_local, 2 * inner_size, hidden_size)
-    down_LDF = _empty(num_local, hidden_size, inner_size)
-    columns = num_dweight_columns(inner_size, context.config)
-    dweight_RJ = _empty(num_rows, columns, dtype=torch.float32)
-    with recorder.during("make_plan"):
-        make_plan(context, plan, x_TD=x_TD, topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
-    with recorder.during("publish_rows"):
-        publish_rows(context, plan, x_TD=x_TD, weight_R=weight_R)
-    with recorder.during("dispatch_gemm"):
-        dispatch_gemm(
-            context, plan, x_RD=x_RD, h_RF=h_RF, pre_RG=pre_RG, up_LGD=up_LGD, gated=True,
-            fused=False,
+    rank = KernelRank(MetaHeap(), CASE)  # pyright: ignore[reportArgumentType]
+    x_TD = torch.empty(NUM_TOKENS, HIDDEN_SIZE, dtype=DTYPE)
+    idx_TK = torch.empty(NUM_TOKENS, TOP_K, dtype=torch.int64)
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=torch.empty(NUM_TOKENS, TOP_K))
+    function = "make_plan"
+    rank.make_plan(x_TD, routing)
+    rows = rank.make_rows(32 * CASE.config.block_m)
+    saved = SavedCall(plan=rank.plan, rows=rows, routing=routing)
+    function = "dispatch_gemm"
+    rank.dispatch_gemm(rows, fused=False)
+    function = "gemm_combine"
+    rank.gemm_combine(rows, NUM_TOKENS, fused=False)
+    function = "dispatch_dgrad"
+    made = rank.dispatch_dgrad(x_TD, saved, fused=False)
+    function = "dgrad_combine"
+    rank.dgrad_combine(made, saved, fused=False)
+    counts_WL = torch.empty(NUM_RANKS, num_local, dtype=torch.int64)
+    function = "route"
+    route.sort_slots(idx_TK, NUM_EXPERTS)
+    route.take_slots(idx_TK, counts_WL.flatten(), NUM_TOKENS)
+    route.group_rows(counts_WL, len(rows.x_RD))
+    for accumulate, out_LDF in ((False, down_LDF), (True, down_LDF.float())):
+        function = f"weight_gemm{'_add' * accumulate}"
+        weight_gemm(
+            out_LDF, rows.x_RD, rows.h_RF, expert_begin=rank.plan, expert_rows=rank.plan,
+            tile=CASE.config.weight, num_programs=NUM_SMS, accumulate=accumulate,
         )  # fmt: skip
-    with recorder.during("dispatch_dgrad"):
-        dispatch_dgrad(
-            context, plan, dy_RD=x_RD, dpre_RG=pre_RG, weighted_RF=h_RF, dweight_RJ=dweight_RJ,
-            pre_RG=pre_RG, weight_R=weight_R, down_LDF=down_LDF, gated=True, fused=False,
-        )  # fmt: skip
-    with recorder.during("gemm_combine"):
-        gemm_combine(
-            context, plan, y_TD=x_TD, z_RD=x_RD, h_RF=h_RF, down_LDF=down_LDF, fused=False
-        )  # fmt: skip
-    with recorder.during("dgrad_combine"):
-        dgrad_combine(
-            context, plan, dx_TD=x_TD, dweights_TK=weights_TK, z_RD=x_RD, dpre_RG=pre_RG,
-            dweight_RJ=dweight_RJ, up_LGD=up_LGD, topk_idx_TK=idx_TK, fused=False,
-        )  # fmt: skip
-    counts_WL = _empty(NUM_RANKS, num_local, dtype=torch.int64)
-    with recorder.during("route"):
-        route.sort_slots(idx_TK, NUM_EXPERTS)
-        route.take_slots(idx_TK, counts_WL.flatten(), NUM_TOKENS)
-        route.group_rows(counts_WL, num_rows)
-        route.rows_of_microbatch(counts_WL, 2, 1, num_rows)
-    wide_LDF = _empty(*down_LDF.shape, dtype=torch.float32)
-    for accumulate, out_LDF in ((False, down_LDF), (True, wide_LDF)):
-        with recorder.during(f"weight_gemm{'_add' * accumulate}"):
-            weight_gemm(
-                out_LDF, x_RD, h_RF, expert_begin=plan, expert_rows=plan,
-                tile=context.config.weight, num_programs=NUM_SMS, accumulate=accumulate,
-            )  # fmt: skip
+    return launches
 
 
 def _type_of(arg: object, annotation: str) -> str:
@@ -206,14 +151,12 @@ def _type_of(arg: object, annotation: str) -> str:
 
 
 def _compile(kernel: Any, num_ctas: int, args: Any, constants: Any, options: Any) -> dict[str, Any]:
-    names = kernel.arg_names
-    annotations = [param.annotation for param in kernel.params]
-    types = [_type_of(arg, a) for arg, a in zip(args, annotations, strict=False)]
-    first = len(args)
+    types = [_type_of(a, p.annotation) for a, p in zip(args, kernel.params, strict=False)]
+    all_types = types + ["constexpr"] * len(constants)
     source = ASTSource(
         fn=kernel,
-        signature=dict(zip(names, types + ["constexpr"] * len(constants), strict=True)),
-        constexprs={(first + i,): value for i, value in enumerate(constants)},
+        signature=dict(zip(kernel.arg_names, all_types, strict=True)),
+        constexprs={(len(args) + i,): value for i, value in enumerate(constants)},
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, arg in enumerate(args)
@@ -226,30 +169,18 @@ def _compile(kernel: Any, num_ctas: int, args: Any, constants: Any, options: Any
     with redirect_stdout(io.StringIO()) as log:
         binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
     report = log.getvalue()  # of ptxas -v; see compile_in_process
-    spilled = re.search(r"(\d+) bytes spill stores", report)
-    registers = re.search(r"Used (\d+) registers", report)
-    assert spilled is not None
-    assert registers is not None
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", report)
+    (registers,) = re.findall(r"Used (\d+) registers", report)
     return {
         "ptx": binary.asm["ptx"],
         "types": types,
         "num_ctas": num_ctas,
         "num_warps": binary.metadata.num_warps,
-        "num_registers": int(registers[1]),
-        "num_spilled_bytes": int(spilled[1]),
+        "num_registers": int(registers),
+        "num_spilled_bytes": int(spilled),
         "num_shared_bytes": binary.metadata.shared,
         "is_serialized": "wgmma.mma_async instructions are serialized" in report,
     }
-
-
-def main() -> None:
-    """Compile all kernels and write the results to standard output as JSON."""
-    recorder = LaunchRecorder()
-    Launcher.__call__ = lambda launcher, *args, **options: recorder.record(  # pyright: ignore
-        launcher, *args, **options
-    )
-    _launch_all(recorder)
-    json.dump({name: _compile(*launch) for name, launch in recorder.launches.items()}, sys.stdout)
 
 
 def compile_in_process() -> dict[str, Compiled]:
@@ -313,10 +244,10 @@ def test_compiled_kernels_fit_and_signal_correctly() -> None:
         _check_parameters(name, kernel)
     for function, (gemm, move) in PAIRS.items():
         _check_tiles(function, compiled[f"{function}.{gemm}"])
-        _check_pair(function, compiled[f"{function}.{gemm}"], compiled[f"{function}.{move}"])
+        _check_fit(function, [compiled[f"{function}.{gemm}"], compiled[f"{function}.{move}"]])
     signalling = [
         "make_plan.plan_kernel",
-        "publish_rows.publish_rows_kernel",
+        "dispatch_dgrad.publish_rows_kernel",
         "gemm_combine.combine_kernel",
         "dgrad_combine.combine_kernel",
     ]
@@ -350,11 +281,6 @@ def _check_parameters(name: str, kernel: Compiled) -> None:
     codes = re.findall(r"(\d*)([siqQb])", packer.format)
     assert [struct.calcsize(f"={count}{code}") for count, code in codes] == sizes, name
     assert len(offsets) == len(sizes), name
-
-
-def _check_pair(name: str, gemm: Compiled, move: Compiled) -> None:
-    """A CTA of the GEMM and a CTA that moves rows fit on one SM."""
-    _check_fit(name, [gemm, move])
 
 
 def _check_fit(name: str, ctas: list[Compiled]) -> None:
@@ -421,4 +347,4 @@ def _last(lines: list[str], text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    json.dump({name: _compile(*launch) for name, launch in _launch_all().items()}, sys.stdout)

@@ -213,42 +213,6 @@ def test_plan_is_equal_in_a_schedule_with_long_pauses() -> None:
     run_world(case, _plan_and_check, seed=1, starve=0.02)
 
 
-def test_plan_by_hand() -> None:
-    """Rank 0 has 16 tokens for experts 0 and 3; of rank 1's three, two go to rank 0."""
-    tables = (torch.tensor([[0, 3]] * 16), torch.tensor([[1, 2], [3, 2], [1, 0]]))
-    weights = (torch.full((16, 2), 0.5), torch.tensor([[0.25, 0.75], [1.0, 2.0], [0.125, 4.0]]))
-    case = KernelCase(num_tokens_CW=((16, 3),))
-
-    def run(rank: KernelRank) -> int:
-        x_TD = torch.zeros(case.num_tokens_CW[0][rank.rank], case.hidden_size)
-        table, weight = tables[rank.rank], weights[rank.rank]
-        num_rows = rank.make_plan(x_TD, Routing(topk_idx_TK=table, topk_weights_TK=weight))
-        if rank.rank == 1:
-            assert rank.section("token_contributors", 3).tolist() == [3, 2, 1]
-            return num_rows
-        assert rank.section("expert_begin", 2).tolist() == [0, 32]
-        assert rank.section("tile_expert", 3).tolist() == [0, 0, 1]
-        assert rank.section("tile_rows", 3).tolist() == [16, 1, 2]
-        fetch, total = rank.section("fetch_origin", 128), rank.section("combine_origin", 128)
-        assert fetch[:16].tolist() == list(range(16))
-        assert fetch[16:64].tolist() == [-1] * 48
-        # Token 2 of rank 1 is fetched before its token 0, whose only expert is 1.
-        assert fetch[64:].tolist() == [16 + 2, 16 + 0] + [-1] * 62
-        # The largest expert of both is 1.
-        assert total.tolist() == [16 + 0, 16 + 2] + [-1] * 62 + fetch[:64].tolist()
-        assert rank.section("group_tiles", 2).tolist() == [2, 1]
-        assert rank.section("fetch_rows", 66, 2)[64:].tolist() == [[33, 16], [32, -1]]
-        slots = rank.section("combine_rows", 80, 2)
-        assert slots[:2].tolist() == [[32, -1], [33, 16]]
-        assert slots[64:].tolist() == [[token, -1] for token in range(16)]
-        copy_weights = rank.section("combine_weight", 2, 2).view(torch.float32)
-        assert copy_weights.tolist() == [[0.25, 0.0], [0.125, 4.0]]
-        assert rank.section("token_contributors", 16).tolist() == [3] * 16
-        return num_rows
-
-    assert run_world(case, run) == [48, 48]
-
-
 @pytest.mark.parametrize(
     ("idx_dtype", "weights_dtype"), [(torch.int32, torch.bfloat16), (torch.int16, torch.float16)]
 )

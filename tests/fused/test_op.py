@@ -2,27 +2,23 @@
 
 import re
 import time
-from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.library import opcheck
 
-from halley.core.timeline import Recorder
 from halley.core.types import Save
 from halley.fused.buffer_cache import Workspaces, find_workspaces
 from halley.fused.buffers import BufferShape
-from halley.fused.forward import LayerCall, LayerResult, run_forward
 from halley.fused.op import fused_experts
-from halley.strategies.fused import FusedStrategy
+from halley.fused.passes import LayerCall, LayerResult, run_forward
 from tests.rank_pool import RunRanks
+from tests.strategies.fused_case import CPU, SAVES, build
 from tests.strategies.layer_case import LayerCase
 from tests.strategies.layer_case import run_forward as run_layer
 
 
-CPU = torch.device("cpu")
-SAVES: tuple[Save, ...] = get_args(Save)
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 ROWS = torch.tensor([0, 16, 17])  # rows in use of the layer below; a tile of 16 for each expert
 # Two experts, of ones and of twos, and two tokens. The first token goes to both experts, the second
@@ -91,17 +87,8 @@ def test_backward_operators_of_a_layer_computed_by_hand(save: Save) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_routing_weights_get_gradients_of_their_dtype(dtype: torch.dtype) -> None:
     workspaces, weights_TK = Workspaces(None, CPU), WEIGHTS_TK.to(dtype).requires_grad_()
-    fused_experts(
-        X_TD,
-        IDS_TK,
-        weights_TK,
-        UP_LGD,
-        DOWN_LDF,
-        gated=False,
-        fused=True,
-        save="all",
-        workspaces_handle=workspaces.handle,
-    ).backward(DY_TD)
+    call = LayerCall(X_TD, weights_TK, UP_LGD, DOWN_LDF, IDS_TK, False, True, "all")
+    fused_experts(call, workspaces.handle).backward(DY_TD)
     want = torch.tensor([[8192.0, 2048.0], [0.0, 49152.0]], dtype=dtype)
     assert weights_TK.grad is not None
     assert torch.equal(weights_TK.grad, want)
@@ -150,73 +137,24 @@ def test_inference_mode_and_training_share_workspaces() -> None:
 
 
 SMALL = LayerCase(num_tokens_W=(8, 5), num_experts=2)
-SMALLER = LayerCase(num_tokens_W=(3, 4), num_experts=2)
 LARGE = LayerCase(num_tokens_W=(3, 70), num_experts=2)
 
 
-def _build(save: Save) -> FusedStrategy:
-    return FusedStrategy(Workspaces(dist.group.WORLD, CPU), recorder=Recorder(CPU), save=save)
-
-
-def _differ(
-    rank: int, num_ranks: int, save: Save, cases: list[LayerCase], backward: tuple[bool, bool]
-) -> str:
-    """Run layers forward, then another pass on each rank, backward or not: return the error."""
-    layer = _build(save)
-    calls = [run_layer(layer.forward, case, rank) for case in cases]
-
-    def run() -> None:
-        if backward[rank]:
-            calls[rank].y_TD.backward(calls[rank].grad_TD)
-        else:
-            run_layer(layer.forward, cases[0], rank)
-
+def _differ(rank: int, num_ranks: int) -> str:
+    """Run two layers forward, the second with larger buffers, then backward in different orders."""
+    layer = build(Workspaces(dist.group.WORLD, CPU))
+    calls = [run_layer(layer.forward, case, rank) for case in (SMALL, LARGE)]
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        run()
+        calls[rank].y_TD.backward(calls[rank].grad_TD)
     assert time.monotonic() - begin < 10.0  # not the 30 s after which it is late
     with pytest.raises(RuntimeError, match=re.escape(str(raised.value))):
-        run_layer(layer.forward, cases[0], rank)  # the failure stays
+        run_layer(layer.forward, SMALL, rank)  # the failure stays
     layer.workspaces.close()
     return str(raised.value)
 
 
-@pytest.mark.parametrize("save", ["all", "recompute"])
-def test_backward_in_different_orders_is_an_error(run_ranks: RunRanks, save: Save) -> None:
-    errors = run_ranks(_differ, 2, save, [SMALL, SMALLER], (True, True))
-    for rank, text in enumerate(errors):
-        found = f"rank {rank}: rank {1 - rank} runs another pass of call {2 - rank}, and this rank"
-        assert text.startswith(found)
-        assert text.endswith("must run their layers, forward and backward, in the same order")
-
-
 def test_calls_before_and_after_a_growth_have_different_numbers(run_ranks: RunRanks) -> None:
     """Epochs begin again when buffers grow: the first call before is not the first one after."""
-    for rank, text in enumerate(run_ranks(_differ, 2, "all", [SMALL, LARGE], (True, True))):
+    for rank, text in enumerate(run_ranks(_differ, 2)):
         assert text.startswith(f"rank {rank}: rank {1 - rank} runs ")
-
-
-def test_forward_during_the_backward_of_another_rank_is_an_error(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(_differ, 2, "all", [SMALL], (True, False))
-    assert first.startswith("rank 0: rank 1 runs a new call, and this rank does not")
-    assert second.startswith("rank 1: rank 0 runs another pass of call 1, and this rank does not")
-
-
-def _skip_backward(rank: int, num_ranks: int, save: Save) -> None:
-    layer = _build(save)
-    call = run_layer(layer.forward, SMALL, rank)
-    (workspace,) = layer.workspaces.all()
-    workspace.timeout_s = 0.5
-    if rank == 0:
-        text = r"rank 0: rank 1 did not publish its rows for another pass of call 1 within 0.5 s"
-        with pytest.raises(RuntimeError, match=text):
-            call.y_TD.backward(call.grad_TD)
-        with pytest.raises(RuntimeError, match=text):  # the failure stays
-            run_layer(layer.forward, SMALL, rank)
-    dist.barrier()
-    layer.workspaces.close()
-
-
-@pytest.mark.parametrize("save", ["all", "recompute"])
-def test_error_names_the_rank_that_skips_a_backward(run_ranks: RunRanks, save: Save) -> None:
-    run_ranks(_skip_backward, 2, save)

@@ -119,6 +119,20 @@ def test_several_dispatches_without_a_combine() -> None:
     run_world(CASE, run, seed=1, starve=0.05)
 
 
+def test_too_few_rows_write_nothing() -> None:
+    def run(rank: KernelRank) -> None:
+        num_rows = rank.make_plan(*make_tokens(CASE, rank.rank))
+        small = rank.make_rows(num_rows - rank.layout.block_m)
+        rank.dispatch_gemm(small)
+        rank.check()
+        assert all(rows.isnan().all() for rows in vars(small).values())
+        large = rank.make_rows(num_rows + rank.layout.block_m)
+        rank.dispatch_gemm(large)
+        _assert_rows(CASE, rank.rank, large.x_RD, index=0)
+
+    run_world(CASE, run)
+
+
 def test_saved_token_copies_give_the_same_rows_without_other_ranks() -> None:
     def run(rank: KernelRank) -> None:
         num_rows = rank.make_plan(*make_tokens(CASE, rank.rank))

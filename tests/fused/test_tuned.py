@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from halley.core.timeline import Recorder
-from halley.cost.profiles import Environment
+from halley.cost.hardware import Environment
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.config import (
     CPU_CONFIG,

@@ -10,13 +10,9 @@ PACKAGE = Path(__file__).parents[2] / "halley"
 # Its subclass of pickle.Unpickler refuses all names but those of torch's checkpoint metadata.
 UNPICKLERS = {"train/checkpoint_reader.py"}
 # ``halley run`` runs the script that its user names.
-RUNNERS = {"cli/run.py": {"runpy", "compile"}}
-FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"} | {
-    "joblib",
-    "runpy",
-    "code",
-    "codeop",
-}
+RUNNERS = {"cli/main.py": {"runpy", "compile"}}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_MODULES |= {"joblib", "runpy", "code", "codeop"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
@@ -55,15 +51,9 @@ def test_nothing_that_runs_code_from_a_file_is_used(path: Path):
 @pytest.mark.parametrize(
     "text",
     [
-        "import pickle",
-        "from pickle import loads",
-        "import marshal as m",
-        "eval('1')",
-        "exec(text)",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
+        *("import pickle", "from pickle import loads", "import marshal as m", "import shelve"),
+        *("eval('1')", "exec(text)", "torch.load(path)", "torch.load(path, weights_only=False)"),
         "numpy.load(path, allow_pickle=True)",
-        "import shelve",
     ],
 )
 def test_the_check_finds_what_it_looks_for(text: str):

@@ -5,6 +5,9 @@ import os
 import pickle
 import random
 import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +16,75 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halley.core.models import load_config
-from halley.fused.config import merge_tables
+from halley.core.placement import (
+    ExpertPlacement,
+    load_placements,
+    read_counts,
+    save_placements,
+    write_counts,
+)
+from halley.cost.hardware import Environment
+from halley.cost.profiles import Curve, ProfileTable
+from halley.cost.simulate import Contention
+from halley.fused.config import ConfigTable, TunedConfig, TunedShape, merge_tables
+from tests.damage import pickle_bomb
 from tests.hostile.cases import expand, fill, read_cases
-from tests.hostile.file_formats import FORMATS
+
+
+HERE = Environment(device="cpu", versions="torch 2", topology="ranks 2")
+PLACEMENT = ExpertPlacement(num_experts=3, experts_WL=((0, 1), (0, 2)))
+SHAPE = TunedShape(hidden_size=64, num_experts=8, top_k=2, dtype="bfloat16", num_tokens=512)
+
+
+def write_profiles(path: Path) -> None:
+    table = ProfileTable(path, HERE)
+    table.add_time("mm", 12.5)
+    table.add_curve("all_to_all", Curve(((1000, 10.0), (4000, 20.0))))
+    table.add_contention(Contention(compute=1.5, comm=1.25))
+
+
+def read_profiles(path: Path) -> object:
+    table = ProfileTable(path, HERE)
+    return table.time_us("mm"), table.curve("all_to_all"), table.contention
+
+
+def write_kernel_configs(path: Path) -> None:
+    for num_tokens in (512, 1024):
+        tuned = TunedConfig(
+            shape=replace(SHAPE, num_tokens=num_tokens),
+            settings=("sum_rows=16", "up.run=2"),
+            median_us=80.0,
+            default_us=100.0,
+            sweeps={"sum_rows": {"8": 90.0, "16": 80.0}},
+        )
+        ConfigTable(path, HERE).write(tuned)
+
+
+def read_kernel_configs(path: Path) -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of files without a line for this machine
+        return ConfigTable(path, HERE).found
+
+
+# Name of the format: the writer of a valid file, the reader.
+FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
+    "placement": (
+        lambda path: save_placements(path, [PLACEMENT, PLACEMENT]),
+        lambda path: load_placements(path, num_experts=3, num_ranks=2, num_layers=2),
+    ),
+    "counts": (
+        lambda path: write_counts(path, [[3, 0, 5], [1, 2, 3]], first_step=1, last_step=9),
+        read_counts,
+    ),
+    "profiles": (write_profiles, read_profiles),
+    "tuned kernel configurations": (write_kernel_configs, read_kernel_configs),
+}
 
 
 MAX_S = 2.0  # for one file; all readers are linear in sizes that are limited
 READERS = {name: read for name, (_, read) in FORMATS.items()}
 READERS["config"] = lambda path: load_config(path, overrides=[])
 each_reader = pytest.mark.parametrize("name", READERS)
-
-
-class Bomb:
-    """An object whose pickle creates a file when it is loaded."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.marker,)
 
 
 def _message(name: str, path: Path) -> str:
@@ -53,55 +106,31 @@ def test_wrong_content_is_refused(
     assert _message(name, path) == fill(message, {"path": str(path)})
 
 
-@each_reader
-def test_folder_is_refused(tmp_path: Path, name: str) -> None:
-    assert (
-        _message(name, tmp_path) == f"{name} ({tmp_path}) must be a readable file: Is a directory"
-    )
+def _make_unreadable(folder: Path) -> dict[Path, str]:
+    """Return paths that no reader can read, each with the reason."""
+    os.mkfifo(folder / "pipe")
+    (folder / "file").touch()
+    (folder / "link").symlink_to(folder / "link")
+    (folder / "secret").touch(mode=0)
+    paths = {
+        folder: "Is a directory",
+        folder / "pipe": "Not a regular file",  # without waiting for its writer
+        Path("/dev/zero"): "Not a regular file",
+        folder / "file" / "below": "Not a directory",
+        folder / "link": "Too many levels of symbolic links",
+    }
+    if os.geteuid() != 0:  # root may read every file
+        paths[folder / "secret"] = "Permission denied"
+    return paths
 
 
 @each_reader
-def test_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    want = f"{name} ({path}) must be a readable file: Not a regular file"
-    assert _message(name, path) == want
-
-
-@each_reader
-def test_endless_device_is_refused(name: str) -> None:
-    want = f"{name} (/dev/zero) must be a readable file: Not a regular file"
-    assert _message(name, Path("/dev/zero")) == want
-
-
-@each_reader
-def test_file_below_a_file_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "below"
-    assert _message(name, path) == f"{name} ({path}) must be a readable file: Not a directory"
-
-
-@each_reader
-def test_loop_of_links_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "link"
-    path.symlink_to(path)
-    want = f"{name} ({path}) must be a readable file: Too many levels of symbolic links"
-    assert _message(name, path) == want
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-@each_reader
-def test_file_without_permission_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "file"
-    path.touch(mode=0)
-    assert _message(name, path) == f"{name} ({path}) must be a readable file: Permission denied"
-
-
-@pytest.mark.parametrize("name", ["placement", "counts", "config"])
-def test_missing_file_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "none"
-    want = f"{name} ({path}) must be a readable file: No such file or directory"
-    assert _message(name, path) == want
+def test_what_is_no_readable_file_is_refused(tmp_path: Path, name: str) -> None:
+    paths = _make_unreadable(tmp_path)
+    if name in ("placement", "counts", "config"):
+        paths[tmp_path / "none"] = "No such file or directory"
+    for path, reason in paths.items():
+        assert _message(name, path) == f"{name} ({path}) must be a readable file: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -115,17 +144,9 @@ def test_missing_table_of_measurements_reads_as_empty(
     assert READERS[name](Path(os.devnull)) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "max_bytes"),
-    [
-        ("placement", 2**24),
-        ("counts", 2**24),
-        ("profiles", 2**26),
-        ("tuned kernel configurations", 2**24),
-    ],
-)
-def test_file_beyond_the_limit_is_not_read(tmp_path: Path, name: str, max_bytes: int) -> None:
-    path = tmp_path / "large"
+@pytest.mark.parametrize("name", FORMATS)
+def test_file_beyond_the_limit_is_not_read(tmp_path: Path, name: str) -> None:
+    path, max_bytes = tmp_path / "large", 2**26 if name == "profiles" else 2**24
     with path.open("wb") as file:
         file.truncate(max_bytes + 1)  # sparse: takes no space
     want = f"{name} ({path}) must have at most {max_bytes} bytes and has {max_bytes + 1}"
@@ -159,7 +180,7 @@ def test_deep_nesting_is_refused(tmp_path: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_pickle_is_never_loaded(tmp_path: Path, name: str, protocol: int) -> None:
     path, marker = tmp_path / "file", tmp_path / "marker"
-    path.write_bytes(pickle.dumps(Bomb(marker), protocol=protocol))
+    path.write_bytes(pickle_bomb(marker, protocol=protocol))
     assert str(path) in _message(name, path)
     assert not marker.exists()
     pickle.loads(path.read_bytes())  # a reader that unpickles would run the code
@@ -168,12 +189,9 @@ def test_pickle_is_never_loaded(tmp_path: Path, name: str, protocol: int) -> Non
 
 def test_merged_tables_must_be_files(tmp_path: Path) -> None:
     merged = tmp_path / "merged.jsonl"
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
+    rule = rf"^tuned kernel configurations \({tmp_path}\) must be a readable file: Is a directory$"
+    with pytest.raises(ValueError, match=rule):
         merge_tables([tmp_path], merged)
-    assert (
-        str(caught.value)
-        == f"tuned kernel configurations ({tmp_path}) must be a readable file: Is a directory"
-    )
     assert not merged.exists()
 
 

@@ -32,25 +32,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a model is trained.
+    """How a model is trained."""
 
-    Attributes:
-        strategy: of Halley; "" for DeepSpeed's own layer.
-        model: a key of ``MODELS``, which is also AutoEP's name for it.
-        stage: of ZeRO.
-        ep_size: expert-parallel degree.
-        settings: further fields of DeepSpeed's "expert_parallel".
-        activation: DeepSpeed's name of the experts' activation; "" for the model's.
-        strict: as for ``enable``.
-    """
-
-    strategy: str = ""
-    model: str = "mixtral"
-    stage: int = 1
-    ep_size: int = 2
-    settings: dict[str, Any] = field(default_factory=dict)
-    activation: str = ""
-    strict: bool = True
+    strategy: str = ""  # of Halley; "" for DeepSpeed's own layer
+    model: str = "mixtral"  # a key of ``MODELS``, which is also AutoEP's name for it
+    stage: int = 1  # of ZeRO
+    ep_size: int = 2  # expert-parallel degree
+    settings: dict[str, Any] = field(default_factory=dict)  # of DeepSpeed's "expert_parallel"
+    activation: str = ""  # DeepSpeed's name of the experts' activation; "" for the model's
+    strict: bool = True  # as for ``enable``
 
 
 @contextmanager

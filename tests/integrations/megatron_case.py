@@ -39,18 +39,14 @@ NUM_EXPERTS, VOCABULARY, SEQ_LEN, BATCH = 8, 64, 16, 2
 class Case:
     """How a model is trained.
 
-    Attributes:
-        strategy: of Halley; "" for Megatron's own layer.
-        schedule: "plain"; or "batch overlap", which runs the communication of one batch under
-            the computation of another.
-        settings: further fields of Megatron's configuration.
-        fusion: kernels add weight gradients to Megatron's buffers, and Megatron reduces full
-            buffers over ranks while backward still runs.
+    The schedule "batch overlap" runs the communication of one batch under the computation of
+    another. With ``fusion``, kernels add weight gradients to Megatron's buffers, and Megatron
+    reduces full buffers over ranks while backward still runs.
     """
 
-    strategy: str = ""
+    strategy: str = ""  # of Halley; "" for Megatron's own layer
     schedule: str = "plain"
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # of Megatron's configuration
     fusion: bool = False
 
 

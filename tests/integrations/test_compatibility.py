@@ -1,7 +1,6 @@
 """Tables in the plug-ins' documents match the results; the scripts that write them work."""
 
 import importlib
-import importlib.util
 import json
 import math
 import subprocess
@@ -46,13 +45,7 @@ class MixtralTest(unittest.TestCase):
 
 @pytest.fixture(scope="module")
 def compatibility() -> ModuleType:
-    path = ROOT / "benchmarks" / "compatibility.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.compatibility")
 
 
 @pytest.mark.parametrize("name", ["transformers", "torchtitan", "megatron-core", "deepspeed"])

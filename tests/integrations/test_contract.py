@@ -4,7 +4,6 @@ import importlib
 import sys
 import warnings
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from halley.core.reference import apply_expert, moe_reference
 from halley.core.types import Experts, Routing
 from halley.integrations.contract import (
     ExpertRunner,
-    ExpertsFunction,
     Framework,
     LocalExperts,
     describe,
@@ -23,48 +21,27 @@ from halley.integrations.contract import (
 )
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import (
+    LayerCase,
+    check_values,
+    expected,
+    local_experts_of,
+    make_tokens,
+    run_forward,
+)
 
 
-NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 2, 8, 8
-# The number of tokens of each rank, and the one expert of all tokens, or -1 for random experts.
+CASE = LayerCase(num_tokens_W=(6,))
 LOADS = {
-    "random": ((5, 7), -1),
-    "a rank without tokens": ((0, 6), -1),
-    "no tokens at all": ((0, 0), -1),
-    "a rank that receives nothing": ((4, 4), 0),
+    "random": LayerCase(num_tokens_W=(5, 7), dropped=0.2),
+    "a rank without tokens": LayerCase(num_tokens_W=(0, 6)),
+    "no tokens at all": LayerCase(num_tokens_W=(0, 0)),
+    "a rank that receives nothing": LayerCase(num_tokens_W=(4, 4), skew="one-hot", top_k=1),
 }
 
 
-def _make_experts(*, bias: bool) -> Experts:
-    """Return experts with small integer weights, so that sums do not depend on their order."""
-    generator = torch.Generator().manual_seed(3)
-
-    def values(*shape: int) -> torch.Tensor:
-        return torch.randint(-2, 3, shape, generator=generator).float()
-
-    return Experts(
-        up_LGD=values(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN),
-        down_LDF=values(NUM_EXPERTS, HIDDEN, INTERMEDIATE),
-        up_bias_LG=values(NUM_EXPERTS, 2 * INTERMEDIATE) if bias else None,
-        down_bias_LD=values(NUM_EXPERTS, HIDDEN) if bias else None,
-    )
-
-
-def _make_inputs(rank: int, num_tokens: int, hot: int) -> tuple[torch.Tensor, Routing]:
-    generator = torch.Generator().manual_seed(rank)
-    x_TD = torch.randint(-2, 3, (num_tokens, HIDDEN), generator=generator).float()
-    scores_TE = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
-    weights_TK, idx_TK = scores_TE.topk(TOP_K)
-    if hot >= 0:
-        idx_TK[:, 0], idx_TK[:, 1] = hot, -1
-        weights_TK[:, 1] = 0
-    elif num_tokens:
-        idx_TK[0, 1], weights_TK[0, 1] = -1, 0  # dropped
-    return x_TD.requires_grad_(), Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
-
-
-def _framework_function(experts: Experts) -> ExpertsFunction:
-    """Return a framework's expert computation: one expert after another."""
+def _local(experts: Experts, *, stacked: bool = True) -> LocalExperts:
+    """Return experts with a framework's own computation: one expert after another."""
 
     def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         y_RD = torch.zeros_like(rows_RD)
@@ -73,90 +50,56 @@ def _framework_function(experts: Experts) -> ExpertsFunction:
             y_RD = y_RD.index_add(0, rows, apply_expert(rows_RD[rows], experts, index=index))
         return y_RD
 
-    return run
-
-
-def _leaves(experts: Experts) -> list[torch.Tensor]:
-    tensors = (experts.up_LGD, experts.down_LDF, experts.up_bias_LG, experts.down_bias_LD)
-    return [tensor.requires_grad_() for tensor in tensors if tensor is not None]
-
-
-def _compare(rank: int, num_ranks: int, load: str, strategy: str, own: bool, bias: bool) -> None:
-    counts, hot = LOADS[load]
-    num_local = NUM_EXPERTS // num_ranks
-    undivided = _make_experts(bias=bias)
-    local = undivided.split([num_local] * num_ranks)[rank]
-    leaves = _leaves(local)
-    for leaf in leaves:
-        leaf.retain_grad()
-    x_TD, routing = _make_inputs(rank, counts[rank % 2], hot)
-    routing.topk_weights_TK.requires_grad_()
-    experts = LocalExperts(
-        num_local=num_local,
-        function=_framework_function(local),
-        stacked=None if own else local,
-        reason="unsupported" if own else "",
+    return LocalExperts(
+        num_local=experts.num_local_experts,
+        function=run,
+        stacked=experts if stacked else None,
+        reason="" if stacked else "unsupported",
     )
+
+
+def _compare(rank: int, num_ranks: int, case: LayerCase, strategy: str, stacked: bool) -> None:
     runner = ExpertRunner(strategy, strict=True)
-    y_TD = runner.run(x_TD, routing, experts, group=dist.group.WORLD)
-    y_TD.square().sum().backward()
 
-    # The reference on one process: the tokens of all ranks, the experts of all ranks.
-    reference = _make_experts(bias=bias)
-    expected_leaves = _leaves(reference)
-    own_inputs: tuple[torch.Tensor, Routing] | None = None
-    for other in range(num_ranks):
-        inputs = _make_inputs(other, counts[other % 2], hot)
-        inputs[1].topk_weights_TK.requires_grad_()
-        expected_TD = moe_reference(*inputs, reference)
-        expected_TD.square().sum().backward()
-        if other == rank:
-            own_inputs = inputs
-            _assert_near(y_TD, expected_TD)
-    assert own_inputs is not None
-    _assert_near(x_TD.grad, own_inputs[0].grad)
-    _assert_near(routing.topk_weights_TK.grad, own_inputs[1].topk_weights_TK.grad)
-    for leaf, expected in zip(leaves, expected_leaves, strict=True):
-        assert expected.grad is not None
-        _assert_near(leaf.grad, expected.grad.split(num_local)[rank])
+    def forward(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        local = _local(experts, stacked=stacked)
+        return runner.run(x_TD, routing, local, group=dist.group.WORLD)
+
+    call = run_forward(forward, case, rank)
+    call.y_TD.backward(call.grad_TD)
+    check_values(call.values(), case, rank)
 
 
-def _assert_near(value: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    assert value is not None
-    assert expected is not None
-    assert relative_error(value, expected) < RELATIVE_TOLERANCE[value.dtype]
+def _assert_near(value: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert relative_error(value, wanted) < RELATIVE_TOLERANCE[value.dtype]
 
 
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("own", [False, True], ids=["stacked", "framework"])
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "framework"])
 def test_values_and_gradients_equal_the_reference(
-    load: str, own: bool, run_ranks: RunRanks
+    load: str, stacked: bool, run_ranks: RunRanks
 ) -> None:
-    run_ranks(_compare, 2, load, "sequential", own, False)
+    run_ranks(_compare, 2, LOADS[load], "sequential", stacked)
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "chunked", "auto"])
 def test_values_with_biases_equal_the_reference(strategy: str, run_ranks: RunRanks) -> None:
-    run_ranks(_compare, 2, "random", strategy, False, True)
+    run_ranks(_compare, 2, LayerCase(num_tokens_W=(5, 7), bias=True), strategy, True)
 
 
 def _run_fused_with_biases(rank: int, num_ranks: int, strict: bool) -> tuple[list[str], str]:
     """Return the warnings or the error of two calls, and the description."""
-    num_local = NUM_EXPERTS // num_ranks
-    local = _make_experts(bias=True).split([num_local] * num_ranks)[rank]
-    experts = LocalExperts(num_local=num_local, function=_framework_function(local), stacked=local)
-    runner = ExpertRunner("fused", strict=strict)
-    x_TD, routing = _make_inputs(rank, 3, -1)
-    group: Any = dist.group.WORLD
-    module = nn.Identity()
+    case = LayerCase(num_tokens_W=(3, 3), bias=True)
+    experts, (x_TD, routing, _) = _local(local_experts_of(case, rank)), make_tokens(case, rank)
+    runner, module = ExpertRunner("fused", strict=strict), nn.Identity()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             for _ in range(2):
-                y_TD = runner.run(x_TD, routing, experts, group=group, module=module)
+                y_TD = runner.run(x_TD, routing, experts, group=dist.group.WORLD, module=module)
         except ValueError as error:
             return [str(error)], ""
-    _assert_near(y_TD, moe_reference(x_TD, routing, _make_experts(bias=True)))
+    _assert_near(y_TD, expected(case, rank)["y"])
     return [str(warning.message) for warning in caught], describe(module)[""]
 
 
@@ -177,13 +120,21 @@ def test_unaligned_experts_run_by_the_frameworks_code() -> None:
     """torch's grouped GEMM cannot read rows of 3 floats, and must not be called with them."""
     up_LGD, down_LDF = torch.ones(2, 6, 4), torch.ones(2, 4, 3)
     local = Experts(up_LGD=up_LGD, down_LDF=down_LDF)
-    experts = LocalExperts(num_local=2, function=_framework_function(local), stacked=local)
     routing = Routing(topk_idx_TK=torch.tensor([[1]]), topk_weights_TK=torch.tensor([[2.0]]))
     module = nn.Identity()
     runner = ExpertRunner("sequential")
-    y_TD = runner.run(torch.ones(1, 4), routing, experts, group=None, module=module)
+    y_TD = runner.run(torch.ones(1, 4), routing, _local(local), group=None, module=module)
     _assert_near(y_TD, moe_reference(torch.ones(1, 4), routing, local))
     assert "intermediate_size (3) must be a multiple of 4" in describe(module)[""]
+
+
+def test_auto_describes_its_measurement() -> None:
+    experts, (x_TD, routing, _) = _local(local_experts_of(CASE, 0)), make_tokens(CASE, 0)
+    module = nn.Identity()
+    ExpertRunner("auto").run(x_TD, routing, experts, group=None, module=module)
+    path = describe(module)[""]
+    assert path.startswith("halley: auto; hidden_size 24, 8 experts, top_k 2, with backward: ")
+    assert " is fastest of " in path
 
 
 def test_unknown_strategy_is_an_error() -> None:
@@ -192,11 +143,7 @@ def test_unknown_strategy_is_an_error() -> None:
 
 
 def test_compiled_graph_ends_at_the_experts() -> None:
-    local = _make_experts(bias=False)
-    experts = LocalExperts(
-        num_local=NUM_EXPERTS, function=_framework_function(local), stacked=local
-    )
-    x_TD, routing = _make_inputs(0, 3, -1)
+    experts, (x_TD, routing, _) = _local(local_experts_of(CASE, 0)), make_tokens(CASE, 0)
     runner = ExpertRunner("sequential")
 
     def double(x_TD: torch.Tensor) -> torch.Tensor:
@@ -205,7 +152,7 @@ def test_compiled_graph_ends_at_the_experts() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch reads .grad of the graph's inputs
         y_TD = torch.compile(double, backend="eager")(x_TD)
-    _assert_near(y_TD, 2 * moe_reference(x_TD, routing, local))
+    _assert_near(y_TD, 2 * expected(CASE, 0)["y"])
     torch.compiler.reset()
     with pytest.raises(Exception, match="a graph ends at Halley's experts: fullgraph must be F"):
         torch.compile(double, backend="eager", fullgraph=True)(x_TD)
@@ -214,20 +161,17 @@ def test_compiled_graph_ends_at_the_experts() -> None:
 
 def test_dtypes_with_and_without_autocast() -> None:
     """Experts run in the dtype of their weights or of autocast; sums have the tokens' dtype."""
-    local = _make_experts(bias=False)
-    x_TD, routing = _make_inputs(0, 6, -1)
-    function = _framework_function(local)
-    experts = LocalExperts(num_local=NUM_EXPERTS, function=function, stacked=local)
+    experts, (x_TD, routing, _) = _local(local_experts_of(CASE, 0)), make_tokens(CASE, 0)
     runner = ExpertRunner("sequential")
-    expected_TD = runner.run(x_TD, routing, experts, group=None)
+    wanted_TD = runner.run(x_TD, routing, experts, group=None)
     y_TD = runner.run(x_TD.bfloat16(), routing, experts, group=None)
     assert y_TD.dtype == torch.bfloat16
-    _assert_near(y_TD, expected_TD)
+    _assert_near(y_TD, wanted_TD)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y_TD = runner.run(x_TD, routing, experts, group=None)
     assert y_TD.dtype == torch.float32
-    assert not torch.equal(y_TD, expected_TD)
-    _assert_near(y_TD.bfloat16(), expected_TD)
+    assert not torch.equal(y_TD, wanted_TD)
+    _assert_near(y_TD.bfloat16(), wanted_TD)
 
 
 FRAME = Framework(package="frame", install="frame", newest=(1, 4))

@@ -1,5 +1,6 @@
 """Megatron-Core models train as without Halley, and checkpoints are interchangeable."""
 
+import importlib
 import runpy
 import sys
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.integrations.megatron_case import (
     Case,
@@ -29,6 +31,7 @@ from tests.rank_pool import RunRanks
 
 
 NUM_STEPS, TOLERANCE = 4, 1e-5
+NUM_RESUMED_STEPS = 2  # before a checkpoint, and again after it
 CASES = {
     "plain": Case(),
     "batch overlap": Case(schedule="batch overlap"),
@@ -99,34 +102,119 @@ def test_kernels_add_to_main_grad(run_ranks: RunRanks) -> None:
         assert all(gradient.any() for gradient in gradients.values())
 
 
-def _exchange(rank: int, num_ranks: int, folder: Path, writer: str, singleton: bool) -> None:
-    """Save a model, load it into one with the other kind of layers, and compare the experts."""
-    reader = "" if writer else "sequential"
-    with on_cpu():
-        metadata = {"singleton_local_shards": singleton}
-        models = [build_model(Case(strategy=kind), num_ranks).module for kind in (writer, reader)]
-        torch.manual_seed(rank + 1)
-        with torch.no_grad():
-            for parameter in models[0].parameters():
-                if not getattr(parameter, "allreduce", True):
-                    parameter.normal_()
-        state = models[0].sharded_state_dict(metadata=metadata)
-        checkpointing.save(state, str(folder))
-        state = models[1].sharded_state_dict(metadata=metadata)
-        models[1].load_state_dict(checkpointing.load(state, str(folder)))
-    stacks, alone_experts = (models[1], models[0]) if reader else (models[0], models[1])
-    for mine, theirs in zip(stacks.decoder.layers, alone_experts.decoder.layers, strict=True):
-        experts = theirs.mlp.experts.local_experts
-        for name, layer in (("weight1", "linear_fc1"), ("weight2", "linear_fc2")):
-            expected = torch.stack([getattr(expert, layer).weight for expert in experts])
-            assert torch.equal(mine.mlp.experts.get_parameter(name), expected)
+class _CudaNames(TorchFunctionMode):
+    """Replace the device "cuda", which Megatron's optimizers ask for, by the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("writer", "singleton"), [("", False), ("sequential", True)])
-def test_checkpoints_are_interchangeable(
-    writer: str, singleton: bool, tmp_path: Path, run_ranks: RunRanks
+def _build(strategy: str, num_ranks: int) -> tuple[Any, Any]:
+    """Return a model and its Megatron optimizer; strategy "" builds Megatron's own layers."""
+    model = build_model(Case(strategy=strategy), num_ranks)
+    optimizers: Any = importlib.import_module("megatron.core.optimizer")
+    config = optimizers.OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0)
+    return model, optimizers.get_megatron_optimizer(config, [model])
+
+
+def _state_of(model: Any, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    weights = model.module.sharded_state_dict()
+    state = optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    return {"model": weights, "optimizer": state}
+
+
+def _train_by_optimizer(model: Any, optimizer: Any, tokens: list[torch.Tensor]) -> list[float]:
+    losses: list[float] = []
+    for batch in tokens:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append(run_step(model, batch, "plain"))
+        model.finish_grad_sync()
+        optimizer.step()
+    return losses
+
+
+def _resume(
+    rank: int, num_ranks: int, folder: Path, writer: str, reader: str
+) -> tuple[list[float], list[float], float]:
+    """Return the later losses of the model that saved and of the one that loaded.
+
+    The third value is the largest difference of their expert weights at the end.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    tokens = [
+        torch.randint(0, 64, (2, 17), generator=generator) for _ in range(2 * NUM_RESUMED_STEPS)
+    ]
+    with on_cpu(), _CudaNames():
+        model, optimizer = _build(writer, num_ranks)
+        _train_by_optimizer(model, optimizer, tokens[:NUM_RESUMED_STEPS])
+        checkpointing.save(_state_of(model, optimizer, is_loading=False), str(folder))
+        expected = _train_by_optimizer(model, optimizer, tokens[NUM_RESUMED_STEPS:])
+
+        other, other_optimizer = _build(reader, num_ranks)
+        # Other weights and optimizer states, which the checkpoint must replace.
+        _train_by_optimizer(other, other_optimizer, tokens[-1:])
+        state = _state_of(other, other_optimizer, is_loading=True)
+        state = checkpointing.load(state, str(folder))
+        other.module.load_state_dict(state["model"])
+        other_optimizer.load_state_dict(state["optimizer"])
+        losses = _train_by_optimizer(other, other_optimizer, tokens[NUM_RESUMED_STEPS:])
+    pairs = zip(_experts(model), _experts(other), strict=True)
+    return expected, losses, max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def _experts(model: Any) -> list[torch.Tensor]:
+    """Return the stacked expert weights of Halley's or Megatron's layers."""
+    stacks: list[torch.Tensor] = []
+    for layer in model.module.decoder.layers:
+        experts = layer.mlp.experts
+        if hasattr(experts, "weight1"):
+            stacks += [experts.weight1.detach(), experts.weight2.detach()]
+            continue
+        for part in ("linear_fc1", "linear_fc2"):
+            weights = [getattr(expert, part).weight.detach() for expert in experts.local_experts]
+            stacks.append(torch.stack(weights))
+    return stacks
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("sequential", "sequential"), ("sequential", ""), ("", "sequential")]
+)
+def test_training_resumes_from_checkpoints_of_either_kind(
+    writer: str, reader: str, tmp_path: Path, run_ranks: RunRanks
 ) -> None:
-    run_ranks(_exchange, 2, tmp_path, writer, singleton)
+    """Bit for bit with the same kind of layers."""
+    tolerance = 0.0 if writer == reader else 1e-5
+    for expected, losses, difference in run_ranks(_resume, 2, tmp_path, writer, reader):
+        assert losses == pytest.approx(expected, rel=0, abs=tolerance)
+        assert difference <= 10 * tolerance
+
+
+def _exchange(rank: int, num_ranks: int, folder: Path) -> None:
+    """Save Halley's experts, each with a key of its own; load them into Megatron's layers."""
+    with on_cpu():
+        metadata = {"singleton_local_shards": True}
+        written, read = (build_model(Case(strategy=kind), num_ranks) for kind in ("sequential", ""))
+        torch.manual_seed(rank + 1)
+        for stack in _experts(written):
+            stack.normal_()
+        state = written.module.sharded_state_dict(metadata=metadata)
+        checkpointing.save(state, str(folder))
+        state = read.module.sharded_state_dict(metadata=metadata)
+        read.module.load_state_dict(checkpointing.load(state, str(folder)))
+    for mine, theirs in zip(_experts(written), _experts(read), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_checkpoints_with_a_key_for_each_expert_are_interchangeable(
+    tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    run_ranks(_exchange, 2, tmp_path)
 
 
 def _run_unsupported(

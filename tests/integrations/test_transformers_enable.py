@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 
 import halley.integrations.transformers as halley_transformers
-from halley.integrations.transformers import routed_experts
-from halley.integrations.transformers.registration import find_extension_point
+from halley.core.reference import moe_reference
+from halley.core.types import DROPPED, Experts, Routing
+from halley.integrations import transformers_experts
+from halley.integrations.transformers import find_extension_point
 from tests.integrations.transformers_case import (
     Mesh,
     compare_step,
@@ -127,20 +128,6 @@ def test_deprecated_package_name_warns_and_forwards() -> None:
         assert getattr(old, name) is getattr(halley_transformers, name)
 
 
-def _load_unnamed(rank: int, num_ranks: int, folder: Path, expected: Any) -> list[str]:
-    with disabled_afterwards():
-        model = load_sharded(folder, MESH, strategy="auto", named=False)
-        compare_step(model, expected, MESH, tolerance=1e-5)
-        return list(halley_transformers.describe(model).values())
-
-
-def test_auto_describes_its_measurement(tmp_path: Path, run_ranks: RunRanks) -> None:
-    expected = save_model("mixtral", tmp_path, num_hidden_layers=1)
-    for (path,) in run_ranks(_load_unnamed, 2, tmp_path, expected):
-        assert path.startswith("halley: auto; hidden_size 32, 8 experts, top_k 2, with backward: ")
-        assert " is fastest of " in path
-
-
 def _run_document(rank: int, num_ranks: int, folder: Path) -> dict[str, str]:
     """Run the first example of docs/transformers.md with a small model and two ranks."""
     text = DOCUMENT.read_text(encoding="utf-8")
@@ -205,43 +192,35 @@ def test_expert_ids_of_other_ranks_are_skipped() -> None:
     y_TD = run(experts, x_TD, idx_TK, weights_TK)
     halley_transformers.disable()
 
-    def expert(index: int, x_D: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x_D, experts.gate_up_proj[index]).chunk(2)
-        return F.linear(F.silu(gate) * up, experts.down_proj[index])
-
-    expected = [
-        0.5 * expert(0, x_TD[0]),
-        torch.zeros(32),
-        0.25 * expert(3, x_TD[2]) + 0.75 * expert(1, x_TD[2]),
-    ]
-    torch.testing.assert_close(y_TD, torch.stack(expected))
+    own = Experts(up_LGD=experts.gate_up_proj, down_LDF=experts.down_proj)
+    routing = Routing(
+        topk_idx_TK=idx_TK.masked_fill(idx_TK == 8, DROPPED), topk_weights_TK=weights_TK
+    )
+    torch.testing.assert_close(y_TD, moe_reference(x_TD, routing, own))
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "reason"),
+    ("family", "activation", "reason"),
     [
-        ("mixtral", {}, ""),
-        ("phimoe", {}, ""),
-        ("gpt_oss", {}, GATE),
-        ("mixtral", {"hidden_act": "gelu"}, "the experts' activation is GELUActivation"),
+        ("mixtral", "silu", ""),
+        ("gpt_oss", "silu", GATE),
+        ("mixtral", "gelu", "the experts' activation is GELUActivation"),
     ],
 )
-def test_unsupported_experts_have_a_reason(
-    family: str, changes: dict[str, Any], reason: str
-) -> None:
-    model = make_model(family, **changes)
-    (experts, *_) = [module for module in model.modules() if routed_experts.is_experts(module)]
-    assert routed_experts.find_unsupported(experts) == reason
+def test_unsupported_experts_have_a_reason(family: str, activation: str, reason: str) -> None:
+    model = make_model(family, hidden_act=activation)
+    experts = next(filter(transformers_experts.is_experts, model.modules()))
+    assert transformers_experts.find_unsupported(experts) == reason
 
 
 def test_transposed_weights_are_read_as_views() -> None:
     experts = make_model("mixtral").model.layers[0].mlp.experts
-    expected = routed_experts.read_experts(experts, lambda rows, ids: rows).stacked
+    expected = transformers_experts.read_experts(experts, lambda rows, ids: rows).stacked
     assert expected is not None
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.transpose(1, 2).contiguous())
     experts.down_proj = nn.Parameter(experts.down_proj.transpose(1, 2).contiguous())
     experts.is_transposed = True
-    found = routed_experts.read_experts(experts, lambda rows, ids: rows).stacked
+    found = transformers_experts.read_experts(experts, lambda rows, ids: rows).stacked
     assert found is not None
     assert torch.equal(found.up_LGD, expected.up_LGD)
     assert torch.equal(found.down_LDF, expected.down_LDF)

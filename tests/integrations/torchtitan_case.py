@@ -38,22 +38,16 @@ NUM_EXPERTS, DIM, HEAD_DIM, VOCABULARY, SEQ_LEN = 8, 32, 8, 64, 16
 class Case:
     """How a model is trained.
 
-    Attributes:
-        flag: values of ``--override.imports``; none for torchtitan's own experts.
-        backend: torchtitan's ``spmd_backend``. "spmd_types" runs without FSDP, which would need a
-            torch newer than 2.13.
-        dtype: the dtype to which FSDP casts parameters for forward and backward. "float32" also
-            replaces the bfloat16 in which torchtitan runs expert GEMMs.
-        ep_size, tp_size: expert-parallel and tensor-parallel degree.
-        changed: use experts that no strategy can run.
+    The backend "spmd_types" runs without FSDP, which would need a torch newer than 2.13. The dtype
+    "float32" also replaces the bfloat16 in which torchtitan runs expert GEMMs.
     """
 
-    flag: tuple[str, ...] = ()
-    backend: str = "partial_dtensor"
-    dtype: str = "float32"
+    flag: tuple[str, ...] = ()  # of ``--override.imports``; empty for torchtitan's own experts
+    backend: str = "partial_dtensor"  # torchtitan's ``spmd_backend``
+    dtype: str = "float32"  # to which FSDP casts parameters for forward and backward
     ep_size: int = 2
     tp_size: int = 1
-    changed: bool = False
+    changed: bool = False  # use experts that no strategy can run
 
 
 class OtherExperts(moe.GroupedExperts):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import halley.integrations.transformers as halley_transformers
-from halley.integrations.transformers.registration import find_extension_point
+from halley.integrations.transformers import find_extension_point
 
 
 _SIZES: dict[str, Any] = {
@@ -75,15 +75,10 @@ _PLANS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The values of the undivided model on one process for ``make_tokens()``.
+    """The values of the undivided model on one process for ``make_tokens()``."""
 
-    Attributes:
-        loss: mean over all tokens.
-        gradients: by parameter.
-    """
-
-    loss: float
-    gradients: dict[str, torch.Tensor]
+    loss: float  # mean over all tokens
+    gradients: dict[str, torch.Tensor]  # by parameter
 
 
 @dataclass(frozen=True, kw_only=True)

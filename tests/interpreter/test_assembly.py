@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from halley.interpreter.scheduler import Scheduler
-
 
 @triton.jit
 def _fence_kernel(x_N, y_N, N: tl.constexpr):
@@ -44,13 +42,6 @@ def _clock_kernel(time_1, lanes_N, N: tl.constexpr):
 
 
 @triton.jit
-def _sleep_kernel():
-    tl.inline_asm_elementwise(
-        "nanosleep.u32 100; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _store_kernel(word_1, value):
     tl.inline_asm_elementwise(
         "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;", "=r,l,r",
@@ -80,16 +71,6 @@ def test_clock_is_the_clock_of_the_host() -> None:
     after = time.monotonic_ns()
     assert before <= time_1.item() <= lanes_N[0].item() <= after
     assert len(set(lanes_N.tolist())) == 1
-
-
-def test_sleep_lets_other_threads_run() -> None:
-    switches = []
-    for num_programs in (1, 3):
-        scheduler = Scheduler(0, resident=1)
-        scheduler.run_ranks(1, lambda rank, n=num_programs: _sleep_kernel[(n,)]())
-        switches.append(scheduler.num_switches)
-    # Each program switches twice: in its sleep and at its end.
-    assert switches[1] - switches[0] == 4
 
 
 def test_store_release_writes_one_word() -> None:

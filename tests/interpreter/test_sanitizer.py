@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halley.interpreter.sanitizer import register, unregister
+from halley.interpreter import register, unregister
 from halley.interpreter.scheduler import Scheduler
 
 
@@ -48,11 +48,6 @@ def _masked_add_kernel(counts_N, num, N: tl.constexpr):
 def _load_descriptor_kernel(x, y_N, rows, N: tl.constexpr):
     wrong = tl.make_tensor_descriptor(y_N, [rows, N], [N, 1], [4, N])
     wrong.store([0, 0], x.load([0, 0]))
-
-
-@triton.jit
-def _sum_two_kernel(pair, out_1):
-    tl.store(out_1, tl.load(pair[0]) + tl.load(pair[1]))
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,12 +147,6 @@ def test_descriptor_of_more_rows_than_there_are_is_caught() -> None:
     assert y_N.sum() == 48
     with pytest.raises(IndexError, match="store of 16 lanes"):
         _load_descriptor_kernel[(1,)](x, y_N, 4, N=16)
-
-
-def test_tensors_in_tuples_are_arguments() -> None:
-    out_1 = torch.zeros(1)
-    _sum_two_kernel[(1,)]((torch.tensor([2.0]), torch.tensor([3.0])), out_1)
-    assert out_1.item() == 5
 
 
 def test_tensor_on_another_device_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Small models for tests, one for each kind of router, with large weights."""
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,32 +27,25 @@ _MODEL = ModelConfig(
     qk_norm="head",
     moe=_MOE,
 )
+_SIGMOID = RouterConfig(kind="sigmoid", num_groups=4, num_limited_groups=2, scaling_factor=2.5)
+_SWITCH = RouterConfig(kind="switch", capacity_factor=1.0, z_coefficient=0.01)
+_TOP2 = dataclasses.replace(_SWITCH, kind="top2")
 
 
-def _with_router(top_k: int, router: RouterConfig) -> ModelConfig:
-    return dataclasses.replace(_MODEL, moe=dataclasses.replace(_MOE, top_k=top_k, router=router))
+def _change(moe: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    return dataclasses.replace(_MODEL, moe=dataclasses.replace(_MOE, **(moe or {})), **changes)
 
 
 MODELS: dict[str, ModelConfig] = {
     "softmax": _MODEL,
-    "sigmoid": _with_router(
-        3, RouterConfig(kind="sigmoid", num_groups=4, num_limited_groups=2, scaling_factor=2.5)
-    ),
-    "switch": _with_router(1, RouterConfig(kind="switch", capacity_factor=1.0, z_coefficient=0.01)),
-    "top2": _with_router(2, RouterConfig(kind="top2", capacity_factor=1.0, z_coefficient=0.01)),
-    "biases": dataclasses.replace(
-        _MODEL, attention_bias=True, moe=dataclasses.replace(_MOE, expert_bias=True)
-    ),
-    "shared experts": dataclasses.replace(
-        _MODEL, moe=dataclasses.replace(_MOE, shared_intermediate_size=12, shared_gate=True)
-    ),
-    "gelu": dataclasses.replace(
-        _MODEL,
-        qk_norm="full",
-        moe=dataclasses.replace(_MOE, activation="gelu", shared_intermediate_size=4),
-    ),
-    "dense layers": dataclasses.replace(
-        _MODEL, num_layers=4, num_dense_layers=1, moe_interval=2, dense_intermediate_size=24
+    "sigmoid": _change({"top_k": 3, "router": _SIGMOID}),
+    "switch": _change({"top_k": 1, "router": _SWITCH}),
+    "top2": _change({"router": _TOP2}),
+    "biases": _change({"expert_bias": True}, attention_bias=True),
+    "shared experts": _change({"shared_intermediate_size": 12, "shared_gate": True}),
+    "gelu": _change({"activation": "gelu", "shared_intermediate_size": 4}, qk_norm="full"),
+    "dense layers": _change(
+        num_layers=4, num_dense_layers=1, moe_interval=2, dense_intermediate_size=24
     ),
 }
 
@@ -69,14 +63,13 @@ def build_model(
     """Return a float32 model whose weights have std 0.2 and whose biases are not zero."""
     groups = groups or ParallelGroups()
     recorder = recorder or Recorder(CPU, enabled=False)
+    place = {"recorder": recorder, "device": CPU}
     model = MoETransformer(
         config,
-        strategy=build_strategy(
-            strategy, groups.ep, recorder=recorder, device=CPU, num_chunks=num_chunks
-        ),
+        strategy=build_strategy(strategy, groups.ep, num_chunks=num_chunks, **place),
         groups=groups,
-        recorder=recorder,
         activation_checkpointing=activation_checkpointing,
+        **place,
     )
     model.init_weights(seed=seed)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Models and FSDP-sharded layers with the strategy fused equal those with sequential."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,7 @@ def _build_layer(groups: ParallelGroups, strategy: str) -> MoELayer:
 def _step(layer: MoELayer, rank: int) -> torch.Tensor:
     """Run forward and backward on the tokens of the rank; return the output."""
     generator = torch.Generator().manual_seed(100 + rank)
-    x_TD = torch.randn(5 + 3 * rank, HIDDEN, generator=generator)
-    out = layer(x_TD)
+    out = layer(torch.randn(5 + 3 * rank, HIDDEN, generator=generator))
     (out.y.square().sum() + out.router_loss).backward()
     return out.y.detach()
 
@@ -51,16 +51,9 @@ def _gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
-def _train(
-    groups: ParallelGroups, strategy: str, *, checkpointing: bool = False
-) -> dict[str, torch.Tensor]:
+def _train(groups: ParallelGroups, **options: Any) -> dict[str, torch.Tensor]:
     """Return the summed losses and gradients of two microbatches of a model."""
-    model = build_model(
-        MODELS["shared experts"],
-        strategy=strategy,
-        groups=groups,
-        activation_checkpointing=checkpointing,
-    )
+    model = build_model(MODELS["shared experts"], groups=groups, **options)
     losses = []
     for microbatch in range(2):
         tokens_BS = make_tokens(groups.rank, batch_size=1, step=microbatch)
@@ -74,8 +67,8 @@ def _train(
 
 def _compare_models(rank: int, num_ranks: int) -> None:
     groups = build_groups(0, device_type="cpu")
-    want = _train(groups, "sequential")
-    fused, checkpointed = (_train(groups, "fused", checkpointing=flag) for flag in (False, True))
+    want, fused = (_train(groups, strategy=name) for name in ("sequential", "fused"))
+    checkpointed = _train(groups, strategy="fused", activation_checkpointing=True)
     for name, value in want.items():
         assert relative_error(fused[name], value) <= TOLERANCE, name
         assert torch.equal(checkpointed[name], fused[name]), name

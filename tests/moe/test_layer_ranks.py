@@ -1,6 +1,6 @@
 """A layer on several ranks equals the reference: routers, strategies, shards and replicas."""
 
-import dataclasses
+import itertools
 import re
 
 import pytest
@@ -9,9 +9,8 @@ import torch
 from halley.core.placement import ExpertPlacement
 from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
-from halley.distributed.mesh import ParallelGroups, build_groups, global_norm
-from halley.moe.experts import GroupedExperts
-from halley.moe.layer import MoELayer
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.moe.layer import GroupedExperts, MoELayer
 from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import zipf_load
@@ -48,17 +47,11 @@ def _build(
     placed: bool = False,
 ) -> MoELayer:
     """Return a layer whose router produces about that load; each expert has its own weights."""
+    options = {"recorder": Recorder(CPU), "device": CPU, "num_chunks": 2}
     layer = MoELayer(
         MODELS[kind].moe,
         HIDDEN,
-        strategy=build_strategy(
-            strategy,
-            groups.ep,
-            recorder=Recorder(CPU),
-            device=CPU,
-            tp_size=groups.tp_size,
-            num_chunks=2,
-        ),
+        strategy=build_strategy(strategy, groups.ep, tp_size=groups.tp_size, **options),
         groups=groups,
         placement=_placement(groups.ep_size) if placed else None,
         dtype=dtype,
@@ -69,18 +62,14 @@ def _build(
             if not name.startswith("experts."):
                 parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
                 continue
-            short = name.removeprefix("experts.")
-            shape = (NUM_EXPERTS, *layer.experts.full_shape(short))
+            name = name.removeprefix("experts.")
+            shape = (NUM_EXPERTS, *layer.experts.full_shape(name))
             values = 0.4 * torch.randn(shape, generator=generator)
-            parameter.copy_(_own_part(layer.experts, short, values))
+            own_ids = list(layer.experts.expert_ids)
+            parameter.copy_(layer.experts.local_shard(name, values[own_ids]))
         if load:
             layer.router.weight[:, 0] = LOADS[load].clamp_min(1e-9).log().float()
     return layer
-
-
-def _own_part(experts: GroupedExperts, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return the part of a rank, from values of all experts."""
-    return experts.local_shard(name, values[list(experts.expert_ids)])
 
 
 def _tokens(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +111,7 @@ def _expected(
             results["router.weight"] = layer.router.weight.grad
     for name, parameter in layer.experts.named_parameters():
         assert parameter.grad is not None
-        results[f"experts.{name}"] = _own_part(own, name, parameter.grad)
+        results[f"experts.{name}"] = own.local_shard(name, parameter.grad[list(own.expert_ids)])
     return results
 
 
@@ -139,47 +128,42 @@ def _check(
     """Compare each strategy with the reference; return the expert gradients of each run."""
     groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     found: list[Tensors] = []
-    for load in loads:
-        for strategy in strategies:
-            layer = _build(kind, groups, strategy, load=load, dtype=dtype, placed=placed)
-            got, sizes = _run(layer, rank), {"num_ranks": num_ranks, "rank": rank}
-            want = _expected(kind, load, layer.experts, dtype=dtype, **sizes)
-            counts_E = got.pop("counts")
-            assert torch.equal(counts_E, want.pop("counts"))
-            if load.startswith("one"):
-                assert counts_E[0] == (NUM_TOKENS[rank] if load == "one takes all" else 0)
-            assert got.keys() == want.keys()
-            for name, value in got.items():
-                error = relative_error(value, want[name])
-                assert error <= RELATIVE_TOLERANCE[dtype], f"{strategy} {load} {name}"
-            found.append({n: g for n, g in got.items() if n.startswith("experts.")})
+    for load, strategy in itertools.product(loads, strategies):
+        layer = _build(kind, groups, strategy, load=load, dtype=dtype, placed=placed)
+        got = _run(layer, rank)
+        want = _expected(kind, load, layer.experts, num_ranks=num_ranks, rank=rank, dtype=dtype)
+        counts_E = got.pop("counts")
+        assert torch.equal(counts_E, want.pop("counts"))
+        if load.startswith("one"):
+            assert counts_E[0] == (NUM_TOKENS[rank] if load == "one takes all" else 0)
+        assert got.keys() == want.keys()
+        for name, value in got.items():
+            error = relative_error(value, want[name])
+            assert error <= RELATIVE_TOLERANCE[dtype], f"{strategy} {load} {name}"
+        found.append({n: g for n, g in got.items() if n.startswith("experts.")})
     destroy(groups)
     return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_ranks", "strategy"),
+    ("kind", "num_ranks", "strategy", "tp_size"),
     [
-        ("softmax", 4, "chunked"),
-        ("sigmoid", 2, "sequential"),
-        ("switch", 4, "chunked"),
-        ("top2", 2, "sequential"),
-        ("biases", 2, "chunked"),
+        ("softmax", 4, "chunked", 1),
+        ("sigmoid", 2, "sequential", 1),
+        ("switch", 4, "chunked", 1),
+        ("top2", 2, "sequential", 1),
+        ("biases", 2, "chunked", 1),
+        # ranks share experts
+        ("sigmoid", 2, "sequential", 2),
+        ("sigmoid", 4, "chunked", 2),
+        ("sigmoid", 4, "functional", 2),
+        ("sigmoid", 2, "fused", 2),
     ],
 )
 def test_layer_equals_the_reference(
-    run_ranks: RunRanks, kind: str, num_ranks: int, strategy: str
+    run_ranks: RunRanks, kind: str, num_ranks: int, strategy: str, tp_size: int
 ) -> None:
-    run_ranks(_check, num_ranks, kind, [strategy], [""], torch.float32, 1, False)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "num_ranks"), [("sequential", 2), ("chunked", 4), ("functional", 4), ("fused", 2)]
-)
-def test_layer_whose_ranks_share_experts_equals_the_reference(
-    run_ranks: RunRanks, num_ranks: int, strategy: str
-) -> None:
-    run_ranks(_check, num_ranks, "sigmoid", [strategy], [""], torch.float32, 2, False)
+    run_ranks(_check, num_ranks, kind, [strategy], [""], torch.float32, tp_size, False)
 
 
 @pytest.mark.parametrize(
@@ -207,31 +191,12 @@ def test_layer_with_replicas_equals_the_reference(
     by_rank = run_ranks(_check, num_ranks, kind, strategies, loads, dtype)
     placement = _placement(num_ranks)
     for expert in placement.replicated:
-        first, *others = placement.ranks_of(expert)
-        for other in others:
-            for mine, theirs in zip(by_rank[first], by_rank[other], strict=True):
-                for name, gradient in mine.items():
-                    place, there = (placement.experts_WL[r].index(expert) for r in (first, other))
-                    assert torch.equal(gradient[place], theirs[name][there]), name
-
-
-def _norms(rank: int, num_ranks: int) -> tuple[float, float]:
-    """Return the norm of the expert gradients with and without replicas."""
-    groups = build_groups(0, device_type="cpu")
-    norms = []
-    for placed in (True, False):
-        layer = _build("softmax", groups, "sequential", load="zipf", placed=placed)
-        _run(layer, rank)
-        gradients = [p.grad for p in layer.experts.parameters() if p.grad is not None]
-        once = [layer.experts.without_replicas(gradient) for gradient in gradients]
-        norms.append(float(global_norm((), once, groups=groups)))
-    destroy(groups)
-    return norms[0], norms[1]
-
-
-def test_gradient_norm_counts_replicas_once(run_ranks: RunRanks) -> None:
-    for with_replicas, without in run_ranks(_norms, 4):
-        assert with_replicas == pytest.approx(without, rel=1e-6)
+        ranks = placement.ranks_of(expert)
+        places = [placement.experts_WL[rank].index(expert) for rank in ranks]
+        for runs in zip(*(by_rank[rank] for rank in ranks), strict=True):
+            for name in runs[0]:
+                first, *others = (run[name][at] for run, at in zip(runs, places, strict=True))
+                assert all(torch.equal(first, other) for other in others), name
 
 
 def _refuse(rank: int, num_ranks: int) -> None:
@@ -245,22 +210,8 @@ def _refuse(rank: int, num_ranks: int) -> None:
     groups = build_groups(0, device_type="cpu", tp_size=2)
     with pytest.raises(ValueError, match=re.escape("expert_bias (true) must be false")):
         _build("biases", groups, "sequential")
-    sequential = build_strategy("sequential", groups.ep, recorder=Recorder(CPU), device=CPU)
-    wanted = re.escape("strategy's tp_size (1) must be that of groups (2)")
-    with pytest.raises(ValueError, match=wanted):
-        MoELayer(MODELS["softmax"].moe, HIDDEN, strategy=sequential, groups=groups)
     destroy(groups)
 
 
 def test_unsupported_replicas_and_shards_are_errors(run_ranks: RunRanks) -> None:
     run_ranks(_refuse, 2)
-
-
-def test_placement_for_other_sizes_is_named() -> None:
-    moe = MODELS["softmax"].moe
-    strategy = build_strategy("sequential", None, recorder=Recorder(CPU), device=CPU)
-    with pytest.raises(ValueError, match=r"placement \(2 ranks\) must be for ep_size 1"):
-        MoELayer(moe, HIDDEN, placement=_placement(2), strategy=strategy)
-    more = dataclasses.replace(moe, num_experts=9)
-    with pytest.raises(ValueError, match=r"placement \(8 experts\) must be for num_experts 9"):
-        MoELayer(more, HIDDEN, placement=ExpertPlacement.plain(8, num_ranks=1), strategy=strategy)

@@ -1,7 +1,6 @@
 """Memory estimates have exact parameter counts; a model beyond the limit is an error."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,24 +19,22 @@ from halley.moe.memory_check import (
 )
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
-from tests.core.test_models import count_parameters
 
 
 CPU = torch.device("cpu")
 TINY = NAMED_MODELS["tiny"]
 
 
-@pytest.mark.parametrize("name", NAMED_MODELS)
+@pytest.mark.parametrize("name", [*NAMED_MODELS, "without gate"])
 def test_number_of_parameters_equals_the_model(name: str) -> None:
     """An estimate above the size of the model would reject models that fit."""
-    config = NAMED_MODELS[name]
-    number = sum(parameter.numel() for parameter in _model(config).parameters())
-    assert num_parameters(config, ep_size=1, tp_size=1) == number == count_parameters(config)[0]
-
-
-def test_number_of_parameters_without_gate() -> None:
-    config = replace(TINY, moe=replace(TINY.moe, activation="gelu", shared_intermediate_size=8))
-    number = sum(parameter.numel() for parameter in _model(config).parameters())
+    gelu = replace(TINY, moe=replace(TINY.moe, activation="gelu", shared_intermediate_size=8))
+    config = NAMED_MODELS.get(name, gelu)
+    recorder = Recorder("cpu", enabled=False)
+    strategy = build_strategy("sequential", None, recorder=recorder, device="cpu")
+    parts = {"strategy": strategy, "groups": ParallelGroups(), "recorder": recorder}
+    model = MoETransformer(config, device="meta", **parts)
+    number = sum(parameter.numel() for parameter in model.parameters())
     assert num_parameters(config, ep_size=1, tp_size=1) == number
 
 
@@ -77,22 +74,9 @@ def test_models_without_memory_are_not_checked() -> None:
     check_layer_memory(moe, 4096, device=torch.device("meta"), **place)
     with FakeTensorMode():
         check_layer_memory(moe, 4096, device=CPU, **place)
-    with pytest.raises(ValueError, match="must fit into the memory of cpu"):
-        check_layer_memory(moe, 4096, device=CPU, **place)
 
 
 def test_missing_device_is_named() -> None:
     index = torch.cuda.device_count()
     with pytest.raises(RuntimeError, match=rf"device \(cuda:{index}\) must be one of {index} CUDA"):
         total_memory(torch.device("cuda", index))
-
-
-def _model(config: Any) -> MoETransformer:
-    recorder = Recorder("cpu", enabled=False)
-    return MoETransformer(
-        config,
-        strategy=build_strategy("sequential", None, recorder=recorder, device="cpu"),
-        groups=ParallelGroups(),
-        recorder=recorder,
-        device="meta",
-    )

@@ -1,18 +1,23 @@
-"""``halley.MoE`` builds its groups and equals the reference, forward and backward."""
+"""``halley.MoE`` builds its groups; it and its parts equal the reference on one and two ranks."""
 
+import dataclasses
 import os
 import subprocess
 import sys
-from typing import final
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import halley
+from halley.core.config import MoEConfig
 from halley.core.reference import moe_reference
+from halley.core.types import Activation
+from halley.moe.dense import FeedForward
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.gpus import needs_kernels
+from tests.moe.model_case import CPU
 from tests.rank_pool import RunRanks
 
 
@@ -50,17 +55,13 @@ def _train_step(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     assert int(layer.expert_counts.sum()) == 2 * NUM_TOKENS[rank]
     (y_TD.square().mean() + layer.aux_loss).backward()
     layer.sync_gradients()
-    (router,) = layer.shared_parameters()
-    up, down = layer.expert_parameters()
-    assert router.grad is not None
-    assert up.grad is not None
-    assert down.grad is not None
-    return {
-        "y": y_TD.detach(),
-        "router.weight.grad": router.grad,
-        "experts.gate_up_proj.grad": up.grad,
-        "experts.down_proj.grad": down.grad,
-    }
+    names = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
+    values = {"y": y_TD.detach()}
+    parameters = (*layer.shared_parameters(), *layer.expert_parameters())
+    for name, parameter in zip(names, parameters, strict=True):
+        assert parameter.grad is not None
+        values[f"{name}.grad"] = parameter.grad
+    return values
 
 
 def test_one_rank_equals_the_reference() -> None:
@@ -131,29 +132,6 @@ def _count_alone(rank: int, num_ranks: int) -> int:
     return layer.layer.experts.placement.num_local
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"top_k": 9}, r"top_k \(9\) must be between 1 and num_experts \(8\)"),
-        ({"hidden_size": 6}, r"hidden_size \(6\) must be a multiple of 4"),
-        ({"strategy": "fastest"}, r"strategy \(fastest\) must be one of sequential"),
-        ({"strategy": None}, r"strategy \(None\) must be of type"),
-        ({"group": "all"}, r"group \('all'\) must be of type"),
-        ({"seed": 0.5}, r"seed \(0.5\) must be of type"),
-    ],
-)
-def test_wrong_argument_is_named(changes: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {**SIZES, **changes}
-    with pytest.raises(ValueError, match=message):
-        halley.MoE(**arguments)  # pyright: ignore[reportArgumentType]
-
-
-def test_wrong_input_is_named() -> None:
-    layer = halley.MoE(**SIZES)
-    with pytest.raises(ValueError, match=r"x \(3, 8\) must be \(..., hidden_size\)"):
-        layer(torch.zeros(3, 8))
-
-
 def test_torchrun_environment_starts_the_group() -> None:
     code = (
         "import torch, halley, torch.distributed as dist\n"
@@ -169,23 +147,13 @@ def test_torchrun_environment_starts_the_group() -> None:
     assert result.stdout.split() == ["gloo", "1"]
 
 
-@final
-class _PlainStrategy(halley.AbstractStrategy):
-    """A strategy that a user might write, for one rank."""
-
-    def forward(
-        self, x_TD: torch.Tensor, routing: halley.Routing, experts: halley.Experts
-    ) -> torch.Tensor:
-        return moe_reference(x_TD, routing, experts)
-
-    def tasks(self, shape: halley.LayerShape, predictor: halley.Predictor) -> list[halley.Task]:
-        return []
-
-
-def test_strategy_of_the_user_is_run() -> None:
-    layer = halley.MoE(**SIZES, seed=1, strategy=_PlainStrategy())
-    x_TD = torch.randn(4, 16)
-    _assert_close(layer(x_TD), halley.MoE(**SIZES, seed=1)(x_TD))
+def test_strategy_object_is_run() -> None:
+    place = {"recorder": halley.Recorder("cpu"), "device": "cpu"}
+    strategy = halley.build_strategy("sequential", None, **place)
+    moe = halley.MoE(**SIZES, strategy=strategy)
+    assert moe.layer.strategy is strategy
+    moe(torch.randn(4, 16))
+    assert moe.expert_counts.sum() == 8
 
 
 def test_compiled_layer_has_the_values_of_the_eager_one() -> None:
@@ -195,3 +163,67 @@ def test_compiled_layer_has_the_values_of_the_eager_one() -> None:
     with pytest.raises(ValueError, match=r"options \(speed\) must be of"):
         halley.compile(layer, speed="high")
     torch.compiler.reset()
+
+
+CONFIG = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, shared_intermediate_size=12)
+
+
+def _build(config: MoEConfig, dtype: torch.dtype = torch.float32) -> halley.MoELayer:
+    place = {"recorder": halley.Recorder(CPU), "device": CPU}
+    strategy = halley.build_strategy("sequential", None, **place)
+    layer = halley.MoELayer(config, 16, strategy=strategy, dtype=dtype)
+    with torch.no_grad():
+        for seed, parameter in enumerate(layer.parameters()):
+            generator = torch.Generator().manual_seed(seed)
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("activation", "expert_bias", "gate"), [("swiglu", False, True), ("gelu", True, False)]
+)
+def test_output_is_the_sum_of_routed_and_shared_experts(
+    activation: Activation, expert_bias: bool, gate: bool
+) -> None:
+    config = dataclasses.replace(
+        CONFIG, activation=activation, expert_bias=expert_bias, shared_gate=gate
+    )
+    layer = _build(config)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(9))
+    out = layer(x)
+    x_TD = x.view(10, 16)
+    routed = layer.router(x_TD)
+    w = dict(layer.named_parameters())
+    h_TF = x_TD @ w["shared_expert.up_proj.weight"].T
+    if activation == "swiglu":
+        h_TF = F.silu(x_TD @ w["shared_expert.gate_proj.weight"].T) * h_TF
+    else:
+        h_TF = F.gelu(h_TF)
+    shared_TD = h_TF @ w["shared_expert.down_proj.weight"].T
+    if gate:
+        shared_TD = torch.sigmoid(x_TD @ w["shared_expert_gate.weight"].T) * shared_TD
+    want_TD = moe_reference(x_TD, routed.routing, layer.local_experts()) + shared_TD
+    _assert_close(out.y, want_TD.view_as(x))
+    assert torch.equal(out.router_loss, routed.loss)
+    assert torch.equal(out.counts_E, routed.counts_E)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_dense_network(gated: bool) -> None:
+    ffn = FeedForward(4, 3, gated=gated, dtype=torch.float64, device=CPU)
+    w = {name: p.detach() for name, p in ffn.named_parameters()}
+    x = torch.tensor([[0.5, -1.0, 2.0, 0.25]], dtype=torch.float64)
+    up = x @ w["up_proj.weight"].T
+    if gated:
+        gate = x @ w["gate_proj.weight"].T
+        h = gate / (1.0 + (-gate).exp()) * up
+    else:
+        h = up * 0.5 * (1.0 + (up / 2.0**0.5).erf())
+    assert relative_error(ffn(x), h @ w["down_proj.weight"].T) <= 1e-14
+    assert (w.get("gate_proj.weight") is not None) == gated
+
+
+def test_rows_must_be_aligned() -> None:
+    config = dataclasses.replace(CONFIG, intermediate_size=12)
+    with pytest.raises(ValueError, match=r"intermediate_size \(12\) must be a multiple of 8 for"):
+        _build(config, dtype=torch.bfloat16)

@@ -12,8 +12,7 @@ from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
 from halley.distributed.mesh import build_groups
-from halley.moe.experts import expert_parameter_names
-from halley.moe.layer import MoELayer
+from halley.moe.layer import MoELayer, grouped_experts
 from halley.moe.transformer import Block, MoETransformer, flops_per_token
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens
@@ -64,8 +63,10 @@ def _slow_mlp(x_SD: torch.Tensor, weights: Weights) -> torch.Tensor:
     up = x_SD @ weights["up_proj.weight"].T
     if "gate_proj.weight" in weights:
         gate = x_SD @ weights["gate_proj.weight"].T
-        return (gate * gate.sigmoid() * up) @ weights["down_proj.weight"].T
-    return (0.5 * up * (1.0 + (up / math.sqrt(2.0)).erf())) @ weights["down_proj.weight"].T
+        h = gate * gate.sigmoid() * up
+    else:
+        h = 0.5 * up * (1.0 + (up / math.sqrt(2.0)).erf())
+    return h @ weights["down_proj.weight"].T
 
 
 def _slow_moe(x_SD: torch.Tensor, weights: Weights, layer: MoELayer) -> torch.Tensor:
@@ -120,22 +121,7 @@ def test_logits_equal_those_of_a_slow_model(kind: str) -> None:
     assert error <= 4 * RELATIVE_TOLERANCE[torch.float32]  # two to four layers deep
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "biases", "dense layers"])
-def test_later_token_changes_no_earlier_logit(kind: str) -> None:
-    model = build_model(MODELS[kind])
-    tokens_BS = make_tokens(0)
-    changed_BS = tokens_BS.clone()
-    changed_BS[:, 5] = (changed_BS[:, 5] + 1) % 32
-    before, after = model(tokens_BS).logits_BSV, model(changed_BS).logits_BSV
-    assert relative_error(after[:, :5], before[:, :5]) <= RELATIVE_TOLERANCE[torch.float32]
-    for position in range(5, 9):
-        assert relative_error(after[:, position], before[:, position]) > 1e-3
-
-
 def test_router_losses_are_summed_and_counts_stacked() -> None:
-    model = build_model(MODELS["dense layers"])  # layers 0, 1, 3 are dense
-    out = model(make_tokens(0))
     inputs: list[torch.Tensor] = []
     model = build_model(MODELS["softmax"])
     for block in model.layers:
@@ -147,11 +133,9 @@ def test_router_losses_are_summed_and_counts_stacked() -> None:
     ]
     torch.testing.assert_close(both.router_loss, routed[0].loss + routed[1].loss)
     assert both.counts_ME.tolist() == [r.counts_E.tolist() for r in routed]
-    assert out.counts_ME.shape == (1, 8)
-    assert out.counts_ME.sum().item() == 2 * 9 * 2
-
-
-def test_model_of_dense_layers_has_no_router_loss() -> None:
+    one = build_model(MODELS["dense layers"])(make_tokens(0))  # layers 0, 1, 3 are dense
+    assert one.counts_ME.shape == (1, 8)
+    assert one.counts_ME.sum().item() == 2 * 9 * 2
     config = dataclasses.replace(MODELS["dense layers"], num_dense_layers=4)
     out = build_model(config)(make_tokens(0))
     assert out.router_loss.item() == 0.0
@@ -171,7 +155,7 @@ def _initial_weights(rank: int, num_ranks: int, kind: str, ep_size: int) -> Weig
 )
 def test_initial_weights_depend_on_the_seed_alone(run_ranks, kind: str, ep_size: int) -> None:
     model = build_model(MODELS[kind], seed=3)
-    sharded = expert_parameter_names(model)
+    sharded = grouped_experts(model)
     by_rank: list[Weights] = run_ranks(_initial_weights, 4, kind, ep_size)
     for start in range(0, 4, ep_size):
         ranks = by_rank[start : start + ep_size]
@@ -202,24 +186,6 @@ def test_initial_weights() -> None:
     for name, weight in model.named_parameters():
         if "norm" not in name and not name.endswith("bias"):
             assert not torch.equal(weight, first[name])
-
-
-def _forward_both(rank: int, num_ranks: int, kind: str) -> None:
-    """Compare a single rank with the same rank holding half of the experts."""
-    groups = build_groups(num_ranks, device_type="cpu")
-    tokens_BS = make_tokens(rank, batch_size=1 + rank)
-    with torch.no_grad():
-        want = build_model(MODELS[kind])(tokens_BS)
-        got = build_model(MODELS[kind], groups=groups, strategy="chunked", num_chunks=2)(tokens_BS)
-    assert relative_error(got.logits_BSV, want.logits_BSV) <= 1e-6
-    assert relative_error(got.router_loss, want.router_loss) <= 1e-6
-    assert torch.equal(got.counts_ME, want.counts_ME)
-    destroy(groups)
-
-
-@pytest.mark.parametrize("kind", ["sigmoid", "switch", "biases", "dense layers"])
-def test_logits_do_not_depend_on_the_ranks_of_the_experts(run_ranks, kind: str) -> None:
-    run_ranks(_forward_both, 2, kind)
 
 
 def _gradients(model: MoETransformer, tokens_BS: torch.Tensor) -> Weights:
@@ -261,5 +227,3 @@ def test_flops_per_token_by_hand() -> None:
     dense = 3 * 16 * 24
     want = 6 * (4 * attention + moe + 3 * dense + 16 * 32)
     assert flops_per_token(MODELS["dense layers"], seq_len=10) == want
-    gelu = 16 * 8 + 2 * 16 * (2 * 8 + 4)
-    assert flops_per_token(MODELS["gelu"], seq_len=10) == 6 * (2 * (attention + gelu) + 16 * 32)

@@ -1,21 +1,30 @@
-"""Collectives of rows move labelled rows correctly, and so do their gradients."""
+"""Collectives move labelled rows and their gradients; replicas sum gradients, by hand."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
+from halley.core.types import Experts
 from halley.ops.exchange import (
     Exchange,
+    Replicas,
     all_gather_rows,
     concat_in_place,
     gather_table,
     reduce_scatter_rows,
+    share_gradients,
 )
 from tests.rank_pool import RunRanks
 
 
 CPU = torch.device("cpu")
+# Expert 0 is on three ranks, expert 1 on two; rank 3 shares no expert.
+PLACEMENT = ExpertPlacement(num_experts=5, experts_WL=((0, 1), (0, 2), (0, 1), (3, 4)))
 
 # Rows that rank r sends to rank s, [r][s].
 SPLITS = [
@@ -58,11 +67,7 @@ def _received(rank: int, splits: list[list[int]]) -> list[list[float]]:
 
 
 def _send_and_return(rank: int, num_ranks: int, splits: list[list[int]]) -> None:
-    want = [
-        [2.0 * value * mark for value, mark in zip(_label(rank, s, i), (s + 1.0, 0.5), strict=True)]
-        for s, count in enumerate(splits[rank])
-        for i in range(count)
-    ]
+    targets = [s + 1.0 for s, count in enumerate(splits[rank]) for _ in range(count)]
     for is_one_call in (False, True):
         rows_SD = _sent(rank, splits)
         exchange = _exchange(rank, splits)
@@ -72,10 +77,9 @@ def _send_and_return(rank: int, num_ranks: int, splits: list[list[int]]) -> None
             received_RD = exchange.wait(exchange.start(rows_SD))
         assert received_RD.tolist() == _received(rank, splits)
         # The gradient of each row has the mark of its receiver.
-        marks_RD = torch.tensor([[rank + 1.0, 0.5]]).expand(received_RD.shape)
-        (received_RD * received_RD * marks_RD).sum().backward()
+        ((rank + 1.0) * received_RD.square()).sum().backward()
         assert rows_SD.grad is not None
-        assert rows_SD.grad.tolist() == want
+        assert torch.equal(rows_SD.grad, 2.0 * rows_SD * torch.tensor(targets).view(-1, 1))
 
 
 @pytest.mark.parametrize("splits", SPLITS)
@@ -168,14 +172,6 @@ def test_exchanges_into_one_buffer_are_concatenated(run_ranks) -> None:
     run_ranks(_receive_in_place, 2)
 
 
-def _gather(rank: int, num_ranks: int) -> list[list[int]]:
-    return gather_table(torch.arange(3) + 10 * rank, group=dist.group.WORLD).tolist()
-
-
-def test_table_has_a_row_for_each_rank(run_ranks) -> None:
-    assert run_ranks(_gather, 2) == [[[0, 1, 2], [10, 11, 12]]] * 2
-
-
 def test_single_rank_keeps_its_rows() -> None:
     recorder = Recorder(CPU)
     exchange = Exchange(
@@ -229,3 +225,103 @@ def _reduce_scatter(rank: int, num_ranks: int) -> None:
 
 def test_reduce_scatter_returns_the_sums_of_own_rows(run_ranks: RunRanks) -> None:
     run_ranks(_reduce_scatter, 4)
+
+
+def _replicas(rank: int, recorder: Recorder | None = None) -> Replicas:
+    group = dist.group.WORLD
+    assert group is not None
+    recorder = recorder or Recorder(CPU, enabled=False)
+    return Replicas(PLACEMENT, rank=rank, group=group, device=CPU, recorder=recorder)
+
+
+def _experts(rank: int) -> Experts:
+    torch.manual_seed(rank)
+    shapes = {"up_LGD": (2, 3), "down_LDF": (3, 1), "up_bias_LG": (2,)}
+    weights = {name: torch.rand(2, *shape).requires_grad_() for name, shape in shapes.items()}
+    return Experts(**weights)  # pyright: ignore[reportArgumentType]
+
+
+def _backward(rank: int, num_ranks: int) -> tuple[list[list[float]], int]:
+    """Give weight w of expert e on rank r the gradient ``10^r * (e + 1) * w``; return the sums."""
+    recorder = Recorder(CPU)
+    experts = _experts(rank)
+    shared = share_gradients(experts, _replicas(rank, recorder))
+    assert shared.down_bias_LD is None
+    loss, weights = torch.zeros(()), experts.tensors()
+    for number, (name, weight) in enumerate(shared.tensors().items(), start=1):
+        assert torch.equal(weight, weights[name])
+        for place, expert in enumerate(PLACEMENT.experts_WL[rank]):
+            loss = loss + 10.0**rank * (expert + 1) * number * weight[place].sum()
+    loss.backward()
+    grads = [weight.grad for weight in weights.values() if weight.grad is not None]
+    waits = [span for span in recorder.collect() if span.name == "replicas.wait"]
+    return [[each.unique().item() for each in grad] for grad in grads], len(waits)
+
+
+def test_gradients_are_summed_over_the_ranks_that_hold_an_expert(run_ranks: RunRanks) -> None:
+    first = [[111.0, 2 * 101.0], [111.0, 30.0], [111.0, 2 * 101.0], [4000.0, 5000.0]]
+    for (grads, num_waits), want in zip(run_ranks(_backward, 4), first, strict=True):
+        assert grads == [[number * value for value in want] for number in (1, 2, 3)]
+        assert num_waits == 1  # one collective for all weights
+
+
+def _round(rank: int, num_ranks: int) -> tuple[list[float], list[float], list[int]]:
+    """Sum values of which bfloat16 would lose some if it rounded every addition."""
+    values = [256.0, 1.0, 1.0, 0.0]
+    gradient = torch.full((2, 1), values[rank], dtype=torch.bfloat16)
+    replicas = _replicas(rank)
+    (total,), (first,) = replicas.sum([gradient]), replicas.take_first([gradient])
+    assert total.dtype == first.dtype == torch.bfloat16
+    assert gradient.unique().tolist() == [values[rank]]  # unchanged
+    return total.flatten().tolist(), first.flatten().tolist(), replicas.first.tolist()
+
+
+def test_sums_are_rounded_once_and_first_ranks_are_copied(run_ranks: RunRanks) -> None:
+    """256 + 1 is 256 in bfloat16, 256 + 2 is 258."""
+    assert run_ranks(_round, 4) == [
+        # Expert 1: 256 + 1 is a tie and rounds to the even 256.
+        ([258.0, 256.0], [256.0, 256.0], [0, 1]),
+        ([258.0, 1.0], [256.0, 1.0], [1]),
+        ([258.0, 256.0], [256.0, 256.0], []),
+        ([0.0, 0.0], [0.0, 0.0], [0, 1]),
+    ]
+
+
+def _count_sent(act: Callable[[], object]) -> int:
+    """Return the number of elements that this rank sends during a call."""
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def count(received: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(rows.numel())
+        return exchange(received, rows, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", count)
+        act()
+    return sum(sent)
+
+
+def _sum_ones(rank: int, num_ranks: int) -> int:
+    return _count_sent(lambda: _replicas(rank).sum([torch.ones(2, 5)]))
+
+
+def test_only_gradients_of_replicas_are_sent(run_ranks: RunRanks) -> None:
+    """Three ranks send expert 0 to two ranks each; two ranks send expert 1 to one rank each."""
+    assert run_ranks(_sum_ones, 4) == [15, 10, 15, 0]
+
+
+def _freeze(rank: int, num_ranks: int) -> int:
+    experts = _experts(rank)
+    experts.up_LGD.requires_grad = False
+    shared = share_gradients(experts, _replicas(rank))
+    assert shared.up_LGD is experts.up_LGD
+    num_sent = _count_sent(shared.down_LDF.sum().backward)
+    assert experts.up_LGD.grad is None
+    assert experts.down_LDF.grad is not None
+    return num_sent
+
+
+def test_gradients_of_frozen_weights_are_not_sent(run_ranks: RunRanks) -> None:
+    """Only the gradients of the down projection (3) and the bias (2) are sent."""
+    assert run_ranks(_freeze, 4) == [15, 10, 15, 0]

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from halley.core.types import DROPPED
-from halley.interpreter.switch import INTERPRETED
-from halley.ops.capacity import take_slots
-from halley.ops.in_place_concat import concat_order, rows_of_microbatch
+from halley.interpreter import INTERPRETED
 from halley.ops.kernels import route
-from halley.ops.traceable_routing import group_rows, sort_slots
+from halley.ops.traceable_routing import group_rows, sort_slots, take_slots
 
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -46,12 +44,12 @@ def _same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> 
 def test_slots_are_sorted_by_expert(case: tuple[int, int, int, str]) -> None:
     idx_TK, num_experts = _choices(*case), case[2]
     found = route.sort_slots(idx_TK.to(DEVICE), num_experts)
-    _same(found, sort_slots(idx_TK, num_experts=num_experts))
+    _same(found, sort_slots(idx_TK, num_experts))
 
 
 def test_a_view_of_the_routing_is_accepted() -> None:
     idx_TK = _choices(9, 4, 3, "even")[1:, 1:3]
-    _same(route.sort_slots(idx_TK.to(DEVICE), 3), sort_slots(idx_TK, num_experts=3))
+    _same(route.sort_slots(idx_TK.to(DEVICE), 3), sort_slots(idx_TK, 3))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,7 +57,7 @@ def test_slots_are_kept_up_to_the_capacity(case: tuple[int, int, int, str]) -> N
     idx_TK, used_E = _choices(*case), torch.arange(case[2])
     for limit in (1, 40):
         found = route.take_slots(idx_TK.to(DEVICE), used_E.to(DEVICE), limit)
-        _same(found, take_slots(idx_TK, used_E, limit=limit))
+        _same(found, take_slots(idx_TK, used_E, limit))
 
 
 COUNTS = {
@@ -75,26 +73,7 @@ COUNTS = {
 def test_rows_are_grouped_by_expert(name: str) -> None:
     counts_WL, num_rows = COUNTS[name], int(COUNTS[name].sum())
     found = route.group_rows(counts_WL.to(DEVICE), num_rows)
-    _same(found, group_rows(counts_WL, num_rows=num_rows))
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_rows_of_microbatches(num_microbatches: int) -> None:
-    generator = torch.Generator().manual_seed(num_microbatches)
-    counts = torch.randint(0, 4, (num_microbatches, 3, 2), generator=generator)
-    counts[0, 1, 0] = 1200
-    sizes = counts.flatten(1).sum(1).tolist()
-    given = counts.to(DEVICE)
-    found = [
-        route.rows_of_microbatch(given, num_microbatches, index, sizes[index]).cpu()
-        for index in range(num_microbatches)
-    ]
-    for index, rows_R in enumerate(found):
-        assert torch.equal(
-            rows_R, rows_of_microbatch(counts, num_microbatches, index, sizes[index])
-        )
-    order_R = concat_order(counts, num_microbatches, sum(sizes))
-    assert torch.equal(torch.cat(found).argsort(), order_R)
+    _same(found, group_rows(counts_WL, num_rows))
 
 
 def test_no_tokens() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from halley.ops.sm_carveout import gemm_into, gemm_with_carveout, has_sm_carveout, sm_carveout
+from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout, sm_carveout
 from tests.gpus import needs_gpu
 
 
@@ -26,10 +26,6 @@ def test_dense_gemms_equal_torchs(device: torch.device, num_sms: int) -> None:
     for given, want in ((None, left @ right), (bias, torch.addmm(bias, left, right))):
         found = gemm_with_carveout(given, left, right, None, num_sms)
         torch.testing.assert_close(found, want)
-        buffer = torch.zeros(2, 96, 32, dtype=left.dtype, device=device)
-        gemm_into(buffer[1], given, left, right, num_sms)
-        torch.testing.assert_close(buffer[1], want)
-        assert not buffer[0].any()
 
 
 @pytest.mark.parametrize("num_sms", [0, 8])

@@ -1,6 +1,7 @@
 """Weight-gradient GEMM against torch, exact with small integers."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -87,6 +88,24 @@ def test_gradient_equals_the_matmul_of_each_experts_rows(
     out_LMN = torch.full((len(rows_L), num_m, num_n), torch.nan, dtype=dtype)
     _run(out_LMN, sides, num_programs=3, run=run)
     assert torch.equal(out_LMN, _expected(sides).to(dtype))
+
+
+@pytest.mark.parametrize("run", [1, 2])
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+def test_rows_in_several_parts_are_summed(num_parts: int, run: int) -> None:
+    """Parts without rows of an expert, and an expert without any rows, show wrong step ranges."""
+    rows_PL = [[5, 0, 17], [0, 0, 33], [48, 0, 0], [1, 0, 16]][:num_parts]
+    parts = [_make(rows_L, 40, 72, torch.float32) for rows_L in rows_PL]
+    starts = [0, *itertools.accumulate(len(part["grad_RM"]) for part in parts)]
+    sides = {name: torch.cat([part[name] for part in parts]) for name in ("grad_RM", "rows_RN")} | {
+        "expert_begin": torch.stack(
+            [part["expert_begin"] + start for part, start in zip(parts, starts, strict=False)]
+        ).int(),
+        "expert_rows": torch.stack([part["expert_rows"] for part in parts]),
+    }
+    out_LMN = torch.full((3, 40, 72), torch.nan)
+    _run(out_LMN, sides, num_programs=3, run=run)
+    assert torch.equal(out_LMN, torch.stack([_expected(part) for part in parts]).sum(0))
 
 
 @pytest.mark.parametrize("rows_L", ROWS.values(), ids=ROWS.keys())

@@ -3,11 +3,8 @@
 import itertools
 import random
 
-import pytest
-
 from halley.core.placement import ExpertPlacement
 from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
-from halley.tools.skew import zipf_load
 
 
 def test_loads_by_hand() -> None:
@@ -17,27 +14,19 @@ def test_loads_by_hand() -> None:
     assert max_over_mean(loads) == 1.5
 
 
-def test_experts_are_moved_without_spare_slots() -> None:
-    placement = plan_placement([8, 7, 2, 1], num_ranks=2, spare=0)
-    assert placement.experts_WL == ((0, 3), (1, 2))
-
-
-def test_the_hot_expert_is_replicated() -> None:
-    """Expert 0 has half of the load; with a replica on each of four ranks, the load is even."""
-    placement = plan_placement([12, 3, 3, 3, 3, 0, 0, 0], num_ranks=4, spare=1)
-    assert 0 in placement.replicated
-    assert rank_loads(placement, [12, 3, 3, 3, 3, 0, 0, 0]) == [6.0] * 4
-
-
-def test_balanced_load_keeps_the_plain_placement() -> None:
-    counts = [5, 3, 4, 4, 7, 1]
-    assert plan_placement(counts, num_ranks=3, spare=2) == ExpertPlacement.plain(6, num_ranks=3)
-
-
-def test_slots_left_by_an_uneven_division_hold_replicas() -> None:
-    placement = plan_placement([9, 5, 1, 1, 1], num_ranks=4, spare=0)
-    assert (placement.num_ranks, placement.num_local) == (4, 2)
-    assert len(placement.replicated) > 0
+def test_plans_by_hand() -> None:
+    moved = plan_placement([8, 7, 2, 1], num_ranks=2, spare=0)
+    assert moved.experts_WL == ((0, 3), (1, 2))
+    # Expert 0 has half of the load; with a replica on each of four ranks, the load is even.
+    counts = [12, 3, 3, 3, 3, 0, 0, 0]
+    replicated = plan_placement(counts, num_ranks=4, spare=1)
+    assert 0 in replicated.replicated
+    assert rank_loads(replicated, counts) == [6.0] * 4
+    balanced = plan_placement([5, 3, 4, 4, 7, 1], num_ranks=3, spare=2)
+    assert balanced == ExpertPlacement.plain(6, num_ranks=3)
+    uneven = plan_placement([9, 5, 1, 1, 1], num_ranks=4, spare=0)
+    assert (uneven.num_ranks, uneven.num_local) == (4, 2)
+    assert len(uneven.replicated) > 0
 
 
 def _least_load(counts_E: list[int], *, num_ranks: int, num_local: int) -> float:
@@ -73,8 +62,7 @@ def test_plans_are_near_the_best_of_all_placements() -> None:
     assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= len(ratios) * 4 / 5
 
 
-def test_plans_are_never_worse_than_with_fewer_spare_slots() -> None:
-    """With no spare slot, they are not worse than the plain placement."""
+def test_plans_are_never_worse_than_the_plain_one_or_with_fewer_spare_slots() -> None:
     generator = random.Random(1)
     for _ in range(25):
         num_ranks = generator.choice([2, 4, 8])
@@ -87,36 +75,3 @@ def test_plans_are_never_worse_than_with_fewer_spare_slots() -> None:
             load = max(rank_loads(placement, counts))
             assert load <= least * (1 + 1e-12)
             least = load
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "top_k", "spare", "plain", "ratio"),
-    [(8, 2, 0, 2.4, 1.86), (8, 2, 1, 2.4, 1.02), (8, 2, 2, 2.4, 1.01), (128, 8, 0, 3.2, 1.001)],
-)
-def test_zipf_on_four_ranks(
-    num_experts: int, top_k: int, spare: int, plain: float, ratio: float
-) -> None:
-    counts = zipf_load(num_experts, exponent=1.2, top_k=top_k).tolist()
-    before = ExpertPlacement.plain(num_experts, num_ranks=4)
-    assert max_over_mean(rank_loads(before, counts)) > plain
-    placement = plan_placement(counts, num_ranks=4, spare=spare)
-    assert placement.num_local <= num_experts // 4 + spare
-    assert max_over_mean(rank_loads(placement, counts)) <= ratio
-
-
-@pytest.mark.parametrize(
-    ("counts", "num_ranks", "spare", "message"),
-    [
-        ([1, 2], 0, 0, r"ranks \(0\) must be at least 1"),
-        ([1, 2], 2, -1, r"spare \(-1\) must be at least 0"),
-        ([1, 2], 2, 2, r"spare \(2\) must leave a rank at most all experts \(2\), and it has 1"),
-        ([0, 0], 2, 0, r"counts \(\[0, 0\]\) must be at least 0 and not all 0"),
-        ([1, -1], 2, 0, r"counts \(\[1, -1\]\) must be at least 0"),
-        ([], 2, 0, r"counts \(\[\]\) must be at least 0"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    counts: list[float], num_ranks: int, spare: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan_placement(counts, num_ranks=num_ranks, spare=spare)

@@ -2,15 +2,16 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
 from halley.compiler import OrderReport
 from halley.core.config import DataConfig, RunConfig, TrainConfig
 from halley.core.models import find_model
-from halley.core.types import LayerShape
+from halley.core.types import LayerShape, Task
 from halley.cost.hardware import CPU, H200, Hardware
-from halley.cost.simulate import GraphTime, Task
+from halley.cost.simulate import GraphTime
 from halley.planner import step_plan
 from halley.planner.step_plan import (
     StepTimes,
@@ -28,33 +29,19 @@ NO_ACCESS = "ranks do not address each other's memory"
 def _config(num_layers: int, *, passes: str = "wgrad", num_heads: int = 32) -> RunConfig:
     """Return a run whose attention takes longer than its experts."""
     tiny = find_model("tiny")
-    model = dataclasses.replace(
-        tiny,
-        num_layers=num_layers,
-        hidden_size=1024,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=128,
-        qk_norm="none",
-        moe=dataclasses.replace(tiny.moe, intermediate_size=512),
-    )
-    train = dataclasses.replace(TrainConfig(), batch_size=2, dtype="bfloat16")
+    heads = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": 128}
+    moe = dataclasses.replace(tiny.moe, intermediate_size=512)
+    sizes = {"num_layers": num_layers, "hidden_size": 1024, "qk_norm": "none", **heads}
+    model = dataclasses.replace(tiny, moe=moe, **sizes)
+    train = TrainConfig(batch_size=2, dtype="bfloat16")
     config = RunConfig(model=model, data=DataConfig(seq_len=2048), train=train)
     return dataclasses.replace(config, passes=passes)
 
 
 def _hardware(gb_per_s: float) -> Hardware:
-    return dataclasses.replace(
-        H200,
-        link_bytes_per_s=gb_per_s * 1e9,
-        link_latency_us=2.0,
-        launch_us=0.5,
-        graph_us=0.0,
-        kernel_us=0.5,
-        split_sum_us=0.0,
-        call_us=0.0,
-        collective_us=0.0,
-    )
+    free = dict.fromkeys(("graph_us", "split_sum_us", "call_us", "collective_us"), 0.0)
+    times = {"link_latency_us": 2.0, "launch_us": 0.5, "kernel_us": 0.5, **free}
+    return dataclasses.replace(H200, link_bytes_per_s=gb_per_s * 1e9, **times)
 
 
 def test_choice_is_the_best_of_all() -> None:
@@ -129,10 +116,8 @@ def _by_hand(traced: list[tuple[tuple[str, ...], str]], us: dict[str, float]):
         traced.append((strategies, passes))
         time_us = 100.0 + sum(us[name] for name in strategies)
         time = GraphTime(makespan_us=time_us, comm_us=0.0, exposed_us=0.0)
-        report = OrderReport(
-            windows={}, time_before=time, time_after=time, peak_before=0, peak_after=0
-        )
-        return [report]
+        times: dict[str, Any] = {"time_before": time, "time_after": time}
+        return [OrderReport(windows={}, peak_before=0, peak_after=0, **times)]
 
     return trace
 
@@ -173,13 +158,10 @@ def test_chunks_are_chosen_where_the_wire_is_slow(monkeypatch) -> None:
     trace = _by_hand([], {"functional": 5000.0, "fused": 4000.0})
     monkeypatch.setattr(step_plan, "trace_step", trace)
     config = _config(3, passes="none")
-    plan = plan_strategies(
-        config, num_ranks=4, hardware=_hardware(20.0), problems={"fused": NO_ACCESS}
-    )
+    slow, fast = _hardware(20.0), _hardware(20000.0)
+    plan = plan_strategies(config, num_ranks=4, hardware=slow, problems={"fused": NO_ACCESS})
     assert plan.strategies == ("chunked",) * 3
     assert plan.step_us < plan.uniform_us["sequential"] == 100.0 + 3 * 5000.0
     assert plan.unpassed_us == {}
-    assert (
-        plan_strategies(config, num_ranks=4, hardware=_hardware(20000.0), problems={}).strategies
-        == ("fused",) * 3
-    )
+    plan = plan_strategies(config, num_ranks=4, hardware=fast, problems={})
+    assert plan.strategies == ("fused",) * 3

@@ -16,7 +16,9 @@ SAVES: tuple[Save, ...] = get_args(Save)
 
 def build(workspaces: Workspaces, *, fused: bool = True, save: Save = "all") -> FusedStrategy:
     """Return a strategy that records nothing."""
-    return FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False), fused=fused, save=save)
+    return FusedStrategy(
+        workspaces, recorder=Recorder(workspaces.device, enabled=False), fused=fused, save=save
+    )
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object) -> None:

@@ -4,13 +4,14 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from halley.core.reference import moe_reference
-from halley.core.sharding import shard_experts
+from halley.core.routing import sharded_dims
 from halley.core.types import Activation, Experts, Routing
+from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import parse_load, sample_routing
 
 
@@ -21,22 +22,18 @@ SIZES = {"hidden_size": 24, "intermediate_size": 16}  # rows of 16 bytes in floa
 class LayerCase:
     """The sizes and the routing of a layer under test.
 
-    Attributes:
-        num_tokens_W: tokens of each rank; may be 0.
-        tp_size: ranks that share each expert.
-        skew: load as for ``parse_load``, or "empty-expert": no token chooses the last expert.
-        dropped: fraction of dropped slots.
+    ``skew`` is a load as for ``parse_load``, or "empty-expert": no token chooses the last expert.
     """
 
-    num_tokens_W: tuple[int, ...]
+    num_tokens_W: tuple[int, ...]  # of each rank; may be 0
     num_experts: int = 8
     top_k: int = 2
-    tp_size: int = 1
+    tp_size: int = 1  # ranks that share each expert
     skew: str = "balanced"
     activation: Activation = "swiglu"
     bias: bool = False
     dtype: torch.dtype = torch.float32
-    dropped: float = 0.0
+    dropped: float = 0.0  # fraction of the slots
     seed: int = 0
 
 
@@ -75,11 +72,8 @@ def make_tokens(case: LayerCase, rank: int) -> tuple[torch.Tensor, Routing, torc
         dropped_TK = torch.rand(idx_TK.shape, generator=generator) < case.dropped
         idx_TK = idx_TK.masked_fill(dropped_TK, -1)
         weights_TK = weights_TK.masked_fill(dropped_TK, 0.0)
-    return (
-        x_TD,
-        Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK.requires_grad_()),
-        grad_TD,
-    )
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK.requires_grad_())
+    return x_TD, routing, grad_TD
 
 
 @torch.enable_grad()
@@ -108,11 +102,16 @@ def expected(case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
     return values | {f"{name}.grad": getattr(mine, name) for name in grads}
 
 
-def gradients(experts: Experts) -> dict[str, torch.Tensor]:
+def check_values(got: dict[str, torch.Tensor], case: LayerCase, rank: int) -> None:
+    """Compare the output and gradients of a rank, by the names of ``expected``."""
+    for name, want in expected(case, rank).items():
+        error = relative_error(got[name], want)
+        assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}: {case}"
+
+
+def gradients(experts: Experts) -> dict[str, Any]:
     """Return the gradient of each weight that the experts have."""
-    names = ("up_LGD", "down_LDF", "up_bias_LG", "down_bias_LD")
-    weights = {name: getattr(experts, name) for name in names}
-    return {name: weight.grad for name, weight in weights.items() if weight is not None}
+    return {name: weight.grad for name, weight in experts.tensors().items()}
 
 
 def _own_part(case: LayerCase, rank: int, experts: Experts) -> Experts:
@@ -121,40 +120,29 @@ def _own_part(case: LayerCase, rank: int, experts: Experts) -> Experts:
     mine = experts.split([case.num_experts // num_sets] * num_sets)[rank // case.tp_size]
     if case.tp_size == 1:
         return mine
-    return shard_experts(mine, tp_rank=tp_rank, tp_size=case.tp_size)
+    up, down = sharded_dims(parts=mine.up_LGD.shape[1] // mine.down_LDF.shape[2])
+    place = {"tp_rank": tp_rank, "tp_size": case.tp_size}
+    return replace(
+        mine,
+        up_LGD=up.shard(mine.up_LGD, **place).contiguous(),
+        down_LDF=down.shard(mine.down_LDF, **place).contiguous(),
+    )
 
 
 def local_experts_of(case: LayerCase, rank: int) -> Experts:
     """Return the experts of a rank, as separate leaves."""
     experts = _own_part(case, rank, make_experts(case))
-
-    def leaf(weight: torch.Tensor | None) -> torch.Tensor | None:
-        return None if weight is None else weight.detach().clone().requires_grad_()
-
-    up, down = leaf(experts.up_LGD), leaf(experts.down_LDF)
-    assert up is not None
-    assert down is not None
-    return Experts(
-        up_LGD=up,
-        down_LDF=down,
-        up_bias_LG=leaf(experts.up_bias_LG),
-        down_bias_LD=leaf(experts.down_bias_LD),
-        activation=experts.activation,
+    return experts.with_tensors(
+        {name: t.detach().clone().requires_grad_() for name, t in experts.tensors().items()}
     )
 
 
 class Call(NamedTuple):
-    """A layer after its forward pass.
+    """A layer after its forward pass."""
 
-    Attributes:
-        y_TD: its output.
-        leaves: the tensors that require gradients, by name.
-        grad_TD: the gradient of the output.
-    """
-
-    y_TD: torch.Tensor
-    leaves: dict[str, torch.Tensor]
-    grad_TD: torch.Tensor
+    y_TD: torch.Tensor  # the output
+    leaves: dict[str, torch.Tensor]  # those that require gradients, by name
+    grad_TD: torch.Tensor  # of the output
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return the output and all gradients, by the names of ``expected``."""
@@ -170,27 +158,13 @@ def run_forward(
     *,
     frozen: tuple[str, ...] = (),
 ) -> Call:
-    """Run the forward pass of a case on one rank.
-
-    Args:
-        forward: method of a strategy.
-        frozen: names of leaves that require no gradients.
-    """
+    """Run the forward pass of a case on one rank; the frozen leaves require no gradients."""
     x_TD, routing, grad_TD = make_tokens(case, rank)
     experts = local_experts_of(case, rank)
-    leaves = {
-        "x": x_TD,
-        "weights": routing.topk_weights_TK,
-        "up_LGD": experts.up_LGD,
-        "down_LDF": experts.down_LDF,
-        "up_bias_LG": experts.up_bias_LG,
-        "down_bias_LD": experts.down_bias_LD,
-    }
+    leaves = {"x": x_TD, "weights": routing.topk_weights_TK, **experts.tensors()}
     for name in frozen:
         leaves[name].requires_grad_(False)
-    y_TD = forward(x_TD, routing, experts)
-    there = {name: leaf for name, leaf in leaves.items() if leaf is not None}
-    return Call(y_TD=y_TD, leaves=there, grad_TD=grad_TD)
+    return Call(y_TD=forward(x_TD, routing, experts), leaves=leaves, grad_TD=grad_TD)
 
 
 def import_inductor() -> None:

@@ -1,7 +1,8 @@
 """Strategy "auto" measures once, makes one choice for all ranks, and returns the chosen result."""
 
 import dataclasses
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import pytest
 import torch
@@ -10,18 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import H200, Predictor
-from halley.cost.simulate import Task
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
+from halley.tools.layer_case import relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
     SIZES,
     LayerCase,
+    check_values,
     expected,
     local_experts_of,
     make_tokens,
@@ -30,6 +31,7 @@ from tests.strategies.layer_case import (
 
 
 CPU = torch.device("cpu")
+CASE = LayerCase(num_tokens_W=(8,))
 SHAPE = LayerShape(
     num_tokens=1,
     num_experts=8,
@@ -87,13 +89,10 @@ def pretended_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _auto(
-    candidates: dict[str, AbstractStrategy],
-    group: dist.ProcessGroup | None = None,
-    *,
-    releases: bool = False,
+    candidates: dict[str, Any], group: dist.ProcessGroup | None = None, *, releases: bool = False
 ) -> AutoStrategy:
-    recorder = Recorder(CPU)
-    return AutoStrategy(candidates, group=group, device=CPU, recorder=recorder, releases=releases)
+    where = {"group": group, "device": CPU, "recorder": Recorder(CPU)}
+    return AutoStrategy({**candidates}, left_out={}, releases=releases, **where)
 
 
 def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torch.Tensor:
@@ -101,18 +100,26 @@ def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torc
     return strategy.forward(x_TD, routing, local_experts_of(case, rank))
 
 
+def _choose(auto: AutoStrategy, *, gradients: bool, case: LayerCase = CASE) -> str:
+    """Run a layer, with backward if ``gradients``; return the choice for its shape."""
+    with torch.set_grad_enabled(gradients):
+        y_TD = _forward(auto, case)
+    if gradients:
+        y_TD.sum().backward()
+    shape = dataclasses.replace(SHAPE, num_experts=case.num_experts, top_k=case.top_k)
+    return auto.decision(shape, gradients=gradients).name
+
+
 def test_fastest_is_chosen_once() -> None:
     candidates = {"chunked": _Slow(0.02), "fused": _Slow(0.0)}
-    auto = _auto({**candidates})
-    assert auto.choice(SHAPE, gradients=False) == ""
-    with torch.no_grad():
-        for num_tokens in (8, 3):
-            case = LayerCase(num_tokens_W=(num_tokens,))
+    auto = _auto(candidates)
+    assert auto.decision(SHAPE, gradients=False).name == ""
+    for num_tokens in (8, 3):
+        case = LayerCase(num_tokens_W=(num_tokens,))
+        with torch.no_grad():
             got = _forward(auto, case)
-            with torch.enable_grad():
-                assert torch.equal(got, expected(case, 0)["y"])
+        assert torch.equal(got, expected(case, 0)["y"])
     assert [c.num_calls for c in candidates.values()] == [4, 6]
-    assert auto.choice(SHAPE, gradients=False) == "fused"
     (reason,) = auto.reasons
     assert reason.startswith("hidden_size 24, 8 experts, top_k 2, forward: fused is fastest of")
 
@@ -120,30 +127,23 @@ def test_fastest_is_chosen_once() -> None:
 def test_calls_with_gradients_are_measured_separately() -> None:
     """With backward, another candidate is the fastest."""
     candidates = {"chunked": _Slow(0.03), "fused": _Slow(0.0, backward_s=0.12)}
-    auto = _auto({**candidates})
-    case = LayerCase(num_tokens_W=(8,))
-    _forward(auto, case).sum().backward()
-    assert auto.choice(SHAPE, gradients=True) == "chunked"
-    assert auto.choice(SHAPE, gradients=False) == ""
+    auto = _auto(candidates)
+    assert _choose(auto, gradients=True) == "chunked"
+    assert auto.decision(SHAPE, gradients=False).name == ""
     assert [c.num_calls for c in candidates.values()] == [5, 4]
-    with torch.no_grad():
-        _forward(auto, case)
-    assert auto.choice(SHAPE, gradients=False) == "fused"
-    for gradients, direction in ((True, "with backward"), (False, "forward")):
-        reason = auto.reasons[0 if gradients else 1]
-        name = auto.choice(SHAPE, gradients=gradients)
-        assert f"top_k 2, {direction}: {name} is fastest of chunked " in reason
+    assert _choose(auto, gradients=False) == "fused"
+    training, inference = auto.reasons
+    assert "top_k 2, with backward: chunked is fastest of chunked " in training
+    assert "top_k 2, forward: fused is fastest of chunked " in inference
 
 
 def test_candidate_that_cannot_run_or_has_no_memory_is_skipped() -> None:
     """Both are named in the reason; a candidate that cannot run is not called."""
     refused = _Slow(0.0, problem="top_k (2) is a pair")
     auto = _auto({"chunked": _Slow(0.02), "fused": refused, "all_gather": _Slow(0.0, fits=False)})
-    with torch.no_grad():
-        _forward(auto, LayerCase(num_tokens_W=(8,)))
+    assert _choose(auto, gradients=False) == "chunked"
     assert refused.num_calls == 0
-    assert auto.choice(SHAPE, gradients=False) == "chunked"
-    assert auto.times_us(SHAPE, gradients=False).keys() == {"chunked"}
+    assert auto.decision(SHAPE, gradients=False).times_us.keys() == {"chunked"}
     assert auto.reasons[0].endswith(
         "; not fused: top_k (2) is a pair; not all_gather: rank 1 of 2 has no 12 bytes"
     )
@@ -153,14 +153,10 @@ def test_candidate_that_cannot_run_or_has_no_memory_is_skipped() -> None:
 def test_fused_buffers_are_freed_unless_a_kind_of_layer_uses_them(releases: bool) -> None:
     fused = _Slow(0.0, backward_s=0.12)
     auto = _auto({"chunked": _Slow(0.03), "fused": fused}, releases=releases)
-    case = LayerCase(num_tokens_W=(8,))
-    _forward(auto, case).sum().backward()
-    assert auto.choice(SHAPE, gradients=True) == "chunked"
+    assert _choose(auto, gradients=True) == "chunked"
     assert fused.num_releases == releases
-    with torch.no_grad():
-        _forward(auto, case)
-    assert auto.choice(SHAPE, gradients=False) == "fused"
-    _forward(auto, dataclasses.replace(case, top_k=3)).sum().backward()
+    assert _choose(auto, gradients=False) == "fused"
+    _choose(auto, gradients=True, case=dataclasses.replace(CASE, top_k=3))
     assert fused.num_releases == releases
 
 
@@ -182,25 +178,21 @@ def test_chunked_is_chosen_without_symmetric_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("halley.strategies.auto.peer_access", lambda group, device: "on Mars")
     names = ("sequential", "chunked", "fused")
     candidates = {name: _Slow(0.01) for name in names}
-    auto = _auto({**candidates})
-    with torch.no_grad():
-        _forward(auto, LayerCase(num_tokens_W=(8,)))
-    assert [c.num_calls for c in candidates.values()] == [0, 1, 0]
+    auto = _auto(candidates)
+    for num_calls, gradients in ((1, False), (2, True)):
+        assert _choose(auto, gradients=gradients) == "chunked"
+        assert [c.num_calls for c in candidates.values()] == [0, num_calls, 0]
     assert auto.reasons[0].endswith("chunked, as the fused kernels cannot run here: on Mars")
-    _forward(auto, LayerCase(num_tokens_W=(8,))).sum().backward()
-    assert auto.choice(SHAPE, gradients=True) == "chunked"
-    assert [c.num_calls for c in candidates.values()] == [0, 2, 0]
-    assert auto.times_us(SHAPE, gradients=True) == {}
+    assert auto.decision(SHAPE, gradients=True).times_us == {}
 
 
 def test_tasks_are_those_of_the_chosen_strategy() -> None:
     candidates = {"chunked": _Slow(0.03), "sequential": _Slow(0.02), "fused": _Slow(0.04)}
-    auto = _auto({**candidates})
+    auto = _auto(candidates)
     (task,) = auto.tasks(SHAPE, Predictor(H200))
     assert task.duration_us == 0.02e6  # before the choice: the shortest prediction
     candidates["sequential"].delay_s = candidates["fused"].delay_s = 0.12
-    _forward(auto, LayerCase(num_tokens_W=(8,)))
-    assert auto.choice(SHAPE, gradients=True) == "chunked"
+    assert _choose(auto, gradients=True) == "chunked"
     (task,) = auto.tasks(SHAPE, Predictor(H200))
     assert task.duration_us == 0.03e6
 
@@ -214,7 +206,7 @@ def _choose_over_ranks(rank: int, num_ranks: int) -> tuple[str, list[str]]:
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoStrategy, "_now", _pretended_now)
         _forward(auto, case)
-    return auto.choice(SHAPE, gradients=False), auto.reasons  # 4 experts on each rank
+    return auto.decision(SHAPE, gradients=False).name, auto.reasons  # 4 experts on each rank
 
 
 def test_all_ranks_choose_by_the_time_of_the_slowest_rank(run_ranks: RunRanks) -> None:
@@ -224,31 +216,22 @@ def test_all_ranks_choose_by_the_time_of_the_slowest_rank(run_ranks: RunRanks) -
 
 
 def _check_values(rank: int, num_ranks: int) -> None:
-    recorder = Recorder(CPU)
-    strategy = build_strategy(
-        "auto",
-        dist.group.WORLD,
-        recorder=recorder,
-        device=CPU,
-        workspaces=Workspaces(dist.group.WORLD, CPU),
-    )
+    recorder, group = Recorder(CPU), dist.group.WORLD
+    buffers = Workspaces(group, CPU)
+    strategy = build_strategy("auto", group, recorder=recorder, device=CPU, workspaces=buffers)
     assert isinstance(strategy, AutoStrategy)
-    first = LayerCase(num_tokens_W=(5, 0), num_experts=2, top_k=1)
+    sizes: dict[str, Any] = {"num_experts": 2, "top_k": 1}
     for case in (
-        first,
-        dataclasses.replace(first, num_tokens_W=(2, 3), seed=1),
-        dataclasses.replace(first, num_tokens_W=(4, 3), bias=True),
+        LayerCase(num_tokens_W=(5, 0), **sizes),
+        LayerCase(num_tokens_W=(2, 3), seed=1, **sizes),
+        LayerCase(num_tokens_W=(4, 3), bias=True, **sizes),
     ):
         with torch.no_grad():
             y_TD = _forward(strategy, case, rank)
-        tolerance = RELATIVE_TOLERANCE[case.dtype]
-        want = expected(case, rank)
-        assert relative_error(y_TD, want["y"]) <= tolerance
         call = run_forward(strategy.forward, case, rank)
         call.y_TD.backward(call.grad_TD)
-        got = call.values()
-        for name, value in want.items():
-            assert relative_error(got[name], value) <= tolerance, name
+        check_values(call.values(), case, rank)
+        check_values(call.values() | {"y": y_TD}, case, rank)
     assert len(strategy.reasons) == 4  # two layers, each with and without gradients
     assert "expert_bias (true) must be false" in strategy.reasons[2]
     assert recorder.enabled
@@ -259,28 +242,24 @@ def test_values_equal_the_reference(run_ranks: RunRanks) -> None:
     run_ranks(_check_values, 2)
 
 
-@torch.no_grad()
 def test_interpreted_kernels_are_not_measured_on_a_cpu() -> None:
     auto = build_strategy("auto", None, recorder=Recorder(CPU), device=CPU)
     assert isinstance(auto, AutoStrategy)
-    _forward(auto, LayerCase(num_tokens_W=(8,)))
-    assert list(auto.times_us(SHAPE, gradients=False)) == ["sequential", "chunked"]
+    _choose(auto, gradients=False)
+    assert list(auto.decision(SHAPE, gradients=False).times_us) == ["sequential", "chunked"]
     assert auto.reasons[0].endswith("; not fused: its kernels are interpreted on a CPU")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_hooks_of_activation_checkpointing_do_not_see_the_measurement(use_reentrant: bool) -> None:
     auto = build_strategy("auto", None, recorder=Recorder(CPU), device=CPU)
-    case = LayerCase(num_tokens_W=(8,))
-    x_TD, routing, grad_TD = make_tokens(case, 0)
-    experts = local_experts_of(case, 0)
-    y_TD = checkpoint(
-        lambda x_TD: auto.forward(x_TD, routing, experts), x_TD, use_reentrant=use_reentrant
-    )
+    (x_TD, routing, grad_TD), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
+    run = partial(auto.forward, routing=routing, experts=experts)
+    y_TD = checkpoint(run, x_TD, use_reentrant=use_reentrant)
     assert isinstance(y_TD, torch.Tensor)
     y_TD.backward(grad_TD)
     assert x_TD.grad is not None
-    assert relative_error(x_TD.grad, expected(case, 0)["x.grad"]) <= 1e-6
+    assert relative_error(x_TD.grad, expected(CASE, 0)["x.grad"]) <= 1e-6
 
 
 def test_measuring_does_not_add_to_main_grad() -> None:
@@ -290,12 +269,12 @@ def test_measuring_does_not_add_to_main_grad() -> None:
     case = LayerCase(num_tokens_W=(8,), num_experts=2)
     x_TD, routing, grad_TD = make_tokens(case, 0)
     experts, want = local_experts_of(case, 0), expected(case, 0)
-    for weight in (experts.up_LGD, experts.down_LDF):
+    for weight in experts.tensors().values():
         main_grad = torch.zeros_like(weight, requires_grad=False)
         vars(weight).update(main_grad=main_grad, grad_added_to_main_grad=False)
     auto.forward(x_TD, routing, experts).backward(grad_TD)
-    assert auto.choice(dataclasses.replace(SHAPE, num_experts=2), gradients=True) == "chunked"
-    for name, weight in (("up_LGD", experts.up_LGD), ("down_LDF", experts.down_LDF)):
+    assert "chunked is fastest of" in auto.reasons[0]
+    for name, weight in experts.tensors().items():
         assert weight.grad is not None
         assert relative_error(weight.grad, want[f"{name}.grad"]) <= 1e-6
         assert not vars(weight)["grad_added_to_main_grad"]
@@ -304,8 +283,7 @@ def test_measuring_does_not_add_to_main_grad() -> None:
 
 def test_compiling_before_the_choice_is_an_error() -> None:
     auto = _auto({"chunked": _Slow(0.0)})
-    x_TD, routing, _ = make_tokens(LayerCase(num_tokens_W=(8,)), 0)
-    experts = local_experts_of(LayerCase(num_tokens_W=(8,)), 0)
+    (x_TD, routing, _), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
     torch.compiler.reset()
     compiled = torch.compile(auto.forward, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="run the layer once before"):

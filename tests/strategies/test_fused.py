@@ -12,7 +12,8 @@ from halley.core.timeline import Recorder
 from halley.core.types import Experts
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import Workspace, token_capacity
-from halley.interpreter import sanitizer
+from halley.fused.kernels.layout import EPOCH
+from halley.interpreter import registered_memory
 from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
@@ -126,7 +127,7 @@ def _run_layers(rank: int, num_ranks: int) -> None:
     shapes = [workspace.shape for workspace in workspaces.all()]
     assert [(s.num_experts, s.top_k) for s in shapes] == [(6, 3), (4, 1)]
     first, _ = workspaces.all()
-    assert first.epoch == 3
+    assert first.counters[EPOCH.value] == 3
     workspaces.close()
 
 
@@ -210,13 +211,13 @@ def test_ranks_with_different_layers_raise_an_error(run_ranks: RunRanks) -> None
 
 def test_last_reference_frees_the_memory() -> None:
     gc.collect()
-    before = dict(sanitizer._registered)
+    before = dict(registered_memory)
     strategy = build(Workspaces(None, CPU))
     _check_case(strategy, LayerCase(num_tokens_W=(8,)), 0)
-    assert len(sanitizer._registered) == len(before) + 4  # the four symmetric buffers
+    assert len(registered_memory) == len(before) + 4  # the four symmetric buffers
     del strategy
     gc.collect()
-    assert sanitizer._registered == before
+    assert registered_memory == before
 
 
 def test_closed_workspaces_allocate_again() -> None:
@@ -272,7 +273,7 @@ def test_find_problem_names_unsupported_layers(experts: Experts, top_k: int, pro
 
 
 def test_missing_peer_access_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halley.symm_mem.cpu.peer_access", lambda group, device: "on Mars")
+    monkeypatch.setattr("halley.symm_mem.heap.peer_access", lambda group, device: "on Mars")
     with pytest.raises(RuntimeError, match=r"on Mars; the strategies sequential and chunked need"):
         _check_case(build(Workspaces(None, CPU)), LayerCase(num_tokens_W=(8,)), 0)
 

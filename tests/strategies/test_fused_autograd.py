@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from halley.core.types import Save
+from halley.core.types import Routing, Save
 from halley.fused.buffer_cache import Workspaces
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.fused_case import CPU, SAVES, assert_same, build
@@ -51,20 +51,21 @@ def test_strided_unaligned_or_expanded_gradients_of_the_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "save"), [("x", "all"), ("x", "recompute"), ("weights", "inputs")]
+    ("name", "save"), [("x", "all"), ("x", "recompute"), ("weights", "inputs"), ("ids", "all")]
 )
-def test_strided_tokens_and_routing_weights(name: str, save: Save) -> None:
+def test_strided_tokens_and_routing(name: str, save: Save) -> None:
     layer = build(Workspaces(None, CPU), save=save)
     x_TD, routing, grad_TD = make_tokens(ALONE, 0)
-    leaf = _strided(x_TD if name == "x" else routing.topk_weights_TK).requires_grad_()
-    if name == "x":
-        x_TD = leaf
-    else:
-        routing = dataclasses.replace(routing, topk_weights_TK=leaf)
-    layer.forward(x_TD, routing, local_experts_of(ALONE, 0)).backward(grad_TD)
-    assert leaf.grad is not None
-    error = relative_error(leaf.grad, expected(ALONE, 0)[f"{name}.grad"])
-    assert error <= RELATIVE_TOLERANCE[torch.float32]
+    leaves = {"x": x_TD, "weights": routing.topk_weights_TK}
+    if name != "ids":
+        leaves[name] = _strided(leaves[name]).requires_grad_()
+    ids_TK = _strided(routing.topk_idx_TK) if name == "ids" else routing.topk_idx_TK
+    routing = Routing(topk_idx_TK=ids_TK, topk_weights_TK=leaves["weights"])
+    layer.forward(leaves["x"], routing, local_experts_of(ALONE, 0)).backward(grad_TD)
+    for key, leaf in leaves.items():
+        assert leaf.grad is not None
+        error = relative_error(leaf.grad, expected(ALONE, 0)[f"{key}.grad"])
+        assert error <= RELATIVE_TOLERANCE[torch.float32], key
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -103,16 +104,6 @@ def test_backward_after_the_layer_is_deleted() -> None:
     y_TD.backward(grad_TD)
     assert x_TD.grad is not None
     error = relative_error(x_TD.grad, expected(ALONE, 0)["x.grad"])
-    assert error <= RELATIVE_TOLERANCE[torch.float32]
-
-
-def test_strided_expert_ids() -> None:
-    layer = build(Workspaces(None, CPU))
-    x_TD, routing, grad_TD = make_tokens(ALONE, 0)
-    strided = dataclasses.replace(routing, topk_idx_TK=_strided(routing.topk_idx_TK))
-    layer.forward(x_TD, strided, local_experts_of(ALONE, 0)).backward(grad_TD)
-    assert routing.topk_weights_TK.grad is not None
-    error = relative_error(routing.topk_weights_TK.grad, expected(ALONE, 0)["weights.grad"])
     assert error <= RELATIVE_TOLERANCE[torch.float32]
 
 

@@ -6,16 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
 from halley.distributed.mesh import build_groups
-from halley.fused import backward
+from halley.fused import passes
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import Workspace
 from halley.moe.layer import MoELayer
-from halley.strategies.fused import FusedStrategy
 from tests.moe.model_case import MODELS, destroy
 from tests.rank_pool import RunRanks
+from tests.strategies.fused_case import CPU, build
 from tests.strategies.layer_case import (
     LayerCase,
     import_inductor,
@@ -25,19 +24,14 @@ from tests.strategies.layer_case import (
 )
 
 
-CPU = torch.device("cpu")
 HIDDEN = 16
-
-
-def _build(group: dist.ProcessGroup | None, *, save: Save = "all") -> FusedStrategy:
-    return FusedStrategy(Workspaces(group, CPU), recorder=Recorder(CPU), save=save)
 
 
 @torch.no_grad()
 def _check_layer(rank: int, num_ranks: int) -> None:
     """The whole layer: router, routed experts, shared expert behind a gate."""
     groups = build_groups(0, device_type="cpu")
-    strategy = _build(groups.ep)
+    strategy = build(Workspaces(groups.ep, CPU))
     layer = MoELayer(MODELS["shared experts"].moe, HIDDEN, strategy=strategy, groups=groups)
     for parameter in layer.parameters():
         parameter.normal_(0.0, 0.3)
@@ -60,7 +54,7 @@ def test_compiled_layer_equals_eager(run_ranks: RunRanks) -> None:
 @torch.no_grad()
 def test_equal_calls_are_traced_once() -> None:
     """A second call of the same sizes does not compile again."""
-    strategy, graphs = _build(None), []
+    strategy, graphs = build(Workspaces(None, CPU)), []
 
     def count(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
         graphs.append(graph)
@@ -78,7 +72,7 @@ def test_equal_calls_are_traced_once() -> None:
 
 def _compare_gradients(rank: int, num_ranks: int, save: Save) -> None:
     """Compare a compiled layer with the eager one, bit for bit, for several numbers of tokens."""
-    layer = _build(dist.group.WORLD if num_ranks > 1 else None, save=save)
+    layer = build(Workspaces(dist.group.WORLD if num_ranks > 1 else None, CPU), save=save)
     torch.compiler.reset()
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     for seed, tokens in enumerate([(9,), (0,)] if num_ranks == 1 else [(9, 6), (0, 70)]):
@@ -111,7 +105,7 @@ def _make_inputs(case: LayerCase, rank: int) -> tuple[_Inputs, list[torch.Tensor
 def _compare_inductor(rank: int, num_ranks: int) -> None:
     """Compare two layers in a row, without other operators that Inductor would compile in C++."""
     import_inductor()
-    layer = _build(None, save="recompute")
+    layer = build(Workspaces(None, CPU), save="recompute")
 
     def run(first: _Inputs, second: _Inputs) -> torch.Tensor:
         return layer.forward(layer.forward(*first), *second[1:])
@@ -141,7 +135,7 @@ def _order_of_passes(rank: int, num_ranks: int, stacked: bool, gradients: bool) 
     Both must have bitwise equal outputs.
     """
     import_inductor()
-    layer = _build(None, save="recompute")
+    layer = build(Workspaces(None, CPU), save="recompute")
     case = LayerCase(num_tokens_W=(9,), num_experts=2)
 
     def run(first: _Inputs, second: _Inputs) -> tuple[torch.Tensor, ...]:
@@ -153,7 +147,7 @@ def _order_of_passes(rank: int, num_ranks: int, stacked: bool, gradients: bool) 
     torch.compiler.reset()
     compiled = torch.compile(run, backend="inductor", fullgraph=True)
     order: list[str] = []
-    begin_pass, dgrad_combine = Workspace.begin_pass, backward.dgrad_combine
+    begin_pass, dgrad_combine = Workspace.begin_pass, passes.dgrad_combine
 
     def note_begin(self: Workspace) -> None:
         order.append("begin")
@@ -167,7 +161,7 @@ def _order_of_passes(rank: int, num_ranks: int, stacked: bool, gradients: bool) 
     results: list[tuple[torch.Tensor, ...]] = []
     with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(gradients):
         patch.setattr(Workspace, "begin_pass", note_begin)
-        patch.setattr(backward, "dgrad_combine", note_combine)
+        patch.setattr(passes, "dgrad_combine", note_combine)
         for forward in (run, compiled):
             (first, _), (second, _) = _make_inputs(case, 0), _make_inputs(case, 0)
             outputs = forward(first, second)

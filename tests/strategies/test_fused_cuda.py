@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
 from halley.fused.buffer_cache import Workspaces
 from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
+from tests.strategies.fused_case import build
 from tests.strategies.layer_case import (
     Call,
     LayerCase,
@@ -60,15 +60,10 @@ def _make_workspaces(rank: int, cases: list[LayerCase], *, max_tokens: int) -> W
     )
 
 
-def _build(workspaces: Workspaces, *, fused: bool, save: Save = "all") -> FusedStrategy:
-    recorder = Recorder(workspaces.device, enabled=False)
-    return FusedStrategy(workspaces, recorder=recorder, fused=fused, save=save)
-
-
 @torch.no_grad()
 def _check(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
     workspaces = _make_workspaces(rank, cases, max_tokens=MAX_TOKENS)
-    fused, unfused = (_build(workspaces, fused=each) for each in (True, False))
+    fused, unfused = (build(workspaces, fused=each) for each in (True, False))
     for case in cases:
         inputs = _on(workspaces.device, case, rank)
         first, again, other = (s.forward(*inputs) for s in (fused, fused, unfused))
@@ -103,17 +98,6 @@ def test_values_and_bits(run_ranks: RunRanks, num_ranks: int, top_k: int) -> Non
     run_ranks(_check, num_ranks, cases, timeout_s=180)
 
 
-def test_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> None:
-    fields = {"dtype": torch.float16, "activation": "gelu", "dropped": 0.3}
-    run_ranks(_check, 2, _cases(2, **fields), timeout_s=180)
-
-
-def test_buffers_grow_for_more_tokens(run_ranks: RunRanks) -> None:
-    counts = [(64, 64), (700, 3), (5, 900), (64, 64)]
-    cases = [LayerCase(num_tokens_W=c, dtype=torch.bfloat16) for c in counts]
-    run_ranks(_check, 2, cases, timeout_s=180)
-
-
 def _forward(strategy: FusedStrategy, case: LayerCase, rank: int) -> Call:
     x_TD, routing, experts = _on(strategy.workspaces.device, case, rank)
     leaves = {
@@ -132,7 +116,7 @@ def _check_gradients(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
     first: list[dict[str, torch.Tensor]] = []
     for save in get_args(Save):
         for fused in (True, False, True):  # the first form twice, to compare two runs
-            strategy = _build(workspaces, fused=fused, save=save)
+            strategy = build(workspaces, fused=fused, save=save)
             calls = [_forward(strategy, case, rank) for case in cases]
             for call in calls[::2] + calls[1::2]:
                 call.y_TD.backward(call.grad_TD)
@@ -159,21 +143,10 @@ def test_gradients(run_ranks: RunRanks, num_ranks: int, top_k: int) -> None:
     run_ranks(_check_gradients, num_ranks, cases, timeout_s=300)
 
 
-def test_gradients_of_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> None:
+def test_float16_gelu_and_dropped_slots(run_ranks: RunRanks) -> None:
     fields = {"dtype": torch.float16, "activation": "gelu", "dropped": 0.3}
+    run_ranks(_check, 2, _cases(2, **fields), timeout_s=180)
     run_ranks(_check_gradients, 2, _cases(2, **fields), timeout_s=300)
-
-
-@each_size
-def test_loads_of_the_paper(run_ranks: RunRanks, num_ranks: int) -> None:
-    """Standard deviations of COMET's figure 14, over 8 experts of which a token has 2."""
-    cases = [
-        LayerCase(num_tokens_W=(n,) * num_ranks, skew=skew, seed=n, dtype=torch.bfloat16)
-        for n in (MAX_TOKENS, 97)
-        for skew in ("std:0.032", "std:0.05")
-    ]
-    run_ranks(_check, num_ranks, cases, timeout_s=180)
-    run_ranks(_check_gradients, num_ranks, cases, timeout_s=300)
 
 
 @each_size
@@ -187,7 +160,7 @@ def test_ranks_that_share_experts(run_ranks: RunRanks, num_ranks: int) -> None:
 def _compare_compiled(rank: int, num_ranks: int, save: Save) -> None:
     """Two layers in a row, in one graph by Inductor, on tokens that vary in number."""
     import_inductor()
-    strategy = _build(Workspaces(dist.group.WORLD, device_of(rank)), fused=True, save=save)
+    strategy = build(Workspaces(dist.group.WORLD, device_of(rank)), fused=True, save=save)
 
     def run(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         x_TD = x_TD + strategy.forward(x_TD, routing, experts)
@@ -218,7 +191,7 @@ def test_compiled_layers_have_the_bits_of_eager_layers(run_ranks: RunRanks, save
 
 def _add_to_main_grad(rank: int, num_ranks: int, case: LayerCase) -> None:
     workspaces = Workspaces(dist.group.WORLD, device_of(rank))
-    strategy = _build(workspaces, fused=True)
+    strategy = build(workspaces, fused=True)
     plain = _forward(strategy, case, rank)
     plain.y_TD.backward(plain.grad_TD)
     call = _forward(strategy, case, rank)
@@ -245,7 +218,7 @@ def test_main_grad_is_added_to(run_ranks: RunRanks) -> None:
 
 def _skip_backward(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(dist.group.WORLD, device_of(rank), timeout_s=TIMEOUT_S)
-    strategy = _build(workspaces, fused=True)
+    strategy = build(workspaces, fused=True)
     case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)
     call = _forward(strategy, case, rank)
     torch.cuda.synchronize()
@@ -273,7 +246,7 @@ def _lose_rank_1(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(
         dist.group.WORLD, device_of(rank), max_tokens=MAX_TOKENS, timeout_s=TIMEOUT_S
     )
-    strategy = _build(workspaces, fused=True)
+    strategy = build(workspaces, fused=True)
     case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)
     inputs = _on(workspaces.device, case, rank)
     strategy.forward(*inputs)

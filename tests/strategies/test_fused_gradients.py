@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from halley.core.sharding import route_to_shards
+from halley.core.routing import route_to_shards
 from halley.core.types import Save
 from halley.fused.buffer_cache import Workspaces
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
@@ -68,7 +68,7 @@ def _expect_too_few(rank: int, num_ranks: int) -> None:
     layer = build(workspaces, save="inputs")
     for seed, expected_copies in enumerate((0, 1000)):
         for workspace in workspaces.all():
-            workspace._last_size_by_layer.clear()
+            workspace._last_sizes_by_layer.clear()
             num_copies = expected_copies if rank == 0 else 64
             workspace._last_size = replace(workspace._last_size, num_copies=num_copies)
         case = LayerCase(num_tokens_W=(70, 90), num_experts=4, seed=seed)

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
 from halley.fused.buffer_cache import Workspaces
-from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_bench import captured
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
+from tests.strategies.fused_case import build
 from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens
 
 
@@ -33,9 +32,8 @@ class Layer:
 
     def __init__(self, case: LayerCase, rank: int, workspaces: Workspaces, save: Save) -> None:
         device = workspaces.device
-        recorder = Recorder(device, enabled=False)
         self.case, self.rank = case, rank
-        self.strategy = FusedStrategy(workspaces, recorder=recorder, save=save)
+        self.strategy = build(workspaces, save=save)
         x_TD, routing, grad_TD = make_tokens(case, rank)
         self.x_TD, self.grad_TD = (part.detach().to(device) for part in (x_TD, grad_TD))
         self.idx_TK = routing.topk_idx_TK.to(device)

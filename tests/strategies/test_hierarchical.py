@@ -1,5 +1,6 @@
 """Strategy across nodes: values of the reference, rows on the network, and wrong meshes."""
 
+import itertools
 from dataclasses import replace
 from typing import cast
 from unittest import mock
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.types import DROPPED, Experts, Routing
 from halley.distributed.nodes import find_nodes
-from halley.ops.crossing import WireDtype
 from halley.ops.exchange import Exchange
+from halley.ops.wire import WireDtype
 from halley.strategies.hierarchical import HierarchicalStrategy
+from halley.strategies.part_orders import PIPELINES, SPLIT, Pipeline
 from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
@@ -23,11 +25,25 @@ from tests.strategies.layer_case import LayerCase, expected, make_tokens, run_fo
 CPU = torch.device("cpu")
 
 
-def _build(inner: str, *, ranks_per_node: int, tp_size: int = 1) -> HierarchicalStrategy:
+def _build(
+    inner: str,
+    *,
+    ranks_per_node: int,
+    tp_size: int = 1,
+    pipeline: Pipeline = SPLIT,
+    has_fixed_sizes: bool = False,
+) -> HierarchicalStrategy:
     group, recorder = dist.group.WORLD, Recorder(CPU, enabled=False)
     nodes = find_nodes(group, ranks_per_node=ranks_per_node)
     strategy = build_strategy(inner, nodes.local, recorder=recorder, device=CPU, tp_size=tp_size)
-    return HierarchicalStrategy(group, nodes=nodes, inner=strategy, recorder=recorder)
+    return HierarchicalStrategy(
+        group,
+        nodes=nodes,
+        inner=strategy,
+        recorder=recorder,
+        pipeline=pipeline,
+        has_fixed_sizes=has_fixed_sizes,
+    )
 
 
 def _run(strategy: HierarchicalStrategy, case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
@@ -39,12 +55,16 @@ def _run(strategy: HierarchicalStrategy, case: LayerCase, rank: int) -> dict[str
 def _check(
     rank: int, num_ranks: int, cases: list[LayerCase], inner: str, ranks_per_node: int
 ) -> None:
+    pipelines = PIPELINES if inner == "sequential" else PIPELINES[1::2]
+    keys = itertools.product(pipelines, dict.fromkeys(case.tp_size for case in cases))
     strategies = {
-        tp_size: _build(inner, ranks_per_node=ranks_per_node, tp_size=tp_size)
-        for tp_size in dict.fromkeys(case.tp_size for case in cases)
+        (pipeline, tp_size): _build(
+            inner, ranks_per_node=ranks_per_node, tp_size=tp_size, pipeline=pipeline
+        )
+        for pipeline, tp_size in keys
     }
-    for case in cases:
-        strategy = strategies[case.tp_size]
+    for case, pipeline in itertools.product(cases, pipelines):
+        strategy = strategies[pipeline, case.tp_size]
         got = _run(strategy, case, rank)
         for name, want in expected(case, rank).items():
             error = relative_error(got[name], want)
@@ -77,7 +97,7 @@ def test_values_equal_the_reference_and_repeat(
         for case in CASES
     ]
     if inner == "fused":
-        cases = [case for case in cases[:4] if not case.bias]
+        cases = [case for case in cases[:4] if case.top_k > 1]
     run_ranks(_check, num_ranks, cases, inner, ranks_per_node)
 
 
@@ -89,6 +109,30 @@ def test_nodes_with_fewer_experts_than_choices(run_ranks: RunRanks) -> None:
 def test_values_where_ranks_of_a_node_share_experts(run_ranks: RunRanks) -> None:
     case = LayerCase(num_tokens_W=(9, 5, 0, 7), tp_size=2, top_k=3, skew="zipf:1.2", dropped=0.2)
     run_ranks(_check, 4, [case], "sequential", 2)
+
+
+def _check_fixed(rank: int, num_ranks: int, cases: list[LayerCase], ranks_per_node: int) -> None:
+    for case, pipeline in itertools.product(cases, PIPELINES):
+        strategy = _build(
+            "sequential", ranks_per_node=ranks_per_node, pipeline=pipeline, has_fixed_sizes=True
+        )
+        fewer = replace(case, num_tokens_W=tuple(count // 2 for count in case.num_tokens_W))
+        for each in (case, fewer):
+            got = _run(strategy, each, rank)
+            for name, want in expected(each, rank).items():
+                error = relative_error(got[name], want)
+                assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}"
+    more = replace(cases[-1], num_tokens_W=(40,) * num_ranks)
+    with pytest.raises(ValueError, match=r"num_tokens \(40\) must be at most 14, the largest"):
+        _run(strategy, more, rank)
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (4, 2), (3, 1)])
+def test_fixed_sizes_give_the_same_values_and_limit_the_tokens(
+    run_ranks: RunRanks, num_ranks: int, ranks_per_node: int
+) -> None:
+    case = LayerCase(num_tokens_W=(9, 14, 5, 0)[:num_ranks], num_experts=4 * num_ranks, top_k=2)
+    run_ranks(_check_fixed, num_ranks, [case, replace(case, top_k=4, dropped=0.3)], ranks_per_node)
 
 
 def _differ(rank: int, num_ranks: int) -> None:
@@ -119,8 +163,9 @@ def _count_rows(rank: int, num_ranks: int, case: LayerCase, ranks_per_node: int)
     launch = Exchange.launch
 
     def counted(exchange: Exchange, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
-        if exchange.group is strategy.group:
-            sent[exchange.name, backward] = rows.shape[0]
+        if exchange.group is strategy.group and "routing" not in exchange.name:
+            key = (exchange.name, backward)
+            sent[key] = sent.get(key, 0) + rows.shape[0]
         return launch(exchange, rows, backward=backward)
 
     with mock.patch.object(Exchange, "launch", counted):

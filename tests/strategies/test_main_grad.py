@@ -31,11 +31,12 @@ def _microbatch(layer: FusedStrategy, experts: Experts, case: LayerCase) -> torc
     return x_TD.grad
 
 
-def _add_main_grad(*weights: torch.Tensor) -> list[torch.Tensor]:
+def _add_main_grad(experts: Experts, *names: str) -> dict[str, torch.Tensor]:
     """Give weights float32 buffers for their gradients, as Megatron does; return the buffers."""
-    buffers = [torch.zeros(weight.shape) for weight in weights]
-    for weight, buffer in zip(weights, buffers, strict=True):
-        vars(weight).update(main_grad=buffer, grad_added_to_main_grad=False)
+    weights = experts.tensors()
+    buffers = {name: torch.zeros(weights[name].shape) for name in names or weights}
+    for name, buffer in buffers.items():
+        vars(weights[name]).update(main_grad=buffer, grad_added_to_main_grad=False)
     return buffers
 
 
@@ -43,28 +44,35 @@ def _is_added(weight: torch.Tensor) -> bool:
     return weight.grad is None and vars(weight)["grad_added_to_main_grad"]
 
 
+def _check(grads: dict[str, torch.Tensor]) -> None:
+    """Compare gradients of the weights of ``CASE`` with the reference."""
+    want = expected(CASE, 0)
+    for name, grad in grads.items():
+        error = relative_error(grad, want[f"{name}.grad"])
+        assert error <= RELATIVE_TOLERANCE[torch.float32], name
+
+
 def test_main_grad_is_added_to() -> None:
     layer = build(Workspaces(None, CPU))
     cases = [LayerCase(num_tokens_W=t, num_experts=4, dtype=torch.bfloat16) for t in ((9,), (3,))]
-    alone: list[list[torch.Tensor]] = []
+    alone: list[dict[str, torch.Tensor]] = []
     for case in cases:
         plain, experts = local_experts_of(case, 0), local_experts_of(case, 0)
-        buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+        buffers = _add_main_grad(experts)
         dx_TD = _microbatch(layer, plain, case)
         assert torch.equal(_microbatch(layer, experts, case), dx_TD)
-        for buffer, grad in zip(buffers, gradients(plain).values(), strict=True):
-            assert torch.equal(buffer.bfloat16(), grad)  # the same sum before its rounding
-            assert not torch.equal(buffer, grad.float())
+        for name, grad in gradients(plain).items():
+            assert torch.equal(buffers[name].bfloat16(), grad)  # the same sum before its rounding
+            assert not torch.equal(buffers[name], grad.float())
         alone.append(buffers)
     experts = local_experts_of(cases[0], 0)
-    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    buffers = _add_main_grad(experts)
     for case in cases:
         _microbatch(layer, experts, case)
-    assert _is_added(experts.up_LGD)
-    assert _is_added(experts.down_LDF)
+    assert all(map(_is_added, experts.tensors().values()))
     wants = [expected(case, 0) for case in cases]
-    for buffer, first, second, name in zip(buffers, *alone, gradients(experts), strict=True):
-        assert torch.equal(buffer, first + second), name
+    for name, buffer in buffers.items():
+        assert torch.equal(buffer, alone[0][name] + alone[1][name]), name
         want = wants[0][f"{name}.grad"] + wants[1][f"{name}.grad"]
         assert relative_error(buffer, want) <= RELATIVE_TOLERANCE[torch.bfloat16], name
 
@@ -72,13 +80,11 @@ def test_main_grad_is_added_to() -> None:
 def test_main_grad_of_one_projection() -> None:
     layer = build(Workspaces(None, CPU))
     experts = local_experts_of(CASE, 0)
-    (buffer,) = _add_main_grad(experts.down_LDF)
+    buffers = _add_main_grad(experts, "down_LDF")
     _microbatch(layer, experts, CASE)
     assert _is_added(experts.down_LDF)
     assert experts.up_LGD.grad is not None
-    want = expected(CASE, 0)
-    for name, grad in (("up_LGD", experts.up_LGD.grad), ("down_LDF", buffer)):
-        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+    _check({"up_LGD": experts.up_LGD.grad, **buffers})
 
 
 def _checkpointed(run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -97,32 +103,25 @@ def test_main_grad_of_weights_that_autograd_returns_as_other_tensors(
     how: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
 ) -> None:
     layer = build(Workspaces(None, CPU))
-    x_TD, routing, grad_TD = make_tokens(CASE, 0)
-    experts = local_experts_of(CASE, 0)
-    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    (x_TD, routing, grad_TD), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
+    buffers = _add_main_grad(experts)
     how(lambda: layer.forward(x_TD, routing, experts)).backward(grad_TD)
-    assert _is_added(experts.up_LGD)
-    assert _is_added(experts.down_LDF)
-    want = expected(CASE, 0)
-    for buffer, name in zip(buffers, gradients(experts), strict=True):
-        assert relative_error(buffer, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
+    assert all(map(_is_added, experts.tensors().values()))
+    _check(buffers)
 
 
 def test_compiled_layer_does_not_add_to_main_grad() -> None:
     """It returns gradients, and the flag tells that they are not in ``main_grad``."""
     layer = build(Workspaces(None, CPU))
-    x_TD, routing, grad_TD = make_tokens(CASE, 0)
-    experts = local_experts_of(CASE, 0)
-    buffers = _add_main_grad(experts.up_LGD, experts.down_LDF)
+    (x_TD, routing, grad_TD), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
+    buffers = _add_main_grad(experts)
     torch.compiler.reset()
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     compiled(x_TD, routing, experts).backward(grad_TD)
-    want = expected(CASE, 0)
-    for name, grad in gradients(experts).items():
-        assert relative_error(grad, want[f"{name}.grad"]) <= RELATIVE_TOLERANCE[torch.float32]
-    for weight, buffer in zip((experts.up_LGD, experts.down_LDF), buffers, strict=True):
+    _check(gradients(experts))
+    for name, weight in experts.tensors().items():
         assert not vars(weight)["grad_added_to_main_grad"]
-        assert torch.equal(buffer, torch.zeros_like(buffer))
+        assert not buffers[name].any()
 
 
 @pytest.mark.parametrize(
@@ -139,8 +138,7 @@ def test_unsupported_main_grad_buffer_is_an_error(
     make: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     layer = build(Workspaces(None, CPU))
-    x_TD, routing, _ = make_tokens(CASE, 0)
-    experts = local_experts_of(CASE, 0)
+    (x_TD, routing, _), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
     vars(experts.down_LDF)["main_grad"] = make(experts.down_LDF)
     with pytest.raises(ValueError, match=r"main_grad \(torch.*must be contiguous, begin on a"):
         layer.forward(x_TD, routing, experts)

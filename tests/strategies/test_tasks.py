@@ -1,17 +1,26 @@
-"""Tasks of layers: their order, their durations, and the number of chunks chosen from them."""
+"""Tasks of layers: order, durations, the number of chunks chosen, and the recorded spans."""
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from halley.core.types import LayerShape
+from halley.core.timeline import Recorder
+from halley.core.types import LayerShape, Task
 from halley.cost.hardware import H200, Hardware, Predictor
-from halley.cost.simulate import Task, makespan_us, simulate
+from halley.cost.simulate import makespan_us, simulate
 from halley.strategies.all_gather import all_gather_tasks
 from halley.strategies.all_to_all import all_to_all_tasks, choose_num_chunks
 from halley.strategies.fused import fused_tasks
+from halley.strategies.registry import build_strategy
+from tests.rank_pool import RunRanks
+from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
 
 
+CPU = torch.device("cpu")
+CASE = LayerCase(num_tokens_W=(40, 40))
 SHAPE = LayerShape(
     num_tokens=8192,
     hidden_size=4096,
@@ -27,36 +36,6 @@ SLOW = dataclasses.replace(H200, link_bytes_per_s=60e9)
 
 def _tasks(num_chunks: int, hardware: Hardware = H200) -> list[Task]:
     return all_to_all_tasks(SHAPE, Predictor(hardware), num_chunks=num_chunks)
-
-
-def test_tasks_of_one_chunk() -> None:
-    tasks = _tasks(1)
-    assert [(task.stream, task.name, task.needs) for task in tasks] == [
-        ("compute", "route", ()),
-        ("compute", "gather", ("route",)),
-        ("comm", "dispatch.0", ("gather",)),
-        ("compute", "experts.0", ("dispatch.0",)),
-        ("comm", "combine.0", ("experts.0",)),
-        ("compute", "restore", ("combine.0",)),
-        ("compute", "restore.backward", ("restore",)),
-        ("comm", "combine.backward.0", ("restore.backward",)),
-        ("compute", "experts.backward.0", ("combine.backward.0",)),
-        ("comm", "dispatch.backward.0", ("experts.backward.0",)),
-        ("compute", "gather.backward", ("dispatch.backward.0",)),
-    ]
-    # Each task needs the one before, so no task overlaps another.
-    assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
-
-
-def test_backward_tasks_mirror_forward_tasks() -> None:
-    names = [task.name for task in _tasks(3) if "." in task.name]
-    middle = names.index("restore.backward")
-    forward, backward = names[:middle], names[middle + 1 : -1]
-    assert [n for n in forward if n.startswith("dispatch")] == [f"dispatch.{c}" for c in range(3)]
-    assert forward[3:] == [f"{n}.{c}" for c in range(3) for n in ("experts", "combine")]
-    assert backward[:3] == [f"combine.backward.{c}" for c in (2, 1, 0)]
-    want = [f"{n}.backward.{c}" for c in (2, 1, 0) for n in ("experts", "dispatch")]
-    assert backward[3:] == want
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -107,51 +86,30 @@ def _fused(*, fused: bool, shape: LayerShape = SHAPE, hardware: Hardware = H200)
     return fused_tasks(shape, Predictor(hardware), chunk_columns=2048, fused=fused)
 
 
-def test_tasks_of_the_unfused_kernels() -> None:
-    tasks = _fused(fused=False)
-    assert [(task.stream, task.name, task.needs) for task in tasks] == [
-        ("compute", "publish", ()),
-        ("compute", "plan", ("publish",)),
-        ("comm", "dispatch.0", ("plan",)),
-        ("compute", "up.0", ("dispatch.0",)),
-        ("compute", "down.0", ("up.0",)),
-        ("comm", "combine.0", ("down.0",)),
-        ("compute", "sum.0", ("combine.0",)),
-        ("compute", "publish.backward", ("sum.0",)),
-        ("comm", "dispatch.backward.0", ("publish.backward",)),
-        ("compute", "down.backward.0", ("dispatch.backward.0",)),
-        ("compute", "up.backward.0", ("down.backward.0",)),
-        ("comm", "combine.backward.0", ("up.backward.0",)),
-        ("compute", "sum.backward.0", ("combine.backward.0",)),
-        ("compute", "down.weights", ("down.backward.0",)),
-        ("compute", "up.weights", ("down.backward.0",)),
-    ]
-    # All tasks share the compute stream or need the task before, so no task overlaps another.
-    assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
+def test_one_chunk_and_unfused_kernels_overlap_nothing() -> None:
+    for tasks in (_tasks(1), _fused(fused=False)):
+        assert makespan_us(tasks) == pytest.approx(sum(task.duration_us for task in tasks))
 
 
 def test_fused_tasks_begin_with_local_rows() -> None:
     tasks = _fused(fused=True)
     needs = {task.name: task.needs for task in tasks}
-    assert needs["up.0"] == ("plan",)
-    assert [needs[f"up.{rank}"] for rank in (1, 2, 3)] == [
-        (f"dispatch.{rank}",) for rank in (1, 2, 3)
-    ]
-    assert [name for name in needs if name.startswith("down.") and name[5].isdecimal()] == [
-        "down.0",
-        "down.1",
-    ]
-    assert needs["down.1"] == ("up.3",)
-    assert needs["combine.1"] == ("down.1",)
-    assert needs["publish.backward"] == ("sum.1",)
-    assert needs["down.backward.0"] == ("publish.backward",)
-    assert [needs[f"down.backward.{rank}"] for rank in (1, 2, 3)] == [
-        (f"dispatch.backward.{rank}",) for rank in (1, 2, 3)
-    ]
-    assert [needs[f"up.backward.{chunk}"] for chunk in (0, 1)] == [("down.backward.3",)] * 2
-    assert needs["combine.backward.1"] == ("up.backward.1",)
-    assert needs["sum.backward.1"] == ("combine.backward.1",)
-    assert needs["down.weights"] == needs["up.weights"] == ("down.backward.3",)
+    want = {
+        "up.0": "plan",
+        **{f"up.{rank}": f"dispatch.{rank}" for rank in (1, 2, 3)},
+        "down.1": "up.3",
+        "combine.1": "down.1",
+        "publish.backward": "sum.1",
+        "down.backward.0": "publish.backward",
+        **{f"down.backward.{rank}": f"dispatch.backward.{rank}" for rank in (1, 2, 3)},
+        **{f"up.backward.{chunk}": "down.backward.3" for chunk in (0, 1)},
+        "combine.backward.1": "up.backward.1",
+        "sum.backward.1": "combine.backward.1",
+        "down.weights": "down.backward.3",
+        "up.weights": "down.backward.3",
+    }
+    assert {name: needs[name] for name in want} == {name: (need,) for name, need in want.items()}
+    assert "down.2" not in needs
     # Each stream has the same work as in the unfused form, and the whole takes less time.
     unfused = _fused(fused=False)
     for stream in ("compute", "comm"):
@@ -202,3 +160,58 @@ def test_all_gather_copies_each_token_to_every_rank() -> None:
     assert makespan_us(list(tasks.values())) == pytest.approx(
         sum(task.duration_us for task in tasks.values())
     )
+
+
+# The recorder and the simulator both have these spans: experts in forward, and every wait.
+COMPARED = ("dispatch", "experts", "combine", "restore")
+
+
+def _record(rank: int, num_ranks: int, name: str, num_chunks: int) -> list[str]:
+    recorder = Recorder(CPU, rank=rank)
+    options: dict[str, Any] = {"recorder": recorder, "device": CPU, "num_chunks": num_chunks}
+    strategy = build_strategy(name, dist.group.WORLD, **options)
+    x_TD, routing, grad_TD = make_tokens(CASE, rank)
+    strategy.forward(x_TD, routing, local_experts_of(CASE, rank)).backward(grad_TD)
+    return [span.name for span in recorder.collect() if not span.name.startswith("route")]
+
+
+def _simulate(name: str, num_chunks: int) -> list[str]:
+    """Return the simulated compute stream: each task, after the waits for its inputs."""
+    layer: dict[str, Any] = {"num_experts": CASE.num_experts, "top_k": CASE.top_k}
+    shape = LayerShape(num_tokens=40, ep_size=2, **SIZES, **layer)
+    predictor = Predictor(H200)
+    strategy = build_strategy(name, None, recorder=Recorder(CPU), device=CPU, num_chunks=num_chunks)
+    tasks = strategy.tasks(shape, predictor)
+    streams = {task.name: task.stream for task in tasks}
+    starts_us = {span.name: span.start_us for span in simulate(tasks)}
+    order: list[str] = []
+    for task in sorted(tasks, key=lambda task: starts_us[task.name]):
+        if task.stream == "compute":
+            order += [f"{need}.wait" for need in task.needs if streams[need] == "comm"]
+            order.append(task.name)
+    plain = [".".join(part for part in item.split(".") if not part.isdecimal()) for item in order]
+    return [item for item in plain if item.startswith(COMPARED) and not item.endswith(".backward")]
+
+
+@pytest.mark.parametrize(("name", "num_chunks"), [("sequential", 0), ("chunked", 3)])
+def test_recorded_order_equals_the_simulated_order(
+    run_ranks: RunRanks, name: str, num_chunks: int
+) -> None:
+    want = _simulate(name, num_chunks)
+    assert want.count("dispatch.backward.wait") == max(1, num_chunks)
+    for recorded in run_ranks(_record, 2, name, num_chunks):
+        assert recorded == want
+
+
+def test_fused_layer_is_recorded_as_one_span() -> None:
+    """Its waits are inside the kernels, in backward as well."""
+    recorder = Recorder(CPU)
+    strategy = build_strategy("fused", None, recorder=recorder, device=CPU)
+    case = LayerCase(num_tokens_W=(5,), num_experts=2)
+    x_TD, routing, grad_TD = make_tokens(case, 0)
+    experts = local_experts_of(case, 0)
+    with torch.no_grad():
+        strategy.forward(x_TD, routing, experts)
+    assert [span.name for span in recorder.collect()] == ["fused_experts"]
+    strategy.forward(x_TD, routing, experts).backward(grad_TD)
+    assert [span.name for span in recorder.collect()] == ["fused_experts"]

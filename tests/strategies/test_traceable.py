@@ -2,13 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from halley.strategies.traceable import TraceableStrategy, find_one_rank_problem, run_on_one_rank
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
-from tests.strategies.layer_case import LayerCase, expected, gradients, make_experts, make_tokens
+from tests.strategies.layer_case import (
+    LayerCase,
+    check_values,
+    gradients,
+    make_experts,
+    make_tokens,
+)
 from tests.strategies.test_values import check_layers
 
 
@@ -47,26 +53,20 @@ def undefined_is_nan() -> Iterator[None]:
 
 def _run_one_rank(case: LayerCase, *, compiled: bool) -> dict[str, torch.Tensor]:
     (x_TD, routing, grad_TD), experts = make_tokens(case, 0), make_experts(case)
-    run = (
-        torch.compile(run_on_one_rank, fullgraph=True, backend="aot_eager")
-        if compiled
-        else run_on_one_rank
-    )
+    run: Any = run_on_one_rank
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
     y_TD = run(x_TD, routing, experts)
     y_TD.backward(grad_TD)
-    values = {"y": y_TD, "x": x_TD.grad, "weights": routing.topk_weights_TK.grad}
-    values |= gradients(experts)
-    return {name: value for name, value in values.items() if value is not None}
+    grads = {"x": x_TD.grad, "weights": routing.topk_weights_TK.grad, **gradients(experts)}
+    return {"y": y_TD, **{f"{name}.grad": grad for name, grad in grads.items()}}
 
 
 @pytest.mark.usefixtures("undefined_is_nan")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_one_rank_equals_the_reference(case: LayerCase) -> None:
     case = replace(case, num_tokens_W=case.num_tokens_W[:1])
-    got = _run_one_rank(case, compiled=False)
-    for name, want in expected(case, 0).items():
-        error = relative_error(got[name.removesuffix(".grad")], want)
-        assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}"
+    check_values(_run_one_rank(case, compiled=False), case, 0)
 
 
 def test_one_rank_compiles_to_one_graph_with_equal_bits() -> None:

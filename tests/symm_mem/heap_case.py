@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.symm_mem.heap import ALIGNMENT, SHM, AbstractSymmHeap, SymmTensor
+from halley.symm_mem.access import SHM
+from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, SymmTensor
 
 
 _SEGMENT = f"{SHM}/#"  # /proc shows unnamed files so

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.symm_mem import heap as heap_module
-from halley.symm_mem.cpu import SharedHeap
-from halley.symm_mem.heap import MemoryLocation, find_problem, link_kind, peer_access
+from halley.symm_mem import access
+from halley.symm_mem.access import MemoryLocation, find_problem, link_kind, peer_access
+from halley.symm_mem.heap import SharedHeap
 from halley.tools import diagnosis as doctor
 
 
@@ -92,7 +92,7 @@ def test_location_of_a_gpu_has_uuid_and_reachable_peers(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (2, 0))
     for device in (torch.device("cuda", 2), torch.device("cuda")):
-        place = heap_module._locate(device)
+        place = access._locate(device)
         assert (place.device, place.uuid, place.reachable) == ("cuda:2", "c", ("b", "d"))
     assert peer_access(None, torch.device("cuda", 2)) == ""
 
@@ -134,7 +134,7 @@ def _check_access(rank: int, num_ranks: int, missing: str) -> tuple[str, str]:
     found = peer_access(dist.group.WORLD, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(heap_module, "SHM", Path(missing))
+            patch.setattr(access, "SHM", Path(missing))
         without = peer_access(dist.group.WORLD, torch.device("cpu"))
         with pytest.raises(RuntimeError, match="no symmetric memory: rank 1 has no shared"):
             SharedHeap(dist.group.WORLD)

@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.fused.buffer_cache import open_heap
-from halley.symm_mem import cuda
-from halley.symm_mem.cuda import CudaHeap
-from halley.symm_mem.heap import MAY_SHARE, peer_access
+from halley.symm_mem.access import MAY_SHARE, peer_access
+from halley.symm_mem.heap import CudaHeap, _multicast_off, open_heap
 from tests.gpus import NUM_GPUS, device_of, needs_gpu
 from tests.symm_mem.heap_case import (
     CHECKS,
@@ -30,7 +28,7 @@ def test_multicast_variable_is_restored(
         monkeypatch.delenv(name, raising=False)
     else:
         monkeypatch.setenv(name, before)
-    with cuda._multicast_off():
+    with _multicast_off():
         assert os.environ[name] == "1"
     assert os.environ.get(name) == before
 

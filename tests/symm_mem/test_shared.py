@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from halley.distributed import peers
-from halley.fused.buffer_cache import open_heap
-from halley.symm_mem import cpu as shared
-from halley.symm_mem.cpu import SharedHeap
-from halley.symm_mem.heap import SHM
+from halley.interpreter import registered_memory
+from halley.symm_mem import heap as shared
+from halley.symm_mem.access import SHM
+from halley.symm_mem.heap import SharedHeap, open_heap
 from tests.symm_mem.heap_case import (
     check_all_to_all,
     check_heap,
@@ -67,26 +67,21 @@ def test_groups_that_share_a_rank_have_separate_heaps(run_ranks) -> None:
     run_ranks(_check_subgroups, 3)
 
 
-def _check_hooks(rank: int, num_ranks: int) -> None:
-    ranges: list[tuple[int, int]] = []
-    heap = open_heap(
-        dist.group.WORLD,
-        torch.device("cpu"),
-        on_map=lambda address, num_bytes: ranges.append((address, num_bytes)),
-        on_unmap=lambda address, num_bytes: ranges.remove((address, num_bytes)),
-    )
+def _check_registered(rank: int, num_ranks: int) -> None:
+    heap = open_heap(dist.group.WORLD, torch.device("cpu"))
     assert isinstance(heap, SharedHeap)
+    before = dict(registered_memory)
     small, large = heap.zeros((3,), torch.float32), heap.zeros((5, 7), torch.int64)
-    of_large = [(address, 280) for address in large.ptrs_W.tolist()]
-    assert ranges == [(address, 12) for address in small.ptrs_W.tolist()] + of_large
+    of_large = before | dict.fromkeys(large.ptrs_W.tolist(), (280, 1))
+    assert registered_memory == of_large | dict.fromkeys(small.ptrs_W.tolist(), (12, 1))
     heap.free(small)
-    assert ranges == of_large
+    assert registered_memory == of_large
     heap.close()
-    assert ranges == []
+    assert registered_memory == before
 
 
-def test_hooks_of_every_rank_are_called_for_all_copies(run_ranks) -> None:
-    run_ranks(_check_hooks, 2)
+def test_kernels_of_every_rank_may_access_all_copies(run_ranks) -> None:
+    run_ranks(_check_registered, 2)
 
 
 def test_device_without_a_heap_is_refused() -> None:

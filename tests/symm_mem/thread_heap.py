@@ -3,22 +3,16 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar, cast, final
+from typing import TypeVar, cast, final
 
 import torch
 
-from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, RangeHook, Segment
+from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, Segment
 
 
 T = TypeVar("T")
 
 TIMEOUT_S = 30.0
-
-
-class Barrier(Protocol):
-    """A reusable barrier of all ranks, such as ``threading.Barrier``."""
-
-    def wait(self) -> object: ...
 
 
 @final
@@ -27,9 +21,7 @@ class ThreadWorld:
 
     Args:
         num_ranks: number of threads.
-        barrier: the barrier of all threads.
-        on_map, on_unmap: called once per copy, by the thread that owns it: before ``zeros`` returns
-            on any rank, and after all ranks have called ``free``.
+        barrier: waits for all threads.
 
     Raises:
         ValueError: ``num_ranks`` is below 1.
@@ -38,10 +30,7 @@ class ThreadWorld:
     def __init__(
         self,
         num_ranks: int,
-        barrier: Barrier,
-        *,
-        on_map: RangeHook | None = None,
-        on_unmap: RangeHook | None = None,
+        barrier: Callable[[], object],
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"num_ranks ({num_ranks}) must be at least 1")
@@ -49,9 +38,7 @@ class ThreadWorld:
         self.barrier = barrier
         self.slots: list[object] = [None] * num_ranks  # by which the ranks exchange values
         # Referenced here, so that the memory of a rank lives while another rank may address it.
-        self._heaps = [
-            ThreadHeap(self, rank, on_map=on_map, on_unmap=on_unmap) for rank in range(num_ranks)
-        ]
+        self._heaps = [ThreadHeap(self, rank) for rank in range(num_ranks)]
 
     def heap(self, rank: int) -> "ThreadHeap":
         """Return the heap of a rank; only that rank's thread may use it."""
@@ -62,31 +49,18 @@ class ThreadWorld:
 class ThreadHeap(AbstractSymmHeap):
     """The heap of one thread; ``ThreadWorld.heap`` returns it."""
 
-    def __init__(
-        self,
-        world: ThreadWorld,
-        rank: int,
-        *,
-        on_map: RangeHook | None,
-        on_unmap: RangeHook | None,
-    ) -> None:
-        super().__init__(
-            rank=rank,
-            num_ranks=world.num_ranks,
-            device=torch.device("cpu"),
-            on_map=on_map,
-            on_unmap=on_unmap,
-        )
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(rank=rank, num_ranks=world.num_ranks, device=torch.device("cpu"))
         self._world = world
 
     def barrier(self) -> None:
         """Wait until all threads have called this."""
-        self._world.barrier.wait()
+        self._world.barrier()
 
     def _allocate(self, num_bytes: int) -> Segment:
         local = self.on_all_ranks(num_bytes, lambda: _aligned_zeros(num_bytes))
         addresses = self._gather(local.data_ptr())
-        return Segment(local=local, addresses_W=addresses, hook_addresses=[addresses[self.rank]])
+        return Segment(local=local, addresses_W=addresses)
 
     def _gather(self, value: T) -> list[T]:
         slots = self._world.slots
@@ -124,4 +98,4 @@ def run_threads(fn: Callable[[int], T], num_ranks: int, barrier: threading.Barri
 def thread_world(num_ranks: int) -> tuple[ThreadWorld, threading.Barrier]:
     """Return a world without hooks and its barrier, which has a timeout."""
     barrier = threading.Barrier(num_ranks, timeout=TIMEOUT_S)
-    return ThreadWorld(num_ranks, barrier), barrier
+    return ThreadWorld(num_ranks, barrier.wait), barrier

@@ -13,9 +13,9 @@ from halley.core.timeline import Recorder
 from halley.core.types import Activation, LayerShape, Save
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import round_up_rows
-from halley.fused.kernels.dispatch import num_dweight_columns
+from halley.fused.kernels.launches import num_dweight_columns
 from halley.strategies.fused import FusedStrategy
-from halley.tools.choice import LayerMemory, RowCounts, layer_memory
+from halley.tools.choice import LayerMemory, layer_memory
 from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
 
 
@@ -85,40 +85,16 @@ def test_prediction_equals_the_allocated_bytes(save: Save, activation: Activatio
         gc.unfreeze()
     (workspace,) = workspaces.all()
     expected = workspace.predict_size(experts.up_LGD)
-    counts = RowCounts(
+    shape = LayerShape(
+        num_tokens=90, num_experts=case.num_experts, top_k=case.top_k, ep_size=1, itemsize=4,
+        activation=activation, **SIZES,
+    )  # fmt: skip
+    assert layer_memory(
+        shape,
+        save=save,
         capacity_rows=expected.num_rows,
         num_rows=round_up_rows(workspace.read_plan().num_rows, multiple=workspace.config.block_m),
         num_copies=expected.num_copies,
         plan_words=workspace.layout.plan_words,
         num_parts=num_dweight_columns(SIZES["intermediate_size"], workspace.config),
-    )
-    shape = LayerShape(
-        num_tokens=90,
-        num_experts=case.num_experts,
-        top_k=case.top_k,
-        ep_size=1,
-        itemsize=4,
-        activation=activation,
-        **SIZES,
-    )
-    assert layer_memory(shape, counts, save=save) == LayerMemory(saved=saved, peak=tracker.peak)
-
-
-def test_memory_of_a_small_layer_by_hand() -> None:
-    """8 rows of two experts, from 5 token copies; forward allocates 9 rows.
-
-    The peak is in the last weight-gradient GEMM (of ``up``). At that time the gradients of the
-    output rows are freed, and so are the token copies that "inputs" saves.
-    """
-    counts = RowCounts(capacity_rows=9, num_rows=8, num_copies=5, plan_words=100, num_parts=3)
-    shape = LayerShape(
-        num_tokens=6, hidden_size=10, intermediate_size=7, num_experts=4, top_k=1, ep_size=2
-    )
-    tokens, weight_grads = 6 * 20, 2 * 10 * 21 * 2
-    results = tokens + 4 * 6 + weight_grads
-    saved = {"all": 400 + 9 * 48, "inputs": 400 + 5 * 20, "recompute": 400}
-    rows, pre = 8 * 20, 8 * 28
-    for save in ("all", "inputs", "recompute"):
-        held = saved["recompute" if save == "inputs" else save]
-        peak = held + tokens + pre + results + (0 if save == "all" else rows)
-        assert layer_memory(shape, counts, save=save) == LayerMemory(saved=saved[save], peak=peak)
+    ) == LayerMemory(saved=saved, peak=tracker.peak)

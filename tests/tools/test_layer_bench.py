@@ -8,19 +8,18 @@ from typing import final
 import pytest
 import torch
 
-from halley.cli.result_rows import layer_table
+from halley.cli.bench import layer_table
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing
+from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.tools.candidates import build_candidates, check_experts, wire_us
 from halley.tools.layer_bench import _hidden, bench_layer, measure_layers
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of, reference_outputs
-from halley.tools.results import Row, results_path, write_rows
+from halley.tools.timer import Row, results_path, write_rows
 from tests.moe.model_case import CPU, destroy
 from tests.rank_pool import RunRanks
 

@@ -1,6 +1,7 @@
 """The timer: variants alternate, ranks start together, and the slowest rank counts."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -28,12 +29,9 @@ def test_variants_alternate_and_warm_up_is_not_counted() -> None:
         calls.append(name)
 
     timings = time_interleaved(
-        {"a": lambda: slow_at_first("a"), "b": lambda: slow_at_first("b")},
-        device="cpu",
-        num_samples=3,
-        num_warmup=2,
-        on_progress=lambda done, total: progress.append((done, total)),
-    )
+        {name: partial(slow_at_first, name) for name in ("a", "b")}, device="cpu", num_samples=3,
+        num_warmup=2, on_progress=lambda *numbers: progress.append(numbers),
+    )  # fmt: skip
     assert calls == ["a", "b"] * 5
     assert progress == [(done, 10) for done in range(1, 11)]
     assert list(timings) == ["a", "b"]
@@ -42,24 +40,14 @@ def test_variants_alternate_and_warm_up_is_not_counted() -> None:
         assert 10_000.0 <= timing.median_us < 100_000.0
 
 
-def test_wrong_argument_is_named() -> None:
+def test_number_of_samples_is_checked() -> None:
     with pytest.raises(ValueError, match=r"num_samples \(0\) must be at least 1"):
         time_interleaved({"a": lambda: None}, device="cpu", num_samples=0)
-    with pytest.raises(ValueError, match=r"num_warmup \(-1\) must be at least 0"):
-        time_interleaved({"a": lambda: None}, device="cpu", num_warmup=-1)
-    with pytest.raises(ValueError, match=r"variants \(none\) must hold at least one"):
-        time_interleaved({}, device="cpu")
-    with pytest.raises(ValueError, match=r"samples_us \(0 samples\) must hold at least one"):
-        summarise([])
 
 
 def time_with_a_slow_rank(rank: int, num_ranks: int) -> dict[str, Timing]:
-    def slow_on_rank_1() -> None:
-        time.sleep(0.2 * rank)
-
-    return time_interleaved(
-        {"uneven": slow_on_rank_1, "even": lambda: None}, device="cpu", num_samples=3, num_warmup=1
-    )
+    variants = {"uneven": partial(time.sleep, 0.2 * rank), "even": partial(time.sleep, 0.0)}
+    return time_interleaved(variants, device="cpu", num_samples=3, num_warmup=1)
 
 
 def test_slowest_rank_counts_and_does_not_delay_the_next_variant(run_ranks: RunRanks) -> None:
@@ -100,14 +88,11 @@ def test_ranks_of_other_machines_do_not_compare_clocks(run_ranks: RunRanks) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_samples_include_work_that_was_only_launched() -> None:
     x = torch.ones(4096, 4096, device="cuda")
-    y = torch.empty_like(x)
 
     def multiply(count: int) -> None:
         for _ in range(count):
-            torch.mm(x, x, out=y)
+            torch.mm(x, x)
 
-    timings = time_interleaved(
-        {"4": lambda: multiply(4), "16": lambda: multiply(16)}, device="cuda"
-    )
+    timings = time_interleaved({str(n): partial(multiply, n) for n in (4, 16)}, device="cuda")
     ratio = timings["16"].median_us / timings["4"].median_us
     assert 3.0 < ratio < 5.0

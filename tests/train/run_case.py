@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from halley.cli.train import read_config
 from halley.core.config import (
     CheckpointConfig,
     DataConfig,
@@ -98,17 +99,17 @@ def make_world(rank: int = 0, num_ranks: int = 1) -> World:
     return World(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
 
 
+def read_settings(folder: Path, *settings: str, name: str = "run") -> RunConfig:
+    """Return the configuration of a run of the command line, with ``SETTINGS`` and these."""
+    text, output = str(write_text(folder)), str(folder / name)
+    return read_config(None, [*SETTINGS, *settings], data=text, output=output)
+
+
 def command_line(config: RunConfig) -> list[str]:
-    """Return the arguments of ``halley`` for a configuration that ``SETTINGS`` made."""
-    settings = [f"--set={setting}" for setting in SETTINGS]
-    num_steps = f"--set=train.num_steps={config.train.num_steps}"
-    return [
-        "train",
-        f"--data={config.data.path}",
-        f"--output={config.output}",
-        *settings,
-        num_steps,
-    ]
+    """Return the arguments of ``halley`` for a result of ``read_settings``."""
+    settings = [*SETTINGS, f"train.num_steps={config.train.num_steps}"]
+    paths = [f"--data={config.data.path}", f"--output={config.output}"]
+    return ["train", *paths, *(f"--set={setting}" for setting in settings)]
 
 
 def train_on_ranks(

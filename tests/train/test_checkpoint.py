@@ -1,4 +1,4 @@
-"""Checkpoints: saved on some ranks and loaded on others, torn ones told from whole ones."""
+"""Checkpoints: saved and found again on ranks; every kind of damage is named."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +21,16 @@ from halley.train.checkpoint import (
     check_writable,
     find_newest_checkpoint,
     load_checkpoint,
-    read_checkpoint_manifest,
     save_checkpoint,
 )
-from halley.train.manifest import compute_checksum
+from halley.train.manifest import compute_checksum, read_manifest
 from tests.damage import flip_bytes
 from tests.rank_pool import RunRanks
 from tests.train.checkpoint_case import change_manifest, make_state
 
 
-NUM_EXPERTS = 8
-
-
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_one_process_loads_what_it_saved(tmp_path: Path):
-    path = save_checkpoint(tmp_path / "runs", make_state(7), step=100, keep=1)
-    assert path == tmp_path / "runs" / "step-00000100"
-    state = make_state(0)
-    weight = state["model"]["weight"]
-    assert load_checkpoint(path, state) == 100
-    torch.testing.assert_close(state, make_state(7), rtol=0, atol=0)
-    assert weight.tolist() == [[7.0] * 3] * 2  # in place
 
 
 def test_manifest_lists_all_files(tmp_path: Path):
@@ -61,51 +48,44 @@ def test_manifest_lists_all_files(tmp_path: Path):
     del table["xxh3_128"]
     assert table == {"step": 3, "torch": torch.__version__, "notes": notes, "files": files}
     assert sorted(files) == [".metadata", "__0_0.distcp"]
-    manifest = read_checkpoint_manifest(path)
+    manifest = read_manifest(path)
     assert (manifest.step, manifest.notes) == (3, notes)
 
 
 def test_checksum_of_a_file_of_several_segments(tmp_path: Path):
     segment = 64 << 20
     content = torch.arange(2 * segment + 5, dtype=torch.int64).to(torch.uint8).numpy().tobytes()
-    (tmp_path / "file").write_bytes(content)
     parts = [content[:segment], content[segment : 2 * segment], content[2 * segment :]]
-    want = xxhash.xxh3_128_hexdigest(b"".join(map(xxhash.xxh3_128_digest, parts)))
-    assert compute_checksum(tmp_path / "file") == want
-    (tmp_path / "file").write_bytes(content[:segment])
-    assert compute_checksum(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content[:segment])
-    (tmp_path / "file").write_bytes(b"")
-    assert compute_checksum(tmp_path / "file") == xxhash.xxh3_128_hexdigest(b"")
+    digests = b"".join(map(xxhash.xxh3_128_digest, parts))
+    for text, hashed in ((content, digests), (parts[0], parts[0]), (b"", b"")):
+        (tmp_path / "file").write_bytes(text)
+        assert compute_checksum(tmp_path / "file") == xxhash.xxh3_128_hexdigest(hashed)
 
 
 def test_files_have_ordinary_permissions(tmp_path: Path):
     before = os.umask(0o022)
-    try:
-        path = save_checkpoint(tmp_path, make_state(1), step=3, keep=1)
-    finally:
-        os.umask(before)
+    path = save_checkpoint(tmp_path, make_state(1), step=3, keep=1)
+    os.umask(before)
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
     assert path.stat().st_mode & 0o777 == 0o755
 
 
-def test_old_checkpoints_and_remains_are_deleted(tmp_path: Path):
+def test_complete_checkpoints_that_are_too_old_are_deleted(tmp_path: Path):
     (tmp_path / "step-00000005.tmp").mkdir()
     (tmp_path / "step-00000005.tmp" / "part").touch()
     (tmp_path / "notes.txt").touch()
     for step in (10, 20, 30):
         save_checkpoint(tmp_path, make_state(step), step=step, keep=2)
     assert _names(tmp_path) == ["notes.txt", "step-00000020", "step-00000030"]
-
-
-def test_torn_checkpoints_do_not_count_as_kept(tmp_path: Path):
-    for step in (10, 20):
-        save_checkpoint(tmp_path, make_state(step), step=step, keep=2)
-    (tmp_path / "step-00000020" / "manifest.json").unlink()
-    save_checkpoint(tmp_path, make_state(30), step=30, keep=2)
-    assert _names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
-    # A damaged one is not deleted either: a person may still want something from it.
-    save_checkpoint(tmp_path, make_state(40), step=40, keep=1)
-    assert _names(tmp_path) == ["step-00000020", "step-00000040"]
+    # A damaged one neither counts nor is deleted: a person may still want something from it.
+    (tmp_path / "step-00000030" / "manifest.json").unlink()
+    save_checkpoint(tmp_path, make_state(40), step=40, keep=2)
+    assert _names(tmp_path)[1:] == ["step-00000020", "step-00000030", "step-00000040"]
+    save_checkpoint(tmp_path, make_state(50), step=50, keep=1)
+    assert _names(tmp_path)[1:] == ["step-00000030", "step-00000050"]
+    # Newer ones of another run stay.
+    save_checkpoint(tmp_path, make_state(45), step=45, keep=1)
+    assert _names(tmp_path)[1:] == ["step-00000030", "step-00000045", "step-00000050"]
 
 
 def test_saving_a_step_again_keeps_the_earlier_one_under_another_name(tmp_path: Path):
@@ -113,20 +93,24 @@ def test_saving_a_step_again_keeps_the_earlier_one_under_another_name(tmp_path: 
         path = save_checkpoint(tmp_path, make_state(value), step=10, keep=1)
     assert _names(tmp_path) == [path.name, f"{path.name}.replaced-1", f"{path.name}.replaced-2"]
     state = make_state(0)
-    load_checkpoint(path, state)
+    weight = state["model"]["weight"]
+    assert load_checkpoint(path, state) == 10
     torch.testing.assert_close(state, make_state(3), rtol=0, atol=0)
+    assert weight.tolist() == [[3.0] * 3] * 2  # in place
 
 
-def test_newer_checkpoints_of_another_run_stay(tmp_path: Path):
-    for step in (30, 10):
-        save_checkpoint(tmp_path, make_state(step), step=step, keep=1)
-    assert _names(tmp_path) == ["step-00000010", "step-00000030"]
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_keeping_nothing_is_an_error(tmp_path: Path, keep: int):
-    with pytest.raises(ValueError, match=rf"keep \({keep}\) must be at least 1"):
-        save_checkpoint(tmp_path, make_state(1), step=1, keep=keep)
+@pytest.mark.parametrize(
+    ("state", "keep", "message"),
+    [
+        (make_state(1), 0, r"keep \(0\) must be at least 1"),
+        (make_state(1), -1, r"keep \(-1\) must be at least 1"),
+        ({"optimizer": {"step": 3}}, 1, r"^state\.optimizer\.step \(int\) must be a tensor$"),
+    ],
+)
+def test_wrong_argument_is_an_error(tmp_path: Path, state: dict[str, Any], keep: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(tmp_path, state, step=1, keep=keep)
+    assert _names(tmp_path) == []
 
 
 def test_crash_before_the_rename_leaves_the_one_before(
@@ -162,32 +146,16 @@ def test_no_checkpoint_is_none(tmp_path: Path):
     assert find_newest_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_entry_that_was_not_saved_is_an_error(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [("router", (2,), "rank 0: .*router"), ("weight", (5, 3), r"\.weight")],
+)
+def test_checkpoint_of_another_model_is_an_error(
+    tmp_path: Path, name: str, size: tuple[int, ...], message: str
+):
     path = save_checkpoint(tmp_path, make_state(1), step=1, keep=1)
-    with pytest.raises(ValueError, match=r"must fit the model .* rank 0: .*router"):
-        load_checkpoint(path, {"model": {"router": torch.zeros(2)}})
-
-
-def test_other_shape_is_an_error(tmp_path: Path):
-    path = save_checkpoint(tmp_path, make_state(1), step=1, keep=1)
-    with pytest.raises(ValueError, match=r"must fit the model .*model\.weight"):
-        load_checkpoint(path, {"model": {"weight": torch.zeros(5, 3)}})
-
-
-def test_only_tensors_are_saved(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"^state\.optimizer\.step \(int\) must be a tensor$"):
-        save_checkpoint(tmp_path, {"optimizer": {"step": 3}}, step=1, keep=1)
-    assert _names(tmp_path) == []
-
-
-def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "runs"
-    message = rf"folder \({folder}\) must be writable: Not a directory"
-    with pytest.raises(ValueError, match=message):
-        check_writable(folder)
-    with pytest.raises(ValueError, match=message):
-        save_checkpoint(folder, make_state(1), step=1, keep=1)
+    with pytest.raises(ValueError, match=rf"must fit the model .*{message}"):
+        load_checkpoint(path, {"model": {name: torch.zeros(size)}})
 
 
 def test_writable_folder_is_left_empty(tmp_path: Path):
@@ -195,54 +163,11 @@ def test_writable_folder_is_left_empty(tmp_path: Path):
     assert _names(tmp_path / "a" / "b") == []
 
 
-def _sharded_state(num_ranks: int, ep_size: int, *, scale: float) -> dict[str, Any]:
-    """Return a state whose experts are sharded over ``ep_size`` ranks and copied over the rest."""
-    mesh = init_device_mesh("cpu", (num_ranks // ep_size, ep_size), mesh_dim_names=("dp", "ep"))
-    num_local = NUM_EXPERTS // ep_size
-    first = mesh.get_local_rank("ep") * num_local
-    rows = torch.arange(first, first + num_local, dtype=torch.float32)[:, None] * 10
-    local = (rows + torch.arange(3)) * scale
-    return {
-        "model": {
-            "experts": DTensor.from_local(local, mesh["ep"], [Shard(0)]),
-            "router": torch.arange(4.0) * scale,
-        },
-    }
-
-
-def _save_sharded(rank: int, num_ranks: int, folder: Path, ep_size: int) -> Path:
-    path = save_checkpoint(folder, _sharded_state(num_ranks, ep_size, scale=1.0), step=5, keep=1)
+def _save_sharded(rank: int, num_ranks: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    experts = DTensor.from_local(torch.full((4, 3), float(rank)), mesh, [Shard(0)])
+    path = save_checkpoint(folder, {"experts": experts}, step=5, keep=1)
     assert find_newest_checkpoint(folder) == path  # renamed before any rank goes on
-    return path
-
-
-def _load_sharded(rank: int, num_ranks: int, folder: Path, ep_size: int) -> Path | None:
-    path = find_newest_checkpoint(folder)
-    assert path is not None
-    state = _sharded_state(num_ranks, ep_size, scale=0.0)
-    expected = _sharded_state(num_ranks, ep_size, scale=1.0)
-    assert load_checkpoint(path, state) == 5
-    assert torch.equal(state["model"]["router"], expected["model"]["router"])
-    local = state["model"]["experts"].to_local()
-    assert torch.equal(local, expected["model"]["experts"].to_local())
-    return path
-
-
-@pytest.mark.parametrize(("num_ranks", "ep_size"), [(2, 1), (2, 2), (4, 2), (4, 4)])
-def test_experts_move_between_numbers_of_ranks(
-    run_ranks: RunRanks, tmp_path: Path, num_ranks: int, ep_size: int
-):
-    paths = run_ranks(_save_sharded, 2, tmp_path, 2)
-    assert paths == [tmp_path / "step-00000005"] * 2
-    assert run_ranks(_load_sharded, num_ranks, tmp_path, ep_size) == paths[:1] * num_ranks
-
-
-def test_experts_of_many_ranks_load_in_one_process(run_ranks: RunRanks, tmp_path: Path):
-    (path, _) = run_ranks(_save_sharded, 2, tmp_path, 2)
-    state: dict[str, Any] = {"model": {"experts": torch.zeros(NUM_EXPERTS, 3)}}
-    assert load_checkpoint(path, state) == 5
-    rows = torch.arange(float(NUM_EXPERTS))[:, None] * 10 + torch.arange(3)
-    assert torch.equal(state["model"]["experts"], rows)
 
 
 def _find_damaged(rank: int, num_ranks: int, folder: Path) -> tuple[Path | None, int]:
@@ -252,7 +177,7 @@ def _find_damaged(rank: int, num_ranks: int, folder: Path) -> tuple[Path | None,
 
 
 def test_ranks_agree_and_rank_0_warns(run_ranks: RunRanks, tmp_path: Path):
-    run_ranks(_save_sharded, 2, tmp_path, 2)
+    run_ranks(_save_sharded, 2, tmp_path)
     newer = tmp_path / "step-00000006"
     shutil.copytree(tmp_path / "step-00000005", newer)
     change_manifest(step=6)(newer)
@@ -320,5 +245,104 @@ def _unwritable(rank: int, num_ranks: int, folder: Path) -> str:
 
 def test_unwritable_folder_fails_on_all_ranks(run_ranks: RunRanks, tmp_path: Path):
     (tmp_path / "file").touch()
-    messages = run_ranks(_unwritable, 2, tmp_path / "file")
-    assert messages[0] == messages[1]
+    folder = tmp_path / "file" / "runs"
+    message = f"folder ({folder}) must be writable: Not a directory"
+    assert run_ranks(_unwritable, 2, folder) == [message] * 2
+
+
+def _replace(name: str, content: bytes) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        (path / name).write_bytes(content)
+
+    return replace
+
+
+def _unlink(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def _link(name: str) -> Callable[[Path], None]:
+    def link(path: Path) -> None:
+        (path / name).rename(path.parent / "elsewhere")
+        (path / name).symlink_to(path.parent / "elsewhere")
+
+    return link
+
+
+def _flip_step(path: Path) -> None:
+    file = path / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 1'))
+
+
+# What a manifest holds, with a right checksum, and why it is damaged.
+MANIFESTS: list[tuple[dict[str, object], str]] = [
+    ({"step": "2"}, "step ('2') must be an integer of at least 0"),
+    ({"step": -2}, "step (-2) must be an integer of at least 0"),
+    ({"notes": 3}, "notes must be an object"),
+    ({"files": {}}, "files must be an object with at least one file"),
+    *(
+        ({"files": {name: 3}}, f"the file name {name!r} must be a plain name inside the folder")
+        for name in ("../step-00000001/__0_0.distcp", "/etc/passwd", "..")
+    ),
+    (
+        {"files": {"__0_0.distcp": True}},
+        "the size of __0_0.distcp (True) must be an integer of at least 0",
+    ),
+    (
+        {"files": {"__0_0.distcp": {"num_bytes": 3}}},
+        "the checksum of __0_0.distcp must be a string",
+    ),
+]
+DAMAGED = "manifest.json is damaged: "
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (_unlink("manifest.json"), "manifest.json is missing"),
+    (
+        _replace("manifest.json", b'{"step": 2'),
+        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be JSON: Expecting ',' delimiter: "
+        "line 1 column 11 (char 10)",
+    ),
+    (_replace("manifest.json", b'["step"]'), f"{DAMAGED}it must be an object"),
+    (
+        _replace("manifest.json", b"\x80\x04"),
+        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be UTF-8 text: the byte at offset 0 "
+        "is not",
+    ),
+    (_flip_step, f"{DAMAGED}its content does not have its checksum"),
+    (_link("manifest.json"), "manifest.json is a link"),
+    (change_manifest(step=1), "its manifest is of step 1"),
+    *((change_manifest(**changes), f"{DAMAGED}{defect}") for changes, defect in MANIFESTS),
+    (_unlink("__0_0.distcp"), "__0_0.distcp is missing"),
+    (_replace("__0_0.distcp", b"123"), "__0_0.distcp has 3 bytes instead of {num_bytes}"),
+    (
+        lambda path: flip_bytes(path / "__0_0.distcp", num_bytes=1),
+        "__0_0.distcp is damaged: its checksum is not that of manifest.json",
+    ),
+    (_link("__0_0.distcp"), "__0_0.distcp is missing"),
+    (_unlink(".metadata"), ".metadata is missing"),
+]
+
+
+@pytest.mark.parametrize(("damage", "defect"), DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, damage: Callable[[Path], None], defect: str
+):
+    paths = [save_checkpoint(tmp_path, make_state(step), step=step, keep=2) for step in (1, 2)]
+    assert find_newest_checkpoint(tmp_path) == paths[1]
+    num_bytes = (paths[1] / "__0_0.distcp").stat().st_size
+    damage(paths[1])
+    report = (
+        f"checkpoint {paths[1]} is damaged: {defect.format(path=paths[1], num_bytes=num_bytes)}"
+    )
+    with pytest.warns(UserWarning, match="is damaged") as caught:
+        assert find_newest_checkpoint(tmp_path) == paths[0]
+    assert [str(warning.message) for warning in caught] == [
+        f"{report}: the run goes on from {paths[0]}, the newest complete checkpoint"
+    ]
+    assert caught[0].filename == __file__
+    shutil.rmtree(paths[0])
+    with pytest.raises(ValueError, match="is damaged") as error:
+        find_newest_checkpoint(tmp_path)
+    assert str(error.value) == (
+        f"{report}; {tmp_path} must hold a complete checkpoint: put back an intact copy, or start "
+        "at step 0 with halley train --restart, which keeps these files"
+    )

@@ -18,8 +18,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from halley.cli.main import main
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint, save_checkpoint
 from halley.train.checkpoint_reader import read_metadata
+from halley.train.manifest import read_manifest
 from tests.damage import pickle_bomb
-from tests.train.run_case import SETTINGS, write_text
+from tests.train.checkpoint_case import change_manifest
+from tests.train.run_case import checkpoint_of, command_line, read_settings
 
 
 def _save(folder: Path) -> Path:
@@ -30,27 +32,22 @@ def _save(folder: Path) -> Path:
     return save_checkpoint(folder, state, step=4, keep=1)
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in path.iterdir()}
+def _read(path: Path) -> Metadata:
+    return read_metadata(path, read_manifest(path).files)
 
 
-def replace_metadata(path: Path, content: bytes) -> None:
+def _replace_metadata(path: Path, content: bytes) -> None:
     """Put other metadata into a checkpoint, with a manifest that fits it, as a forger would."""
     (path / ".metadata").write_bytes(content)
-    table = json.loads((path / "manifest.json").read_text())
-    del table["xxh3_128"]
-    table["files"][".metadata"] = {
-        "num_bytes": len(content),
-        "xxh3_128": xxhash.xxh3_128_hexdigest(content),
-    }
-    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
-    table["xxh3_128"] = xxhash.xxh3_128_hexdigest(text.encode())
-    (path / "manifest.json").write_text(json.dumps(table))
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    checksum = xxhash.xxh3_128_hexdigest(content)
+    files[".metadata"] = {"num_bytes": len(content), "xxh3_128": checksum}
+    change_manifest(files=files)(path)
 
 
 def test_the_reader_returns_what_torch_reads(tmp_path: Path):
     path = _save(tmp_path)
-    got = read_metadata(path, file_sizes=_sizes(path))
+    got = _read(path)
     want: Metadata = pickle.loads((path / ".metadata").read_bytes())  # written by this test
     assert got.state_dict_metadata == want.state_dict_metadata
     assert got.storage_data == want.storage_data
@@ -60,20 +57,16 @@ def test_the_reader_returns_what_torch_reads(tmp_path: Path):
 def test_a_bomb_in_the_metadata_does_nothing_on_resume_and_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    text, run = write_text(tmp_path), tmp_path / "run"
-    argv = [
-        *("train", f"--data={text}", f"--output={run}", "--nproc=1"),
-        *(f"--set={setting}" for setting in [*SETTINGS, "train.num_steps=3"]),
-    ]
+    config = read_settings(tmp_path, "train.num_steps=3")
+    argv, checkpoint = [*command_line(config), "--nproc=1"], checkpoint_of(config, 3)
     assert main(argv) == 0
-    checkpoint = run / "checkpoints" / "step-00000003"
     marker = tmp_path / "marker"
-    replace_metadata(checkpoint, pickle_bomb(marker))
+    _replace_metadata(checkpoint, pickle_bomb(marker))
     told = (
         f"halley: error: checkpoint {checkpoint} is damaged: .metadata names posix.mkdir, which no "
         "checkpoint holds: the file does not come from Halley and was not read; "
     )
-    for words in (argv, ["export", str(run), f"--output={tmp_path}/hf"]):
+    for words in (argv, ["export", config.output, f"--output={tmp_path}/hf"]):
         capsys.readouterr()
         assert main(words) == 2
         assert capsys.readouterr().err.startswith(told)
@@ -103,42 +96,34 @@ def _reduce(module: str, name: str, *arguments: object) -> bytes:
     return b"\x80\x02c" + f"{module}\n{name}\n".encode() + packed + b"R."
 
 
-FORBIDDEN = [
-    ("os", "system"),
-    ("posix", "system"),
-    ("builtins", "eval"),
-    ("builtins", "exec"),
-    ("builtins", "getattr"),
-    ("builtins", "__import__"),
-    ("subprocess", "Popen"),
-    ("importlib", "import_module"),
-    ("torch", "load"),
-    ("torch", "save"),
-    ("torch.hub", "load"),
-    ("torch", "os.system"),
-    ("torch.serialization", "load"),
-    ("torch.storage", "_load_from_bytes"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("numpy", "load"),
-    ("pathlib", "Path.unlink"),
-    ("pathlib", "os"),
-    (_TORCH, "os.system"),
-    (_TORCH, "field"),
-    (_TORCH, "Metadata.__init__"),
-    ("torch.distributed.checkpoint.filesystem", "os"),
-    ("copyreg", "_reconstructor"),
-    ("operator", "attrgetter"),
-    ("functools", "partial"),
-    ("collections", "OrderedDict"),
-]
+FORBIDDEN = {
+    "builtins": ("eval", "exec", "getattr", "__import__"),
+    "torch": ("load", "save", "os.system"),
+    "pathlib": ("Path.unlink", "os"),
+    _TORCH: ("os.system", "field", "Metadata.__init__"),
+    "torch.distributed.checkpoint.filesystem": ("os",),
+    "torch.serialization": ("load",),
+    "torch.storage": ("_load_from_bytes",),
+    "torch._utils": ("_rebuild_tensor_v2",),
+    **dict.fromkeys(("numpy", "torch.hub"), ("load",)),
+    **dict.fromkeys(("os", "posix"), ("system",)),
+    "subprocess": ("Popen",),
+    "importlib": ("import_module",),
+    "copyreg": ("_reconstructor",),
+    "operator": ("attrgetter",),
+    "functools": ("partial",),
+    "collections": ("OrderedDict",),
+}
 
 
-@pytest.mark.parametrize(("module", "name"), FORBIDDEN)
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in FORBIDDEN.items() for name in names]
+)
 def test_names_that_torch_does_not_write_are_refused(tmp_path: Path, module: str, name: str):
     (tmp_path / ".metadata").write_bytes(_reduce(module, name, "touch marker"))
     message = rf"^\.metadata names {re.escape(module)}\.{re.escape(name)}, which no checkpoint"
     with pytest.raises(ValueError, match=message):
-        read_metadata(tmp_path, file_sizes={})
+        read_metadata(tmp_path, {})
 
 
 def test_a_pickle_cannot_change_classes_of_torch(tmp_path: Path):
@@ -148,7 +133,7 @@ def test_a_pickle_cannot_change_classes_of_torch(tmp_path: Path):
         b"\x80\x02c" + f"{_TORCH}\nMetadataIndex\n".encode() + state + b"b."
     )
     with pytest.raises(ValueError, match=r"^\.metadata is damaged: "):
-        read_metadata(tmp_path, file_sizes={})
+        read_metadata(tmp_path, {})
     assert "__setstate__" not in vars(MetadataIndex)
 
 
@@ -161,58 +146,54 @@ def _change(change: Callable[[Metadata], object]) -> Callable[[Path], bytes]:
     return read
 
 
-def _set_storage(**fields: object) -> Callable[[Metadata], object]:
-    return lambda metadata: next(iter(metadata.storage_data.values())).__dict__.update(fields)
+def _set_storage(**fields: object) -> Callable[[Path], bytes]:
+    return _change(lambda data: next(iter(data.storage_data.values())).__dict__.update(fields))
 
 
+def _set_size(size: object) -> Callable[[Path], bytes]:
+    return _change(lambda data: setattr(data.state_dict_metadata["empty"], "size", size))
+
+
+DAMAGED = ".metadata is damaged: "
+NO_METADATA = f"{DAMAGED}an entry is not of the type Metadata"
+NO_OFFSET = f"{DAMAGED}an entry of __0_0.distcp has no valid offset"
+NO_SIZE = f"{DAMAGED}a size is not a list of integers"
+NOT_LISTED = DAMAGED + "an entry is in the file {!r}, which the manifest does not list"
 WRONG: dict[str, tuple[Callable[[Path], bytes], str]] = {
-    "empty": (lambda path: b"", "Ran out of input"),
-    "no pickle": (lambda path: b"{}", "invalid load key, '{'."),
-    "a number": (lambda path: pickle.dumps(3), "an entry is not of the type Metadata"),
-    "another class": (
-        lambda path: pickle.dumps(MetadataIndex("a")),
-        "an entry is not of the type Metadata",
-    ),
+    "empty": (lambda path: b"", f"{DAMAGED}Ran out of input"),
+    "no pickle": (lambda path: b"{}", f"{DAMAGED}invalid load key, '{{'."),
+    "a number": (lambda path: pickle.dumps(3), NO_METADATA),
+    "another class": (lambda path: pickle.dumps(MetadataIndex("a")), NO_METADATA),
     "no tensors": (
-        _change(lambda metadata: setattr(metadata, "state_dict_metadata", None)),
-        "a table of entries is missing",
+        _change(lambda data: setattr(data, "state_dict_metadata", None)),
+        f"{DAMAGED}a table of entries is missing",
     ),
     "a file above the folder": (
-        _change(_set_storage(relative_path="../other/__0_0.distcp")),
-        "an entry is in the file '../other/__0_0.distcp', which the manifest does not list",
+        _set_storage(relative_path="../other/__0_0.distcp"),
+        NOT_LISTED.format("../other/__0_0.distcp"),
     ),
     "an absolute file": (
-        _change(_set_storage(relative_path="/etc/passwd")),
-        "an entry is in the file '/etc/passwd', which the manifest does not list",
+        _set_storage(relative_path="/etc/passwd"),
+        NOT_LISTED.format("/etc/passwd"),
     ),
     "an entry behind the file": (
-        _change(_set_storage(length=1 << 40)),
-        "an entry lies beyond the end of __0_0.distcp",
+        _set_storage(length=1 << 40),
+        f"{DAMAGED}an entry lies beyond the end of __0_0.distcp",
     ),
-    "a negative place": (
-        _change(_set_storage(offset=-1)),
-        "an entry of __0_0.distcp has no valid offset",
-    ),
-    "a place of another type": (
-        _change(_set_storage(offset="0")),
-        "an entry of __0_0.distcp has no valid offset",
-    ),
+    "a negative offset": (_set_storage(offset=-1), NO_OFFSET),
+    "an offset of another type": (_set_storage(offset="0"), NO_OFFSET),
     "a transformation": (
-        _change(_set_storage(transform_descriptors=["zstd"])),
-        "an entry of __0_0.distcp needs a transformation, which is not supported",
+        _set_storage(transform_descriptors=["zstd"]),
+        f"{DAMAGED}an entry of __0_0.distcp needs a transformation, which is not supported",
     ),
+    # torch pickles this class too, but Halley never saves anything but tensors.
     "an entry that is no tensor": (
-        _change(lambda metadata: metadata.state_dict_metadata.update(a=BytesStorageMetadata())),
-        "entry a is not of the type TensorStorageMetadata",
+        _change(lambda data: data.state_dict_metadata.update(a=BytesStorageMetadata())),
+        f".metadata names {_TORCH}.BytesStorageMetadata, which no checkpoint holds: the file does "
+        "not come from Halley and was not read",
     ),
-    "a size of another type": (
-        _change(lambda metadata: setattr(metadata.state_dict_metadata["empty"], "size", "2")),
-        "a size is not a list of integers",
-    ),
-    "a negative size": (
-        _change(lambda metadata: setattr(metadata.state_dict_metadata["empty"], "size", (-1,))),
-        "a size is not a list of integers",
-    ),
+    "a size of another type": (_set_size("2"), NO_SIZE),
+    "a negative size": (_set_size((-1,)), NO_SIZE),
 }
 
 
@@ -220,16 +201,7 @@ WRONG: dict[str, tuple[Callable[[Path], bytes], str]] = {
 def test_wrong_metadata_is_named(tmp_path: Path, name: str):
     path = _save(tmp_path)
     make, defect = WRONG[name]
-    content = make(path)
-    if name == "an entry that is no tensor":
-        # torch pickles this class too, but Halley never saves anything but tensors.
-        defect = (
-            f".metadata names {_TORCH}.BytesStorageMetadata, which no checkpoint holds: the file "
-            "does not come from Halley and was not read"
-        )
-    else:
-        defect = f".metadata is damaged: {defect}"
-    replace_metadata(path, content)
+    _replace_metadata(path, make(path))
     with pytest.raises(ValueError, match="is damaged") as caught:
         find_newest_checkpoint(tmp_path)
     assert str(caught.value).startswith(f"checkpoint {path} is damaged: {defect}; ")
@@ -249,4 +221,4 @@ def test_random_damage_is_a_value_error_or_harmless(tmp_path: Path):
         # Any other error fails the test; damage inside of a name reads as another name.
         with warnings.catch_warnings(), suppress(ValueError):
             warnings.simplefilter("ignore")
-            read_metadata(path, file_sizes=_sizes(path))
+            _read(path)

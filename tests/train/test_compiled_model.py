@@ -12,11 +12,10 @@ import torch
 import torch._dynamo
 
 from halley.core.config import RunConfig
-from halley.cost.profiles import default_path
+from halley.cost.hardware import default_path
 from halley.train import optim
-from halley.train.compiled_model import _find_profiles, check_passes
 from halley.train.optim import ModelOptimizer
-from halley.train.step import StepResult, train_step
+from halley.train.step import StepResult, _find_profiles, check_passes, train_step
 from tests.compiler.model_case import AllToAllCalls
 from tests.train.run_case import SMALL, built, make_config, write_text
 
@@ -29,41 +28,33 @@ def _take_steps(rank: int, num_ranks: int, config: RunConfig) -> list[StepResult
     return results
 
 
-def test_passes_change_no_step(run_ranks, tmp_path: Path) -> None:
-    model = dataclasses.replace(SMALL, num_layers=1)
-    config = make_config(write_text(tmp_path), model=model)
-    config = dataclasses.replace(config, strategy="functional")
-    want = run_ranks(_take_steps, 2, config)
-    passed = dataclasses.replace(config, passes="both")
-    assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
-
-
-def test_passes_plan_by_measured_times(run_ranks, tmp_path: Path) -> None:
+def test_passes_change_no_step_and_plan_by_measured_times(run_ranks, tmp_path: Path) -> None:
     """The first rank keeps what was measured; steps are those without passes."""
     model = dataclasses.replace(SMALL, num_layers=1)
     config = make_config(write_text(tmp_path), model=model)
     config = dataclasses.replace(config, strategy="functional")
     want = run_ranks(_take_steps, 2, config)
     path = tmp_path / "profiles.jsonl"
-    passed = dataclasses.replace(config, passes="wgrad", profiles=str(path))
-    assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
+    predicted = dataclasses.replace(config, passes="wgrad")
+    measured = dataclasses.replace(predicted, profiles=str(path))
+    for passed in (predicted, measured):
+        assert run_ranks(_take_steps, 2, passed, timeout_s=120.0) == want
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     kinds = {kind for line in lines for kind in ("op", "collective", "contention") if kind in line}
     assert kinds == {"op", "collective", "contention"}
     assert {line["environment"]["topology"] for line in lines} == {"ranks 2"}
     path.write_text("no profiles\n")
     with pytest.raises(Exception, match=r"profiles.jsonl.* must be a line of profiles"):
-        run_ranks(_take_steps, 2, passed, timeout_s=120.0)
+        run_ranks(_take_steps, 2, measured, timeout_s=120.0)
 
 
 def test_where_measured_times_are(tmp_path: Path) -> None:
     config = make_config(write_text(tmp_path))
-    assert _find_profiles(config, torch.device("cpu")) == ""
-    assert Path(_find_profiles(config, torch.device("cuda"))) == default_path()
-    given = dataclasses.replace(config, profiles="times.jsonl")
-    assert _find_profiles(given, torch.device("cpu")) == "times.jsonl"
-    none = dataclasses.replace(config, profiles="")
-    assert _find_profiles(none, torch.device("cuda")) == ""
+    wanted = [("auto", "cpu", ""), ("times.jsonl", "cpu", "times.jsonl"), ("", "cuda", "")]
+    wanted += [("auto", "cuda", str(default_path()))]
+    for profiles, device, path in wanted:
+        config = dataclasses.replace(config, profiles=profiles)
+        assert _find_profiles(config, torch.device(device)) == path
 
 
 def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
@@ -101,18 +92,22 @@ def test_sums_of_gradients_run_beside_backward(run_ranks, tmp_path: Path) -> Non
 
 def test_passes_want_a_whole_graph(tmp_path: Path) -> None:
     config = dataclasses.replace(make_config(write_text(tmp_path)), passes="wgrad")
-    with pytest.raises(ValueError, match=r"\(sequential\) must be functional, unfused or fused"):
-        check_passes(config)
-    with pytest.raises(ValueError, match=r"\(chunked\) must be functional, unfused or fused"):
-        check_passes(dataclasses.replace(config, strategy="fused,chunked"))
     for strategy in ("planned", "functional, fused:inputs", "unfused"):
         check_passes(dataclasses.replace(config, strategy=strategy))
-    config = dataclasses.replace(config, strategy="functional")
-    check_passes(config)
-    train = dataclasses.replace(config.train, activation_checkpointing=True)
-    with pytest.raises(ValueError, match=r"activation_checkpointing \(true\) must be false"):
-        check_passes(dataclasses.replace(config, train=train))
     moe = dataclasses.replace(config.model.moe, expert_bias=True)
-    biased = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
-    with pytest.raises(ValueError, match=r"model.moe.expert_bias \(true\) must be false"):
-        check_passes(biased)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"strategy": "sequential"}, r"\(sequential\) must be functional, unfused or fused"),
+        ({"strategy": "fused,chunked"}, r"\(chunked\) must be functional, unfused or fused"),
+        (
+            {"train": dataclasses.replace(config.train, activation_checkpointing=True)},
+            r"activation_checkpointing \(true\) must be false",
+        ),
+        (
+            {"model": dataclasses.replace(config.model, moe=moe)},
+            r"model.moe.expert_bias \(true\) must be false",
+        ),
+        ({"placement": "placement.json"}, r"placement \(.*\) must be '' for passes wgrad"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            check_passes(dataclasses.replace(config, **{"strategy": "functional", **changes}))

@@ -1,34 +1,65 @@
-"""Exported models: names, values and files as transformers takes them, and its very logits."""
+"""Exported models: files and values as transformers reads them, its logits, refused models."""
 
 import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from halley.core.config import (
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
     OptimizerConfig,
+    RouterConfig,
     RunConfig,
+    TrainConfig,
 )
-from halley.distributed.mesh import build_groups
-from halley.moe.experts import grouped_experts
+from halley.core.models import NAMED_MODELS
+from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.transformer import MoETransformer
 from halley.train.checkpoint import save_checkpoint
-from halley.train.checkpoint_reader import checkpoint_views
 from halley.train.hf_export import (
     ARCHITECTURES,
+    check_family,
     export_run,
+    hf_config,
     read_run_config,
 )
 from halley.train.optim import ModelOptimizer
+from tests.moe.model_case import MODELS as SMALL_MODELS
 from tests.moe.model_case import build_model, destroy, make_tokens
 from tests.rank_pool import RunRanks
-from tests.train.export_case import MODELS, run_config
 
 
 safetensors = pytest.importorskip("safetensors.torch")
+
+MOE = MoEConfig(num_experts=4, top_k=2, intermediate_size=8)
+NOT_NORMALIZED = RouterConfig(normalize=False, balance_coefficient=0.25)
+_BASE = dataclasses.replace(SMALL_MODELS["softmax"], qk_norm="none", head_dim=4, moe=MOE)
+
+
+def _family(name: str, **changes: Any) -> ModelConfig:
+    return dataclasses.replace(_BASE, hf_family=name, **changes)
+
+
+SHARED = dataclasses.replace(
+    MOE, shared_intermediate_size=12, shared_gate=True, router=NOT_NORMALIZED
+)
+SPARSE = {"num_dense_layers": 1, "moe_interval": 2, "dense_intermediate_size": 24}
+MODELS = {
+    "mixtral": _family("mixtral", head_dim=8, rope_theta=1e6, norm_eps=1e-3),
+    "qwen2_moe": _family("qwen2_moe", attention_bias=True, num_kv_heads=4, moe=SHARED),
+    "qwen3_moe": _family("qwen3_moe", qk_norm="head", head_dim=8, num_layers=4, **SPARSE),
+    "olmoe": _family("olmoe", qk_norm="full", moe=dataclasses.replace(MOE, router=NOT_NORMALIZED)),
+}
+
+
+def _run_config(model: ModelConfig, **train: str) -> RunConfig:
+    return RunConfig(model=model, data=DataConfig(seq_len=64), train=TrainConfig(**train))  # type: ignore[arg-type]
 
 
 def _write_config(folder: Path, config: RunConfig) -> None:
@@ -36,85 +67,30 @@ def _write_config(folder: Path, config: RunConfig) -> None:
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
 
 
-def _write_run(folder: Path, family: str, *, dtype: str = "float32") -> MoETransformer:
-    """Write what a run leaves; return its model, whose norms differ from one."""
-    config = run_config(MODELS[family], dtype)
+def _write_run(folder: Path, family: str, **train: str) -> MoETransformer:
+    """Write the files of a run; return its model, whose norms differ from one."""
+    config = _run_config(MODELS[family], **train)
     model = build_model(config.model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter += torch.linspace(-0.5, 0.5, parameter.numel())
     _write_config(folder, config)
-    parameters = checkpoint_views(dict(model.named_parameters()), grouped_experts(model))
-    save_checkpoint(folder / "checkpoints", {"parameters": parameters}, step=7, keep=1)
+    state = ModelOptimizer(model, OptimizerConfig(kind="sgd"), groups=ParallelGroups()).state()
+    save_checkpoint(folder / "checkpoints", state, step=7, keep=1)
     return model
-
-
-def _attention_names(layer: int, *, bias: bool = False, norms: bool = False) -> set[str]:
-    start = f"model.layers.{layer}"
-    names = {f"{start}.self_attn.{part}_proj.weight" for part in "qkvo"}
-    names |= {f"{start}.{norm}_layernorm.weight" for norm in ("input", "post_attention")}
-    if bias:
-        names |= {f"{start}.self_attn.{part}_proj.bias" for part in "qkv"}
-    if norms:
-        names |= {f"{start}.self_attn.{part}_norm.weight" for part in "qk"}
-    return names
-
-
-def _moe_names(layer: int) -> set[str]:
-    start = f"model.layers.{layer}.mlp"
-    parts = ("gate", "up", "down")
-    experts = {f"{start}.experts.{e}.{part}_proj.weight" for e in range(4) for part in parts}
-    return experts | {f"{start}.gate.weight"}
-
-
-_ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-NAMES: dict[str, set[str]] = {
-    "mixtral": _ENDS.union(
-        *(_attention_names(layer) for layer in (0, 1)),
-        {f"model.layers.{layer}.block_sparse_moe.gate.weight" for layer in (0, 1)},
-        {
-            f"model.layers.{layer}.block_sparse_moe.experts.{e}.{part}.weight"
-            for layer in (0, 1)
-            for e in range(4)
-            for part in ("w1", "w2", "w3")
-        },
-    ),
-    "qwen2_moe": _ENDS.union(
-        *(_attention_names(layer, bias=True) | _moe_names(layer) for layer in (0, 1)),
-        {f"model.layers.{layer}.mlp.shared_expert_gate.weight" for layer in (0, 1)},
-        {
-            f"model.layers.{layer}.mlp.shared_expert.{part}_proj.weight"
-            for layer in (0, 1)
-            for part in ("gate", "up", "down")
-        },
-    ),
-    # The first layer is dense, and of the others every second one.
-    "qwen3_moe": _ENDS.union(
-        *(_attention_names(layer, norms=True) for layer in range(4)),
-        _moe_names(2),
-        {
-            f"model.layers.{layer}.mlp.{part}_proj.weight"
-            for layer in (0, 1, 3)
-            for part in ("gate", "up", "down")
-        },
-    ),
-    "olmoe": _ENDS.union(
-        *(_attention_names(layer, norms=True) | _moe_names(layer) for layer in (0, 1))
-    ),
-}
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_names_and_values(family: str, tmp_path: Path):
+    """The logits test shows that transformers knows all names, where it is installed."""
     model = _write_run(tmp_path / "run", family)
-    told = export_run(tmp_path / "run", tmp_path / "hf")
-    assert (told.step, told.family) == (7, family)
-    assert told.files == ["config.json", "model.safetensors"]
+    export = export_run(tmp_path / "run", tmp_path / "hf")
+    assert (export.step, export.family) == (7, family)
+    assert export.files == ["config.json", "model.safetensors"]
     tensors = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
-    assert tensors.keys() == NAMES[family]
-    assert told.num_bytes == sum(4 * p.numel() for p in model.parameters())
-    assert told.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert export.num_bytes == sum(4 * p.numel() for p in model.parameters())
+    assert export.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
     parameters = dict(model.named_parameters())
     layer = 2 if family == "qwen3_moe" else 1
@@ -145,7 +121,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path):
         tmp_path / "hf", output_loading_info=True
     )
     assert type(other).__name__ == ARCHITECTURES[family]
-    assert not any(loading.values())  # nothing missing, nothing left over
+    assert not any(loading.values())  # no tensor is missing or unknown
     tokens_BS = make_tokens(0, batch_size=3, seq_len=40)
     with torch.no_grad():
         got_BSV, wanted_BSV = other(tokens_BS).logits, model(tokens_BS).logits_BSV
@@ -170,7 +146,7 @@ def test_shards(tmp_path: Path):
         found |= tensors
     assert len(parts.files) == 7 + len(["config.json", "model.safetensors.index.json"])
     # A layer: norm 64, q 1024, k and v 512 each | o 1024, norms 64, 32, 64, router 256 | gates and
-    # ups 4096 | downs 2048, and what follows. The embedding (2048) comes first, the head last.
+    # ups 4096 | downs 2048, and the start of the next. The embedding (2048) comes first.
     assert sizes == [4160, 1440, 4096, 4160, 1440, 4096, 4160]
     wanted = safetensors.load_file(tmp_path / "whole" / "model.safetensors")
     assert found.keys() == wanted.keys() == index["weight_map"].keys()
@@ -179,11 +155,11 @@ def test_shards(tmp_path: Path):
 
 def test_dtype_is_that_of_the_run(tmp_path: Path):
     model = _write_run(tmp_path / "run", "mixtral", dtype="bfloat16")
-    told = export_run(tmp_path / "run", tmp_path / "hf")
+    export = export_run(tmp_path / "run", tmp_path / "hf")
     tensors = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert torch.equal(tensors["lm_head.weight"], model.lm_head.weight.bfloat16())
-    assert told.num_bytes == sum(2 * p.numel() for p in model.parameters())
+    assert export.num_bytes == sum(2 * p.numel() for p in model.parameters())
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -197,7 +173,7 @@ def _save_on_rank(rank: int, num_ranks: int, folder: Path) -> None:
 
 def test_experts_of_all_ranks_come_together(run_ranks: RunRanks, tmp_path: Path):
     run_ranks(_save_on_rank, 2, tmp_path / "run")
-    _write_config(tmp_path / "run", run_config(MODELS["mixtral"]))
+    _write_config(tmp_path / "run", _run_config(MODELS["mixtral"]))
     export_run(tmp_path / "run", tmp_path / "hf")
     tensors = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
     alone = dict(build_model(MODELS["mixtral"]).named_parameters())
@@ -209,7 +185,7 @@ def test_experts_of_all_ranks_come_together(run_ranks: RunRanks, tmp_path: Path)
 
 
 def test_read_run_config(tmp_path: Path):
-    config = run_config(MODELS["qwen2_moe"], "bfloat16")
+    config = _run_config(MODELS["qwen2_moe"], dtype="bfloat16")
     _write_config(tmp_path, config)
     assert read_run_config(tmp_path) == config
     for text in ("[]", "{", '{"model": {"name": "x"}}'):
@@ -220,28 +196,81 @@ def test_read_run_config(tmp_path: Path):
             read_run_config(tmp_path)
 
 
-def test_folders_that_do_not_do(tmp_path: Path):
-    _write_config(tmp_path / "run", run_config(MODELS["olmoe"]))
+def test_wrong_folders_and_a_missing_package_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    _write_config(run, _run_config(MODELS["olmoe"]))
     with pytest.raises(ValueError, match=r"must hold a whole checkpoint in checkpoints/"):
-        export_run(tmp_path / "run", tmp_path / "hf")
+        export_run(run, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-    _write_run(tmp_path / "run", "olmoe")
+    _write_run(run, "olmoe")
     with pytest.raises(ValueError, match=r"run\) must be empty, or not there yet"):
-        export_run(tmp_path / "run", tmp_path / "run")
+        export_run(run, run)
     with pytest.raises(ValueError, match="must be a folder to write to: Not a directory"):
-        export_run(tmp_path / "run", tmp_path / "run" / "config.json" / "hf")
-
-
-def test_checkpoint_of_another_model(tmp_path: Path):
-    _write_run(tmp_path / "run", "olmoe")
-    _write_config(tmp_path / "run", run_config(dataclasses.replace(MODELS["olmoe"], num_layers=3)))
+        export_run(run, run / "config.json" / "hf")
+    _write_config(run, _run_config(dataclasses.replace(MODELS["olmoe"], num_layers=3)))
     with pytest.raises(ValueError, match="must fit the model"):
-        export_run(tmp_path / "run", tmp_path / "hf")
+        export_run(run, tmp_path / "hf")
     assert not (tmp_path / "hf" / "config.json").exists()
-
-
-def test_missing_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    _write_run(tmp_path / "run", "olmoe")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[hf\]'"):
-        export_run(tmp_path / "run", tmp_path / "hf")
+        export_run(run, tmp_path / "other")
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_config_fields_that_no_logit_shows(family: str):
+    config = hf_config(_run_config(MODELS[family]))
+    assert config["architectures"] == [ARCHITECTURES[family]]
+    assert config["max_position_embeddings"] == 64
+    assert config["router_aux_loss_coef"] == (0.01 if family in ("mixtral", "qwen3_moe") else 0.25)
+    assert config["tie_word_embeddings"] is False
+    for token in ("bos", "eos", "pad"):  # the defaults of the families are above 255
+        assert config[f"{token}_token_id"] is None
+
+
+@pytest.mark.parametrize("name", NAMED_MODELS)
+def test_families_of_named_models(name: str):
+    model = NAMED_MODELS[name]
+    if model.hf_family:
+        check_family(model)
+        return
+    with pytest.raises(ValueError, match=rf"hf_family \(''\).* {name} differs in: "):
+        check_family(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "wanted"),
+    [
+        ("mixtral", {"attention_bias": True}, "attention_bias is True, not False"),
+        ("mixtral", {"qk_norm": "head"}, "qk_norm is 'head', not 'none'"),
+        ("qwen3_moe", {"qk_norm": "full"}, "qk_norm is 'full', not 'head'"),
+        ("olmoe", {"head_dim": 8}, "head_dim is 8, not 4"),
+        (
+            "olmoe",
+            {"num_dense_layers": 1, "dense_intermediate_size": 8},
+            "number of dense layers is 1, not 0",
+        ),
+        (
+            "qwen2_moe",
+            {"moe": MOE},
+            "moe.shared_gate is False, not True; "
+            "moe.shared_intermediate_size is 0, not 'at least 1'",
+        ),
+        (
+            "mixtral",
+            {"moe": dataclasses.replace(MOE, router=NOT_NORMALIZED)},
+            "moe.router.normalize is False, not True",
+        ),
+        (
+            "mixtral",
+            {"moe": dataclasses.replace(MOE, activation="gelu", expert_bias=True)},
+            "moe.activation is 'gelu', not 'swiglu'; moe.expert_bias is True, not False",
+        ),
+    ],
+)
+def test_parts_that_differ(family: str, changes: dict[str, object], wanted: str):
+    model = dataclasses.replace(MODELS[family], **changes)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=rf"^model.hf_family \({family}\) must have") as caught:
+        check_family(model)
+    assert str(caught.value).endswith(f"equations: {wanted}")

@@ -14,17 +14,22 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from halley.cli.train import read_config
 from halley.core.config import RunConfig
 from tests.rank_pool import RunRanks
-from tests.train.run_case import SETTINGS, command_line, train_on_ranks, write_text
+from tests.train.run_case import (
+    checkpoint_of,
+    command_line,
+    read_metrics,
+    read_settings,
+    train_on_ranks,
+)
 
 
 NUM_STEPS = 40
 START_LIMIT_S = 90.0
 END_LIMIT_S = 60.0
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[[list[str]], subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -32,16 +37,11 @@ def start() -> Iterator[Start]:
     """Return the function that starts ``halley`` in a process; kill what is left at the end."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(argv: list[str], **environment: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "halley.cli", *argv],
-            env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
+    def start(argv: list[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "halley.cli", *argv]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
+        return processes[-1]
 
     yield start
     for process in processes:
@@ -57,17 +57,12 @@ def _wait_for_step(output: Path, step: int) -> None:
         time.sleep(0.005)
 
 
-def _find_ranks(launcher: int) -> dict[int, int]:
-    """Return the process of each rank that a launcher started."""
-    pids: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            parent = folder.joinpath("stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher:
-                variables = folder.joinpath("environ").read_bytes().decode().split("\0")
-                rank = next(v for v in variables if v.startswith("RANK="))
-                pids[int(rank.removeprefix("RANK="))] = int(folder.name)
-    return pids
+def _find_ranks(launcher: int, output: Path) -> tuple[int, int]:
+    """Return the processes of rank 0 and rank 1 that a launcher started."""
+    first: int = json.loads((output / "run.lock").read_text())["pid"]
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    (second,) = {int(pid) for pid in children} - {first}
+    return first, second
 
 
 def _is_running(pid: int) -> bool:
@@ -77,15 +72,14 @@ def _is_running(pid: int) -> bool:
 
 
 def _curve(config: RunConfig) -> list[tuple[int, float, float, float]]:
-    lines = Path(config.output, "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_metrics(config)
     return [(row["step"], row["loss"], row["router_loss"], row["grad_norm"]) for row in rows]
 
 
 def _last_checkpoint(config: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
-    output = Path(config.output)
-    dcp_to_torch_save(output / "checkpoints" / f"step-{NUM_STEPS:08d}", output / "last.pt")
-    return torch.load(output / "last.pt", weights_only=True)
+    path = Path(config.output, "last.pt")
+    dcp_to_torch_save(checkpoint_of(config, NUM_STEPS), path)
+    return torch.load(path, weights_only=True)
 
 
 def _newest_step(output: Path) -> int:
@@ -104,28 +98,18 @@ def _assert_same_run(config: RunConfig, whole: RunConfig) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def _make_configs(folder: Path) -> tuple[RunConfig, RunConfig]:
-    """Return a run to be killed and the same run elsewhere, not to be."""
-    text, settings = str(write_text(folder)), [*SETTINGS, f"train.num_steps={NUM_STEPS}"]
-    killed, whole = (
-        read_config(None, settings, data=text, output=str(folder / name))
-        for name in ("killed", "whole")
-    )
-    return killed, whole
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_rank_zero_killed_under_the_launcher(start: Start, run_ranks: RunRanks, tmp_path: Path):
-    config, whole = _make_configs(tmp_path)
+    num_steps = f"train.num_steps={NUM_STEPS}"
+    config, whole = (read_settings(tmp_path, num_steps, name=name) for name in ("killed", "whole"))
     output = Path(config.output)
     launcher = start([*command_line(config), "--nproc=2"])
     _wait_for_step(output, 5)
-    ranks = _find_ranks(launcher.pid)
-    assert set(ranks) == {0, 1}
-    os.kill(ranks[0], signal.SIGKILL)
+    first, second = _find_ranks(launcher.pid, output)
+    os.kill(first, signal.SIGKILL)
     _, errors = launcher.communicate(timeout=END_LIMIT_S)
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert not _is_running(ranks[1])
+    assert not _is_running(second)
     assert "\nhalley: failed on rank 1: rank 1 lost rank 0" in errors
     assert "\nhalley: rank 0 was killed by SIGKILL\n" in errors
     step = _newest_step(output)

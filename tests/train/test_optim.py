@@ -1,15 +1,18 @@
-"""The optimizer: its schedule by hand, clipping, float32 masters, and AdamW against torch's own."""
+"""The optimizer by hand, and gradient buckets whose sums equal those of autograd."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from halley.core.config import OptimizerConfig
-from halley.distributed.mesh import ParallelGroups
-from halley.moe.experts import GroupedExperts
-from halley.train.optim import ModelOptimizer, learning_rate
+from halley.distributed.mesh import ParallelGroups, build_groups
+from halley.moe.layer import GroupedExperts
+from halley.train import optim
+from halley.train.optim import GradientBuckets, ModelOptimizer, learning_rate
 
 
 def _optimizer(model: nn.Module, **changes: object) -> ModelOptimizer:
@@ -33,33 +36,23 @@ def _backward(model: nn.Module, value: float, optimizer: ModelOptimizer | None =
 
 
 @pytest.mark.parametrize(
-    ("step", "want"),
+    ("warmup_steps", "final_fraction", "num_steps", "want"),
     [
-        (0, 0.2),  # warm-up of 4 steps reaches 0.8 with its last
-        (1, 0.4),
-        (3, 0.8),
-        (4, 0.8),  # the cosine begins at its top
-        (8, 0.8 * (0.25 + 0.75 * 0.5)),  # half-way
-        (6, 0.8 * (0.25 + 0.75 * (0.5 + math.sqrt(0.125)))),  # an eighth of a turn
-        (12, 0.2),
-        (100, 0.2),  # and stays
+        # Warm-up of 4 steps reaches 0.8 with its last. Step 8 is half of the cosine, 12 its end.
+        (4, 0.25, 12, {0: 0.2, 1: 0.4, 3: 0.8, 4: 0.8, 8: 0.5, 12: 0.2, 100: 0.2}),
+        (4, 0.25, 12, {6: 0.8 * (0.25 + 0.75 * (0.5 + math.sqrt(0.125)))}),
+        (0, 0.0, 2, {0: 0.8, 1: 0.4, 2: 0.0}),
+        (4, 0.1, 4, {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8}),  # warm-up alone
     ],
 )
-def test_learning_rate_by_hand(step: int, want: float):
-    config = OptimizerConfig(learning_rate=0.8, warmup_steps=4, final_fraction=0.25)
-    assert learning_rate(config, step, num_steps=12) == pytest.approx(want, rel=1e-12)
-
-
-def test_learning_rate_without_warmup():
-    config = OptimizerConfig(learning_rate=0.8, warmup_steps=0, final_fraction=0.0)
-    rates = [learning_rate(config, step, num_steps=2) for step in range(3)]
-    assert rates == pytest.approx([0.8, 0.4, 0.0])
-
-
-def test_learning_rate_of_a_run_that_is_all_warmup():
-    config = OptimizerConfig(learning_rate=0.8, warmup_steps=4)
-    rates = [learning_rate(config, step, num_steps=4) for step in range(4)]
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8])
+def test_learning_rate_by_hand(
+    warmup_steps: int, final_fraction: float, num_steps: int, want: dict[int, float]
+):
+    config = OptimizerConfig(
+        learning_rate=0.8, warmup_steps=warmup_steps, final_fraction=final_fraction
+    )
+    got = {step: learning_rate(config, step, num_steps=num_steps) for step in want}
+    assert got == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize(("clip_norm", "want"), [(0.0, 6.0), (1.5, 1.5), (6.5, 6.0)])
@@ -136,12 +129,6 @@ def test_adamw_is_that_of_torch():
     torch.testing.assert_close(model.state_dict(), peer.state_dict(), rtol=0, atol=0)
 
 
-def test_float32_parameters_are_their_own_masters():
-    model = _linear()
-    optimizer = _optimizer(model)
-    assert all(optimizer.masters[name] is p for name, p in model.named_parameters())
-
-
 def test_bfloat16_gradients_and_updates_are_added_in_float32():
     model = _linear(torch.bfloat16, bias=False)
     optimizer = _optimizer(model)
@@ -161,27 +148,111 @@ def test_bfloat16_gradients_and_updates_are_added_in_float32():
     assert model.weight.unique().tolist() == [1.0]  # bfloat16 below 1 goes in steps of 2**-8
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+SIZES = (3, 5, 2, 4)  # of one parameter each; the second and the last are experts'
+
+
+class _Chain(nn.Module):
+    """Parameters that meet one after another, so that backward comes to the last one first."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(
+            nn.Parameter(torch.linspace(0.5, 1.5, size).to(dtype)) for size in SIZES
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, part in enumerate(self.parts):
+            x = (x * part).sum() * (1 + index) / 8
+        return x
+
+
+EXPERTS = {"parts.1": None, "parts.3": None}
+
+
+def _loss(model: nn.Module, rank: int, microbatch: int) -> torch.Tensor:
+    return model(torch.tensor(1.0 + rank + microbatch / 4)).float()
+
+
+def _sums(
+    rank: int, num_ranks: int, ep_size: int, num_microbatches: int, dtype: torch.dtype
+) -> tuple[dict, dict, list[int]]:
+    groups = build_groups(ep_size, device_type="cpu")
+    model = _Chain(dtype)
+    parameters = dict(model.named_parameters())
+    own = GradientBuckets(parameters, EXPERTS, groups=groups)
+    under_way: list[int] = []
+
+    def count_sums(_: torch.Tensor) -> None:
+        under_way.append(sum(bucket.sum is not None for bucket in own._buckets))
+
+    for _ in range(2):  # the second step begins anew
+        under_way.clear()
+        for microbatch in range(num_microbatches):
+            last = microbatch + 1 == num_microbatches
+            handle = model.parts[0].register_hook(count_sums)  # before its gradient is taken
+            with own.collecting(last=last):
+                _loss(model, rank, microbatch).backward()
+            handle.remove()
+        assert all(parameter.grad is None for parameter in parameters.values())
+        got = {name: sums.clone() for name, sums in own.wait_for_sums().items()}
+        own.clear()
+    for microbatch in range(num_microbatches):
+        _loss(model, rank, microbatch).backward()
+    want = {name: p.grad.float() for name, p in parameters.items() if p.grad is not None}
+    for name, total in want.items():
+        group = groups.edp if name in EXPERTS else groups.world
+        if group is not None:
+            dist.all_reduce(total, group=group)
+    return got, want, under_way
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_copied_into_another_optimizer_goes_on_alike(kind: str, dtype: torch.dtype):
-    first, second = _linear(dtype), nn.Linear(4, 3, dtype=dtype)
-    old, new = _optimizer(first, kind=kind), _optimizer(second, kind=kind)
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_sums_are_those_of_autograd(run_ranks: Callable, ep_size: int, dtype: torch.dtype) -> None:
+    for got, want, _ in run_ranks(_sums, 4, ep_size, 1, dtype):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
-    def take_step(model: nn.Module, optimizer: ModelOptimizer, value: float) -> None:
-        _backward(model, value, optimizer)
-        optimizer.sync()
-        optimizer.clip()
-        optimizer.step(0.125)
 
-    for value in (1.0, -3.0):
-        take_step(first, old, value)
-    with torch.no_grad():
-        for group, tensors in new.state().items():
-            for name, tensor in tensors.items():  # type: ignore[union-attr]
-                tensor.copy_(old.state()[group][name])  # type: ignore[index]
-    new.resume(2)
-    for value in (0.5, 2.0):
-        take_step(first, old, value)
-        take_step(second, new, value)
-    torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close(new.state(), old.state(), rtol=0, atol=0)
+def _small_buckets(rank: int, num_ranks: int, *case) -> tuple[dict, dict, list[int]]:
+    optim.BUCKET_BYTES = 1  # a parameter each
+    return _sums(rank, num_ranks, *case)
+
+
+def test_sums_of_microbatches_begin_in_the_last_backward_pass(run_ranks: Callable) -> None:
+    for got, want, under_way in run_ranks(_small_buckets, 2, 1, 2, torch.float32):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        # None in the first microbatch; in the last all but that of the first parameter.
+        assert under_way == [0, len(SIZES) - 1]
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    model = _Chain(torch.float32)
+    own = GradientBuckets(dict(model.named_parameters()), {}, groups=ParallelGroups())
+    with (
+        pytest.raises(AssertionError, match=r"\['parts.0', 'parts.1'\] have no gradient"),
+        own.collecting(last=True),
+    ):
+        (model.parts[2].sum() * model.parts[3].sum()).backward()
+
+
+def test_hooks_are_gone_after_backward() -> None:
+    model = _Chain(torch.float32)
+    config = OptimizerConfig(kind="sgd", clip_norm=0.0)
+    optimizer = ModelOptimizer(model, config, groups=ParallelGroups())
+    optimizer.backward(_loss(model, 0, 0))
+    for _ in range(2):
+        _loss(model, 0, 0).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="stop here"):
+            optimizer.backward(_Stop.apply(_loss(model, 0, 0)))
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("stop here")

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from halley.core.config import OptimizerConfig, RunConfig
+from halley.core.config import RunConfig
 from halley.core.placement import ExpertPlacement, read_counts, save_placements
 from halley.train.step import build_run, train_step
 from tests.rank_pool import RunRanks
@@ -19,6 +19,7 @@ from tests.train.run_case import (
     SIGMOID,
     SMALL,
     built,
+    losses_of,
     make_config,
     make_world,
     train_on_ranks,
@@ -74,23 +75,19 @@ def _check_equal_replicas(by_rank: list[dict[tuple[str, int], list[torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("ep_size", "layers", "optimizer", "changes"),
+    ("ep_size", "layers", "num_pairs", "changes"),
     [
-        (2, ON_TWO, ADAMW, {"num_microbatches": 2, "activation_checkpointing": True}),
-        (4, ON_FOUR, ADAMW, {"dtype": "bfloat16"}),
+        # Parameters times copies beyond the first: of the ranks with replicas, and of "edp".
+        (2, ON_TWO, 2 * (18 * 2 - 16), {"num_microbatches": 2, "activation_checkpointing": True}),
+        (4, ON_FOUR, 2 * 4, {"dtype": "bfloat16"}),
     ],
-    ids=["adamw, two copies, accumulated, checkpointed", "bfloat16"],
+    ids=["two copies, accumulated, checkpointed", "bfloat16"],
 )
 def test_the_curve_is_that_without_placement(
-    run_ranks: RunRanks,
-    tmp_path: Path,
-    ep_size: int,
-    layers: list,
-    optimizer: OptimizerConfig,
-    changes: dict,
+    run_ranks: RunRanks, tmp_path: Path, ep_size: int, layers: list, num_pairs: int, changes: dict
 ) -> None:
     text = write_text(tmp_path)
-    config = make_config(text, optimizer=optimizer, ep_size=ep_size, num_steps=NUM_STEPS, **changes)
+    config = make_config(text, optimizer=ADAMW, ep_size=ep_size, num_steps=NUM_STEPS, **changes)
     plain = run_ranks(_take_steps, 4, config)
     placed = run_ranks(_take_steps, 4, _place(config, layers))
     rtol = 0.01 if changes.get("dtype") == "bfloat16" else 1e-6
@@ -98,10 +95,7 @@ def test_the_curve_is_that_without_placement(
         assert got[0] == pytest.approx(want[0], rel=rtol)
         assert got[1] == pytest.approx(want[1], rel=10 * rtol)
     assert plain[0][0][-1] < plain[0][0][0] - 0.1
-    # Parameters times copies beyond the first: of the ranks with replicas, and of "edp".
-    assert _check_equal_replicas([held for _, _, held in placed]) == (
-        2 * 4 if ep_size == 4 else 2 * (18 * 2 - 16)
-    )
+    assert _check_equal_replicas([held for _, _, held in placed]) == num_pairs
 
 
 def test_replicas_stay_equal_where_three_copies_are_summed(
@@ -114,11 +108,6 @@ def test_replicas_stay_equal_where_three_copies_are_summed(
     assert _check_equal_replicas([held for _, _, held in placed]) == 2 * 2 * (10 * 3 - 8)
 
 
-def _losses(config: RunConfig) -> list[float]:
-    lines = Path(config.output, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
 def test_a_run_goes_on_under_another_placement(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Under the same, under another on fewer ranks, and under none; and from none to one."""
     text = write_text(tmp_path)
@@ -128,8 +117,8 @@ def test_a_run_goes_on_under_another_placement(run_ranks: RunRanks, tmp_path: Pa
     for each in (plain, placed):
         assert run_ranks(train_on_ranks, 4, each) == [list(range(1, 9))] * 4
         shutil.rmtree(Path(each.output, "checkpoints", "step-00000008"))
-    losses = _losses(plain)
-    assert _losses(placed) == pytest.approx(losses, rel=1e-6)
+    losses = losses_of(plain)
+    assert losses_of(placed) == pytest.approx(losses, rel=1e-6)
 
     alone = dataclasses.replace(config.train, num_microbatches=4)
     half = dataclasses.replace(config.train, num_microbatches=2)
@@ -144,9 +133,9 @@ def test_a_run_goes_on_under_another_placement(run_ranks: RunRanks, tmp_path: Pa
         shutil.copytree(old.output, output)
         copy = dataclasses.replace(new, output=str(output))
         run_ranks(train_on_ranks, num_ranks, copy)
-        assert _losses(copy) == pytest.approx(losses, rel=1e-6), index
+        assert losses_of(copy) == pytest.approx(losses, rel=1e-6), index
         if index == 0:  # bit for bit
-            assert _losses(copy) == _losses(placed)
+            assert losses_of(copy) == losses_of(placed)
 
 
 def test_a_checkpoint_holds_an_expert_once(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -182,6 +171,3 @@ def test_a_placement_for_other_sizes_is_named(tmp_path: Path) -> None:
     dense = dataclasses.replace(SMALL, num_dense_layers=1, dense_intermediate_size=8)
     with pytest.raises(ValueError, match=r"json\) must have 1 layers, the model's MoE layers"):
         build_run(_place(dataclasses.replace(config, model=dense), ON_TWO), make_world())
-    compiled = dataclasses.replace(_place(config, ON_TWO), passes="both", strategy="functional")
-    with pytest.raises(ValueError, match=r"placement \(.*\) must be '' for passes both"):
-        build_run(compiled, make_world())

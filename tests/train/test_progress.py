@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from halley.core.config import RunConfig, TrainConfig
 from halley.core.models import find_model
-from halley.train.progress import Metrics, Reporter, describe, drop_later_steps
+from halley.train.progress import Metrics, Reporter, drop_later_steps, say
 
 
 def _config(**changes: object) -> RunConfig:
@@ -41,7 +40,7 @@ def _report(path: Path | None, *, is_terminal: bool, config: RunConfig | None = 
         file=io.StringIO(), force_terminal=is_terminal, width=80, _environ=environment
     )
     reporter = Reporter(config or _config(), console=console, metrics=path)
-    reporter.say("[tiny] " + "one line, however long it is; " * 4)
+    say(console, "[tiny] " + "one line, however long it is; " * 4)
     with reporter.running(2):
         for step in (3, 4, 5):
             reporter.report(_metrics(step))
@@ -50,51 +49,41 @@ def _report(path: Path | None, *, is_terminal: bool, config: RunConfig | None = 
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_each_step_is_a_line_of_json(tmp_path: Path, is_terminal: bool):
+def test_each_step_is_a_line_of_json_beside_a_log_or_a_bar(tmp_path: Path, is_terminal: bool):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(_metrics(2)) + "\n")
-    _report(path, is_terminal=is_terminal)
+    shown = _report(path, is_terminal=is_terminal)
     lines = path.read_text(encoding="ascii").splitlines()
     assert [json.loads(line) for line in lines] == [_metrics(step) for step in (2, 3, 4, 5)]
-
-
-def test_a_log_gets_every_second_line_and_the_last(tmp_path: Path):
-    lines = _report(tmp_path / "metrics.jsonl", is_terminal=False).splitlines()
-    assert lines == [
+    if is_terminal:
+        assert all(text in shown for text in ("5/5", "loss 0.800  12.3k tok/s  mfu", "exposed 12%"))
+        assert "step 4/5" not in shown
+        return
+    assert shown.splitlines() == [
         "[tiny] " + ("one line, however long it is; " * 4),
         "step 4/5  loss 1.0000  12,346 tokens/s  mfu 25.0%  exposed communication 12.5%",
         "step 5/5  loss 0.8000  12,346 tokens/s  mfu 25.0%  exposed communication 12.5%",
     ]
 
 
-def test_a_terminal_gets_a_bar(tmp_path: Path):
-    shown = _report(tmp_path / "metrics.jsonl", is_terminal=True)
-    assert "5/5" in shown
-    assert "loss 0.800  12.3k tok/s  mfu" in shown
-    assert "exposed 12%" in shown
-    assert "step 4/5" not in shown
-
-
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    console = Console(file=io.StringIO(), quiet=True)
-    reporter = Reporter(_config(), console=console, metrics=None)
-    reporter.say("hello")
+    reporter = Reporter(_config(), console=Console(quiet=True), metrics=None)
     with reporter.running(0):
         reporter.report(_metrics(1))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    reporter = Reporter(_config(), console=Console(file=io.StringIO()), metrics=path)
+    log = io.StringIO()
+    reporter = Reporter(_config(), console=Console(file=log), metrics=path)
     with reporter.running(0):
         unknown = {"mfu": None, "exposed_share": None}
         reporter.report(_metrics(2, loss=math.nan, grad_norm=math.inf, **unknown))
     want = _metrics(2, loss=None, grad_norm=None, **unknown)
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == want
+    assert log.getvalue() == "step 2/5  loss nan  12,346 tokens/s  exposed communication -\n"
 
 
 def test_an_error_leaves_what_was_reported(tmp_path: Path):
@@ -114,11 +103,6 @@ def test_an_error_leaves_what_was_reported(tmp_path: Path):
         reporter.report(_metrics(2))
 
 
-def test_describe_without_mfu():
-    want = "loss 0.5000  12,346 tokens/s  exposed communication 12.5%"
-    assert describe(_metrics(8, mfu=None)) == want
-
-
 # Its protocol files still call what numpy 2 calls deprecated.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_reads_the_scalars_back(tmp_path: Path):
@@ -136,28 +120,13 @@ def test_tensorboard_reads_the_scalars_back(tmp_path: Path):
         assert got == want
 
 
-def test_tensorboard_that_is_not_there_is_named_by_all_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"train\.tensorboard .* pip install '\.\[tensor"):
-        Reporter(_config(tensorboard=True), console=Console(quiet=True), metrics=None)
-
-
 @pytest.mark.parametrize(
-    "torn",
-    [
-        "",
-        '{"step": 4, "lo',
-        '{"step": 4}',
-        '{"step": 2}',
-        "\0\0\0\0",
-        "{}\n",
-        "\n",
-        "[2]\n",
-        "\xff",
-    ],
+    "torn", ["", '{"step": 4, "lo', '{"step": 2}', "\0\0\0\0", "{}\n", "\n", "[2]\n", "\xff"]
 )
 def test_later_and_torn_lines_move_to_a_file_of_their_own(tmp_path: Path, torn: str):
     path = tmp_path / "metrics.jsonl"
+    drop_later_steps(path, step=2)  # a run's first start has no file
+    assert not list(tmp_path.iterdir())
     lines = [json.dumps({"step": step, "loss": 0.1 * step}) + "\n" for step in (1, 2, 3, 4)]
     path.write_text("".join(lines) + torn, encoding="latin-1")
     drop_later_steps(path, step=2)
@@ -166,8 +135,3 @@ def test_later_and_torn_lines_move_to_a_file_of_their_own(tmp_path: Path, torn: 
     assert path.read_text() == ""
     discarded = (tmp_path / "metrics.discarded.jsonl").read_text(encoding="latin-1")
     assert discarded == "".join(lines[2:]) + torn + "".join(lines[:2])
-
-
-def test_no_lines_are_none_to_drop(tmp_path: Path):
-    drop_later_steps(tmp_path / "metrics.jsonl", step=2)
-    assert list(tmp_path.iterdir()) == []

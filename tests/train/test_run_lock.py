@@ -25,41 +25,27 @@ with run_lock(Path(sys.argv[1])):
 """
 
 
-def _hold(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n"
-    return process
-
-
-def test_a_second_run_is_told_the_owner_although_it_is_stopped(tmp_path: Path):
-    owner = _hold(tmp_path)
-    try:
-        owner.send_signal(signal.SIGSTOP)
-        host = re.escape(module.socket.gethostname())
-        started = r"\d{4}(-\d\d){2} \d\d(:\d\d){2} [+-]\d{4}"
-        message = (
-            rf"^output \({tmp_path}\) must not be in use by another run: process {owner.pid} on "
-            rf"host {host}, started {started}, is training in it$"
-        )
-        with pytest.raises(ValueError, match=message), run_lock(tmp_path, patience_s=0.2):
-            pass
-    finally:
-        owner.kill()
-        owner.communicate()
-
-
-def test_a_killed_owner_leaves_no_lock(tmp_path: Path):
-    owner = _hold(tmp_path)
-    owner.kill()
-    owner.communicate()
+def test_a_second_run_is_told_the_owner_until_it_is_killed(tmp_path: Path):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == "locked\n"
+            owner.send_signal(signal.SIGSTOP)  # a stopped run holds its lock, too
+            host = re.escape(module.socket.gethostname())
+            started = r"\d{4}(-\d\d){2} \d\d(:\d\d){2} [+-]\d{4}"
+            message = (
+                rf"^output \({tmp_path}\) must not be in use by another run: process {owner.pid} "
+                rf"on host {host}, started {started}, is training in it$"
+            )
+            with pytest.raises(ValueError, match=message), run_lock(tmp_path, patience_s=0.2):
+                pass
+        finally:
+            owner.kill()
     assert json.loads((tmp_path / "run.lock").read_text())["pid"] == owner.pid
-    with run_lock(tmp_path, patience_s=0.0):
-        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
-    with run_lock(tmp_path, patience_s=0.0):
-        pass
+    for _ in range(2):
+        with run_lock(tmp_path, patience_s=0.0):
+            assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 
 def _write_foreign_owner(folder: Path) -> Path:
@@ -74,21 +60,14 @@ def test_an_owner_on_another_host_that_renews_its_lock_is_named(
 ):
     monkeypatch.setattr(module, "RENEW_S", 0.1)
     path = _write_foreign_owner(tmp_path)
-    renewer = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import os, sys, time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.1)",
-            path,
-        ]
-    )
-    try:
-        message = "process 7 on host elsewhere, started 2026-11-25 10:00:00, is training in it"
-        with pytest.raises(ValueError, match=message), run_lock(tmp_path):
-            pass
-    finally:
-        renewer.kill()
-        renewer.wait()
+    renew = "import os, sys, time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.1)"
+    message = "process 7 on host elsewhere, started 2026-11-25 10:00:00, is training in it"
+    with subprocess.Popen([sys.executable, "-c", renew, path]) as renewer:
+        try:
+            with pytest.raises(ValueError, match=message), run_lock(tmp_path):
+                pass
+        finally:
+            renewer.kill()
 
 
 def test_an_owner_on_another_host_that_is_gone_is_replaced(

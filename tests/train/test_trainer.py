@@ -1,28 +1,35 @@
-"""Whole runs in this process and on pooled ranks: what they write, and how they go on."""
+"""Whole runs: what they write, how they go on, how damage and signals end them."""
 
 import dataclasses
 import json
+import re
 import shutil
-from collections.abc import Callable
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from halley.cli.train import read_config
-from halley.core.config import RunConfig
+from halley.cli.main import main
 from halley.train.data import Corpus
+from halley.train.trainer import train
+from tests.damage import flip_bytes, hash_tree
 from tests.rank_pool import RunRanks
+from tests.train.checkpoint_case import change_manifest
 from tests.train.run_case import (
     ADAMW,
-    SETTINGS,
     SIGMOID,
     checkpoint_of,
+    command_line,
     losses_of,
     make_config,
+    make_world,
     read_metrics,
+    read_settings,
     train_here,
     train_on_ranks,
+    truncate,
     write_text,
 )
 
@@ -31,13 +38,8 @@ def test_a_run_writes_its_config_metrics_and_checkpoints(tmp_path: Path):
     config = make_config(write_text(tmp_path), num_steps=5, every_steps=2)
     assert train_here(config) == [1, 2, 3, 4, 5]
     output = Path(config.output)
-    assert sorted(path.name for path in output.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "counts.json",
-        "metrics.jsonl",
-        "run.lock",
-    ]
+    files = sorted(path.name for path in output.iterdir())
+    assert files == ["checkpoints", "config.json", "counts.json", "metrics.jsonl", "run.lock"]
     folders = sorted(path.name for path in (output / "checkpoints").iterdir())
     assert folders == ["step-00000002", "step-00000004", "step-00000005"]
     written = json.loads((output / "config.json").read_text())
@@ -84,123 +86,83 @@ def test_a_finished_run_says_so_and_keeps_its_files(
     )
 
 
-def test_a_run_that_is_not_to_resume_refuses_the_checkpoints_of_another(tmp_path: Path):
-    config = make_config(write_text(tmp_path), num_steps=3)
-    train_here(config)
-    losses = losses_of(config)
-    again = dataclasses.replace(config.checkpoint, resume=False)
-    with pytest.raises(ValueError, match=r"checkpoint\.resume \(false\) .*step-00000003 is there"):
-        train_here(dataclasses.replace(config, checkpoint=again))
-    assert losses_of(config) == losses
+ANOTHER = (
+    "{} must be {}, as in checkpoint {{path}} from which the run would go on; with another output "
+    "it starts anew"
+)
 
 
 @pytest.mark.parametrize(
-    ("setting", "name", "saved", "num_steps"),
+    ("setting", "num_steps", "message"),
     [
-        ("model.moe.top_k=1", "model.moe.top_k (1)", "2", 4),
-        ("model.rope_theta=500.0", "model.rope_theta (500.0)", "10000.0", 3),
-        ("model.moe.router.kind=sigmoid", "model.moe.router.kind ('sigmoid')", "'softmax'", 4),
-        ("optimizer.kind=sgd", "optimizer.kind ('sgd')", "'adamw'", 3),
+        ("model.moe.top_k=1", 4, ANOTHER.format("model.moe.top_k (1)", 2)),
+        ("model.rope_theta=500.0", 3, ANOTHER.format("model.rope_theta (500.0)", 10000.0)),
+        (
+            *("model.moe.router.kind=sigmoid", 4),
+            ANOTHER.format("model.moe.router.kind ('sigmoid')", "'softmax'"),
+        ),
+        ("optimizer.kind=sgd", 3, ANOTHER.format("optimizer.kind ('sgd')", "'adamw'")),
+        (
+            *("checkpoint.resume=false", 4),
+            "checkpoint.resume (false) must have an output without checkpoints: {path} is there",
+        ),
     ],
 )
 def test_a_run_does_not_go_on_with_another_model(
-    tmp_path: Path, setting: str, name: str, saved: str, num_steps: int
+    tmp_path: Path, setting: str, num_steps: int, message: str
 ):
-    text, output = str(write_text(tmp_path)), str(tmp_path / "run")
-    settings = [*SETTINGS, "train.num_steps=3"]
-    config = read_config(None, settings, data=text, output=output)
+    config = read_settings(tmp_path, "train.num_steps=3")
     train_here(config)
-    files = [Path(output, name) for name in ("config.json", "metrics.jsonl", "counts.json")]
+    files = [Path(config.output, name) for name in ("config.json", "metrics.jsonl", "counts.json")]
     before = [file.read_text() for file in files]
-    settings = [*settings, setting, f"train.num_steps={num_steps}"]
-    other = read_config(None, settings, data=text, output=output)
-    with pytest.raises(ValueError, match=r"must be") as caught:
-        train_here(other)
-    assert str(caught.value) == (
-        f"{name} must be {saved}, as in checkpoint {checkpoint_of(config, 3)} from which the run "
-        "would go on; with another output it starts anew"
-    )
+    with pytest.raises(ValueError, match=r"must") as caught:
+        train_here(read_settings(tmp_path, setting, f"train.num_steps={num_steps}"))
+    assert str(caught.value) == message.format(path=checkpoint_of(config, 3))
     assert [file.read_text() for file in files] == before
 
 
 def test_a_run_goes_on_with_other_settings_of_its_training(tmp_path: Path):
-    text, output = str(write_text(tmp_path)), str(tmp_path / "run")
-    settings = [*SETTINGS, "train.num_steps=3"]
-    train_here(read_config(None, settings, data=text, output=output))
-    manifest = Path(output, "checkpoints", "step-00000003", "manifest.json")
+    config = read_settings(tmp_path, "train.num_steps=3")
+    train_here(config)
+    manifest = checkpoint_of(config, 3) / "manifest.json"
     older = json.loads(manifest.read_text())
     assert older["notes"]["config"]["model"].pop("num_heads") == 4
     del older["xxh3_128"]
     manifest.write_text(json.dumps(older))  # as version 0.1 wrote it, which lacked the field
-    settings += [
-        "train.num_steps=5",
-        "train.log_every=1",
-        "train.dtype=bfloat16",
-        "optimizer.learning_rate=0.02",
-        "optimizer.beta2=0.99",
-        "model.moe.router.balance_coefficient=0.02",
-        "strategy=chunked",
-        "num_chunks=2",
-    ]
-    other = read_config(None, settings, data=text, output=output)
+    other = read_settings(
+        tmp_path,
+        *("train.num_steps=5", "train.log_every=1", "train.dtype=bfloat16"),
+        *("optimizer.learning_rate=0.02", "optimizer.beta2=0.99"),
+        *("model.moe.router.balance_coefficient=0.02", "strategy=chunked", "num_chunks=2"),
+    )
     assert train_here(other) == [4, 5]
-    written = json.loads(Path(output, "config.json").read_text())
+    written = json.loads(Path(config.output, "config.json").read_text())
     assert written == json.loads(json.dumps(dataclasses.asdict(other)))
 
 
-def test_metrics_that_a_crash_cut_short_are_written_again(tmp_path: Path):
-    config = make_config(write_text(tmp_path), num_steps=6, every_steps=4)
-    train_here(config)
-    losses = losses_of(config)
-    shutil.rmtree(checkpoint_of(config, 6))
-    metrics = Path(config.output, "metrics.jsonl")
-    metrics.write_text(metrics.read_text()[:-20])
-    assert train_here(config) == [5, 6]
-    assert losses_of(config) == losses
-
-
-@pytest.fixture
-def trained(run_ranks: RunRanks, tmp_path: Path) -> tuple[RunConfig, list[float]]:
-    """Return a run of 8 steps on 4 ranks with ep_size 2, left at step 4, and all its losses."""
+def test_a_run_goes_on_with_another_ep_size(run_ranks: RunRanks, tmp_path: Path):
+    text = write_text(tmp_path)
     config = make_config(
-        write_text(tmp_path),
-        model=SIGMOID,
-        optimizer=ADAMW,
-        ep_size=2,
-        num_steps=8,
-        every_steps=4,
+        text, model=SIGMOID, optimizer=ADAMW, ep_size=2, num_steps=8, every_steps=4
     )
     assert run_ranks(train_on_ranks, 4, config) == [list(range(1, 9))] * 4
     losses = losses_of(config)
     shutil.rmtree(checkpoint_of(config, 8))
-    return config, losses
-
-
-def test_a_run_goes_on_with_another_ep_size(
-    run_ranks: RunRanks, trained: tuple[RunConfig, list[float]], tmp_path: Path
-):
-    config, losses = trained
-    go_on: list[Callable[[RunConfig], object]] = [
-        lambda config: run_ranks(train_on_ranks, 4, dataclasses.replace(config, ep_size=1)),
-        lambda config: run_ranks(
-            train_on_ranks, 4, dataclasses.replace(config, ep_size=4, expert_tp_size=2)
-        ),
-        lambda config: run_ranks(train_on_ranks, 4, config),
-        lambda config: train_here(
-            dataclasses.replace(
-                config, ep_size=0, train=dataclasses.replace(config.train, num_microbatches=4)
-            )
-        ),
+    alone = dataclasses.replace(config.train, num_microbatches=4)
+    changes: list[tuple[int, dict[str, Any]]] = [
+        (4, {}),
+        (4, {"ep_size": 1}),
+        (4, {"ep_size": 4, "expert_tp_size": 2}),
+        (1, {"ep_size": 0, "train": alone}),
     ]
-    for index, resume in enumerate(go_on):
-        output = tmp_path / f"copy{index}"
-        shutil.copytree(config.output, output)
-        copy = dataclasses.replace(config, output=str(output))
-        resume(copy)
+    for index, (num_ranks, change) in enumerate(changes):
+        copy = dataclasses.replace(config, output=str(tmp_path / f"copy{index}"), **change)
+        shutil.copytree(config.output, copy.output)
+        run_ranks(train_on_ranks, num_ranks, copy)
         got = losses_of(copy)
         assert got[:4] == losses[:4]
         assert got == pytest.approx(losses, rel=1e-6)
-        if index == 2:  # the same ranks
+        if not change:
             assert got == losses
 
 
@@ -239,3 +201,128 @@ def test_another_order_of_the_text_is_a_warning(tmp_path: Path):
     )
     messages = [str(warning.message) for warning in caught]
     assert messages == [f"data.seq_len (8) was 16{end}", f"train.seed (5) was 0{end}"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_damaged_checkpoints_are_one_line_for_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = read_settings(tmp_path, "train.num_steps=9")
+    argv = command_line(config)
+    assert main([*argv, "--nproc=1"]) == 0
+    losses = losses_of(config)
+    checkpoint_of(config, 9).joinpath("manifest.json").unlink()
+    num_bytes = truncate(checkpoint_of(config, 6))
+    capsys.readouterr()
+    assert main([*argv, "--nproc=1"]) == 0
+    assert losses_of(config) == losses
+    lines = capsys.readouterr().err.splitlines()
+    folder = tmp_path / "run" / "checkpoints"
+    assert lines[0] == (
+        f"halley: warning: checkpoint {folder}/step-00000009 is damaged: manifest.json is "
+        f"missing; checkpoint {folder}/step-00000006 is damaged: __0_0.distcp has {num_bytes} "
+        f"bytes instead of {num_bytes + 1}: the run goes on from {folder}/step-00000003, the "
+        "newest complete checkpoint"
+    )
+    assert lines[1].endswith(", resumed after step 3")
+
+
+def test_damaged_checkpoints_stay_when_the_run_reaches_their_step_again(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=9, every_steps=3, optimizer=ADAMW)
+    train_here(config)
+    losses = losses_of(config)
+    truncate(checkpoint_of(config, 9))
+    damaged = hash_tree(checkpoint_of(config, 9))
+    with pytest.warns(UserWarning, match=r"step-00000009 is damaged: __0_0\.distcp has"):
+        assert train_here(config) == [7, 8, 9]
+    assert losses_of(config) == losses
+    assert hash_tree(checkpoint_of(config, 9).with_name("step-00000009.replaced-1")) == damaged
+    discarded = Path(config.output, "metrics.discarded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in discarded] == [7, 8, 9]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = read_settings(tmp_path, "train.num_steps=6")
+    output = config.output
+    argv = [*command_line(config), "--nproc=1"]
+    assert main(argv) == 0
+    losses = losses_of(config)
+    flip_bytes(checkpoint_of(config, 3) / "__0_0.distcp", num_bytes=4000)
+    (checkpoint_of(config, 6) / ".metadata").unlink()
+    before = hash_tree(Path(output), leave_out={"run.lock"})
+    capsys.readouterr()
+    assert main(argv) == 2
+    folder = tmp_path / "run" / "checkpoints"
+    assert capsys.readouterr().err == (
+        f"halley: error: checkpoint {folder}/step-00000006 is damaged: .metadata is missing; "
+        f"checkpoint {folder}/step-00000003 is damaged: __0_0.distcp is damaged: its checksum is "
+        f"not that of manifest.json; {folder} must hold a complete checkpoint: put back an intact "
+        "copy, or start at step 0 with halley train --restart, which keeps these files\n"
+    )
+    assert hash_tree(Path(output), leave_out={"run.lock"}) == before
+    assert main([*argv, "--restart"]) == 0
+    assert losses_of(config) == losses
+    assert hash_tree(Path(output, "previous-1")) == before
+
+
+def test_a_launcher_that_repeats_the_command_restarts_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = make_config(write_text(tmp_path), num_steps=4, every_steps=2)
+    train_here(config)
+    shutil.rmtree(checkpoint_of(config, 4))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    steps: list[int] = []
+    train(config, make_world(), on_step=steps.append, restart=True)
+    assert steps == [3, 4]
+    assert not Path(config.output, "previous-1").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path: Path, number: int):
+    whole = make_config(write_text(tmp_path), num_steps=5)
+    train_here(whole)
+    config = dataclasses.replace(whole, output=str(tmp_path / "stopped"))
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            signal.raise_signal(number)
+
+    outcome = train(config, make_world(), on_step=on_step)
+    assert (outcome.stop_signal, outcome.metrics["step"]) == (number, 3)
+    assert checkpoint_of(config, 3).exists()
+    assert train_here(config) == [4, 5]
+    assert losses_of(config) == losses_of(whole)
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(run_ranks: RunRanks, tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=5)
+    assert run_ranks(train_on_ranks, 2, config, (1, 2)) == [[1, 2]] * 2
+    assert checkpoint_of(config, 2).exists()
+
+
+def test_a_checkpoint_is_written_once_the_minutes_have_passed(tmp_path: Path):
+    config = make_config(write_text(tmp_path), num_steps=4)
+    every = dataclasses.replace(config.checkpoint, every_minutes=1e-9)
+    train_here(dataclasses.replace(config, checkpoint=every))
+    folders = sorted(path.name for path in checkpoint_of(config, 1).parent.iterdir())
+    assert folders == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("num_sequences", "8", "num_sequences ('8') of checkpoint {} must be at least 0"),
+        ("config", [1], "config of checkpoint {} must be a table"),
+    ],
+)
+def test_notes_of_a_wrong_type_are_an_error(tmp_path: Path, name: str, value: object, rule: str):
+    config = make_config(write_text(tmp_path), num_steps=2)
+    train_here(config)
+    path = checkpoint_of(config, 2)
+    notes = json.loads((path / "manifest.json").read_text())["notes"]
+    change_manifest(notes={**notes, name: value})(path)
+    with pytest.raises(ValueError, match=f"^{re.escape(rule.format(path))}$"):
+        train_here(config)

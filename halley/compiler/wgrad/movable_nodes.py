@@ -11,8 +11,7 @@ from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_gemm, mas
 from halley.compiler.node_cost import NodeCost
 
 
-# Moves units under the all-to-all of an overlap window and returns True, or returns False if there
-# is not enough memory. Arguments: indices of units, index of the window.
+# ``MemoryBudget.try_move``: takes indices of units and the index of an overlap window.
 TryMove = Callable[[Sequence[int], int], bool]
 _MAX_EXCESS = 2.0  # condition 8
 
@@ -51,12 +50,7 @@ class Assignment:
 
 
 def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Return the nodes that may move, each with its allowed overlap windows (conditions 1 to 4).
-
-    Args:
-        analysis: of the graph.
-        all_to_alls: indices of nodes, ascending.
-    """
+    """Return the nodes that may move, each with its allowed overlap windows (conditions 1 to 4)."""
     ordered = mask_of(analysis.find_collectives("all_to_all", "gather", "fused"))
     reductions = mask_of(analysis.find_collectives("reduce"))
     movable = [
@@ -93,7 +87,6 @@ def find_units(
     """Group movable nodes into units (condition 5).
 
     Args:
-        analysis: of the graph.
         movable: result of ``find_movable``.
         cost: microseconds of a node that computes.
         gemms_alone: return no units without a GEMM. Inductor fuses sums for gradients of biases and
@@ -181,10 +174,9 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit behind the unplaced units that it needs.
+        """Place a unit and, before it, the unplaced units that it needs; return their time.
 
-        Returns:
-            The time of all placed units, or None if their memory does not fit.
+        None if their memory does not fit.
         """
         units = [*self._unplaced_needs(at), at]
         if not self._try_move(units, window):

@@ -54,7 +54,6 @@ def build_order(
     - Waits for reduced gradients, and their readers, run at the end.
 
     Args:
-        analysis: of the graph.
         units: result of ``find_units``.
         windows: for the index of an all-to-all, the indices of the units to run under it, in order.
         early: nodes, ascending, that run as soon as their ancestors have run.
@@ -98,11 +97,6 @@ def place_reductions(
     All-to-alls have priority on the network, because computation waits for them. The gap after an
     all-to-all takes the longest reduction that fits and whose gradient is ready before the next
     all-to-all, again and again. Other reductions follow the last all-to-all.
-
-    Args:
-        analysis: of the graph.
-        operations: the nodes of the graph with their times.
-        order: of all nodes.
 
     Source: the code of Lancet, which simulates the graph with reductions that take no time to find
     the gaps.

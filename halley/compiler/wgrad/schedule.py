@@ -58,11 +58,9 @@ from typing import final
 
 from torch import fx
 
-from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_gemm, module_of
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, Sizes, is_gemm, module_of
 from halley.compiler.graph_memory import LiveBytes
 from halley.compiler.node_cost import NodeCost, operations
-from halley.compiler.partition.partition_plan import SegmentReport
-from halley.compiler.sizes import Sizes
 from halley.compiler.wgrad.movable_nodes import Unit, assign, find_movable, find_units
 from halley.compiler.wgrad.order import build_order, place_reductions
 from halley.core.timeline import Span, exposed_us
@@ -91,9 +89,7 @@ class MemoryBudget:
     all-to-all. The final order differs a little, so ``plan_wgrad`` counts its peak again.
 
     Args:
-        analysis: of the graph.
         live: buffers of the graph and their readers.
-        units: that may move.
         all_to_alls: indices of nodes, ascending.
         limit: most live bytes.
     """
@@ -124,11 +120,9 @@ class MemoryBudget:
                 self._reads[reader].append(buffer)
 
     def try_move(self, ats: Sequence[int], window: int) -> bool:
-        """Move units under an all-to-all and return True, or return False if memory is too small.
+        """Move units, in the order in which they run, under the all-to-all of an overlap window.
 
-        Args:
-            ats: indices of units, in the order in which they run.
-            window: index of the overlap window.
+        Return whether memory suffices; else nothing moves.
         """
         start = self._all_to_alls[window]
         nodes = [node for at in ats for node in self._units[at].nodes]
@@ -202,8 +196,6 @@ class OrderReport:
         time_before, time_after: of the graph, in its own order and in the new one.
         peak_before, peak_after: most live bytes.
         spans_before, spans_after: of each node.
-        ranges: segments that run in microbatches.
-        skipped: reasons why other segments do not.
         predicted: keys, in profiles, of operations without a measured time.
         sm_margins: SMs that dense and grouped GEMMs leave free beside collectives.
         planning_s, measuring_s: seconds that the passes spent on the plan and on measurements.
@@ -217,8 +209,6 @@ class OrderReport:
     modules: dict[str, str] = field(default_factory=dict[str, str], repr=False)
     spans_before: tuple[Span, ...] = field(default=(), repr=False)
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
-    ranges: tuple[SegmentReport, ...] = ()
-    skipped: tuple[str, ...] = ()
     predicted: tuple[str, ...] = ()
     sm_margins: tuple[int, int] = (0, 0)
     planning_s: float = 0.0
@@ -236,9 +226,6 @@ def plan_wgrad(
     gemms_alone: bool = False,
 ) -> list[int]:
     """Return an order of a graph in which weight-gradient GEMMs run under all-to-alls.
-
-    The pass also serves forward graphs in microbatches, where it moves the nodes that put the
-    microbatches together.
 
     Args:
         analysis: of the graph.
@@ -277,7 +264,7 @@ def plan_wgrad(
         windows = dict(zip(all_to_alls, assignment.windows, strict=True))
         order = build_order(analysis, units, windows, early=early)
         order = place_reductions(analysis, timed, order)
-        peak = live.peak(order)[0]
+        peak = live.peak(order)
         if peak <= max_bytes:
             return order
         limit -= peak - max_bytes
@@ -309,16 +296,7 @@ def report_order(
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
 ) -> OrderReport:
-    """Return the predicted effects of an order.
-
-    Args:
-        analysis: of the graph in its own order.
-        order: of all of its nodes.
-        cost: microseconds of a node.
-        sizes: bytes of results.
-        contention: of computation and communication.
-        inside: nodes whose results stay inside of a kernel, for ``LiveBytes``.
-    """
+    """Return the predicted effects of an order of all nodes; other arguments as for the plan."""
     timed, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
     identity = range(len(analysis.nodes))
     shown = [analysis.nodes[index] for index in analysis.find_collectives("all_to_all")]
@@ -329,8 +307,8 @@ def report_order(
         modules={node.name: module_of(node) for node in shown},
         time_before=time_of(before),
         time_after=time_of(after),
-        peak_before=live.peak(identity)[0],
-        peak_after=live.peak(order)[0],
+        peak_before=live.peak(identity),
+        peak_after=live.peak(order),
         spans_before=tuple(before),
         spans_after=tuple(after),
     )

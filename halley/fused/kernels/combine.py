@@ -6,24 +6,22 @@
 In forward, the GEMM multiplies activations by the second projection, and a token's rows are summed
 with its routing weights. In backward, it multiplies gradients by the transposed first projection,
 and the sum has no weights; the gradients of the routing weights are sent as well. Both run the same
-two kernels side by side: ``chunked_gemm_kernel`` (``combine_gemm.py``) and ``combine_kernel``.
+two kernels side by side: ``chunked_gemm_kernel`` and ``combine_kernel``.
 
 Source: COMET (arXiv:2502.19811), sections 3.1 (columns first) and 3.2.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from halley.fused.kernels.combine_gemm import chunked_gemm_kernel, end_combine
-from halley.fused.kernels.dispatch_plan import usable_here
 from halley.fused.kernels.layout import (
-    ANY_COPIES,
+    COMBINE_EXITS,
     COMBINE_TICKET,
     NUM_COPIES,
+    NUM_TILES,
     PASS,
+    SECOND_GEMM_TICKET,
     SUM_TICKET,
-    KernelContext,
 )
 from halley.fused.kernels.partial_sums import (
     count_sent,
@@ -33,18 +31,158 @@ from halley.fused.kernels.partial_sums import (
     sums_are_ready,
     wait_for_sums,
 )
-from halley.fused.kernels.peer import COMBINE, failure_code, poll, wait
-from halley.fused.launch_pair import (
+from halley.fused.kernels.peer import (
+    COMBINE,
+    MAX_ROWS,
     end_with_first,
+    exits_last,
+    failure_code,
     let_second_begin,
-    shape_launches,
-    side_by_side,
+    poll,
+    report_failure,
+    usable_here,
+    wait,
+    wait_bulk_stores,
 )
-from halley.ops.kernels.launch import Launcher, aligned
-from halley.ops.kernels.tiles import GemmTile, describe_rows, describe_weights
+from halley.fused.kernels.routing_exchange import group_of
+from halley.ops.kernels.tiles import (
+    multiply_step,
+    multiply_tile,
+    tile_of,
+)
 
 
-_COMBINE_REGISTERS = 160  # per thread; divided among the combining CTAs of an SM
+_MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: see _second_gemm_run
+
+
+@triton.jit
+def end_combine(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
+    """Count a CTA that ends; the last one of both kernels zeroes their counters.
+
+    It also reports ranks with too many rows, which set flags without sums: see ``count_task``.
+    """
+    tickets = plan + LAYOUT.tickets
+    if exits_last(tickets + COMBINE_EXITS, num_exits):
+        tl.store(tickets + SECOND_GEMM_TICKET, 0)
+        tl.store(tickets + COMBINE_TICKET, 0)
+        tl.store(tickets + SUM_TICKET, 0)
+        tl.store(tickets + COMBINE_EXITS, 0)
+        num_counts: tl.constexpr = LAYOUT.max_chunks * LAYOUT.num_groups
+        tl.store(plan + LAYOUT.chunk_done + tl.arange(0, num_counts), 0)
+        tl.store(plan + LAYOUT.chunk_sent + tl.arange(0, LAYOUT.max_chunks), 0)
+        for peer in range(LAYOUT.num_ranks):
+            num_rows = tl.load(routing + LAYOUT.overflow_rows + peer)
+            if num_rows > 0:
+                report_failure(status, host_status, failure_code(MAX_ROWS, peer, num_rows))
+
+
+@triton.jit
+def _second_gemm_run(
+    ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
+    LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr, TRANSPOSED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """Compute the tiles of a ticket, and count the finished tiles of the previous ticket.
+
+    A CTA may count tiles only when their TMA stores are complete. So it counts them one ticket
+    later, and does not wait for the stores of its last tile.
+
+    ``pending`` describes the tiles of the previous ticket in one word: ``_MAX_RUN`` times the index
+    of their counter in ``chunk_done``, plus the number of tiles. The function returns the same word
+    for this ticket. Example: 2 tiles of chunk 1 and group 3, 8 groups: 1024 * 11 + 2.
+    """
+    BLOCK_M: tl.constexpr = LAYOUT.block_m
+    STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+    num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
+    per_chunk: tl.constexpr = CHUNK // BLOCK_N
+    chunk_runs: tl.constexpr = (per_chunk + RUN - 1) // RUN
+    chunk = ticket // (num_tiles * chunk_runs)
+    first_column = chunk * per_chunk
+    end = tl.minimum(first_column + per_chunk, num_columns)
+    ticket_in_chunk = ticket - chunk * num_tiles * chunk_runs
+    tile, run = tile_of(ticket_in_chunk, num_tiles, tl.cdiv(end - first_column, RUN), GROUP)
+    first = first_column + run * RUN
+    columns = tl.minimum(end - first, RUN)
+    expert = tl.load(plan + LAYOUT.tile_expert + tile)
+    row = tile * BLOCK_M
+    if RUN == 1:
+        column = first * BLOCK_N
+        acc = multiply_tile(
+            a_desc, b_desc, row, expert, column, DEPTH, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        # After the main loop, when the stores of the previous tile are complete.
+        _count_tiles(pending, plan, LAYOUT)
+        z_desc.store([row, column], acc.to(z_desc.dtype))
+    else:
+        # Before the loop: the stores in the loop would have to be waited for as well.
+        _count_tiles(pending, plan, LAYOUT)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(0, columns * STEPS):
+            column = (first + step // STEPS) * BLOCK_N
+            k = (step % STEPS) * BLOCK_K
+            acc = multiply_step(
+                acc, a_desc, b_desc, row, expert, column, k, TRANSPOSED, BLOCK_N, BLOCK_K
+            )
+            if step % STEPS == STEPS - 1:
+                z_desc.store([row, column], acc.to(z_desc.dtype))
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return (chunk * LAYOUT.num_groups + group_of(expert, LAYOUT)) * _MAX_RUN + columns
+
+
+@triton.jit
+def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
+    """Wait until the stores of tiles are complete, then count the tiles; see _second_gemm_run."""
+    if pending > 0:
+        wait_bulk_stores()
+        tl.debug_barrier()  # the stores of all threads are complete before one thread releases
+        done = plan + LAYOUT.chunk_done + pending // _MAX_RUN
+        tl.atomic_add(done, pending % _MAX_RUN, sem="release", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["capacity", "copy_capacity", "num_exits"])
+def chunked_gemm_kernel(
+    z_desc, plan, a_desc, b_desc, routing, capacity, copy_capacity, num_exits, status, host_status,
+    LAYOUT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Multiply the tiles of the plan, one chunk of columns after another; count finished tiles.
+
+    CTAs take tiles by tickets of one counter. They wait for nothing but their own stores::
+
+        chunked_gemm_kernel: load rows and weights, multiply, store z (TMA)
+                             chunk_done[c, g] += number of tiles (release)
+                                  |
+        combine_kernel: waits for chunk_done[c, g]
+
+    A CTA takes ``RUN`` neighbouring tiles at a time. It counts them one ticket later, when their
+    stores are complete: with ``RUN`` 1 after the next main loop, else before it.
+
+    Example: 3 row tiles, hidden size 1024, chunks of 512 columns, ``BLOCK_N`` 256, ``RUN`` 1.
+    Tickets 0-5 are chunk 0 (two column tiles of three row tiles), tickets 6-11 are chunk 1.
+    """
+    let_second_begin()
+    num_columns: tl.constexpr = (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N
+    num_chunks: tl.constexpr = (HIDDEN_SIZE + CHUNK - 1) // CHUNK
+    per_chunk: tl.constexpr = CHUNK // BLOCK_N
+    last_columns: tl.constexpr = num_columns - (num_chunks - 1) * per_chunk
+    chunk_runs: tl.constexpr = (per_chunk + RUN - 1) // RUN
+    num_runs: tl.constexpr = (num_chunks - 1) * chunk_runs + (last_columns + RUN - 1) // RUN
+    usable = usable_here(plan, capacity, copy_capacity, LAYOUT)
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
+    total = num_tiles * num_runs
+    tickets = plan + LAYOUT.tickets + SECOND_GEMM_TICKET
+    pending = 0  # tiles that are not counted yet, see _second_gemm_run
+    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    while ticket < total:
+        pending = _second_gemm_run(
+            ticket, pending, a_desc, b_desc, z_desc, plan, num_tiles,
+            LAYOUT, HIDDEN_SIZE, DEPTH, TRANSPOSED, CHUNK, BLOCK_N, BLOCK_K, GROUP, RUN,
+        )  # fmt: skip
+        ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    _count_tiles(pending, plan, LAYOUT)
+    end_combine(num_exits, plan, routing, status, host_status, LAYOUT)
 
 
 @triton.jit
@@ -210,145 +348,3 @@ def combine_kernel(
         sum_ticket = tl.atomic_add(tickets + SUM_TICKET, 1, sem="relaxed", scope="gpu")
     end_combine(num_exits, plan, routing, status, host_status, LAYOUT)
     end_with_first()
-
-
-_launch_second_gemm = Launcher(chunked_gemm_kernel)
-_launch_combine = Launcher(combine_kernel)
-
-
-def gemm_combine(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    y_TD: torch.Tensor,
-    z_RD: torch.Tensor,
-    h_RF: torch.Tensor,
-    down_LDF: torch.Tensor,
-    fused: bool = True,
-    copy_capacity: int = ANY_COPIES,
-) -> None:
-    """Multiply by the second projection, and send each token's weighted sum to its source rank.
-
-    Args:
-        context: buffers of this rank, with the layout of the plan.
-        plan: made by ``make_plan`` for this call.
-        y_TD: written: the layer's output for this rank's tokens.
-        z_RD: scratch, written: output rows of the second projection.
-        h_RF: activations from ``dispatch_gemm``.
-        down_LDF: stacked weights, ``(L, D, F)``.
-        fused: False runs the whole GEMM before the kernel that combines.
-        copy_capacity: capacity in token copies of ``dispatch_gemm``, if it saved them.
-
-    As in ``dispatch_gemm``, the kernels do nothing if the plan has more rows than ``h_RF`` or
-    ``z_RD``, or more token copies than ``copy_capacity``.
-    """
-    unused = context.status
-    _launch_gemm_and_combine(
-        context,
-        plan,
-        tile=context.config.down,
-        rows=h_RF,
-        weights=down_LDF,
-        y_TD=y_TD,
-        z_RD=z_RD,
-        weight_gradients=(unused, unused, unused, unused),
-        num_summands=0,
-        capacities=(min(len(z_RD), len(h_RF)), copy_capacity),
-        dtypes=(z_RD.dtype,),
-        fused=fused,
-    )
-
-
-def dgrad_combine(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    dx_TD: torch.Tensor,
-    dweights_TK: torch.Tensor,
-    z_RD: torch.Tensor,
-    dpre_RG: torch.Tensor,
-    dweight_RJ: torch.Tensor,
-    up_LGD: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    fused: bool = True,
-) -> None:
-    """Multiply gradients by the first projection, and send their sums to the source ranks.
-
-    Args:
-        context: buffers of this rank, with the layout of the plan.
-        plan: made by ``make_plan`` in forward.
-        dx_TD: written: gradient of this rank's tokens.
-        dweights_TK: written: gradient of their routing weights, float32; 0 in dropped slots.
-        z_RD: scratch, written: gradient of each row.
-        dpre_RG, dweight_RJ: from ``dispatch_dgrad``.
-        up_LGD: stacked weights, as in forward.
-        topk_idx_TK: expert ids of the call.
-        fused: False runs the whole GEMM before the kernel that combines.
-    """
-    idx_TK = aligned(topk_idx_TK)
-    _launch_gemm_and_combine(
-        context,
-        plan,
-        tile=context.config.up_grad,
-        rows=dpre_RG,
-        weights=up_LGD,
-        y_TD=dx_TD,
-        z_RD=z_RD,
-        weight_gradients=(dweight_RJ, idx_TK, dweights_TK, context.dweight_buffer.ptrs_W),
-        num_summands=dweight_RJ.shape[1],
-        capacities=(len(dpre_RG), ANY_COPIES),
-        dtypes=(z_RD.dtype, idx_TK.dtype),
-        fused=fused,
-    )
-
-
-def _launch_gemm_and_combine(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    tile: GemmTile,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
-    y_TD: torch.Tensor,
-    z_RD: torch.Tensor,
-    weight_gradients: tuple[torch.Tensor, ...],
-    num_summands: int,
-    capacities: tuple[int, int],
-    dtypes: tuple[torch.dtype, ...],
-    fused: bool,
-) -> None:
-    """Launch the GEMM that computes ``z_RD``, and the kernel that sums its rows to ``y_TD``."""
-    layout, config, backward = context.layout, context.config, num_summands > 0
-    routing, combine = context.routing_buffer, context.combine_buffer
-    pair = shape_launches(
-        tile=tile,
-        num_sms=context.num_sms,
-        fused=fused,
-        move_first=False,
-        move_registers=_COMBINE_REGISTERS // config.combiners_beside,
-        ctas_beside=config.combiners_beside,
-        ctas_after=config.combiners_after,
-    )
-    hidden_size, depth = z_RD.shape[1], rows.shape[1]
-    a_desc = describe_rows(rows, block_rows=layout.block_m, block_columns=tile.block_k)
-    b_desc = describe_weights(weights, num_projections=1, tile=tile, transposed=backward)
-    z_desc = describe_rows(z_RD, block_rows=layout.block_m, block_columns=tile.block_n)
-    with side_by_side(fused):
-        _launch_second_gemm(
-            pair.num_gemm_ctas,
-            (z_desc, plan, a_desc, b_desc, routing.local, *capacities,
-             pair.num_exits, context.status, context.host_status),
-            (layout, backward, hidden_size, depth, config.chunk_columns,
-             tile.block_n, tile.block_k, tile.group, tile.run),
-            dtypes=(z_RD.dtype,), **pair.gemm_options,
-        )  # fmt: skip
-        _launch_combine(
-            pair.num_move_ctas,
-            (y_TD, z_RD, plan, combine.local, combine.ptrs_W, routing.local, routing.ptrs_W,
-             *weight_gradients, y_TD.shape[0], combine.local.shape[1], *capacities,
-             context.rank, pair.num_exits,
-             context.status, context.host_status, context.timeout_ns),
-            (layout, num_summands, hidden_size, config.combine_rows, config.combine_stages,
-             config.sum_rows, config.chunk_columns, tile.block_n),
-            dtypes=dtypes, **pair.move_options,
-        )  # fmt: skip

@@ -5,43 +5,37 @@
 
 In forward, the rows are tokens, and the epilogue of a tile is the activation. In backward, the rows
 are gradients of the output, and the epilogue is the gradient of the activation. Both run the same
-two kernels side by side (``launch_pair.py``): ``fetch_kernel`` and ``arrived_gemm_kernel``.
+two kernels side by side (``launches.py``): ``fetch_kernel`` and ``arrived_gemm_kernel``.
 
 Source: COMET (arXiv:2502.19811), sections 3.1 and 3.2, with readiness by tile instead of by rank.
 """
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halley.fused.config import KernelConfig
-from halley.fused.kernels.dispatch_plan import usable_here
-from halley.fused.kernels.fetch import (
-    FROM_PEERS,
-    FROM_PEERS_AND_SAVE,
-    FROM_SAVED,
-    end_dispatch,
-    fetch_kernel,
-    num_zero_rows,
-)
 from halley.fused.kernels.layout import (
-    ANY_COPIES,
+    DISPATCH_EXITS,
+    FETCH_TICKET,
     FIRST_GEMM_TICKET,
+    NUM_COPIES,
+    NUM_OWN_COPIES,
     NUM_TILES,
-    KernelContext,
-    Layout,
+    PASS,
 )
-from halley.fused.kernels.peer import DISPATCH, failure_code, fence_async, wait
-from halley.fused.launch_pair import MOVE_WARPS, end_with_first, shape_launches, side_by_side
-from halley.ops.kernels.launch import Launcher
+from halley.fused.kernels.peer import (
+    DISPATCH,
+    end_with_first,
+    exits_last,
+    failure_code,
+    fence_async,
+    let_second_begin,
+    usable_here,
+    wait,
+)
 from halley.ops.kernels.tiles import (
     GemmTile,
-    describe,
-    describe_rows,
-    describe_weights,
     multiply_step,
     multiply_tile,
     prefetch_pre,
@@ -51,7 +45,166 @@ from halley.ops.kernels.tiles import (
 )
 
 
-_FETCH_REGISTERS = 72  # per thread; the GEMM of backward leaves no more free
+# The memory from which rows are read, and whether token copies are saved.
+FROM_PEERS = tl.constexpr(0)
+FROM_PEERS_AND_SAVE = tl.constexpr(1)
+FROM_SAVED = tl.constexpr(2)
+
+
+@triton.jit
+def _fetch_task(
+    task, send_ptrs_W, first_token, copies_PD, x_RD, plan,
+    LAYOUT: tl.constexpr, SOURCE: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Read ``ROWS`` token copies once over the link and store each to all its rows.
+
+    ``first_token`` is the first row of this pass's half of the send buffers.
+
+    Example: token copy 5 is token 9 of rank 1 with rows (3, 130). Row 9 of rank 1's send buffer is
+    stored to rows 3 and 130 of ``x_RD``. Then ``tile_arrived`` of tiles 0 and 1 (128 rows each)
+    grows by one. If token copies are saved, the row is also stored to row 5 of ``copies_PD``.
+    """
+    TOP_K: tl.constexpr = LAYOUT.top_k
+    copy = task * ROWS + tl.arange(0, ROWS)
+    origin = tl.load(plan + LAYOUT.fetch_origin + copy)  # source rank * max_tokens + token
+    real = origin >= 0
+    k = tl.arange(0, LAYOUT.padded_k)
+    line = (copy * TOP_K)[:, None] + k[None, :]
+    listed = real[:, None] & (k < TOP_K)[None, :]
+    # One load for all rows of the copies: a load for each k would wait for memory K times.
+    row_RK = tl.load(plan + LAYOUT.fetch_rows + line, mask=listed, other=-1)
+    most_rows = tl.max(tl.sum((row_RK >= 0).to(tl.int32), axis=1), axis=0)
+    if SOURCE == FROM_SAVED:
+        base = copies_PD + (copy.to(tl.int64) * HIDDEN_SIZE)[:, None]
+    else:
+        token = first_token + (origin % LAYOUT.max_tokens).to(tl.int64)
+        sender = tl.load(send_ptrs_W + origin // LAYOUT.max_tokens, mask=real, other=0)
+        base = tl.multiple_of(sender.to(x_RD.dtype), 16)[:, None] + (token * HIDDEN_SIZE)[:, None]
+    for start in range(0, HIDDEN_SIZE, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = (column < HIDDEN_SIZE)[None, :]
+        value = tl.load(base + column[None, :], mask=real[:, None] & inside)
+        if SOURCE == FROM_PEERS_AND_SAVE:
+            to = (copy.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
+            tl.store(copies_PD + to, value, mask=real[:, None] & inside)
+        for slot in tl.static_range(TOP_K):
+            if slot < most_rows:
+                row = tl.max(tl.where(k[None, :] == slot, row_RK, -1), axis=1)
+                to = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
+                tl.store(x_RD + to, value, mask=(row >= 0)[:, None] & inside)
+    tl.debug_barrier()  # the rows of all threads are stored before one thread releases
+    arrived = plan + LAYOUT.tile_arrived + row_RK // LAYOUT.block_m
+    tl.atomic_add(arrived, 1, mask=row_RK >= 0, sem="release", scope="gpu")
+
+
+@triton.jit
+def num_zero_rows(num_rows, ZERO_MULTIPLE: tl.constexpr):
+    """Return how many rows follow ``num_rows`` up to a multiple of ``ZERO_MULTIPLE``."""
+    return tl.cdiv(num_rows, ZERO_MULTIPLE) * ZERO_MULTIPLE - num_rows
+
+
+@triton.jit
+def _zero_task(
+    local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
+    ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Zero the rows after an expert's rows up to a multiple, and count them as arrived.
+
+    The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
+    ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
+    """
+    num_rows = tl.load(plan + LAYOUT.expert_rows + local)
+    begin = tl.load(plan + LAYOUT.expert_begin + local) + num_rows
+    end = begin + num_zero_rows(num_rows, ZERO_MULTIPLE)
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        for start in range(0, HIDDEN_SIZE, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            to = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
+            inside = (row < end)[:, None] & (column < HIDDEN_SIZE)[None, :]
+            tl.store(x_RD + to, tl.zeros((ROWS, COLUMNS), x_RD.dtype.element_ty), mask=inside)
+    if end > begin:
+        tl.debug_barrier()
+        arrived = plan + LAYOUT.tile_arrived + begin // LAYOUT.block_m
+        tl.atomic_add(arrived, end - begin, sem="release", scope="gpu")
+
+
+@triton.jit
+def _alternate(task, num_own, num_tasks):
+    """Return the fetch task of a ticket: tasks of own rows and of other ranks' rows alternate.
+
+    So the link is busy from the start, and experts that begin with own rows are complete early.
+    Example: own tasks 0 and 1, others 2, 3 and 4: tickets 0 to 4 get tasks 0, 2, 1, 3 and 4.
+    """
+    num_pairs = tl.minimum(num_own, num_tasks - num_own)
+    paired = tl.where(task % 2 == 0, task // 2, num_own + task // 2)
+    rest = tl.where(num_own > num_pairs, task - num_pairs, task)
+    return tl.where(task < 2 * num_pairs, paired, rest)
+
+
+@triton.jit
+def end_dispatch(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
+    """Count a CTA that ends; the last one of fetch and first GEMM zeroes the plan's counters."""
+    STEP: tl.constexpr = 1024
+    tickets = plan + LAYOUT.tickets
+    if exits_last(tickets + DISPATCH_EXITS, num_exits):
+        tl.store(tickets + FETCH_TICKET, 0)
+        tl.store(tickets + FIRST_GEMM_TICKET, 0)
+        tl.store(tickets + DISPATCH_EXITS, 0)
+        for start in range(0, num_tiles, STEP):
+            tile = start + tl.arange(0, STEP)
+            tl.store(plan + LAYOUT.tile_arrived + tile, 0, mask=tile < num_tiles)
+
+
+@triton.jit(do_not_specialize=["send_tokens", "capacity", "copy_capacity", "num_exits"])
+def fetch_kernel(
+    send_ptrs_W, send_tokens, copies_PD, x_RD, plan, capacity, copy_capacity, num_exits,
+    LAYOUT: tl.constexpr, MODE: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store all rows of the plan to ``x_RD``, zero padding rows, and count arrivals by tile.
+
+    CTAs take zero tasks, then fetch tasks, by tickets of one counter::
+
+        send buffers of all ranks, or copies_PD
+                 | load, store to x_RD
+        fetch_kernel: tile_arrived[t] += n (release)
+                 |
+        arrived_gemm_kernel: waits for tile_arrived[t]
+
+    This kernel waits for nothing. The launch before it (``plan_kernel`` or ``publish_rows_kernel``)
+    ends only when the rows of all ranks are in their send buffers. So the GEMM beside this kernel
+    always gets its rows.
+
+    Example: expert 0 has 3 rows and ``MODE.zero_multiple`` is 4. A zero task zeroes row 3, and tile
+    0 has all its rows when ``tile_arrived[0]`` is 4.
+    """
+    let_second_begin()
+    ZERO_MULTIPLE: tl.constexpr = MODE.zero_multiple
+    usable = usable_here(plan, capacity, copy_capacity, LAYOUT)
+    num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
+    num_fetch = tl.load(plan + LAYOUT.summary + NUM_COPIES) // ROWS * usable
+    num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_COPIES) // ROWS * usable
+    # Zero tasks first: the tiles of experts with few rows wait for them.
+    num_zero = (LAYOUT.num_local if ZERO_MULTIPLE > 0 else 0) * usable
+    num_tasks = num_fetch + num_zero
+    first_token = (tl.load(plan + LAYOUT.summary + PASS) % 2).to(tl.int64) * send_tokens
+    ticket = plan + LAYOUT.tickets + FETCH_TICKET
+    more = num_tasks > 0
+    while more:
+        task = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+        if task < num_zero:
+            if ZERO_MULTIPLE > 0:
+                _zero_task(task, x_RD, plan, LAYOUT, HIDDEN_SIZE, ZERO_MULTIPLE, ROWS, COLUMNS)
+        elif task < num_tasks:
+            _fetch_task(
+                _alternate(task - num_zero, num_own, num_fetch),
+                send_ptrs_W, first_token, copies_PD, x_RD, plan,
+                LAYOUT, MODE.row_source, HIDDEN_SIZE, ROWS, COLUMNS,
+            )  # fmt: skip
+        more = task + 1 < num_tasks
+    end_dispatch(plan, num_tiles, num_exits, LAYOUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +215,7 @@ class DispatchMode:
         gated: whether the activation has two projections, gate and up (SwiGLU).
         backward: whether the rows are gradients of the output instead of tokens.
         save_pre: whether forward stores the inputs of the activation for backward.
-        row_source: one of the constants ``FROM_...`` of ``fetch.py``.
+        row_source: one of the constants ``FROM_...``.
         zero_multiple: zero rows follow the rows of each expert up to this multiple; 0 for none.
     """
 
@@ -104,8 +257,7 @@ def _first_gemm_run(
 ):  # fmt: skip
     """Compute ``columns`` neighbouring tiles of one row tile, from column tile ``first`` on.
 
-    One loop runs over the steps of all these tiles, so that the loads of the next tile start during
-    the last steps of the previous one.
+    One loop has the steps of all tiles: loads of a tile start during the previous one.
     """
     TRANSPOSED: tl.constexpr = MODE.backward
     STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
@@ -198,178 +350,3 @@ def arrived_gemm_kernel(
             ticket = total  # a wait failed, so this CTA ends
     end_dispatch(plan, num_tiles, num_exits, LAYOUT)
     end_with_first()
-
-
-_launch_fetch = Launcher(fetch_kernel)
-_launch_first_gemm = Launcher(arrived_gemm_kernel)
-
-
-def dispatch_gemm(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    x_RD: torch.Tensor,
-    h_RF: torch.Tensor,
-    pre_RG: torch.Tensor | None,
-    up_LGD: torch.Tensor,
-    gated: bool,
-    fused: bool = True,
-    copies_PD: torch.Tensor | None = None,
-    copies_saved: bool = False,
-) -> None:
-    """Fetch the rows of this rank's experts and multiply them by the first projection.
-
-    Args:
-        context: buffers of this rank, with the layout of the plan.
-        plan: made by ``make_plan`` for this call.
-        x_RD: written: rows sorted by expert, padded to tiles. If ``pre_RG`` is given, the padding
-            that ``weight_gemm`` reads becomes zero.
-        h_RF: written: activations of these rows.
-        pre_RG: written if given: inputs of the activation (gate, up), for backward.
-        up_LGD: stacked weights, ``(L, 2F, D)`` if gated (gate first), else ``(L, F, D)``.
-        gated: True for SwiGLU, False for GELU.
-        fused: False fetches all rows before the GEMM starts.
-        copies_PD: written if given: each token copy once, in the order of the fetch list.
-        copies_saved: True reads the rows from ``copies_PD``, which an earlier launch with this plan
-            has written. No other rank takes part.
-
-    The kernels do nothing if the plan has more rows than ``x_RD`` or ``h_RF``, or more token copies
-    than ``copies_PD``. The caller compares the sizes in ``host_status`` and launches again.
-    """
-    source = FROM_PEERS
-    if copies_PD is not None:
-        source = FROM_SAVED if copies_saved else FROM_PEERS_AND_SAVE
-    copy_capacity = ANY_COPIES if copies_PD is None or copies_saved else len(copies_PD)
-    save_pre = pre_RG is not None
-    mode = DispatchMode(
-        gated=gated,
-        save_pre=save_pre,
-        row_source=source.value,
-        zero_multiple=context.config.weight.block_k if save_pre else 0,
-    )
-    tile, block_m = context.config.up, context.layout.block_m
-    columns = mode.tile_columns(tile)
-    h_desc = pre_desc = describe_rows(h_RF, block_rows=block_m, block_columns=columns)
-    if pre_RG is not None:
-        pre_desc = _describe_projections(pre_RG, mode, columns, context.layout)
-    x_desc = describe_rows(x_RD, block_rows=block_m, block_columns=tile.block_k)
-    up_desc = describe_weights(up_LGD, num_projections=mode.num_projections, tile=tile)
-    unused = context.status
-    _launch_fetch_and_gemm(
-        context,
-        plan,
-        mode=mode,
-        tile=tile,
-        copies_PD=x_RD if copies_PD is None else copies_PD,
-        x_RD=x_RD,
-        gemm_args=(x_desc, up_desc, h_desc, pre_desc, pre_desc, unused, unused),
-        capacities=(min(len(x_RD), len(h_RF)), copy_capacity),
-        intermediate_size=h_RF.shape[1],
-        fused=fused,
-    )
-
-
-def dispatch_dgrad(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    dy_RD: torch.Tensor,
-    dpre_RG: torch.Tensor,
-    weighted_RF: torch.Tensor,
-    dweight_RJ: torch.Tensor,
-    pre_RG: torch.Tensor,
-    weight_R: torch.Tensor,
-    down_LDF: torch.Tensor,
-    gated: bool,
-    fused: bool = True,
-) -> None:
-    """Fetch gradients of the output; compute gradients of the activation's inputs.
-
-    In all outputs, the padding that ``weight_gemm`` reads becomes zero.
-
-    Args:
-        context: buffers of this rank, with the layout of the plan; ``publish_rows`` has published
-            the gradients of all ranks.
-        plan: made by ``make_plan`` in forward.
-        dy_RD: written: gradients of the output, one row for each expert of a token.
-        dpre_RG: written: gradients of the activation's inputs.
-        weighted_RF: written: activations times routing weights. With ``dy_RD`` they give the
-            gradient of the second projection.
-        dweight_RJ: written: summands of the gradient of each row's routing weight, float32, one
-            for each of ``num_dweight_columns`` column tiles.
-        pre_RG: inputs of the activation, from forward.
-        weight_R: routing weight of each row, float32, written by ``publish_rows``.
-        down_LDF: stacked weights of the second projection.
-        gated: True for SwiGLU, False for GELU.
-        fused: False fetches all rows before the GEMM starts.
-    """
-    mode = DispatchMode(gated=gated, backward=True, zero_multiple=context.config.weight.block_k)
-    tile = context.config.down_grad
-    dy_desc = describe_rows(dy_RD, block_rows=context.layout.block_m, block_columns=tile.block_k)
-    down_desc = describe_weights(down_LDF, num_projections=1, tile=tile, transposed=True)
-    _launch_fetch_and_gemm(
-        context,
-        plan,
-        mode=mode,
-        tile=tile,
-        copies_PD=dy_RD,
-        x_RD=dy_RD,
-        gemm_args=(dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG, weight_R, dweight_RJ),
-        capacities=(len(dy_RD), ANY_COPIES),
-        intermediate_size=weighted_RF.shape[1],
-        fused=fused,
-    )
-
-
-def num_dweight_columns(intermediate_size: int, config: KernelConfig) -> int:
-    """Return how many summands the gradient of a routing weight has; see ``dispatch_dgrad``."""
-    return -(-intermediate_size // config.down_grad.block_n)
-
-
-def _launch_fetch_and_gemm(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    mode: DispatchMode,
-    tile: GemmTile,
-    copies_PD: torch.Tensor,
-    x_RD: torch.Tensor,
-    gemm_args: tuple[object, ...],
-    capacities: tuple[int, int],
-    intermediate_size: int,
-    fused: bool,
-) -> None:
-    """Launch the kernel that fetches ``x_RD``, and the GEMM of these rows beside it."""
-    hidden_size, send = x_RD.shape[1], context.send_buffer
-    pair = shape_launches(
-        tile=tile,
-        num_sms=context.num_sms,
-        fused=fused,
-        move_first=True,
-        move_registers=_FETCH_REGISTERS,
-        ctas_beside=1,
-    )
-    fetch_block = context.config.fetch_block(hidden_size, num_warps=MOVE_WARPS)
-    with side_by_side(fused):
-        _launch_fetch(
-            pair.num_move_ctas,
-            (send.ptrs_W, send.local.shape[1], copies_PD, x_RD, plan, *capacities, pair.num_exits),
-            (context.layout, mode, hidden_size, *fetch_block),
-            dtypes=(x_RD.dtype,), **pair.move_options,
-        )  # fmt: skip
-        _launch_first_gemm(
-            pair.num_gemm_ctas,
-            (plan, *gemm_args, *capacities, pair.num_exits,
-             context.status, context.host_status, context.timeout_ns),
-            (context.layout, mode, hidden_size, intermediate_size, mode.tile_columns(tile),
-             tile.block_n, tile.block_k, tile.group, tile.run),
-            dtypes=(x_RD.dtype,), **pair.gemm_options,
-        )  # fmt: skip
-
-
-def _describe_projections(
-    pre_RG: torch.Tensor, mode: DispatchMode, block_columns: int, layout: Layout
-) -> TensorDescriptor:
-    """Return the descriptor of the activation's inputs as (rows, projections, columns)."""
-    pre = pre_RG.view(pre_RG.shape[0], mode.num_projections, -1)
-    return describe(pre, list(pre.shape), list(pre.stride()), [layout.block_m, 1, block_columns])

@@ -1,10 +1,12 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Make the dispatch plan of a rank on the device, in one launch: publish, count, copy, place.
+"""First launch of a pass: make a dispatch plan, or publish rows under an existing plan.
 
-This is the first launch of a forward pass. It also copies this rank's tokens to its send buffer,
-from which the other ranks fetch them (``fetch.py``).
+A forward pass makes the plan of this rank on the device. Backward and recompute use the plan of
+their forward: ranks exchange only the number of the call whose plan they use. Different numbers
+mean that they run layers in different orders. Both launches copy this rank's rows to its send
+buffer, from which the other ranks fetch them (``dispatch.py``).
 """
 
 import torch
@@ -12,10 +14,11 @@ import triton
 import triton.language as tl
 
 from halley.fused.kernels.layout import (
+    CALL,
     COUNTED,
     IS_USABLE,
     NUM_COPIES,
-    NUM_TILES,
+    PASS,
     PLAN_EXITS,
     PLAN_TICKET,
     PLANNED,
@@ -24,22 +27,30 @@ from halley.fused.kernels.layout import (
     KernelContext,
 )
 from halley.fused.kernels.peer import (
+    ORDER,
     PLAN,
     ROWS,
+    copy_rows,
     count_pass,
     failure_code,
     next_epoch,
+    peer_ptr,
+    report_failure,
     signal_all,
     wait,
 )
 from halley.fused.kernels.routing_exchange import (
     block_bases,
+    call_in_use,
     count_task,
     last_group,
+    load_packed,
     local_experts,
+    place_tiles,
     publish_task,
     record_of,
     smallest_local,
+    store_contributors,
 )
 from halley.ops.kernels.launch import Launcher, aligned
 
@@ -50,47 +61,8 @@ _NO_LIMIT_NS = tl.constexpr(2**62)
 
 
 @triton.jit
-def usable_here(plan, capacity, copy_capacity, LAYOUT: tl.constexpr):
-    """Return 1 if a plan is usable and its rows and token copies fit into the buffers, else 0.
-
-    It is a number because kernels multiply their number of tasks by it.
-    """
-    summary = plan + LAYOUT.summary
-    rows_fit = tl.load(summary + NUM_TILES) * LAYOUT.block_m <= capacity
-    copies_fit = tl.load(summary + NUM_COPIES) <= copy_capacity
-    return tl.load(summary + IS_USABLE) * (rows_fit & copies_fit)
-
-
-@triton.jit
-def copy_rows(
-    first, x_TD, send_buffer_TD, num_tokens,
-    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Copy ``ROWS`` rows of this rank, from ``first`` on, to its send buffer."""
-    row = first + tl.arange(0, ROWS)
-    for start in range(0, HIDDEN_SIZE, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        at = row.to(tl.int64)[:, None] * HIDDEN_SIZE + column[None, :]
-        mask = (row < num_tokens)[:, None] & (column < HIDDEN_SIZE)[None, :]
-        tl.store(send_buffer_TD + at, tl.load(x_TD + at, mask=mask), mask=mask)
-
-
-@triton.jit
-def _load_packed(record, token, LAYOUT: tl.constexpr):
-    """Return the packed slots of some tokens, (tokens, padded K); -1 for empty slots."""
-    k = tl.arange(0, LAYOUT.padded_k)
-    real = (token < tl.load(record + LAYOUT.header))[:, None] & (k < LAYOUT.top_k)[None, :]
-    at = token[:, None] * LAYOUT.top_k + k[None, :]
-    return tl.load(record + LAYOUT.packed + at, mask=real, other=-1)
-
-
-@triton.jit
 def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
-    """Return the indices of token copies in a list that is sorted by key.
-
-    An index is the first index of the key, plus the copies of this key in earlier blocks, plus
-    those earlier in this block (``before``).
-    """
+    """Return indices in a list sorted by key; ``before`` counts earlier copies of the block."""
     real = key < end_key
     base = block_bases(plan, i, LAYOUT.num_local + column, LAYOUT) + key * LAYOUT.max_blocks + block
     begin = plan + tl.where(i == 0, LAYOUT.own_begin, LAYOUT.other_begin) + column + key
@@ -99,7 +71,7 @@ def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr):
-    """Return the indices of one block's token copies in the fetch list and in the combine list."""
+    """Return the indices of one block's token copies in both lists."""
     STEP: tl.constexpr = min(32, LAYOUT.block_tokens)
     smallest = smallest_local(expert_TK, rank, LAYOUT)
     group = last_group(expert_TK, rank, LAYOUT)
@@ -108,7 +80,7 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
     same_group = tl.zeros_like(within)
     for start in range(0, LAYOUT.block_tokens, STEP):
         other = start + tl.arange(0, STEP)
-        packed = _load_packed(record, block * LAYOUT.block_tokens + other, LAYOUT)
+        packed = load_packed(record, block * LAYOUT.block_tokens + other, LAYOUT)
         expert = packed >> LAYOUT.order_bits
         earlier = other[None, :] < within[:, None]
         same = smallest_local(expert, rank, LAYOUT)[None, :] == smallest[:, None]
@@ -123,18 +95,12 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
 
 @triton.jit
 def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Store the rows of one block of tokens, and its token copies in both lists.
-
-    ``i`` is the distance of the source rank from this rank in ring order.
-
-    Example: expert 0 begins at row 0, and earlier blocks have 3 rows of it. A token of this block
-    with ``packed`` 0 << 16 | 2 gets row 0 + 3 + 2 = 5.
-    """
+    """Store the rows of one block of tokens of the i-th source rank, and its token copies."""
     source = (rank + i) % LAYOUT.num_ranks
     record = record_of(routing, source, epoch, LAYOUT)
     token = block * LAYOUT.block_tokens + tl.arange(0, LAYOUT.block_tokens)
     k = tl.arange(0, LAYOUT.padded_k)
-    packed = _load_packed(record, token, LAYOUT)
+    packed = load_packed(record, token, LAYOUT)
     expert = packed >> LAYOUT.order_bits  # -1 stays -1
     local = local_experts(expert, rank, LAYOUT)
     mine = local < LAYOUT.num_local
@@ -165,41 +131,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
     combine_weight = (plan + LAYOUT.combine_weight).to(tl.pointer_type(tl.float32))
     tl.store(combine_weight + line, weight, mask=stored)
     if i == 0:
-        _store_contributors(expert, token, record, plan, LAYOUT)
-
-
-@triton.jit
-def _store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
-    """Store which ranks will send partial sums for this rank's tokens, one bit for each rank.
-
-    Example: two experts a rank, no tensor parallelism, experts (0, 5): bits 0 and 2, which is 5.
-    """
-    owner = tl.where(expert >= 0, expert // LAYOUT.num_local, -1)
-    ranks = tl.zeros_like(token)
-    all_ranks = 0
-    for peer in range(LAYOUT.num_ranks):
-        needs = tl.max((owner == peer // LAYOUT.tp_size).to(tl.int32), axis=1)
-        ranks |= needs << peer
-        all_ranks |= tl.max(needs, axis=0) << peer
-    num_tokens = tl.load(record + LAYOUT.header)
-    tl.store(plan + LAYOUT.token_contributors + token, ranks, mask=token < num_tokens)
-    tl.atomic_or(plan + LAYOUT.contributors, all_ranks, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _place_tiles(local, plan, LAYOUT: tl.constexpr):
-    """Store expert, number of rows and a zero arrival count for each tile of one expert."""
-    STEP: tl.constexpr = 64
-    rows = tl.load(plan + LAYOUT.expert_rows + local)
-    first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m
-    num_tiles = tl.cdiv(rows, LAYOUT.block_m)
-    for start in range(0, num_tiles, STEP):
-        tile = start + tl.arange(0, STEP)
-        real = tile < num_tiles
-        left = tl.minimum(rows - tile * LAYOUT.block_m, LAYOUT.block_m)
-        tl.store(plan + LAYOUT.tile_expert + first + tile, tl.zeros_like(tile) + local, mask=real)
-        tl.store(plan + LAYOUT.tile_rows + first + tile, left, mask=real)
-        tl.store(plan + LAYOUT.tile_arrived + first + tile, tl.zeros_like(tile), mask=real)
+        store_contributors(expert, token, record, plan, LAYOUT)
 
 
 @triton.jit
@@ -213,13 +145,11 @@ def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
             if block * LAYOUT.block_tokens < tl.load(record + LAYOUT.header):
                 _place_block(i, block, routing, plan, epoch, rank, LAYOUT)
         else:
-            _place_tiles(task - LAYOUT.num_ranks * LAYOUT.max_blocks, plan, LAYOUT)
+            place_tiles(task - LAYOUT.num_ranks * LAYOUT.max_blocks, plan, LAYOUT)
 
 
 @triton.jit
-def _wait_for_rows(
-    routing, plan, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
-):  # fmt: skip
+def _wait_for_rows(routing, plan, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr):
     """Wait until all ranks have filled their send buffers; else make the plan unusable."""
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, 0)
@@ -228,11 +158,9 @@ def _wait_for_rows(
             tl.store(plan + LAYOUT.summary + IS_USABLE, 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens", "excess_tokens", "rank", "num_tasks", "send_tokens", "max_rows", "timeout_ns"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[
+    "num_tokens", "excess_tokens", "rank", "num_tasks", "send_tokens", "max_rows", "timeout_ns",
+])  # fmt: skip
 def plan_kernel(
     x_TD, idx_TK, weights_TK, num_tokens, excess_tokens, rank, num_tasks, send_buffer_HTD,
     send_tokens, routing, routing_ptrs_W, plan, max_rows, counters, status, host_status,
@@ -309,7 +237,91 @@ def plan_kernel(
         _wait_for_rows(routing, plan, epoch, status, host_status, timeout_ns, LAYOUT)
 
 
-_launch = Launcher(plan_kernel)
+@triton.jit
+def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
+    """Store the routing weight of each row of the plan; the CTAs share the combine list."""
+    num_copies = tl.load(plan + LAYOUT.summary + NUM_COPIES)
+    num_copies *= tl.load(plan + LAYOUT.summary + IS_USABLE)
+    weights = (plan + LAYOUT.combine_weight).to(tl.pointer_type(tl.float32))
+    k = tl.arange(0, LAYOUT.padded_k)
+    step = tl.num_programs(0) * LAYOUT.task_rows
+    for first in range(tl.program_id(0) * LAYOUT.task_rows, num_copies, step):
+        copy = first + tl.arange(0, LAYOUT.task_rows)
+        real = tl.load(plan + LAYOUT.combine_origin + copy) >= 0
+        line = copy[:, None] * LAYOUT.top_k + k[None, :]
+        listed = real[:, None] & (k < LAYOUT.top_k)[None, :]
+        row = tl.load(plan + LAYOUT.combine_rows + line, mask=listed, other=-1)
+        weight = tl.load(weights + line, mask=row >= 0, other=0.0)
+        tl.store(weight_R + row, weight, mask=row >= 0)
+
+
+@triton.jit
+def _wait_for_all(
+    routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
+):
+    """Wait until all ranks have published rows for this call; else make the plan unusable."""
+    complete = True
+    for peer in range(LAYOUT.num_ranks):
+        code = failure_code(ROWS, peer, call)
+        flag = routing + LAYOUT.published + peer
+        if wait(flag, epoch, timeout_ns, status, host_status, code, "sys"):
+            theirs = tl.load(call_in_use(routing, peer, epoch, LAYOUT))
+            if theirs != call:
+                report_failure(status, host_status, failure_code(ORDER, peer, theirs))
+                complete = False
+        else:
+            complete = False
+    if not complete:
+        tl.store(plan + LAYOUT.summary + IS_USABLE, 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "rank", "send_tokens", "timeout_ns"])
+def publish_rows_kernel(
+    x_TD, num_tokens, rank, send_buffer_HTD, send_tokens, routing, routing_ptrs_W, plan, weight_R,
+    counters, status, host_status, timeout_ns: tl.int64,
+    LAYOUT: tl.constexpr, SPREAD_WEIGHTS: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy this rank's rows to its send buffer and wait until all ranks have done so.
+
+    Pass n of rank r with the plan of call c::
+
+        all CTAs        x_TD -> send buffer n % 2
+        CTA 0           call_in_use[n % 2, r] = c on every rank
+        last CTA        published[r] = n on every rank
+        last CTA        wait for published[s] >= n of all ranks s, compare call_in_use[n % 2, s]
+
+    There is no deadlock: each CTA copies its rows before it counts itself, and only the last CTA
+    waits, after it has set the flags.
+
+    Example: 100 rows, ``ROWS`` 16, 4 CTAs. CTA 0 copies rows 0-15 and 64-79, CTA 2 copies rows
+    32-47 and 96-99.
+    """
+    call = tl.load(plan + LAYOUT.summary + CALL)
+    epoch = next_epoch(counters, status, host_status)
+    send_buffer_TD = send_buffer_HTD + (epoch % 2).to(tl.int64) * send_tokens * HIDDEN_SIZE
+    for first in range(tl.program_id(0) * ROWS, num_tokens, tl.num_programs(0) * ROWS):
+        copy_rows(first, x_TD, send_buffer_TD, num_tokens, HIDDEN_SIZE, ROWS, COLUMNS)
+    if tl.program_id(0) == 0:
+        for peer in range(LAYOUT.num_ranks):
+            theirs = peer_ptr(routing_ptrs_W, peer, routing)
+            tl.store(call_in_use(theirs, rank, epoch, LAYOUT), call)
+    tl.debug_barrier()  # the rows of all threads are stored before one thread releases
+    before = tl.atomic_add(counters + PUBLISHED, 1, sem="acq_rel", scope="sys")
+    is_last = before == tl.num_programs(0) - 1
+    if is_last:
+        tl.store(counters + PUBLISHED, 0)
+        tl.store(plan + LAYOUT.summary + PASS, epoch)
+        count_pass(counters, epoch)
+        signal_all(LAYOUT.published, epoch, rank, routing, routing_ptrs_W, LAYOUT)
+    if SPREAD_WEIGHTS:
+        _spread_weights(plan, weight_R, LAYOUT)
+    if is_last:
+        _wait_for_all(routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT)
+
+
+_launch_plan = Launcher(plan_kernel)
+_launch_rows = Launcher(publish_rows_kernel)
 
 
 def make_plan(
@@ -326,11 +338,9 @@ def make_plan(
     When the launch has ended, the rows of all ranks can be fetched.
 
     Args:
-        context: buffers of this rank.
         plan: written: ``(layout.plan_words,)`` int32, any content before.
         x_TD: tokens of this rank. If they exceed the send buffer, only their number is published.
-        topk_idx_TK: expert ids in ``[0, E)`` or ``DROPPED``, an int dtype.
-        topk_weights_TK: routing weights, a float dtype.
+        topk_idx_TK, topk_weights_TK: expert ids in ``[0, E)`` or ``DROPPED``, and weights.
         max_rows: capacity in rows if the host does not read the size of the plan, else 0.
 
     If a rank has too many tokens, the plan is unusable on all ranks, and ``host_status[2]`` is the
@@ -345,7 +355,7 @@ def make_plan(
         num_tokens, excess_tokens = 0, num_tokens
     task_tokens = min(COPY_ROWS, layout.block_tokens)
     num_tasks = max(1, -(-num_tokens // task_tokens))
-    _launch(
+    _launch_plan(
         _CTAS_PER_SM * context.num_sms,
         (x_TD, idx_TK, weights_TK, num_tokens, excess_tokens, context.rank, num_tasks, send,
          send.shape[1], routing.local, routing.ptrs_W, plan, max_rows, context.counters,
@@ -353,4 +363,34 @@ def make_plan(
         (layout, triton.next_power_of_2(layout.num_local), hidden_size, COPY_ROWS,
          min(1024, triton.next_power_of_2(hidden_size))),
         dtypes=(x_TD.dtype, idx_TK.dtype, weights_TK.dtype), num_warps=8, max_registers=128,
+    )  # fmt: skip
+
+
+def publish_rows(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    x_TD: torch.Tensor,
+    weight_R: torch.Tensor | None = None,
+) -> None:
+    """Begin another pass with an existing plan: fill the send buffer, and wait for all ranks.
+
+    Args:
+        plan: made by ``make_plan``. It becomes unusable if a rank does not publish in time, or
+            publishes for the plan of another call.
+        x_TD: one row for each token of that call: the token, or the gradient of its output.
+        weight_R: written if given: the routing weight of each row of the plan, float32. Rows that
+            are padding keep their content.
+    """
+    routing, send = context.routing_buffer, context.send_buffer.local
+    x_TD = aligned(x_TD)
+    num_tokens, hidden_size = x_TD.shape
+    _launch_rows(
+        context.num_sms,
+        (x_TD, num_tokens, context.rank, send, send.shape[1], routing.local, routing.ptrs_W, plan,
+         context.status if weight_R is None else weight_R, context.counters,
+         context.status, context.host_status, context.timeout_ns),
+        (context.layout, weight_R is not None, hidden_size, COPY_ROWS,
+         min(1024, triton.next_power_of_2(hidden_size))),
+        dtypes=(x_TD.dtype,), num_warps=8,
     )  # fmt: skip

@@ -99,22 +99,16 @@ class Layout:
     """Sizes of a layer, and word offsets of all sections; all known without the routing.
 
     Attributes:
-        num_ranks: W, ranks of the group.
-        num_experts: E, experts of all ranks.
         tp_size: ranks of a tensor-parallel group, which hold shards of the same experts. A token
             goes to all of them. Their partial sums are added like those of other ranks.
-        top_k: K, experts of a token.
         max_tokens: T, capacity in tokens of a rank. Row buffers may hold fewer.
         block_m: rows of a tile.
         block_slots: slots (token, choice) of one block; the unit of counting, a power of two.
         num_local: L, experts of this rank.
         num_groups: groups of local experts, a power of two.
         num_columns: columns of the counts.
-        padded_k: K rounded up to a power of two.
-        block_tokens: tokens of one block.
         max_blocks: blocks of a rank's tokens.
         max_copies: length of each list of token copies.
-        max_tiles: tiles of a plan.
         task_rows, max_chunks, num_tickets, order_bits: the constants of this module.
 
     The other attributes are offsets, named after the sections. Among them:
@@ -289,9 +283,6 @@ class KernelContext:
     """Buffers and settings of a rank that are arguments of all launches of a layer.
 
     Attributes:
-        layout: sizes and offsets.
-        config: kernel configuration.
-        rank: this rank's index in the group.
         num_sms: SMs that a persistent launch uses.
         routing_buffer: int32 ``(routing_words,)``, zero before the first pass.
         send_buffer: ``(2, tokens, D)``: rows that the other ranks fetch. Passes alternate between
@@ -301,7 +292,6 @@ class KernelContext:
         counters: int32 ``(NUM_COUNTERS,)``, zero before the first pass.
         status: int64 ``(STATUS_WORDS,)`` on the device, zero before the first pass.
         host_status: int64 ``(HOST_STATUS_WORDS,)``, pinned; see ``peer.py``.
-        timeout_ns: time limit of each wait for another rank.
     """
 
     layout: Layout

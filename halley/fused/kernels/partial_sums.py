@@ -164,10 +164,7 @@ def sums_are_ready(
     sum_ticket, num_sum_tasks, chunk_sum_tasks, arrived_chunk, plan, routing, epoch,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether a sum task can run without waiting.
-
-    ``arrived_chunk`` is a chunk of which all sums are known to have arrived.
-    """
+    """Return whether a sum task can run without waiting; all sums of ``arrived_chunk`` are here."""
     ready = sum_ticket < num_sum_tasks
     if ready:
         chunk = sum_ticket // chunk_sum_tasks
@@ -205,10 +202,7 @@ def _add_partial_sums(
     task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some tokens in the order of ranks; store the output.
-
-    Example: a token with contributors 0b101 gets the sums of rank 0 and rank 2, in this order.
-    """
+    """Add the partial sums of some tokens in the order of ranks; store the output."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = task * ROWS + tl.arange(0, ROWS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)

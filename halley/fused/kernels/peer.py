@@ -15,13 +15,14 @@ tokens that did not fit into the buffers, and length of the fetch list.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halley.fused.kernels.layout import EPOCH
+from halley.fused.kernels.layout import EPOCH, IS_USABLE, NUM_COPIES, NUM_TILES
+from halley.interpreter import INTERPRETED
 
 
 STATUS_WORDS = 1
 HOST_STATUS_WORDS = 4
-
 # Kinds of failures. The first five are waits that timed out.
 PLAN = tl.constexpr(1)
 DISPATCH = tl.constexpr(2)
@@ -32,7 +33,6 @@ ORDER = tl.constexpr(6)  # ranks run different passes
 EPOCHS = tl.constexpr(7)
 MAX_ROWS = tl.constexpr(8)
 MAX_TOKENS = tl.constexpr(9)
-
 _WAITS = {
     PLAN.value: "rank {peer} did not publish its routing (plan)",
     DISPATCH.value: "the rows of tile {index} did not arrive (dispatch_gemm, tile {index})",
@@ -40,7 +40,6 @@ _WAITS = {
     SUMS.value: "rank {peer} did not send its partial sums (gemm_combine, chunk {index})",
     ROWS.value: "rank {peer} did not publish its rows for another pass of call {index}",
 }
-
 _LIMITS = {
     EPOCHS.value: "the int32 pass counter is exhausted: make new workspaces",
     MAX_ROWS.value: "the experts of rank {peer} got {index} rows, more than max_load allows",
@@ -53,11 +52,8 @@ _LIMITS = {
 def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
     """Return the error message of a failure code.
 
-    Args:
-        code: ``kind << 48 | peer << 32 | index``. Depending on the kind, ``index`` is a tile, a
-            column chunk, a call (0 for a new call), a number of rows or a number of tokens.
-        rank: the rank whose kernel stored the code.
-        timeout_s: time limit of waits.
+    The code is ``kind << 48 | peer << 32 | index``. Depending on the kind, ``index`` is a tile, a
+    column chunk, a call (0 for a new call), a number of rows or a number of tokens.
     """
     kind, peer, index = code >> 48, (code >> 32) & 0xFFFF, code & 0xFFFFFFFF
     if kind == ORDER.value:
@@ -76,14 +72,7 @@ def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
 
 
 def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
-    """Raise an error if a kernel of this rank reported a failure.
-
-    Args:
-        host_status: ``(HOST_STATUS_WORDS,)`` int64, pinned memory.
-
-    Raises:
-        RuntimeError: a kernel failed; the message names rank, peer, operation and tile.
-    """
+    """Raise a RuntimeError that names rank, peer and operation if a kernel reported a failure."""
     code = int(host_status[0])
     if code:
         raise RuntimeError(describe_failure(code, rank=rank, timeout_s=timeout_s))
@@ -199,10 +188,7 @@ def signal(word, value):
 
 @triton.jit
 def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
-    """Set this rank's word of a section of flags on every rank.
-
-    Example: ``signal_all(LAYOUT.published, 7, 2, ...)`` stores 7 in ``published[2]`` of every rank.
-    """
+    """Set this rank's word of a section of flags on every rank."""
     for peer in range(LAYOUT.num_ranks):
         signal(peer_ptr(routing_ptrs_W, peer, routing) + flags + rank, epoch)
 
@@ -226,3 +212,47 @@ def count_pass(counters, epoch):
 def exits_last(num_exited, num_exits):
     """Count a CTA that ends in the word ``num_exited``; return whether it is the last one."""
     return tl.atomic_add(num_exited, 1, sem="acq_rel", scope="gpu") == num_exits - 1
+
+
+# The interpreter has no programmatic dependent launches; ``side_by_side`` takes their place.
+_COMPILED = tl.constexpr(not INTERPRETED)
+
+
+@triton.jit
+def let_second_begin():
+    """Let the next launch begin once all CTAs have called this or ended, if it is dependent."""
+    if _COMPILED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def end_with_first():
+    """Wait, at the end of a CTA of the second launch, until the first launch has ended.
+
+    Otherwise the next launch could begin too early: it waits for the end of the second launch only.
+    """
+    if _COMPILED:
+        gdc_wait()
+
+
+@triton.jit
+def usable_here(plan, capacity, copy_capacity, LAYOUT: tl.constexpr):
+    """Return 1 if a plan is usable and its rows and token copies fit into the buffers, else 0."""
+    summary = plan + LAYOUT.summary
+    rows_fit = tl.load(summary + NUM_TILES) * LAYOUT.block_m <= capacity
+    copies_fit = tl.load(summary + NUM_COPIES) <= copy_capacity
+    return tl.load(summary + IS_USABLE) * (rows_fit & copies_fit)
+
+
+@triton.jit
+def copy_rows(
+    first, x_TD, send_buffer_TD, num_tokens,
+    HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy ``ROWS`` rows of this rank, from ``first`` on, to its send buffer."""
+    row = first + tl.arange(0, ROWS)
+    for start in range(0, HIDDEN_SIZE, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        at = row.to(tl.int64)[:, None] * HIDDEN_SIZE + column[None, :]
+        mask = (row < num_tokens)[:, None] & (column < HIDDEN_SIZE)[None, :]
+        tl.store(send_buffer_TD + at, tl.load(x_TD + at, mask=mask), mask=mask)

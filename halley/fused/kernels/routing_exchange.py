@@ -1,7 +1,7 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Exchange the routing of all ranks and count it: the first two kinds of tasks of ``plan_kernel``.
+"""Exchange the routing of all ranks and count it, in tasks of ``plan_kernel``.
 
 ``publish_task`` stores a block of this rank's routing in this rank's record on every rank.
 ``count_task`` waits for the records of all ranks and turns the counts of their blocks into offsets:
@@ -176,9 +176,6 @@ def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constex
     """Sum one column of the counts; store the sum before each block (``block_base``).
 
     Columns of token copies have two sums, because own copies are a separate part of each list.
-
-    Example: rank 0 of two ranks, two blocks each. A column of rows with counts (4, 1) and (2, 0)
-    gets bases (0, 4) and (5, 7). A column of token copies gets (0, 4) and (0, 2).
     """
     is_copies = column >= LAYOUT.num_local
     key = column - LAYOUT.num_local  # by smallest expert, then by group of the largest
@@ -329,3 +326,43 @@ def count_task(
                 _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         tl.debug_barrier()
         tl.atomic_xchg(counters + PLANNED, epoch, sem="release", scope="gpu")
+
+
+@triton.jit
+def store_contributors(expert, token, record, plan, LAYOUT: tl.constexpr):
+    """Store which ranks will send partial sums for this rank's tokens, one bit for each rank."""
+    owner = tl.where(expert >= 0, expert // LAYOUT.num_local, -1)
+    ranks = tl.zeros_like(token)
+    all_ranks = 0
+    for peer in range(LAYOUT.num_ranks):
+        needs = tl.max((owner == peer // LAYOUT.tp_size).to(tl.int32), axis=1)
+        ranks |= needs << peer
+        all_ranks |= tl.max(needs, axis=0) << peer
+    num_tokens = tl.load(record + LAYOUT.header)
+    tl.store(plan + LAYOUT.token_contributors + token, ranks, mask=token < num_tokens)
+    tl.atomic_or(plan + LAYOUT.contributors, all_ranks, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def place_tiles(local, plan, LAYOUT: tl.constexpr):
+    """Store expert, number of rows and a zero arrival count for each tile of one expert."""
+    STEP: tl.constexpr = 64
+    rows = tl.load(plan + LAYOUT.expert_rows + local)
+    first = tl.load(plan + LAYOUT.expert_begin + local) // LAYOUT.block_m
+    num_tiles = tl.cdiv(rows, LAYOUT.block_m)
+    for start in range(0, num_tiles, STEP):
+        tile = start + tl.arange(0, STEP)
+        real = tile < num_tiles
+        left = tl.minimum(rows - tile * LAYOUT.block_m, LAYOUT.block_m)
+        tl.store(plan + LAYOUT.tile_expert + first + tile, tl.zeros_like(tile) + local, mask=real)
+        tl.store(plan + LAYOUT.tile_rows + first + tile, left, mask=real)
+        tl.store(plan + LAYOUT.tile_arrived + first + tile, tl.zeros_like(tile), mask=real)
+
+
+@triton.jit
+def load_packed(record, token, LAYOUT: tl.constexpr):
+    """Return the packed slots of some tokens, (tokens, padded K); -1 for empty slots."""
+    k = tl.arange(0, LAYOUT.padded_k)
+    real = (token < tl.load(record + LAYOUT.header))[:, None] & (k < LAYOUT.top_k)[None, :]
+    at = token[:, None] * LAYOUT.top_k + k[None, :]
+    return tl.load(record + LAYOUT.packed + at, mask=real, other=-1)

@@ -1,3 +1,3 @@
 """Triton kernels of the operators, and how Halley launches kernels."""
 
-from halley.interpreter import switch as switch  # first: it decides how Triton runs
+from halley import interpreter as interpreter  # first: it decides how Triton runs

@@ -13,14 +13,14 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, TypedDict, Unpack, final
 
 import torch
 import triton
 
-from halley.interpreter.switch import INTERPRETED
+from halley.interpreter import INTERPRETED
 
 
 # Raised by the first launch of a kernel that needs more than one SM has.
@@ -35,18 +35,13 @@ _FORMATS = {"i32": "i", "i64": "q"}  # Halley's kernels have no other scalars
 
 
 class LaunchOptions(TypedDict, total=False):
-    """Options of one launch.
-
-    ``max_registers`` limits the registers of a thread; None sets no limit. ``shares`` says that
-    CTAs of other launches run on the same SMs. ``overlaps`` makes a programmatic dependent launch,
-    which may begin before the previous launch has ended.
-    """
+    """Options of one launch."""
 
     num_warps: int
     num_stages: int
-    max_registers: int | None
-    shares: bool
-    overlaps: bool
+    max_registers: int | None  # of a thread
+    shares: bool  # CTAs of other launches run on the same SMs
+    overlaps: bool  # programmatic dependent launch: may begin before the previous launch has ended
 
 
 class _Attribute(ctypes.Structure):
@@ -68,26 +63,11 @@ class _Config(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class _Address:
-    """Replaces the tensor of a descriptor; Triton reads only its address."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 @final
 class DirectLaunch:
     """Launch of one compiled kernel with a fixed number of CTAs.
 
-    Args:
-        binary: kernel that Triton has compiled and loaded.
-        num_programs: CTAs of each launch.
-
-    Attributes:
-        overlaps: whether a launch may begin before the previous one has ended.
+    ``binary`` is a kernel that Triton has compiled and loaded.
 
     Raises:
         RuntimeError: the kernel needs scratch memory or clusters, which only Triton's launcher
@@ -109,7 +89,7 @@ class DirectLaunch:
         self.function = ctypes.c_void_p(binary.function)
         self.overlaps = bool(metadata.launch_pdl)
         self._attribute = _Attribute(id=_PDL_ATTRIBUTE, value=1)
-        self._config: dict[str, Any] = {
+        self.config: dict[str, Any] = {
             "grid": (num_programs, 1, 1),
             "block": (32 * metadata.num_warps, 1, 1),
             "shared_bytes": metadata.shared,
@@ -120,25 +100,14 @@ class DirectLaunch:
         self._lock = threading.Lock()  # threads share the parameters of ``_prepared``
 
     def __call__(self, stream: int, args: tuple[object, ...]) -> None:
-        """Launch on a stream.
-
-        Args:
-            stream: handle of the CUDA stream.
-            args: tensors, ints, and descriptors of contiguous tensors, in the kernel's order.
-
-        Raises:
-            RuntimeError: the driver returns an error.
-        """
+        """Launch on a stream, with tensors, ints, and descriptors of contiguous tensors."""
         values = [value for index, arg in enumerate(args) for value in self.flatten(index, arg)]
         with self._lock:
             self._prepared.fill(values)
             self._prepared(stream)
 
     def flatten(self, index: int, arg: object) -> tuple[Any, ...]:
-        """Return the parameters of the driver call for argument ``index``.
-
-        For an int, the int; for a tensor, its address; for a descriptor, TMA map, shape, strides.
-        """
+        """Return the parameters of the driver call for argument ``index``."""
         if type(arg) is int:
             return (arg,)
         if isinstance(arg, torch.Tensor):
@@ -154,7 +123,8 @@ class DirectLaunch:
             from triton.backends.nvidia.driver import make_tensordesc_arg
 
             moved = object.__new__(type(desc))
-            moved.__dict__.update(desc.__dict__, base=_Address(address))
+            # Triton reads only the address of the tensor.
+            moved.__dict__.update(desc.__dict__, base=SimpleNamespace(data_ptr=lambda: address))
             made = make_tensordesc_arg(moved, self._descs[index])[0]
             if len(self._maps) == _MAX_MAPS:
                 self._maps.clear()
@@ -162,10 +132,6 @@ class DirectLaunch:
             end = id(made) + type(made).__basicsize__
             found = self._maps[key] = ctypes.string_at(end - MAP_BYTES, MAP_BYTES)
         return found
-
-    def config(self) -> _Config:
-        """Return a new launch configuration; each one serves one stream at a time."""
-        return _Config(**self._config)
 
 
 @final
@@ -179,7 +145,7 @@ class PreparedLaunch:
         begin = ctypes.addressof(self._buffer) + self._start
         offsets = launch.offsets
         self._params = (ctypes.c_void_p * len(offsets))(*(begin + at for at in offsets))
-        self._config = launch.config()
+        self._config = _Config(**launch.config)  # serves one stream at a time
         by_config = ctypes.byref(self._config)
         self._call = partial(
             _driver().cuLaunchKernelEx, by_config, launch.function, self._params, None
@@ -199,11 +165,7 @@ class PreparedLaunch:
         self._buffer[begin : begin + MAP_BYTES] = made
 
     def __call__(self, stream: int) -> None:
-        """Launch on a stream.
-
-        Raises:
-            RuntimeError: the driver returns an error.
-        """
+        """Launch on a stream; an error of the driver is a RuntimeError."""
         self._config.stream = stream
         code = self._call()
         if code:
@@ -238,13 +200,8 @@ _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 def compile_only(num_ranks: int) -> Generator[None, None, None]:
     """Compile kernels in parallel instead of launching them; for the current thread only.
 
-    All kernels are compiled when the outermost context ends. Tensors keep their values.
-
-    Args:
-        num_ranks: processes that share the CPU cores and compile at the same time.
-
-    Raises:
-        Exception: the compiler's error for a kernel that does not compile.
+    All kernels are compiled when the outermost context ends, or it raises the compiler's error.
+    ``num_ranks`` processes share the CPU cores and compile at the same time.
     """
     if only_compiles():
         yield
@@ -261,6 +218,32 @@ def compile_only(num_ranks: int) -> Generator[None, None, None]:
 def only_compiles() -> bool:
     """Return whether ``compile_only`` is active in this thread."""
     return _only_compiles.get()
+
+
+# Interpreted launches of an open ``side_by_side`` block.
+_pending: ContextVar[list[tuple[Any, tuple[int, ...], tuple[object, ...]]] | None] = ContextVar(
+    "pending", default=None
+)
+
+
+@contextmanager
+def side_by_side(fused: bool) -> Generator[None, None, None]:
+    """Run the launches of the block side by side in the interpreter as well.
+
+    Compiled launches need no block: ``LaunchOptions`` says which ones overlap. With ``fused``
+    False, a launch begins when the one before it has ended.
+    """
+    pending: list[tuple[Any, tuple[int, ...], tuple[object, ...]]] | None = (
+        [] if INTERPRETED and fused else None
+    )
+    token = _pending.set(pending)
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+    if pending:
+        (kernel, grid, args), *others = pending
+        kernel[grid](*args, beside=others)
 
 
 @final
@@ -288,18 +271,20 @@ class Launcher:
         dtypes: tuple[torch.dtype, ...] = (),
         **options: Unpack[LaunchOptions],
     ) -> None:
-        """Launch ``num_programs`` CTAs; the kernel takes ``args``, then ``constants``.
+        """Launch ``num_programs`` CTAs.
 
         Args:
-            num_programs: CTAs of the launch.
-            args: tensors, descriptors and ints.
-            constants: values of the kernel's ``tl.constexpr`` parameters.
+            args: tensors, descriptors and ints of the kernel.
+            constants: values of its ``tl.constexpr`` parameters.
             dtypes: dtypes of those tensors among ``args`` that may have different ones.
-            options: see ``LaunchOptions``.
         """
         grid = (num_programs, 1, 1)
         if INTERPRETED:
-            self.kernel[grid](*args, *constants)
+            pending = _pending.get()
+            if pending is None:
+                self.kernel[grid](*args, *constants)
+            else:
+                pending.append((self.kernel, grid, (*args, *constants)))
             return
         device = torch.cuda.current_device()
         key = (device, num_programs, *options.values(), dtypes, constants)

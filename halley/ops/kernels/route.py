@@ -81,14 +81,12 @@ def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BL
 
 @triton.jit
 def _starts(counts, rank, local, num_ranks, num_local, SEGMENTS: tl.constexpr):
-    """Return the first row of a segment, the rows of one (rank, expert), in three orders.
+    """Return the first row of a segment, the rows of one (rank, expert), in two orders.
 
-    The orders are: by expert, by arrival (by rank), and by expert within its rank. ``counts`` is
-    (ranks, experts).
+    The orders are: by expert, and by arrival (by rank). ``counts`` is (ranks, experts).
     """
     in_order = tl.zeros((), tl.int64)
     arrived = tl.zeros((), tl.int64)
-    of_rank = tl.zeros((), tl.int64)
     for start in range(0, num_ranks * num_local, SEGMENTS):
         at = start + tl.arange(0, SEGMENTS)
         count = tl.load(counts + at, mask=at < num_ranks * num_local, other=0)
@@ -96,29 +94,21 @@ def _starts(counts, rank, local, num_ranks, num_local, SEGMENTS: tl.constexpr):
         same_rank = (r == rank) & (e < local)
         in_order += tl.sum(tl.where((e < local) | ((e == local) & (r < rank)), count, 0), axis=0)
         arrived += tl.sum(tl.where((r < rank) | same_rank, count, 0), axis=0)
-        of_rank += tl.sum(tl.where(same_rank, count, 0), axis=0)
-    return in_order, arrived, of_rank
+    return in_order, arrived
 
 
 @triton.jit(do_not_specialize=["num_ranks", "num_local"])
 def _group_rows_kernel(
-    counts,
-    order,
-    inverse,
-    ends,
-    by_expert,
-    num_ranks,
-    num_local,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    counts, order, inverse, ends, by_expert, num_ranks, num_local,
+    SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Store the permutation between arrival order and expert order for one (rank, expert).
 
     Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1, expert 0) has one row. It is the fourth row
     in arrival order and the second in expert order: order[1] = 3 and inverse[3] = 1.
     """
     rank, local = tl.program_id(0) // num_local, tl.program_id(0) % num_local
-    in_order, arrived, _ = _starts(counts, rank, local, num_ranks, num_local, SEGMENTS)
+    in_order, arrived = _starts(counts, rank, local, num_ranks, num_local, SEGMENTS)
     count = tl.load(counts + tl.program_id(0))
     tl.store(by_expert + local * num_ranks + rank, count)
     if rank == num_ranks - 1:
@@ -129,27 +119,9 @@ def _group_rows_kernel(
         tl.store(inverse + arrived + row, in_order + row, mask=row < count)
 
 
-@triton.jit(do_not_specialize=["index", "num_microbatches", "num_segments"])
-def _rows_of_microbatch_kernel(
-    counts, rows, index, num_microbatches, num_segments, SEGMENTS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Store the rows of the full batch that one segment of a microbatch occupies.
-
-    Example: microbatch 0 has counts [1, 1], microbatch 1 has [2, 0]. Segment 0 has three rows in
-    the full batch, so CTA 1 of microbatch 0 stores row 3 for its second row.
-    """
-    segment = tl.program_id(0)
-    in_order, _, own = _starts(counts, index, segment, num_microbatches, num_segments, SEGMENTS)
-    count = tl.load(counts + index * num_segments + segment)
-    for start in range(0, count.to(tl.int32), ROWS):
-        row = start + tl.arange(0, ROWS)
-        tl.store(rows + own + row, in_order + row, mask=row < count)
-
-
 _launch_sort_slots = Launcher(_sort_slots_kernel)
 _launch_take_slots = Launcher(_take_slots_kernel)
 _launch_group_rows = Launcher(_group_rows_kernel)
-_launch_rows_of_microbatch = Launcher(_rows_of_microbatch_kernel)
 
 
 def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,35 +132,24 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     _launch_sort_slots(
         num_experts + 1,
         (aligned(topk_idx_TK), slots_N, counts_E, num_slots, num_experts),
-        (_SLOTS,),
-        dtypes=(topk_idx_TK.dtype,),
-        num_warps=_WARPS,
-    )
+        (_SLOTS,), dtypes=(topk_idx_TK.dtype,), num_warps=_WARPS,
+    )  # fmt: skip
     return slots_N, counts_E
 
 
 def take_slots(
     topk_idx_TK: torch.Tensor, used_E: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots fit into the experts' capacities; see ``ops/capacity.py``."""
+    """Return which slots fit into the experts' capacities; see ``ops/traceable_routing.py``."""
     num_tokens, top_k = topk_idx_TK.shape
     kept_TK = topk_idx_TK.new_empty(num_tokens, top_k, dtype=torch.bool)
     used_after_E = torch.empty_like(used_E)
     _launch_take_slots(
         used_E.numel(),
-        (
-            aligned(topk_idx_TK),
-            aligned(used_E),
-            kept_TK.view(torch.uint8),
-            used_after_E,
-            num_tokens,
-            top_k,
-            limit,
-        ),
-        (_SLOTS,),
-        dtypes=(topk_idx_TK.dtype,),
-        num_warps=_WARPS,
-    )
+        (aligned(topk_idx_TK), aligned(used_E), kept_TK.view(torch.uint8), used_after_E,
+         num_tokens, top_k, limit),
+        (_SLOTS,), dtypes=(topk_idx_TK.dtype,), num_warps=_WARPS,
+    )  # fmt: skip
     return kept_TK, used_after_E
 
 
@@ -207,18 +168,3 @@ def group_rows(
         num_warps=_WARPS,
     )
     return order_R, inverse_R, ends_L, counts_LW
-
-
-def rows_of_microbatch(
-    counts: torch.Tensor, num_microbatches: int, index: int, num_rows: int
-) -> torch.Tensor:
-    """Return the full-batch rows of one microbatch; see ``ops/in_place_concat.py``."""
-    rows_R = counts.new_empty(num_rows)
-    num_segments = counts.numel() // num_microbatches
-    _launch_rows_of_microbatch(
-        num_segments,
-        (aligned(counts), rows_R, index, num_microbatches, num_segments),
-        (_SEGMENTS, _ROWS),
-        num_warps=_WARPS,
-    )
-    return rows_R

@@ -15,25 +15,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 class GemmTile:
     """Shape of one GEMM tile, and of the loop that computes it.
 
-    Attributes:
-        block_n: columns of the output before the activation.
-        block_k: depth of one step of the loop.
-        group: number of row tiles that are computed for a column tile before the next column tile.
-        run: neighbouring tiles that one CTA computes in one loop. The loads of the next tile start
-            during the last steps of the previous tile. 0, for weight gradients only, chooses the
-            run and the tile size from the number of rows.
-        num_warps: warps of a CTA.
-        per_sm: CTAs on one SM; one of them can multiply while the other stores.
-        num_stages: stages of the software pipeline of the loop.
+    ``run`` is the number of neighbouring tiles that one CTA computes in one loop. The loads of the
+    next tile start during the last steps of the previous tile. 0, for weight gradients only,
+    chooses the run and the tile size from the number of rows.
     """
 
-    block_n: int = 256
-    block_k: int = 64
-    group: int = 8
+    block_n: int = 256  # columns of the output before the activation
+    block_k: int = 64  # depth of one step of the loop
+    group: int = 8  # row tiles that are computed for a column tile before the next column tile
     run: int = 1
     num_warps: int = 8
-    per_sm: int = 1
-    num_stages: int = 4
+    per_sm: int = 1  # CTAs on one SM; one of them can multiply while the other stores
+    num_stages: int = 4  # of the software pipeline of the loop
 
 
 @triton.jit
@@ -90,19 +83,17 @@ def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
 
 
-def describe(
-    base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
-) -> TensorDescriptor:
-    """Return a TMA descriptor. Skips Triton's constructor, whose checks are slow."""
+def describe(base: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Return the TMA descriptor of a tensor. Skips Triton's constructor, whose checks are slow."""
     desc = object.__new__(TensorDescriptor)
-    desc.base, desc.shape, desc.strides, desc.block_shape = base, shape, strides, block
-    desc.padding = "zero"
+    desc.base, desc.block_shape, desc.padding = base, block, "zero"
+    desc.shape, desc.strides = list(base.shape), list(base.stride())
     return desc
 
 
 def describe_rows(rows: torch.Tensor, *, block_rows: int, block_columns: int) -> TensorDescriptor:
     """Return the descriptor of a contiguous matrix of rows."""
-    return describe(rows, list(rows.shape), list(rows.stride()), [block_rows, block_columns])
+    return describe(rows, [block_rows, block_columns])
 
 
 def describe_weights(
@@ -110,19 +101,14 @@ def describe_weights(
 ) -> TensorDescriptor:
     """Return the descriptor of contiguous stacked weights.
 
-    Args:
-        weight: ``(L, num_projections * columns, depth)``; ``(L, depth, columns)`` if transposed.
-        num_projections: projections that are stacked along the second dimension.
-        tile: shape of a tile.
-        transposed: whether the GEMM multiplies by the transposed weights.
+    They are ``(L, num_projections * columns, depth)``, or ``(L, depth, columns)`` if the GEMM
+    multiplies by the transposed weights.
     """
-    experts, columns, depth = weight.shape[0], weight.shape[1] // num_projections, weight.shape[2]
-    shape = [experts, num_projections, columns, depth]
-    strides = [num_projections * columns * depth, columns * depth, depth, 1]
     block = [tile.block_n // num_projections, tile.block_k]
     if transposed:
         block = [tile.block_k, tile.block_n]
-    return describe(weight, shape, strides, [1, num_projections, *block])
+    stacked = weight.view(len(weight), num_projections, -1, weight.shape[2])
+    return describe(stacked, [1, num_projections, *block])
 
 
 @triton.jit
@@ -230,10 +216,8 @@ def store_gradient(
     """Store the three results of a backward tile from ``grad``, the gradient of the activation h.
 
     - ``dpre``: gradient of the activation's inputs, ``weight * grad * act'(pre)``.
-    - ``h``: ``weight * act(pre)``, an operand of the second projection's gradient. It is computed
-      again here, so forward does not save it.
-    - ``dweight``: this tile's summand of the routing weight's gradient, the row sum of
-      ``grad * act(pre)``.
+    - ``h``: ``weight * act(pre)``, for the second projection's gradient; forward does not save it.
+    - ``dweight``: summand of the routing weight's gradient, the row sum of ``grad * act(pre)``.
     """
     QUARTER: tl.constexpr = BLOCK_N // 4
     within = tl.arange(0, BLOCK_M)

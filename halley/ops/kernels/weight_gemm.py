@@ -61,33 +61,22 @@ def grouped_gemm(
     tile: GemmTile,
     num_programs: int,
 ) -> None:
-    """Multiply the rows of each tile by the weights of its expert.
+    """Multiply the rows of each tile by the weights of its expert, to ``out_RN``.
 
-    Args:
-        out_RN: written: the output rows.
-        a_RK: input rows, padded so that each tile of ``block_m`` rows belongs to one expert.
-        weight_LNK: stacked weights.
-        tile_expert: expert of each tile, int32.
-        block_m: rows of a tile.
-        tile: shape of a tile.
-        num_programs: CTAs of the launch.
+    Each tile of ``block_m`` rows belongs to one expert, ``tile_expert``, int32. The launch has
+    ``num_programs`` CTAs.
     """
     num_rows, depth = a_RK.shape
     num_columns = triton.cdiv(weight_LNK.shape[1], tile.block_n)
     _launch_grouped(
         num_programs,
-        (
-            describe_rows(a_RK, block_rows=block_m, block_columns=tile.block_k),
-            describe_weights(weight_LNK, num_projections=1, tile=tile),
-            describe_rows(out_RN, block_rows=block_m, block_columns=tile.block_n),
-            tile_expert,
-            num_rows // block_m,
-        ),
+        (describe_rows(a_RK, block_rows=block_m, block_columns=tile.block_k),
+         describe_weights(weight_LNK, num_projections=1, tile=tile),
+         describe_rows(out_RN, block_rows=block_m, block_columns=tile.block_n),
+         tile_expert, num_rows // block_m),
         (num_columns, depth, block_m, tile.block_n, tile.block_k, tile.group),
-        dtypes=(a_RK.dtype,),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        dtypes=(a_RK.dtype,), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 _PAST_ALL_ROWS = tl.constexpr(1 << 30)  # a row index at which TMA loads zeros
@@ -96,7 +85,7 @@ _PAST_ALL_ROWS = tl.constexpr(1 << 30)  # a row index at which TMA loads zeros
 @triton.jit
 def weight_gemm_kernel(
     grad_desc, rows_desc, out_desc, expert_begin, expert_rows,
-    NUM_EXPERTS: tl.constexpr, NUM_M: tl.constexpr, NUM_N: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_M: tl.constexpr, NUM_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
@@ -106,8 +95,9 @@ def weight_gemm_kernel(
     steps, and filling its pipeline would take as long as the steps. In a run, the loads of the next
     tile start during the current one.
 
-    CTAs signal nothing and wait for nothing. One CTA sums each element in a fixed order, without
-    atomics, so results are equal from launch to launch.
+    An expert's rows lie in up to 4 parts of the operands. Its steps go through them in order. One
+    CTA sums each element in a fixed order, so results are equal from launch to launch. CTAs signal
+    nothing and wait for nothing.
 
     Example: 2 experts, gradients of 256 x 512, tiles of 128 x 256, ``RUN`` 2: each expert has two
     runs of two tiles, and CTA 3 computes rows 128-255 of expert 1.
@@ -117,14 +107,29 @@ def weight_gemm_kernel(
     for ticket in range(tl.program_id(0), NUM_EXPERTS * expert_runs, tl.num_programs(0)):
         expert = ticket // expert_runs
         m, run = tile_of(ticket % expert_runs, NUM_M, num_runs, GROUP)
-        begin = tl.load(expert_begin + expert)
-        steps = tl.cdiv(tl.load(expert_rows + expert), BLOCK_K)
+        begin, steps = _find_part(expert_begin, expert_rows, expert, NUM_EXPERTS, 0, 1, BLOCK_K)
+        begin1, steps1 = _find_part(
+            expert_begin, expert_rows, expert, NUM_EXPERTS, 1, NUM_PARTS, BLOCK_K
+        )
+        begin2, steps2 = _find_part(
+            expert_begin, expert_rows, expert, NUM_EXPERTS, 2, NUM_PARTS, BLOCK_K
+        )
+        begin3, steps3 = _find_part(
+            expert_begin, expert_rows, expert, NUM_EXPERTS, 3, NUM_PARTS, BLOCK_K
+        )
+        # The parts begin at these steps.
+        first1 = steps
+        first2 = first1 + steps1
+        first3 = first2 + steps2
+        if NUM_PARTS > 1:
+            steps = first3 + steps3
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if RUN == 1:
             for step in range(0, steps):
-                acc = _multiply_step(
-                    acc, grad_desc, rows_desc, begin + step * BLOCK_K, m * BLOCK_M, run * BLOCK_N
+                row = _find_row(
+                    step, begin, begin1, begin2, begin3, first1, first2, first3, NUM_PARTS, BLOCK_K
                 )
+                acc = _multiply_step(acc, grad_desc, rows_desc, row, m * BLOCK_M, run * BLOCK_N)
             _store(
                 acc, out_desc, expert, m * BLOCK_M, run * BLOCK_N,
                 BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
@@ -132,10 +137,16 @@ def weight_gemm_kernel(
         else:
             # An expert without rows needs one step of zeros, because the loop stores the tile.
             begin = tl.where(steps > 0, begin, _PAST_ALL_ROWS)
+            begin1 = tl.where(steps > 0, begin1, _PAST_ALL_ROWS)
+            begin2 = tl.where(steps > 0, begin2, _PAST_ALL_ROWS)
+            begin3 = tl.where(steps > 0, begin3, _PAST_ALL_ROWS)
             steps = tl.maximum(steps, 1)
             first = run * RUN
             for step in range(0, tl.minimum(NUM_N - first, RUN) * steps):
-                row = begin + (step % steps) * BLOCK_K
+                row = _find_row(
+                    step % steps, begin, begin1, begin2, begin3, first1, first2, first3,
+                    NUM_PARTS, BLOCK_K,
+                )  # fmt: skip
                 column = (first + step // steps) * BLOCK_N
                 acc = _multiply_step(acc, grad_desc, rows_desc, row, m * BLOCK_M, column)
                 if step % steps == steps - 1:
@@ -144,6 +155,36 @@ def weight_gemm_kernel(
                         BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
                     )  # fmt: skip
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def _find_part(
+    expert_begin, expert_rows, expert,
+    NUM_EXPERTS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the first row of an expert in a part, and its steps; 0 steps in a missing part."""
+    begin = 0
+    steps = 0
+    if PART < NUM_PARTS:
+        begin = tl.load(expert_begin + PART * NUM_EXPERTS + expert)
+        steps = tl.cdiv(tl.load(expert_rows + PART * NUM_EXPERTS + expert), BLOCK_K)
+    return begin, steps
+
+
+@triton.jit
+def _find_row(
+    step, begin, begin1, begin2, begin3, first1, first2, first3,
+    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the first row of a step; part p begins at step ``first<p>`` and row ``begin<p>``."""
+    row = begin + step * BLOCK_K
+    if NUM_PARTS > 1:
+        row = tl.where(step >= first1, begin1 + (step - first1) * BLOCK_K, row)
+    if NUM_PARTS > 2:
+        row = tl.where(step >= first2, begin2 + (step - first2) * BLOCK_K, row)
+    if NUM_PARTS > 3:
+        row = tl.where(step >= first3, begin3 + (step - first3) * BLOCK_K, row)
+    return row
 
 
 @triton.jit
@@ -196,16 +237,16 @@ def weight_gemm(
 
     Args:
         out_LMN: written: gradients of stacked weights, float32 or the dtype of the rows.
-        grad_RM: gradients of the projection's outputs.
-        rows_RN: inputs of the projection.
-        expert_begin: first row of each expert, a multiple of ``tile.block_k``, int32 ``(L,)``.
-        expert_rows: number of rows of each expert, int32 ``(L,)``. After them, both operands must
-            be zero up to the next multiple of ``block_k``.
+        grad_RM, rows_RN: gradients of the projection's outputs, and its inputs.
+        expert_begin: first row of each expert in each of up to 4 parts, a multiple of
+            ``tile.block_k``, int32 ``(P, L)``; ``(L,)`` for one part.
+        expert_rows: number of rows of each expert in each part. After them, both operands must be
+            zero up to the next multiple of ``block_k``.
         tile: a tile has ``block_n`` columns of ``rows_RN``, a step has ``block_k`` rows. ``run`` 0
             chooses the run from the average number of rows of an expert.
         block_m: columns of ``grad_RM`` in a tile.
         num_programs: CTAs of the launch for each CTA that an SM holds.
-        accumulate: True adds to ``out_LMN``, for gradient accumulation over microbatches.
+        accumulate: True adds to ``out_LMN``.
     """
     num_experts, num_m, num_n = out_LMN.shape
     is_wide = out_LMN.dtype == torch.float32
@@ -216,29 +257,15 @@ def weight_gemm(
     out_block = [1, block_m, tile.block_n // (2 if in_halves else 1)]
     _launch(
         num_programs * tile.per_sm,
-        (
-            describe_rows(grad_RM, block_rows=tile.block_k, block_columns=block_m),
-            describe_rows(rows_RN, block_rows=tile.block_k, block_columns=tile.block_n),
-            describe(out_LMN, list(out_LMN.shape), list(out_LMN.stride()), out_block),
-            expert_begin,
-            expert_rows,
-        ),
-        (
-            num_experts,
-            triton.cdiv(num_m, block_m),
-            triton.cdiv(num_n, tile.block_n),
-            block_m,
-            tile.block_n,
-            tile.block_k,
-            tile.group,
-            tile.run,
-            in_halves,
-            accumulate,
-        ),
+        (describe_rows(grad_RM, block_rows=tile.block_k, block_columns=block_m),
+         describe_rows(rows_RN, block_rows=tile.block_k, block_columns=tile.block_n),
+         describe(out_LMN, out_block), expert_begin, expert_rows),
+        (num_experts, expert_begin.numel() // num_experts, triton.cdiv(num_m, block_m),
+         triton.cdiv(num_n, tile.block_n), block_m, tile.block_n, tile.block_k, tile.group,
+         tile.run, in_halves, accumulate),
         dtypes=(rows_RN.dtype, out_LMN.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:

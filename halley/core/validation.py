@@ -1,0 +1,351 @@
+"""Check values from outside: arguments, fields of dataclasses, tables, and JSON files.
+
+The configuration classes call ``check_fields`` when they are created. ``build`` creates them, and
+the records of Halley's JSON files, from a parsed TOML or JSON table. Files are read with limits on
+size and nesting. Errors are ValueErrors of one line. Those of a file name its purpose, its path and
+the broken rule.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import stat
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Never, cast
+
+import torch
+
+
+MAX_DEPTH = 32  # nesting of lists and objects; Halley's own files have at most 5 levels
+
+Table = dict[str, object]
+Record = typing.TypeVar("Record")
+
+_MAX_SHOWN = 80  # characters of a wrong value in a message
+_NEAR = 2 / 3  # from this difflib ratio, an unknown name counts as a misspelling
+
+
+def show(value: object) -> str:
+    """Return the ``repr`` of a wrong value for a message: one line of at most 80 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a deep list
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def show_name(value: object) -> str:
+    """Return a wrong value as ``show`` does, but a short printable string without quotes."""
+    if isinstance(value, str) and value.isprintable() and len(value) <= _MAX_SHOWN:
+        return value
+    return show(value)
+
+
+def check_choice(value: object, choices: typing.Iterable[object], *, name: str) -> None:
+    """Raise a ``ValueError`` unless a value equals one of the choices and has its type."""
+    allowed = tuple(choices)
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        listed = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} ({show(value)}) must be one of {listed}")
+
+
+def check_fields(record: object, *, prefix: str = "") -> None:
+    """Check that each field of a dataclass instance has the type of its annotation.
+
+    An int is accepted for a float. A bool is not accepted for a number.
+
+    Args:
+        prefix: prefix of the field names in messages, such as "train.".
+
+    Raises:
+        ValueError: a field has another type, has a value that is not in its ``Literal``, or is a
+            float that is not finite.
+    """
+    for name, kind in _hints(type(record)).items():
+        check_type(getattr(record, name), kind, name=prefix + name)
+
+
+def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
+    """Check that a value has the type of an annotation; see ``check_fields``."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        check_choice(value, arguments, name=name)
+    elif origin is types.UnionType or origin is typing.Union:  # str | None
+        if value is not None:
+            check_type(value, arguments[0], name=name)
+    elif origin is tuple:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name} ({show(value)}) must be of type tuple")
+        items = cast(tuple[object, ...], value)
+        for each, each_kind, each_name in _items(items, arguments, name=name):
+            check_type(each, each_kind, name=each_name)
+    elif origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} ({show(value)}) must be a table")
+        for key, each in cast(Table, value).items():
+            check_type(each, arguments[1], name=f"{name}.{show_name(key)}")
+    elif kind is not object:  # ``object`` allows any value
+        accepted = (int, float) if kind is float else kind
+        is_bool = isinstance(value, bool) and kind in (int, float)
+        if not isinstance(value, accepted) or is_bool:
+            raise ValueError(f"{name} ({show(value)}) must be of type {kind.__name__}")
+        if kind is float and not _is_finite(value):
+            raise ValueError(f"{name} ({show(value)}) must be finite")
+
+
+def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
+    """Build a dataclass, and the dataclasses inside it, from a table of its fields.
+
+    Args:
+        table: usually parsed from TOML or JSON. Lists become tuples, ints floats, and tables
+            dataclasses, where the annotations say so.
+        prefix: prefix of the field names in messages, such as "model.moe.".
+
+    Raises:
+        ValueError: ``table`` is no table, a key is unknown or missing, a value has the wrong type,
+            or the class refuses a value.
+    """
+    if not isinstance(table, dict):
+        name = prefix.removesuffix(".") or "value"
+        raise ValueError(f"{name} ({show(table)}) must be a table")
+    table = cast(Table, table)
+    fields = {field.name: field for field in dataclasses.fields(cast(typing.Any, cls))}
+    for key in table:
+        if key not in fields:
+            raise ValueError(unknown_name(key, fields, prefix=prefix))
+    values: Table = {}
+    for name, field in fields.items():
+        if name in table:
+            values[name] = _convert(table[name], _hints(cls)[name], name=prefix + name)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{prefix}{name} is required")
+    return cls(**values)
+
+
+def build_record(cls: type[Record], table: object, *, where: str) -> Record:
+    """Build a dataclass as ``build`` does; ``where`` is the start of each message."""
+    try:
+        return build(cls, table)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error
+
+
+def unknown_name(
+    name: str, known: typing.Iterable[str], *, prefix: str = "", what: str = "key"
+) -> str:
+    """Return the message for an unknown name; it suggests a known name with similar spelling.
+
+    ``prefix``, such as "train.", precedes all names in the message. Spelling is compared without.
+    """
+    known = list(known)
+    is_short = len(name) <= _MAX_SHOWN  # difflib takes quadratic time
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR) if is_short else []
+    hint = f", did you mean {prefix}{near[0]}" if near else ""
+    names = ", ".join(prefix + each for each in known)
+    return f"{what} ({show_name(prefix + name)}) must be one of {names}{hint}"
+
+
+def _convert(value: typing.Any, kind: typing.Any, *, name: str) -> object:
+    """Return a parsed value converted to the type of a field."""
+    if dataclasses.is_dataclass(kind):
+        return build(cast(type[object], kind), value, prefix=f"{name}.")
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{name} ({show(value)}) must be a list")
+        items = _items(cast(list[object], value), typing.get_args(kind), name=name)
+        return tuple(_convert(each, each_kind, name=where) for each, each_kind, where in items)
+    check_type(value, kind, name=name)
+    return float(value) if kind is float else value
+
+
+def _items(
+    values: typing.Sequence[object], kinds: tuple[object, ...], *, name: str
+) -> typing.Iterator[tuple[object, object, str]]:
+    """Yield each item with its type and name, for ``tuple[int, ...]`` and ``tuple[int, float]``."""
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(values)
+    if len(values) != len(kinds):
+        raise ValueError(f"{name} ({show(values)}) must have {len(kinds)} items")
+    for index, (value, kind) in enumerate(zip(values, kinds, strict=True)):
+        yield value, kind, f"{name}[{index}]"
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+@cache
+def _hints(cls: type[object]) -> dict[str, object]:
+    """Return the annotation of each field, by field name."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cast(typing.Any, cls))
+    return {field.name: hints[field.name] for field in fields}
+
+
+def parse_device(
+    device: object, *, types: tuple[str, ...] = ("cpu", "cuda"), name: str = "device"
+) -> torch.device:
+    """Return the ``torch.device`` for a device or its name.
+
+    Raises:
+        ValueError: it is no device or name, torch does not know it, or ``types`` has not its type.
+    """
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            rule = f"a device of type {' or '.join(types)}"
+            raise ValueError(f"{name} ({show(device)}) must be {rule}") from error
+    if not isinstance(device, torch.device):
+        raise ValueError(f"{name} ({show(device)}) must be a torch.device or its name")
+    check_choice(device.type, types, name=name)
+    return device
+
+
+def read_text(path: Path, *, what: str, max_bytes: int) -> str:
+    """Read a UTF-8 text file that is not larger than a limit.
+
+    The null device (``os.devnull``) reads as an empty file. Other devices, pipes and sockets are
+    an error, because reading them can block.
+
+    Args:
+        what: purpose of the file, the first word of each message, such as "placement".
+
+    Raises:
+        ValueError: the file is missing, is not a regular file, cannot be read, is larger than the
+            limit or is not UTF-8.
+    """
+    try:
+        return _read_bytes(path, what=what, max_bytes=max_bytes).decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} ({path}) must be a readable file: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        rule = f"UTF-8 text: the byte at offset {error.start} is not"
+        raise ValueError(f"{what} ({path}) must be {rule}") from error
+
+
+def read_json(path: Path, *, what: str, max_bytes: int) -> object:
+    """Read a file of one JSON value; see ``read_text`` and ``parse_json``."""
+    return parse_json(read_text(path, what=what, max_bytes=max_bytes), where=f"{what} ({path})")
+
+
+def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[str, object]]:
+    """Read a file with one JSON value per line; a missing file has no lines.
+
+    Yields:
+        For each line: the start of messages about it, such as "/a/b.jsonl:3 must be a line of
+        profiles:", and its value.
+    """
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        pass  # read_text meets the same error and raises it with a clear message
+    text = read_text(path, what=what, max_bytes=max_bytes)
+    # Not splitlines: it splits at further characters, which JSON allows in strings.
+    lines = text.removesuffix("\n").split("\n") if text else []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number} must be a line of {what}:"
+        yield where, parse_json(line, where=f"{where} it")
+
+
+def parse_json(text: str, *, where: str) -> object:
+    """Parse one JSON value, more strictly than ``json.loads``.
+
+    Args:
+        where: the start of each message, such as "placement (/a/b.json)".
+
+    Raises:
+        ValueError: the text is not JSON, an object has a key twice, a number is not finite (NaN,
+            Infinity, 1e400), or lists and objects are nested deeper than ``MAX_DEPTH``.
+    """
+    try:
+        value: object = json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )
+        if not _is_deeper(value, max_depth=MAX_DEPTH):
+            return value
+    except RecursionError:
+        pass  # the parser met thousands of levels
+    except ValueError as error:
+        raise ValueError(f"{where} must be JSON: {error}") from error
+    raise ValueError(f"{where} must nest lists and objects at most {MAX_DEPTH} deep")
+
+
+def check_version(value: object, *, version: int, where: str) -> dict[str, object]:
+    """Return a JSON object after a check that its "version" is the expected number.
+
+    ``where`` is the start of each message, such as "placement (/a/b.json)".
+
+    Raises:
+        ValueError: it is not an object, or has another version.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a table with a version")
+    table = cast(dict[str, object], value)
+    found = table.get("version")
+    if type(found) is not int or found != version:
+        raise ValueError(f"{where} must be of version {version} and is of {show(found)}")
+    return table
+
+
+def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:
+    try:
+        # Without O_NONBLOCK, opening a pipe blocks until another process opens it for writing.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a null character
+        raise ValueError(f"{what} ({str(path)!r}) must be a readable file: {error}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        info = os.fstat(descriptor)
+        if os.path.samestat(info, os.stat(os.devnull)):
+            return b""
+        if not stat.S_ISREG(info.st_mode):
+            kind = "Is a directory" if stat.S_ISDIR(info.st_mode) else "Not a regular file"
+            raise ValueError(f"{what} ({path}) must be a readable file: {kind}")
+        content = file.read(max_bytes + 1)  # files of /proc have a size of 0 but content
+    if len(content) > max_bytes:
+        num_bytes = max(info.st_size, len(content))
+        raise ValueError(f"{what} ({path}) must have at most {max_bytes} bytes and has {num_bytes}")
+    return content
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table: dict[str, object] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"an object has the key {show(key)} twice")
+        table[key] = value
+    return table
+
+
+def _refuse_constant(text: str) -> Never:
+    raise ValueError(f"{text} is not a finite number")
+
+
+def _finite_float(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{show(text)} is not a finite number")
+    return number
+
+
+def _is_deeper(value: object, *, max_depth: int) -> bool:
+    """Return whether lists and objects are nested deeper than ``max_depth``."""
+    if isinstance(value, dict):
+        value = list(cast(dict[str, object], value).values())
+    if not isinstance(value, list):
+        return False
+    children = cast(list[object], value)
+    return max_depth == 0 or any(_is_deeper(each, max_depth=max_depth - 1) for each in children)

@@ -1,0 +1,388 @@
+"""Launch a GEMM and a kernel that moves rows side by side, or one after the other.
+
+Side by side, CTAs of both kernels share each SM. The kernel that moves rows uses the registers and
+the shared memory that the GEMM leaves free, and works while the tensor cores multiply.
+
+The kernel that waits for results of the other one is launched second, as a programmatic dependent
+launch. It begins when all CTAs of the first kernel have begun, so it cannot occupy the SMs that
+they need::
+
+    stream: ---- first kernel (let_second_begin) -----------|
+                  ---- second kernel (end_with_first) ------|---- next launch
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from halley.fused.config import KernelConfig
+from halley.fused.kernels.combine import chunked_gemm_kernel, combine_kernel
+from halley.fused.kernels.dispatch import (
+    FROM_PEERS,
+    FROM_PEERS_AND_SAVE,
+    FROM_SAVED,
+    DispatchMode,
+    arrived_gemm_kernel,
+    fetch_kernel,
+)
+from halley.fused.kernels.layout import ANY_COPIES, KernelContext
+from halley.ops.kernels.launch import Launcher, LaunchOptions, aligned, side_by_side
+from halley.ops.kernels.tiles import GemmTile, describe, describe_rows, describe_weights
+
+
+MOVE_WARPS = 4  # of a CTA that moves rows
+_SM_REGISTERS = 65536  # CUDA programming guide, compute capability 9.0
+_WARP_THREADS = 32
+_UNFUSED_MOVE_CTAS = 2  # for each SM, at least, if the GEMM does not run at the same time
+_FETCH_REGISTERS = 72  # per thread; the GEMM of backward leaves no more free
+_COMBINE_REGISTERS = 160  # per thread; divided among the combining CTAs of an SM
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPair:
+    """CTAs and options of the launches of a kernel that moves rows and of a GEMM."""
+
+    num_move_ctas: int
+    num_gemm_ctas: int
+    num_exits: int  # CTAs of both; the last one that ends resets the plan's counters
+    move_options: LaunchOptions
+    gemm_options: LaunchOptions
+
+
+def shape_launches(
+    *,
+    tile: GemmTile,
+    num_sms: int,
+    fused: bool,
+    move_first: bool,
+    move_registers: int,
+    ctas_beside: int,
+    ctas_after: int = 0,
+) -> LaunchPair:
+    """Compute the sizes and options of both launches.
+
+    Args:
+        fused: False runs one kernel after the other.
+        move_first: True if the GEMM waits for the kernel that moves rows, False if that kernel
+            waits for the GEMM.
+        ctas_beside: CTAs on each SM that move rows beside the GEMM's CTAs.
+        ctas_after: further CTAs for each SM, which begin when CTAs of the GEMM have ended.
+    """
+    move_ctas = ctas_beside + ctas_after if fused else max(ctas_beside, _UNFUSED_MOVE_CTAS)
+    num_move_ctas, num_gemm_ctas = num_sms * move_ctas, num_sms * tile.per_sm
+    free_registers = _SM_REGISTERS - ctas_beside * move_registers * MOVE_WARPS * _WARP_THREADS
+    gemm_registers = free_registers // (tile.per_sm * tile.num_warps * _WARP_THREADS)
+    return LaunchPair(
+        num_move_ctas=num_move_ctas,
+        num_gemm_ctas=num_gemm_ctas,
+        num_exits=num_move_ctas + num_gemm_ctas,
+        move_options={
+            "num_warps": MOVE_WARPS,
+            "num_stages": 1,
+            "max_registers": move_registers,
+            "shares": True,
+            "overlaps": fused and not move_first,
+        },
+        gemm_options={
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            # The compiler allocates registers in multiples of 8.
+            "max_registers": gemm_registers // 8 * 8,
+            "shares": True,
+            "overlaps": fused and move_first,
+        },
+    )
+
+
+_launch_fetch = Launcher(fetch_kernel)
+_launch_first_gemm = Launcher(arrived_gemm_kernel)
+_launch_second_gemm = Launcher(chunked_gemm_kernel)
+_launch_combine = Launcher(combine_kernel)
+
+
+def dispatch_gemm(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    x_RD: torch.Tensor,
+    h_RF: torch.Tensor,
+    pre_RG: torch.Tensor | None,
+    up_LGD: torch.Tensor,
+    gated: bool,
+    fused: bool = True,
+    copies_PD: torch.Tensor | None = None,
+    copies_saved: bool = False,
+) -> None:
+    """Fetch the rows of this rank's experts and multiply them by the first projection.
+
+    Args:
+        context: buffers of this rank, with the layout of the plan.
+        plan: made by ``make_plan`` for this call.
+        gated: True for SwiGLU, False for GELU.
+        fused: False fetches all rows before the GEMM starts.
+        x_RD: written: rows sorted by expert, padded to tiles. If ``pre_RG`` is given, the padding
+            that ``weight_gemm`` reads becomes zero.
+        h_RF: written: activations of these rows.
+        pre_RG: written if given: inputs of the activation (gate, up), for backward.
+        up_LGD: stacked weights, ``(L, 2F, D)`` if gated (gate first), else ``(L, F, D)``.
+        copies_PD: written if given: each token copy once, in the order of the fetch list.
+        copies_saved: True reads the rows from ``copies_PD``, which an earlier launch with this plan
+            has written. No other rank takes part.
+
+    The kernels do nothing if the plan has more rows than ``x_RD`` or ``h_RF``, or more token copies
+    than ``copies_PD``. The caller compares the sizes in ``host_status`` and launches again.
+    """
+    source = FROM_PEERS
+    if copies_PD is not None:
+        source = FROM_SAVED if copies_saved else FROM_PEERS_AND_SAVE
+    copy_capacity = ANY_COPIES if copies_PD is None or copies_saved else len(copies_PD)
+    mode = DispatchMode(
+        gated=gated,
+        save_pre=pre_RG is not None,
+        row_source=source.value,
+        zero_multiple=0 if pre_RG is None else context.config.weight.block_k,
+    )
+    tile, block_m = context.config.up, context.layout.block_m
+    columns = mode.tile_columns(tile)
+    h_desc = pre_desc = describe_rows(h_RF, block_rows=block_m, block_columns=columns)
+    if pre_RG is not None:
+        pre = pre_RG.view(len(pre_RG), mode.num_projections, -1)
+        pre_desc = describe(pre, [block_m, 1, columns])
+    x_desc = describe_rows(x_RD, block_rows=block_m, block_columns=tile.block_k)
+    up_desc = describe_weights(up_LGD, num_projections=mode.num_projections, tile=tile)
+    unused = context.status
+    _launch_fetch_and_gemm(
+        context,
+        plan,
+        mode=mode,
+        tile=tile,
+        copies_PD=x_RD if copies_PD is None else copies_PD,
+        x_RD=x_RD,
+        gemm_args=(x_desc, up_desc, h_desc, pre_desc, pre_desc, unused, unused),
+        capacities=(min(len(x_RD), len(h_RF)), copy_capacity),
+        intermediate_size=h_RF.shape[1],
+        fused=fused,
+    )
+
+
+def dispatch_dgrad(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    dy_RD: torch.Tensor,
+    dpre_RG: torch.Tensor,
+    weighted_RF: torch.Tensor,
+    dweight_RJ: torch.Tensor,
+    pre_RG: torch.Tensor,
+    weight_R: torch.Tensor,
+    down_LDF: torch.Tensor,
+    gated: bool,
+    fused: bool = True,
+) -> None:
+    """Fetch gradients of the output; compute gradients of the activation's inputs.
+
+    In all outputs, the padding that ``weight_gemm`` reads becomes zero.
+
+    Args:
+        context, plan, gated, fused: as in ``dispatch_gemm``; ``publish_rows`` has published the
+            gradients of all ranks.
+        dy_RD: written: gradients of the output, one row for each expert of a token.
+        dpre_RG: written: gradients of the activation's inputs.
+        weighted_RF: written: activations times routing weights. With ``dy_RD`` they give the
+            gradient of the second projection.
+        dweight_RJ: written: summands of the gradient of each row's routing weight, float32, one
+            for each of ``num_dweight_columns`` column tiles.
+        pre_RG: inputs of the activation, from forward.
+        weight_R: routing weight of each row, float32, written by ``publish_rows``.
+        down_LDF: stacked weights of the second projection.
+    """
+    mode = DispatchMode(gated=gated, backward=True, zero_multiple=context.config.weight.block_k)
+    tile = context.config.down_grad
+    dy_desc = describe_rows(dy_RD, block_rows=context.layout.block_m, block_columns=tile.block_k)
+    down_desc = describe_weights(down_LDF, num_projections=1, tile=tile, transposed=True)
+    _launch_fetch_and_gemm(
+        context,
+        plan,
+        mode=mode,
+        tile=tile,
+        copies_PD=dy_RD,
+        x_RD=dy_RD,
+        gemm_args=(dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG, weight_R, dweight_RJ),
+        capacities=(len(dy_RD), ANY_COPIES),
+        intermediate_size=weighted_RF.shape[1],
+        fused=fused,
+    )
+
+
+def num_dweight_columns(intermediate_size: int, config: KernelConfig) -> int:
+    """Return how many summands the gradient of a routing weight has; see ``dispatch_dgrad``."""
+    return -(-intermediate_size // config.down_grad.block_n)
+
+
+def _launch_fetch_and_gemm(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    mode: DispatchMode,
+    tile: GemmTile,
+    copies_PD: torch.Tensor,
+    x_RD: torch.Tensor,
+    gemm_args: tuple[object, ...],
+    capacities: tuple[int, int],
+    intermediate_size: int,
+    fused: bool,
+) -> None:
+    """Launch the kernel that fetches ``x_RD``, and the GEMM of these rows beside it."""
+    hidden_size, send = x_RD.shape[1], context.send_buffer
+    pair = shape_launches(
+        tile=tile,
+        num_sms=context.num_sms,
+        fused=fused,
+        move_first=True,
+        move_registers=_FETCH_REGISTERS,
+        ctas_beside=1,
+    )
+    fetch_block = context.config.fetch_block(hidden_size, num_warps=MOVE_WARPS)
+    with side_by_side(fused):
+        _launch_fetch(
+            pair.num_move_ctas,
+            (send.ptrs_W, send.local.shape[1], copies_PD, x_RD, plan, *capacities, pair.num_exits),
+            (context.layout, mode, hidden_size, *fetch_block),
+            dtypes=(x_RD.dtype,), **pair.move_options,
+        )  # fmt: skip
+        _launch_first_gemm(
+            pair.num_gemm_ctas,
+            (plan, *gemm_args, *capacities, pair.num_exits,
+             context.status, context.host_status, context.timeout_ns),
+            (context.layout, mode, hidden_size, intermediate_size, mode.tile_columns(tile),
+             tile.block_n, tile.block_k, tile.group, tile.run),
+            dtypes=(x_RD.dtype,), **pair.gemm_options,
+        )  # fmt: skip
+
+
+def gemm_combine(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    y_TD: torch.Tensor,
+    z_RD: torch.Tensor,
+    h_RF: torch.Tensor,
+    down_LDF: torch.Tensor,
+    fused: bool = True,
+    copy_capacity: int = ANY_COPIES,
+) -> None:
+    """Multiply by the second projection, and send each token's weighted sum to its source rank.
+
+    Args:
+        context, plan: as in ``dispatch_gemm``.
+        y_TD: written: the layer's output for this rank's tokens.
+        z_RD: scratch, written: output rows of the second projection.
+        h_RF: activations from ``dispatch_gemm``.
+        down_LDF: stacked weights, ``(L, D, F)``.
+        fused: False runs the whole GEMM before the kernel that combines.
+        copy_capacity: capacity in token copies of ``dispatch_gemm``, if it saved them.
+
+    As in ``dispatch_gemm``, the kernels do nothing if the plan has more rows than ``h_RF`` or
+    ``z_RD``, or more token copies than ``copy_capacity``.
+    """
+    _launch_gemm_and_combine(
+        context,
+        plan,
+        tile=context.config.down,
+        rows=h_RF,
+        weights=down_LDF,
+        y_TD=y_TD,
+        z_RD=z_RD,
+        fused=fused,
+        copy_capacity=copy_capacity,
+    )
+
+
+def dgrad_combine(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    dx_TD: torch.Tensor,
+    dweights_TK: torch.Tensor,
+    z_RD: torch.Tensor,
+    dpre_RG: torch.Tensor,
+    dweight_RJ: torch.Tensor,
+    up_LGD: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    fused: bool = True,
+) -> None:
+    """Multiply gradients by the first projection, and send their sums to the source ranks.
+
+    Args:
+        context, plan, fused: as in ``gemm_combine``.
+        dx_TD: written: gradient of this rank's tokens.
+        dweights_TK: written: gradient of their routing weights, float32; 0 in dropped slots.
+        z_RD: scratch, written: gradient of each row.
+        dpre_RG, dweight_RJ: from ``dispatch_dgrad``.
+        up_LGD: stacked weights, as in forward.
+        topk_idx_TK: expert ids of the call.
+    """
+    _launch_gemm_and_combine(
+        context,
+        plan,
+        tile=context.config.up_grad,
+        rows=dpre_RG,
+        weights=up_LGD,
+        y_TD=dx_TD,
+        z_RD=z_RD,
+        fused=fused,
+        weight_gradients=(dweight_RJ, aligned(topk_idx_TK), dweights_TK),
+    )
+
+
+def _launch_gemm_and_combine(
+    context: KernelContext,
+    plan: torch.Tensor,
+    *,
+    tile: GemmTile,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    y_TD: torch.Tensor,
+    z_RD: torch.Tensor,
+    fused: bool,
+    copy_capacity: int = ANY_COPIES,
+    weight_gradients: tuple[torch.Tensor, ...] = (),
+) -> None:
+    """Launch the GEMM that computes ``z_RD``, and the kernel that sums its rows to ``y_TD``."""
+    layout, config, backward = context.layout, context.config, bool(weight_gradients)
+    routing, combine = context.routing_buffer, context.combine_buffer
+    capacities = (min(len(z_RD), len(rows)), copy_capacity)
+    num_summands = weight_gradients[0].shape[1] if backward else 0
+    weight_gradients = weight_gradients or (context.status,) * 3  # not used in forward
+    pair = shape_launches(
+        tile=tile,
+        num_sms=context.num_sms,
+        fused=fused,
+        move_first=False,
+        move_registers=_COMBINE_REGISTERS // config.combiners_beside,
+        ctas_beside=config.combiners_beside,
+        ctas_after=config.combiners_after,
+    )
+    hidden_size, depth = z_RD.shape[1], rows.shape[1]
+    a_desc = describe_rows(rows, block_rows=layout.block_m, block_columns=tile.block_k)
+    b_desc = describe_weights(weights, num_projections=1, tile=tile, transposed=backward)
+    z_desc = describe_rows(z_RD, block_rows=layout.block_m, block_columns=tile.block_n)
+    with side_by_side(fused):
+        _launch_second_gemm(
+            pair.num_gemm_ctas,
+            (z_desc, plan, a_desc, b_desc, routing.local, *capacities,
+             pair.num_exits, context.status, context.host_status),
+            (layout, backward, hidden_size, depth, config.chunk_columns,
+             tile.block_n, tile.block_k, tile.group, tile.run),
+            dtypes=(z_RD.dtype,), **pair.gemm_options,
+        )  # fmt: skip
+        _launch_combine(
+            pair.num_move_ctas,
+            (y_TD, z_RD, plan, combine.local, combine.ptrs_W, routing.local, routing.ptrs_W,
+             *weight_gradients, context.dweight_buffer.ptrs_W, y_TD.shape[0],
+             combine.local.shape[1], *capacities, context.rank, pair.num_exits,
+             context.status, context.host_status, context.timeout_ns),
+            (layout, num_summands, hidden_size, config.combine_rows, config.combine_stages,
+             config.sum_rows, config.chunk_columns, tile.block_n),
+            dtypes=(z_RD.dtype, weight_gradients[1].dtype), **pair.move_options,
+        )  # fmt: skip

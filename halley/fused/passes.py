@@ -1,0 +1,382 @@
+"""Forward and backward pass of a fused layer: the launches of each, in order.
+
+Kernels of forward, all on the current stream:
+
+1. plan: publish tokens and routing to all ranks, and make this rank's plan from their routing.
+2. fetch and first GEMM, side by side.
+3. second GEMM and combine, side by side.
+
+The host launches all of them with predicted sizes. Then it reads the true sizes, and launches the
+GEMMs again if the predicted sizes were too small. Kernels of backward:
+
+1. With save "inputs" or "recompute": repeat fetch and first GEMM. "inputs" fetches from saved token
+   copies, "recompute" from the peers after another publication of the tokens.
+2. Publish the output's gradients to all ranks.
+3. Fetch and GEMM with the second projection, side by side (``dispatch_dgrad``).
+4. GEMM with the first projection and combine, side by side (``dgrad_combine``).
+5. Weight-gradient GEMMs of both projections, which wait for no rank.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from halley.core.types import Save
+from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import PlanSize, Workspace
+from halley.fused.kernels.dispatch_plan import make_plan, publish_rows
+from halley.fused.kernels.launches import (
+    dgrad_combine,
+    dispatch_dgrad,
+    dispatch_gemm,
+    gemm_combine,
+    num_dweight_columns,
+)
+from halley.fused.kernels.layout import ANY_COPIES, KernelContext, Layout
+from halley.fused.replay import Results, release
+from halley.fused.weight_gradients import find_experts, launch_weight_gradient
+from halley.ops.kernels.launch import note_call
+
+
+# "none" is a forward without backward.
+SaveOrNone: TypeAlias = Save | Literal["none"]
+
+
+class LayerCall(NamedTuple):
+    """Inputs of one forward call, in the order of the operator ``fused_experts``.
+
+    Attributes:
+        up_LGD, down_LDF: projections of this rank's experts, contiguous; in the first one, gate
+            rows come first if ``gated``.
+        topk_idx_TK: expert ids or ``DROPPED``.
+        gated: True for SwiGLU, False for GELU.
+        fused: False runs the same kernels one after the other.
+        save: activations that forward saves for backward.
+            "all": the input rows of the first GEMM, and its outputs before the activation.
+            "inputs": each received token once; backward repeats the first GEMM.
+            "recompute": none; backward repeats dispatch and first GEMM.
+            "none": none, and the result has no gradient.
+    """
+
+    x_TD: torch.Tensor
+    topk_weights_TK: torch.Tensor
+    up_LGD: torch.Tensor
+    down_LDF: torch.Tensor
+    topk_idx_TK: torch.Tensor
+    gated: bool
+    fused: bool
+    save: SaveOrNone
+
+
+class LayerResult(NamedTuple):
+    """Output of a forward call, and the tensors that its backward needs.
+
+    R is the number of rows in the plan and P its number of token copies, both rounded up. With save
+    "all", ``rows`` are the input rows of the first GEMM, ``(R, D)``, and ``pre_RG`` its outputs
+    before the activation. With "inputs", ``rows`` are each received token once, ``(P, D)``. Saved
+    tensors have no columns otherwise.
+    """
+
+    y_TD: torch.Tensor
+    plan: torch.Tensor  # int32; offsets in ``kernels/layout.py``
+    plan_id: torch.Tensor  # id of the plan's layout, one int64 on the CPU
+    rows: torch.Tensor
+    pre_RG: torch.Tensor
+
+
+def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> LayerResult:
+    """Run the forward pass of a layer; a collective. A failed wait is a RuntimeError.
+
+    ``part`` is the number of the call, for layers that run their tokens in several calls.
+    """
+    workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
+    while True:
+        predicted = workspace.predict_size(call.up_LGD, part=part)
+        if call.save == "none":  # no tensor of this size outlives the call: use the full capacity
+            predicted = replace(predicted, num_rows=workspace.row_capacity)
+        elif predicted.num_rows > workspace.row_capacity:
+            workspace.grow_rows(predicted.num_rows)
+        plan, *results = _launch_all(workspace, call, predicted)
+        size = workspace.read_plan(call.up_LGD, part=part)
+        if not size.needed_tokens:
+            break
+        del results
+        workspace.grow_tokens(size.needed_tokens)  # all ranks read the same number
+    if size.num_rows > workspace.row_capacity:
+        workspace.grow_rows(size.num_rows)
+    copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
+    # With too small sizes, or before the first plan, the kernels of the GEMMs did nothing.
+    if not (results and copies_fit and size.num_rows <= predicted.num_rows):
+        del results  # frees memory for the tensors that replace them
+        results = _launch_gemms(workspace, call, plan, size)
+    if not call.x_TD.is_cuda:  # interpreted kernels have finished
+        workspace.check()
+    y_TD, rows, pre_RG = results
+    # The sizes of saved tensors must depend on the plan only, not on the prediction. Activation
+    # checkpointing compares the sizes of the first run and of the recomputation.
+    num_saved = size.num_copies if call.save == "inputs" else size.num_rows
+    return LayerResult(y_TD, plan, workspace.plan_id, rows[:num_saved], pre_RG[: size.num_rows])
+
+
+def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[Any]:
+    """Launch or replay all kernels; return the plan, then the results of ``_launch_gemms``.
+
+    With 0 rows only the plan kernel is launched.
+    """
+    inputs = [call.x_TD, call.topk_idx_TK, call.topk_weights_TK, call.up_LGD, call.down_LDF]
+    key = (
+        "forward", call.gated, call.fused, call.save, size.num_rows, size.num_copies,
+        call.x_TD.shape, call.x_TD.dtype, call.topk_idx_TK.dtype, call.topk_weights_TK.dtype,
+        call.up_LGD.shape, call.down_LDF.shape,
+    )  # fmt: skip
+    workspace.begin_pass()
+    recording = workspace.launches.find(key, inputs)
+    if recording is not None:
+        return recording.replay(inputs)
+    with workspace.launches.record(key, inputs, workspace.persistent_tensors()) as outputs:
+        plan = call.x_TD.new_empty(workspace.layout.plan_words, dtype=torch.int32)
+        make_plan(
+            workspace.context(),
+            plan,
+            x_TD=call.x_TD,
+            topk_idx_TK=call.topk_idx_TK,
+            topk_weights_TK=call.topk_weights_TK,
+            max_rows=workspace.max_rows,
+        )
+        note_call(workspace.record_plan_event)
+        outputs.append(plan)
+        if size.num_rows:
+            outputs += _launch_gemms(workspace, call, plan, size)
+    return outputs
+
+
+def _launch_gemms(
+    workspace: Workspace, call: LayerCall, plan: torch.Tensor, size: PlanSize
+) -> list[torch.Tensor]:
+    """Launch both GEMMs on a plan; return output, saved rows and pre-activations.
+
+    Tensors that are not saved have no columns.
+    """
+    x_TD, up_LGD, save = call.x_TD, call.up_LGD, call.save
+    num_rows, hidden_size = size.num_rows, x_TD.shape[1]
+    h_RF = x_TD.new_empty(num_rows, up_LGD.shape[1] // (2 if call.gated else 1))
+    pre_RG = x_TD.new_empty(num_rows, up_LGD.shape[1] if save == "all" else 0)
+    if save == "inputs":
+        rows = x_TD.new_empty(size.num_copies, hidden_size)
+    else:
+        rows = x_TD.new_empty(num_rows, hidden_size if save == "all" else 0)
+    context = workspace.context()
+    dispatch_gemm(
+        context,
+        plan,
+        x_RD=rows if save == "all" else workspace.rows_RD,
+        h_RF=h_RF,
+        pre_RG=pre_RG if save == "all" else None,
+        up_LGD=up_LGD,
+        gated=call.gated,
+        fused=call.fused,
+        copies_PD=rows if save == "inputs" else None,
+    )
+    y_TD = x_TD.new_empty(x_TD.shape[0], call.down_LDF.shape[1])
+    gemm_combine(
+        context,
+        plan,
+        y_TD=y_TD,
+        z_RD=workspace.rows_RD,
+        h_RF=h_RF,
+        down_LDF=call.down_LDF,
+        fused=call.fused,
+        copy_capacity=size.num_copies if save == "inputs" else ANY_COPIES,
+    )
+    return [y_TD, rows, pre_RG]
+
+
+# Indices in the list of input tensors. The list is mutable, so that an input can be released early.
+_DY, _SAVED, _PLAN, _PRE, _UP, _DOWN, _IDX = range(7)
+_OPERANDS = slice(7, 11)  # only with ``keeps_operands``
+
+
+class BackwardOptions(NamedTuple):
+    """Options of the forward call, and which projections need gradients.
+
+    With ``keeps_operands``, the operands of the weight gradients are written to given buffers, and
+    the weight gradients are left to the caller.
+    """
+
+    gated: bool
+    fused: bool
+    save: Save
+    needs_up: bool
+    needs_down: bool
+    keeps_operands: bool = False
+
+
+class TokenGradients(NamedTuple):
+    """Results of the backward pass without weight gradients; R is as in ``LayerResult``."""
+
+    dx_TD: torch.Tensor  # of this rank's tokens
+    dweights_TK: torch.Tensor  # of their routing weights, float32
+    dpre_RG: torch.Tensor  # of the first GEMM's outputs
+    weighted_RF: torch.Tensor  # activations times routing weights
+    dy_RD: torch.Tensor  # of the layer's output, one row for each expert of a token
+    rows_RD: torch.Tensor  # input rows of the first GEMM
+
+
+def run_backward(
+    workspaces: Workspaces,
+    plan_id: int,
+    inputs: list[Any],
+    options: BackwardOptions,
+    main_grads: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Results:
+    """Run the backward pass of a layer; a collective of the ranks.
+
+    Args:
+        plan_id: of the forward's ``LayerResult``.
+        inputs: gradient of the output; saved rows (with save "recompute", the tokens), plan and
+            ``pre_RG`` of the forward; both projections; expert ids. After their last use, saved
+            token copies are replaced by None. With ``keeps_operands`` also the buffers that take
+            ``dpre_RG``, ``weighted_RF``, ``dy_RD`` and ``rows_RD`` of ``TokenGradients``.
+        main_grads: for each projection, the buffer to which its gradient is added, or None.
+
+    Returns:
+        Gradients of tokens, of routing weights in float32, and of both projections. None for a
+        projection that needs no gradient or has a ``main_grad``.
+
+    Raises:
+        RuntimeError: the buffers were closed, or a peer did not begin the same pass in time.
+    """
+    workspace, layout = workspaces.find_plan(plan_id)
+    inputs += [buffer for buffer in main_grads if buffer is not None]
+    dy_TD, saved = inputs[_DY], inputs[_SAVED]
+    key = (
+        "backward", options, plan_id, *(b is None or b.dtype for b in main_grads),
+        inputs[_PRE].shape[0], saved.shape, dy_TD.shape, dy_TD.dtype, inputs[_UP].shape,
+        inputs[_DOWN].shape, inputs[_IDX].dtype,
+    )  # fmt: skip
+    del saved  # so that ``release`` drops the last reference
+    workspace.begin_pass()
+    recording = workspace.launches.find(key, inputs)
+    if recording is not None:
+        return recording.replay(inputs)
+    with workspace.launches.record(key, inputs, workspace.persistent_tensors()) as outputs:
+        outputs += launch_backward(workspace, layout, inputs, options, main_grads)
+    return outputs
+
+
+def launch_backward(
+    workspace: Workspace,
+    layout: Layout,
+    inputs: list[Any],
+    options: BackwardOptions,
+    main_grads: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> Results:
+    """Launch all kernels of a backward pass; arguments and results as in ``run_backward``."""
+    dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = launch_token_gradients(
+        workspace, layout, inputs, options
+    )
+    if options.keeps_operands:
+        return dx_TD, dweights_TK
+    experts = find_experts(layout, inputs[_PLAN], num_experts=len(inputs[_UP]))
+    weight_gradient = partial(launch_weight_gradient, experts=experts, workspace=workspace)
+    dup = ddown = None
+    if options.needs_down:
+        ddown = weight_gradient(dy_RD, weighted_RF, main_grads[1])
+    del dy_RD, weighted_RF  # frees memory for the gradient of the first projection
+    if options.needs_up:
+        dup = weight_gradient(dpre_RG, rows_RD, main_grads[0])
+    return dx_TD, dweights_TK, dup, ddown
+
+
+def launch_token_gradients(
+    workspace: Workspace, layout: Layout, inputs: list[Any], options: BackwardOptions
+) -> TokenGradients:
+    """Launch the kernels of a backward pass except the weight-gradient GEMMs."""
+    dy_TD, plan, pre_RG = inputs[_DY], inputs[_PLAN], inputs[_PRE]
+    down_LDF, up_LGD, topk_idx_TK = inputs[_DOWN], inputs[_UP], inputs[_IDX]
+    context = workspace.context(layout)
+    gated, fused = options.gated, options.fused
+    operands = inputs[_OPERANDS] if options.keeps_operands else None
+    if options.save == "all":
+        rows_RD = inputs[_SAVED]
+    else:
+        rows_RD = None if operands is None else operands[3]
+        rows_RD, pre_RG = _recompute(context, inputs, options, rows_RD)
+    num_rows, inner_size = pre_RG.shape[0], down_LDF.shape[2]
+    weight_R = pre_RG.new_empty(num_rows, dtype=torch.float32)
+    publish_rows(context, plan, x_TD=dy_TD, weight_R=weight_R)
+    if operands is None:
+        widths = (pre_RG.shape[1], inner_size, dy_TD.shape[1])
+        operands = [pre_RG.new_empty(num_rows, width) for width in widths]
+    dpre_RG, weighted_RF, dy_RD = operands[:3]
+    columns = num_dweight_columns(inner_size, workspace.config)
+    dweight_RJ = pre_RG.new_empty(num_rows, columns, dtype=torch.float32)
+    dispatch_dgrad(
+        context,
+        plan,
+        dy_RD=dy_RD,
+        dpre_RG=dpre_RG,
+        weighted_RF=weighted_RF,
+        dweight_RJ=dweight_RJ,
+        pre_RG=pre_RG,
+        weight_R=weight_R,
+        down_LDF=down_LDF,
+        gated=gated,
+        fused=fused,
+    )
+    del pre_RG, weight_R  # frees a recomputed pre_RG
+    dx_TD = dy_TD.new_empty(topk_idx_TK.shape[0], up_LGD.shape[2])
+    dweights_TK = dy_TD.new_empty(topk_idx_TK.shape, dtype=torch.float32)
+    dgrad_combine(
+        context,
+        plan,
+        dx_TD=dx_TD,
+        dweights_TK=dweights_TK,
+        z_RD=workspace.rows_RD,
+        dpre_RG=dpre_RG,
+        dweight_RJ=dweight_RJ,
+        up_LGD=up_LGD,
+        topk_idx_TK=topk_idx_TK,
+        fused=fused,
+    )
+    if not dy_TD.is_cuda:  # interpreted kernels have finished
+        workspace.check()
+    return TokenGradients(dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD)
+
+
+def _recompute(
+    context: KernelContext,
+    inputs: list[Any],
+    options: BackwardOptions,
+    rows_RD: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeat the first GEMM; return its input rows and its outputs before the activation.
+
+    With save "recompute", publish the tokens and fetch them from the peers again. Else read the
+    token copies that forward saved, and then release them. ``rows_RD`` takes the input rows.
+    """
+    gated, fetches = options.gated, options.save == "recompute"
+    saved, plan, up_LGD = inputs[_SAVED], inputs[_PLAN], inputs[_UP]
+    num_rows = inputs[_PRE].shape[0]
+    if fetches:
+        publish_rows(context, plan, x_TD=saved)
+    if rows_RD is None:
+        rows_RD = torch.empty(num_rows, saved.shape[1], dtype=saved.dtype, device=saved.device)
+    pre_RG = saved.new_empty(num_rows, up_LGD.shape[1])
+    dispatch_gemm(
+        context,
+        plan,
+        x_RD=rows_RD,
+        h_RF=saved.new_empty(num_rows, up_LGD.shape[1] // (2 if gated else 1)),  # not used
+        pre_RG=pre_RG,
+        up_LGD=up_LGD,
+        gated=gated,
+        fused=options.fused,
+        copies_PD=None if fetches else saved,
+        copies_saved=not fetches,
+    )
+    if not fetches:
+        release(inputs, _SAVED)
+    return rows_RD, pre_RG

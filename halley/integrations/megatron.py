@@ -1,0 +1,261 @@
+"""Run the MoE layers of Megatron-Core by a strategy of Halley; see docs/megatron.md.
+
+``enable(spec)`` returns a model spec with Halley's layers. ``megatron_experts.py`` has the weights.
+"""
+
+import copy
+import importlib
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, final
+
+import torch
+
+from halley.core.routing import local_experts
+from halley.core.types import DROPPED, Routing
+from halley.integrations.contract import (
+    describe,
+    set_description,
+    shared_runner,
+    warn_deprecated,
+)
+from halley.integrations.megatron_experts import FRAMEWORK, StackedExperts
+
+
+__all__ = [
+    "HalleyMoELayer",
+    "StackedExperts",
+    "describe",
+    "enable",
+    "job_spec",
+    "layer_spec",
+    "use_halley",
+]
+
+_mcore = FRAMEWORK.import_names(
+    {
+        "MoELayer": "megatron.core.transformer.moe.moe_layer",
+        "MoETokenDispatcher": "megatron.core.transformer.moe.token_dispatcher",
+        "ModuleSpec": "megatron.core.transformer.spec_utils",
+        "get_default_pg_collection": "megatron.core.transformer.moe.moe_utils",
+    }
+)
+for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
+    FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
+
+# The only values of fields of Megatron's configuration with which Halley can run a layer.
+_REQUIRED: dict[str, Any] = {
+    "expert_tensor_parallel_size": 1,
+    "add_bias_linear": False,
+    "moe_apply_probs_on_input": False,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_shared_expert_overlap": False,
+    "moe_latent_size": None,
+    "fp8": None,
+    "fp4": None,
+    "cuda_graph_impl": "none",
+}
+_DISPATCHERS = ("allgather", "alltoall")
+
+
+def find_problem(config: Any) -> str:
+    """Return why Megatron must run a layer itself, or ""."""
+    for name, required in _REQUIRED.items():
+        found = getattr(config, name, required)
+        if found != required and not (required is None and not found):
+            return f"{name} ({found}) must be {required}"
+    kind = config.moe_token_dispatcher_type
+    if kind not in _DISPATCHERS:
+        return f"moe_token_dispatcher_type ({kind}) must be one of {', '.join(_DISPATCHERS)}"
+    return ""
+
+
+@final
+class HalleyMoELayer(_mcore.MoELayer):
+    """Megatron's MoE layer with its router and shared experts, and with stacked routed experts.
+
+    Megatron's schedules call the phases of a layer one by one. Here ``routed_experts_compute``
+    dispatches, computes and combines; the phases ``dispatch`` and ``combine`` return their inputs.
+
+    Args:
+        config, submodules, layer_number, pg_collection: as for Megatron's layer.
+        strategy: a name that ``halley.build_strategy`` accepts, such as "fused:inputs".
+        strict: raise an error where the default warns once and leaves the layer to Megatron.
+
+    Raises:
+        ValueError: ``strategy`` is unknown; the number of experts is no multiple of the number of
+            ranks; or ``strict``, and Halley cannot run the layer.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        *,
+        strategy: str = "auto",
+        strict: bool = False,
+    ) -> None:
+        runner = shared_runner(strategy, strict)
+        groups = pg_collection or _mcore.get_default_pg_collection()
+        local_experts(config.num_moe_experts, ep_size=groups.ep.size())
+        problem = find_problem(config)
+        if problem:
+            runner.warn_or_raise(problem, fallback="Megatron runs the layer")
+        else:
+            submodules = replace(submodules, experts=_mcore.ModuleSpec(module=StackedExperts))
+        super().__init__(config, submodules, layer_number, groups)
+        self._runner = runner
+        self._is_megatrons = bool(problem)
+        if problem:
+            set_description(self, f"megatron: {problem}")
+            return
+        self.token_dispatcher = PassThroughDispatcher(config, groups)
+        if reason := self.experts.local_experts().reason:
+            runner.check_supported(reason)
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Return the weighted sums over each token's experts, ``(T, D)``, and no bias.
+
+        A collective of the expert-parallel group. Arguments as ``dispatch`` returns them: tokens,
+        ``(T, D)``, and routing weights, ``(T, K)``.
+        """
+        if self._is_megatrons:
+            return super().routed_experts_compute(hidden_states, probs)
+        expert_ids_TK = self.token_dispatcher.pop_expert_ids()
+        routing = Routing(topk_idx_TK=expert_ids_TK, topk_weights_TK=probs)
+        x_TD = self.token_dispatcher.copy_if_freed(hidden_states)
+        experts = self.experts.local_experts()
+        return self._runner.run(x_TD, routing, experts, group=self.ep_group, module=self), None
+
+
+@final
+class PassThroughDispatcher(_mcore.MoETokenDispatcher):
+    """Passes tokens, expert ids and routing weights to ``routed_experts_compute`` unchanged."""
+
+    def __init__(self, config: Any, pg_collection: Any) -> None:
+        super().__init__(config, pg_collection)
+        # The batch-overlap schedule frees the inputs of a phase when the phase returns.
+        self._inputs_are_freed = config.overlap_moe_expert_parallel_comm
+        self._expert_ids_TK: torch.Tensor | None = None
+        self._shape = torch.Size()
+
+    def dispatch_preprocess(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens, ``(T, D)``, and the weights of their experts, ``(T, K)``.
+
+        ``tokens`` is ``(S, B, D)`` with T = S * B. ``routing_map``, ``(T, E)`` bool, has at most K
+        experts of a token, and ``probs`` is 0 for the others.
+        """
+        self._shape = tokens.shape
+        # The top-k of the map, not of the weights: a chosen expert may have the weight 0.
+        chosen_TK, ids_TK = routing_map.int().topk(self.config.moe_router_topk, dim=1)
+        weights_TK = probs.gather(1, ids_TK)
+        self._expert_ids_TK = ids_TK.masked_fill(chosen_TK == 0, DROPPED)
+        return self.copy_if_freed(tokens.reshape(-1, tokens.shape[-1])), weights_TK
+
+    def pop_expert_ids(self) -> torch.Tensor:
+        """Return the expert ids of the last ``dispatch_preprocess``, ``(T, K)``."""
+        ids_TK, self._expert_ids_TK = self._expert_ids_TK, None
+        assert ids_TK is not None
+        return ids_TK
+
+    def copy_if_freed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or a copy of it if the schedule frees the inputs of phases."""
+        return tensor.clone() if self._inputs_are_freed else tensor
+
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.copy_if_freed(hidden_states), self.copy_if_freed(probs)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.copy_if_freed(hidden_states)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the sums in the shape of the tokens, ``(S, B, D)``."""
+        return hidden_states.view(self._shape)
+
+
+def enable(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
+    """Return a copy of a spec in which Halley's layer replaces each MoE layer of Megatron.
+
+    Build the model from the returned spec; ``spec`` itself and Megatron do not change.
+
+    Args:
+        spec: a ``ModuleSpec``, or a ``TransformerBlockSubmodules`` as Megatron's
+            ``get_gpt_decoder_block_spec`` returns it.
+        strategy, strict: as for ``HalleyMoELayer``.
+
+    Raises:
+        ValueError: the spec has no MoE layer.
+    """
+    copied = copy.deepcopy(spec)
+    found = [part for part in _module_specs(copied) if part.module is _mcore.MoELayer]
+    if not found:
+        raise ValueError(f"spec ({type(spec).__name__}) must have a layer with module MoELayer")
+    for part in found:
+        part.module = HalleyMoELayer
+        part.params = {**(part.params or {}), "strategy": strategy, "strict": strict}
+    return copied
+
+
+def _module_specs(part: Any) -> list[Any]:
+    """Return all module specs inside a spec, each once."""
+    if isinstance(part, _mcore.ModuleSpec):
+        return [part, *_module_specs(part.submodules)]
+    if isinstance(part, list | tuple):
+        found = [spec for item in part for spec in _module_specs(item)]
+        return list({id(spec): spec for spec in found}.values())  # layers may share one
+    if is_dataclass(part) and not isinstance(part, type):
+        return _module_specs([getattr(part, field.name) for field in fields(part)])
+    return []
+
+
+def job_spec() -> Any:
+    """Return the spec of the running Megatron-LM job with Halley's layers; None outside of a job.
+
+    Megatron-LM builds a spec from the job's arguments unless ``--spec`` names one. This function
+    builds the same spec from the same arguments, then enables Halley in it.
+
+    Raises:
+        ValueError: the job has virtual pipeline stages, and dense layers among its MoE layers, so
+            that the stages need different specs.
+    """
+    try:
+        training: Any = importlib.import_module("megatron.training")
+        arguments = training.get_args()
+    except (ModuleNotFoundError, AssertionError):  # no Megatron-LM, or it has not been started
+        return None
+    frequency = arguments.moe_layer_freq
+    mixed = frequency != 1 and frequency != [1] * arguments.num_layers
+    if mixed and getattr(arguments, "virtual_pipeline_model_parallel_size", None):
+        raise ValueError(
+            f"moe_layer_freq ({frequency}) must be 1 with virtual pipeline stages: each has "
+            "another spec, which a script of your own can give to enable"
+        )
+    specs: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    config = importlib.import_module("megatron.training.arguments")
+    job = config.core_transformer_config_from_args(arguments)
+    options = {
+        "use_transformer_engine": arguments.transformer_impl == "transformer_engine",
+        "normalization": arguments.normalization,
+        "qk_l2_norm": arguments.qk_l2_norm,
+    }
+    if mixed:
+        return enable(specs.get_gpt_decoder_block_spec(job, **options))
+    # The spec of a single layer fits every stage.
+    return enable(specs.get_gpt_decoder_layer_specs(job, **options)[0])
+
+
+# Megatron-LM reads this attribute for ``--spec`` and accepts a spec object only, not a function.
+layer_spec = job_spec()
+
+
+def use_halley(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
+    """Deprecated name of ``enable``."""
+    warn_deprecated("use_halley", "halley.integrations.megatron.enable")
+    return enable(spec, strategy=strategy, strict=strict)

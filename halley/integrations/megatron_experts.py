@@ -1,0 +1,248 @@
+"""The experts of one rank as two stacked parameters, with Megatron's checkpoint format."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halley.core.types import DTYPES, Experts
+from halley.integrations.contract import Framework, LocalExperts
+
+
+FRAMEWORK = Framework(package="megatron.core", install="megatron-core", newest=(0, 16))
+
+_mcore = FRAMEWORK.import_names(
+    {
+        "MegatronModule": "megatron.core.transformer.module",
+        "ShardedTensor": "megatron.core.dist_checkpointing",
+        "ShardedTensorFactory": "megatron.core.dist_checkpointing.mapping",
+        "make_sharded_object_for_checkpoint": "megatron.core.transformer.utils",
+        "apply_swiglu_sharded_factory": "megatron.core.transformer.mlp",
+        "get_cuda_rng_tracker": "megatron.core.tensor_parallel",
+        "get_expert_parallel_rng_tracker_name": "megatron.core.tensor_parallel.random",
+        "set_tensor_model_parallel_attributes": "megatron.core.tensor_parallel.layers",
+        "get_default_pg_collection": "megatron.core.transformer.moe.moe_utils",
+    }
+)
+# The layer of Megatron's SequentialMLP that holds the matrices of each parameter.
+_LAYERS = {"weight1": "linear_fc1", "weight2": "linear_fc2"}
+
+
+@final
+class StackedExperts(_mcore.MegatronModule):
+    """The experts of one rank, without biases.
+
+    ``weight1`` is ``(L, 2F, D)``, gate rows first, or ``(L, F, D)`` without a gate. ``weight2`` is
+    ``(L, D, F)``. Both start with the values of Megatron's ``SequentialMLP``, and checkpoints are
+    interchangeable with it.
+
+    ``megatron.find_problem`` finds no problem in ``config``, Megatron's configuration.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or _mcore.get_default_pg_collection()
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.dp_group = groups.ep, groups.expt_dp
+        size = config.moe_ffn_hidden_size
+        columns = size * (2 if config.gated_linear_unit else 1)
+        on_cpu = config.use_cpu_initialization
+        device = None if on_cpu else torch.cuda.current_device()
+        options = {"dtype": config.params_dtype, "device": device}
+        shapes = ((columns, config.hidden_size), (config.hidden_size, size))
+        for axis, (name, shape) in enumerate(zip(_LAYERS, shapes, strict=True)):
+            weight: Any = nn.Parameter(torch.empty(num_local_experts, *shape, **options))
+            _mcore.set_tensor_model_parallel_attributes(weight, True, axis + 1, 1)
+            # If False, Megatron averages the gradient only over ranks with the same experts.
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(name, weight)
+        self.register_load_state_dict_post_hook(_ignore_extra_state)
+        self._has_gradient_hooks = False
+        if config.perform_initialization:
+            self._initialize(on_cpu=on_cpu)
+
+    def local_experts(self) -> LocalExperts:
+        """Return the experts of this rank, with stacked weights if a strategy can use them."""
+        reason = self._find_unsupported()
+        stacked = None
+        if not reason:
+            up, down = self.weight1, self.weight2
+            if self.config.gradient_accumulation_fusion:
+                self._register_gradient_hooks()
+            else:
+                # Strategies add gradients to ``main_grad`` of a weight. Views have no such buffer,
+                # so autograd returns their gradients, and Megatron adds them itself.
+                up, down = up.view_as(up), down.view_as(down)
+            activation = "swiglu" if self.config.gated_linear_unit else "gelu"
+            stacked = Experts(up_LGD=up, down_LDF=down, activation=activation)
+        return LocalExperts(
+            num_local=self.num_local_experts,
+            function=self._apply_experts,
+            stacked=stacked,
+            reason=reason,
+        )
+
+    def backward_dw(self) -> None:
+        """Do nothing: backward has computed the weight gradients already."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return each expert's matrices under the keys of ``SequentialMLP`` and Transformer Engine.
+
+        If "singleton_local_shards" of ``metadata`` is true, each expert has a key of its own. Else
+        all experts are slices of one tensor.
+        """
+        singleton = (metadata or {}).get("singleton_local_shards", False)
+        num_experts = self.ep_group.size() * self.num_local_experts
+        first = self.ep_group.rank() * self.num_local_experts
+        replica = (0, 0, self.dp_group.rank())
+        axis = len(sharded_offsets)
+        places: list[tuple[str, tuple[Any, ...]]] = [
+            (f"{index}.", sharded_offsets)
+            if singleton
+            else ("", (*sharded_offsets, (axis, index, num_experts)))
+            for index in range(first, first + self.num_local_experts)
+        ]
+        state: dict[str, Any] = {}
+        for name, layer in _LAYERS.items():
+            gated = name == "weight1" and self.config.gated_linear_unit
+            split = partial(
+                _split, suffix=f"{layer}.weight", places=places, gated=gated, singleton=singleton
+            )
+            state[f"{prefix}{name}"] = _mcore.ShardedTensorFactory(
+                f"{prefix}experts.{layer}.weight",
+                self.get_parameter(name),
+                split,
+                partial(_stack, gated=gated),
+                replica,
+            )
+            # Transformer Engine stores extra state beside a matrix; Megatron's layers store None.
+            for index, (expert_prefix, offsets) in enumerate(places, start=first):
+                key = f"{layer}._extra_state"
+                extra = _mcore.make_sharded_object_for_checkpoint(
+                    None, f"{prefix}experts.{expert_prefix}{key}", offsets, replica
+                )
+                state[f"{prefix}expert{index}.{key}"] = extra
+        return state
+
+    def _initialize(self, *, on_cpu: bool) -> None:
+        """Initialise one expert after another, with the random numbers of Megatron's own layers."""
+        name = _mcore.get_expert_parallel_rng_tracker_name()
+        generator = nullcontext() if on_cpu else _mcore.get_cuda_rng_tracker().fork(name)
+        methods = self.config.init_method, self.config.output_layer_init_method
+        with generator, torch.no_grad():
+            for index in range(self.num_local_experts):
+                for weight, method in zip(self.parameters(), methods, strict=True):
+                    if on_cpu:
+                        matrix = torch.empty(weight[index].shape, dtype=torch.float32)
+                        method(matrix)
+                        weight[index].copy_(matrix)
+                    else:
+                        method(weight[index])
+
+    def _register_gradient_hooks(self) -> None:
+        """Register the hooks once, after Megatron has attached its gradient buffers."""
+        ready = torch.is_grad_enabled() and hasattr(self.weight1, "main_grad")
+        if ready and not self._has_gradient_hooks:
+            self._has_gradient_hooks = True
+            _register_gradient_hook(self.weight1)
+            _register_gradient_hook(self.weight2)
+
+    def _find_unsupported(self) -> str:
+        """Return why no strategy can compute these experts, or ""."""
+        config = self.config
+        if config.params_dtype not in DTYPES.values():
+            return f"dtype ({config.params_dtype}) of the experts is none of {', '.join(DTYPES)}"
+        wanted = F.silu if config.gated_linear_unit else F.gelu
+        if config.activation_func is not wanted:
+            found = getattr(config.activation_func, "__name__", str(config.activation_func))
+            return f"the experts' activation is {found}"
+        if config.gated_linear_unit and (
+            config.activation_func_clamp_value is not None or config.glu_linear_offset != 0
+        ):
+            return "the experts' gate is clamped or has an offset"
+        return ""
+
+    def _apply_experts(self, rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(ids_R, minlength=self.num_local_experts).tolist()
+        groups = zip(rows_RD.split(counts), self.weight1, self.weight2, strict=True)
+        return torch.cat(
+            [F.linear(self._activate(F.linear(rows, up)), down) for rows, up, down in groups]
+        )
+
+    def _activate(self, h_RG: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if not config.gated_linear_unit:
+            return config.activation_func(h_RG)
+        gate, up = h_RG.chunk(2, dim=-1)
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return config.activation_func(gate) * (up + config.glu_linear_offset)
+
+
+def _ignore_extra_state(module: nn.Module, keys: Any) -> None:
+    """Remove the extra state that ``sharded_state_dict`` added from the unexpected keys."""
+    for key in list(keys.unexpected_keys):
+        if "experts.expert" in key and key.endswith("._extra_state"):
+            keys.unexpected_keys.remove(key)
+
+
+def _register_gradient_hook(weight: nn.Parameter) -> None:
+    """Set ``weight.grad`` to zeros if a kernel has added the gradient to ``main_grad`` itself.
+
+    Megatron's overlapped gradient reduction asserts that ``grad`` is not None. The zeros are an
+    expanded scalar, which takes no memory.
+    """
+    function: Any = weight.expand_as(weight).grad_fn
+
+    def set_zero_gradient(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        if gradients[0] is None and getattr(weight, "grad_added_to_main_grad", False):
+            weight.grad = weight.new_zeros(()).expand_as(weight)
+
+    # This is the AccumulateGrad node of the weight; Megatron's own hook keeps it alive.
+    function.next_functions[0][0].register_prehook(set_zero_gradient)
+
+
+@torch.no_grad()
+def _split(
+    key: str,
+    stack: torch.Tensor,
+    replica: Any,
+    flattened_range: Any,
+    *,
+    suffix: str,
+    places: list[tuple[str, tuple[Any, ...]]],
+    gated: bool,
+    singleton: bool,
+) -> list[Any]:
+    """Return the tensors of a stack in a checkpoint: a matrix for each expert, or its gate and up.
+
+    Megatron passes the key of the factory, in front of which it may have added a prefix.
+    """
+    tensors: list[Any] = []
+    for (expert_prefix, offsets), matrix in zip(places, stack, strict=True):
+        tensor = _mcore.ShardedTensor.from_rank_offsets(
+            f"{key.removesuffix(suffix)}{expert_prefix}{suffix}",
+            matrix,
+            *offsets,
+            replica_id=replica,
+            prepend_axis_num=len(offsets),
+        )
+        if gated:
+            tensors += _mcore.apply_swiglu_sharded_factory(tensor, offsets, singleton).build()
+        else:
+            tensors.append(tensor)
+    return tensors
+
+
+@torch.no_grad()
+def _stack(tensors: list[torch.Tensor], *, gated: bool) -> torch.Tensor:
+    """Return the stack that ``_split`` divided: the inverse of it."""
+    if gated:
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        tensors = [torch.cat([gate, up]) for gate, up in pairs]
+    return torch.stack(tensors)

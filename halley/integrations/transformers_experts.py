@@ -1,0 +1,196 @@
+"""Run one experts module of Transformers by a strategy: read its weights, and call the runner."""
+
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from halley.core.types import DROPPED, DTYPES, Experts, Routing
+from halley.integrations.contract import (
+    ExpertRunner,
+    ExpertsFunction,
+    LocalExperts,
+    set_description,
+    to_local,
+)
+from halley.strategies.traceable import find_one_rank_problem, run_on_one_rank
+
+
+# Transformers' decorator ``use_experts_implementation`` sets these attributes on each module.
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+# Names of one activation: classes of Transformers, classes of torch, functions of torch.
+_SILU, _GELU = ("SiLUActivation", "SiLU", "silu"), ("GELUActivation", "GELU", "gelu")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether Transformers' experts interface runs this module."""
+    return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def find_problem(module: nn.Module) -> str:
+    """Return why Halley cannot replace the forward of a module, or ""."""
+    name = type(module).__name__
+    if not is_experts(module):
+        return f"experts module {name} must be one that transformers' experts interface runs"
+    for attribute in (_up_name(module), "down_proj", "num_experts"):
+        if not hasattr(module, attribute):
+            return f"experts module {name} must have {attribute}"
+    return ""
+
+
+def find_unsupported(module: nn.Module) -> str:
+    """Return why no strategy can compute the experts of a module, or ""."""
+    experts: Any = module
+    dtype = experts.down_proj.dtype
+    if dtype not in DTYPES.values():
+        return f"dtype ({dtype}) of the experts is none of {', '.join(DTYPES)}"
+    if getattr(experts, "has_post_expert_norm", False):
+        return "the experts' outputs are normalised"
+    if experts.has_gate:
+        if type(experts)._apply_gate.__name__ != "_default_apply_gate":
+            return "the experts have a gate function of their own"
+        if not experts.is_concatenated:
+            return "the experts' gate and up columns are interleaved"
+    activation = getattr(experts, "act_fn", None)
+    found = getattr(activation, "__name__", type(activation).__name__)
+    if found not in (_SILU if experts.has_gate else _GELU):
+        return f"the experts' activation is {found}"
+    return ""
+
+
+def read_experts(module: nn.Module, function: ExpertsFunction) -> LocalExperts:
+    """Return the experts of a module with plain tensors; ``stacked`` has views of its weights.
+
+    ``function`` is Transformers' own computation of these experts.
+    """
+    experts: Any = module
+    num_local = experts.down_proj.shape[0]
+    if reason := find_unsupported(module):
+        return LocalExperts(num_local=num_local, function=function, reason=reason)
+    up, down = getattr(experts, _up_name(module)), experts.down_proj
+    if experts.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    stacked = Experts(
+        up_LGD=up,
+        down_LDF=down,
+        up_bias_LG=getattr(experts, f"{_up_name(module)}_bias") if experts.has_bias else None,
+        down_bias_LD=experts.down_proj_bias if experts.has_bias else None,
+        activation="swiglu" if experts.has_gate else "gelu",
+    )
+    return LocalExperts(num_local=num_local, function=function, stacked=stacked)
+
+
+def _up_name(module: nn.Module) -> str:
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def _experts_function(forward: Any) -> ExpertsFunction:
+    """Return a function that applies Transformers' experts to rows, one local expert for each."""
+
+    def run(rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
+        return forward(rows_RD, ids_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
+
+    return run
+
+
+@final
+class DispatchedExperts:
+    """The forward of an experts module whose experts are spread over a group of ranks.
+
+    Args:
+        experts: the module, which keeps its parameters; its weights may still be on "meta".
+        ep: the ranks over which its experts are spread; None for a single rank.
+        tp_mesh: ranks that hold the same tokens; each rank processes a share of them. None without
+            tensor parallelism.
+        runner: runs the experts; if strict, ``ValueError`` for experts that it cannot run.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        ep: dist.ProcessGroup | DeviceMesh | None,
+        *,
+        tp_mesh: DeviceMesh | None,
+        runner: ExpertRunner,
+    ) -> None:
+        self.experts = experts
+        self.group = ep.get_group() if isinstance(ep, DeviceMesh) else ep
+        self.tp_mesh = tp_mesh if tp_mesh is not None and tp_mesh.size() > 1 else None
+        self.runner = runner
+        self._function = _experts_function(experts.forward)
+        if reason := find_unsupported(experts):
+            runner.check_supported(reason)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sums over each token's experts, ``(T, D)``; a collective.
+
+        Expert ids are global; -1 stands for a dropped slot.
+        """
+        tensors = (hidden_states, top_k_index, top_k_weights)
+        x_TD, idx_TK, weights_TK = (to_local(tensor) for tensor in tensors)
+        num_tokens = x_TD.shape[0]
+        if self.tp_mesh is not None:
+            x_TD, idx_TK, weights_TK = (
+                _take_share(tensor, self.tp_mesh) for tensor in (x_TD, idx_TK, weights_TK)
+            )
+        experts = read_experts(self.experts, self._function)
+        routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
+        y_TD = self.runner.run(x_TD, routing, experts, group=self.group, module=self.experts)
+        if self.tp_mesh is not None:
+            y_TD = _all_gather_rows(y_TD, self.tp_mesh, num_tokens=num_tokens)
+        # A model may add shared experts to the result in place. On a view, that would drop the
+        # hooks with which FSDP2 all-gathers the experts' weights for backward.
+        return y_TD.clone() if y_TD._is_view() else y_TD
+
+
+def run_local_experts(
+    experts: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    runner: ExpertRunner,
+    fallback: Any,
+) -> torch.Tensor:
+    """Return the weighted sums over the experts that a module holds, without communication.
+
+    Expert ids are local; ids past the module's own experts are skipped. ``fallback`` is
+    Transformers' own function, for experts that no strategy can run.
+    """
+    found = read_experts(experts, _experts_function(partial(fallback, experts)))
+    if found.stacked is None:
+        runner.warn_or_raise(found.reason, fallback="transformers runs them")
+        return fallback(experts, hidden_states, top_k_index, top_k_weights)
+    idx_TK = top_k_index.masked_fill(top_k_index >= found.num_local, DROPPED)
+    routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=top_k_weights)
+    if torch.compiler.is_compiling() and not find_one_rank_problem(found.stacked):
+        # Without communication no strategy is needed, and the model stays one graph.
+        return run_on_one_rank(hidden_states, routing, found.stacked)
+    return runner.run(hidden_states, routing, found, group=None)
+
+
+def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRunner) -> None:
+    """Let Transformers run a module: store the reason, and warn, or raise if strict."""
+    runner.warn_or_raise(problem, fallback="transformers runs it")
+    set_description(experts, f"transformers: {problem}")
+
+
+def _take_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return this rank's share of the rows of a replicated tensor; backward all-gathers."""
+    replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _all_gather_rows(share_TD: torch.Tensor, mesh: DeviceMesh, *, num_tokens: int) -> torch.Tensor:
+    """Return the rows of all ranks; shares may differ in size and may be empty."""
+    shape = torch.Size((num_tokens, share_TD.shape[1]))
+    shares = DTensor.from_local(
+        share_TD.contiguous(), mesh, [Shard(0)], shape=shape, stride=(share_TD.shape[1], 1)
+    )
+    return shares.full_tensor()

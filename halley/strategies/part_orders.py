@@ -1,0 +1,163 @@
+"""Orders in which a layer across nodes exchanges and computes, and the tasks of each order."""
+
+from dataclasses import dataclass, replace
+
+from halley.core.types import LayerShape
+from halley.cost.hardware import Predictor
+from halley.cost.simulate import Task
+from halley.distributed.nodes import Nodes
+from halley.strategies.base import AbstractStrategy, comm_task, share_of_tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that run in one call of the inner strategy.
+
+    Attributes:
+        own: share of the own tokens.
+        chunk: number of the chunk of received tokens; None for none.
+    """
+
+    own: float = 0.0
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Order of the exchanges and the computation of a layer.
+
+    Attributes:
+        name: for choices and results.
+        parts: in the order in which they run; at most 4.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(part.chunk is not None for part in self.parts)
+
+
+_HALF = Part(0.5)
+SPLIT = Pipeline("split", (_HALF, Part(0.0, 0), _HALF))
+PIPELINES = (
+    Pipeline("together", (Part(1.0, 0),)),
+    Pipeline("together-2", (Part(1.0, 0), Part(0.0, 1))),
+    SPLIT,
+    Pipeline("split-2", (_HALF, Part(0.0, 0), Part(0.0, 1), _HALF)),
+)
+
+
+def list_tasks(
+    shape: LayerShape,
+    predictor: Predictor,
+    nodes: Nodes,
+    inner: AbstractStrategy,
+    pipeline: Pipeline,
+) -> list[Task]:
+    """Return the tasks of a layer with balanced routing.
+
+    The inner strategy's tasks occur once for each part of the tokens.
+    """
+    per_node = shape.num_experts // nodes.num_nodes
+    crossings = shape.num_tokens * (nodes.num_nodes - 1)
+    crossings *= share_of_tokens(shape, num_experts=per_node)
+    row_bytes = shape.hidden_size * shape.itemsize
+    num_chunks = pipeline.num_chunks
+    crossing_us = predictor.all_to_all_us(crossings * row_bytes / num_chunks)
+    add_us = predictor.memory_us((2.0 * crossings + 3.0 * shape.num_tokens) * row_bytes, num_ops=2)
+    route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=16)
+    route_us += predictor.hardware.link_latency_us + predictor.hardware.read_us
+    # A part runs a share of the rows of this rank's experts. 1 / N of them are own tokens.
+    received = (1.0 - 1.0 / nodes.num_nodes) / num_chunks
+    shares = [
+        part.own / nodes.num_nodes + (0.0 if part.chunk is None else received)
+        for part in pipeline.parts
+    ]
+    parts = [_list_part(shape, share, predictor, nodes, inner) for share in shares]
+    listed = [Task(name="route", stream="compute", duration_us=route_us)]
+    for backward in (False, True):
+        listed += _list_pass(
+            [part[backward] for part in parts],
+            chunks=[part.chunk for part in pipeline.parts],
+            crossing_us=crossing_us,
+            add_us=add_us,
+            after=listed[-1].name,
+            suffix=".backward" if backward else "",
+        )
+    weights_us = sum(task.duration_us for task in parts[0][2])
+    compute = Task(name="weights", stream="compute", duration_us=weights_us)
+    listed.insert(len(listed) - 1, compute)  # the last task waits for the gradients of the tokens
+    return listed
+
+
+def _list_part(
+    shape: LayerShape, share: float, predictor: Predictor, nodes: Nodes, inner: AbstractStrategy
+) -> tuple[list[Task], list[Task], list[Task]]:
+    """Return forward, backward and weight-gradient tasks of a part with a share of the rows."""
+    per_node = shape.num_experts // nodes.num_nodes
+    top_k = max(1, min(shape.top_k // nodes.num_nodes, per_node))
+    tasks = inner.tasks(
+        replace(
+            shape,
+            num_tokens=max(1, round(shape.num_tokens * shape.top_k * share / top_k)),
+            num_experts=per_node,
+            top_k=top_k,
+            ep_size=nodes.ranks_per_node,
+        ),
+        predictor,
+    )
+    first = next((i for i, task in enumerate(tasks) if "backward" in task.name), len(tasks))
+    weights = [task for task in tasks[first:] if "weights" in task.name]
+    return tasks[:first], [task for task in tasks[first:] if task not in weights], weights
+
+
+def _list_pass(
+    parts: list[list[Task]],
+    *,
+    chunks: list[int | None],
+    crossing_us: float,
+    add_us: float,
+    after: str,
+    suffix: str,
+) -> list[Task]:
+    """Return the tasks of one direction: exchanges beside the parts, then the sums.
+
+    Args:
+        parts: tasks of each part.
+        chunks: the chunk that each part receives, or None.
+        crossing_us: duration of each exchange.
+        add_us: duration of the sums.
+        after: the task before the pass.
+        suffix: of the names of the tasks.
+    """
+    listed: list[Task] = []
+    for chunk in chunks:
+        if chunk is not None:
+            listed.append(comm_task(f"rail.dispatch{suffix}.{chunk}", crossing_us, needs=after))
+    last = returned = after
+    for index, (part, chunk) in enumerate(zip(parts, chunks, strict=True)):
+        needs = after if chunk is None else f"rail.dispatch{suffix}.{chunk}"
+        listed += _rename(part, f"part.{index}", needs=needs)
+        last = listed[-1].name
+        if chunk is not None:
+            returned = f"rail.combine{suffix}.{chunk}"
+            listed.append(comm_task(returned, crossing_us, needs=last))
+    add = Task(
+        name=f"add{suffix}", stream="compute", duration_us=add_us, needs=tuple({returned, last})
+    )
+    return [*listed, add]
+
+
+def _rename(tasks: list[Task], suffix: str, *, needs: str) -> list[Task]:
+    """Return copies of tasks behind the task ``needs``."""
+    names = {task.name for task in tasks}
+    return [
+        replace(
+            task,
+            name=f"{task.name}.{suffix}",
+            needs=tuple(f"{need}.{suffix}" for need in task.needs if need in names) or (needs,),
+        )
+        for task in tasks
+    ]
