@@ -1,0 +1,12 @@
+"""Microbatch lanes: run the microbatches of a step side by side, as segments of compiled graphs.
+
+Start reading in ``lane_step.py``, which has the entry point ``compile_step`` and the order of the
+work: capture, cut, compile, measure, schedule, run. docs/lanes.md explains the method.
+"""
+
+from halley.lanes.executor import Exchange
+from halley.lanes.lane_schedule import LanePlan
+from halley.lanes.lane_step import LaneStep, compile_step
+
+
+__all__ = ["Exchange", "LanePlan", "LaneStep", "compile_step"]

@@ -1,0 +1,181 @@
+"""Capture the forward and the backward graph of a loss function, and the arguments of its calls."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from halley.compiler.graph_collectives import remove_repeated_waits
+
+
+Inner = Literal["eager", "inductor"]
+TANGENT = "tangents"  # prefix of the name that aot_autograd gives to the gradient of the loss
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepGraphs:
+    """The graphs of a loss function for one set of shapes.
+
+    A value that forward saves for backward is a result of ``forward`` and an input of ``backward``
+    of the same name.
+
+    Attributes:
+        forward: returns the loss, then the saved values. Inputs: parameters and a microbatch.
+        backward: returns one gradient, or None, for each input of ``forward``.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+    @property
+    def modules(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.forward, self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """One call of a captured function: its graphs, and the values of the inputs of forward."""
+
+    graphs: StepGraphs
+    values: tuple[Any, ...]
+
+
+@final
+class Capture:
+    """Trace a loss function, and collect the arguments of its calls without running it.
+
+    Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs.
+
+    Args:
+        loss_function: a module or a function of tensors that returns a scalar loss.
+        inner: compiler of the segments; "inductor" needs its decompositions in the graphs.
+    """
+
+    def __init__(self, loss_function: Callable[..., Any], *, inner: Inner) -> None:
+        self._inner: Inner = inner
+        self._arguments: list[Arguments] = []
+        self._call: Callable[..., Any] = torch.compile(
+            loss_function, backend=self._compile, fullgraph=True, dynamic=False
+        )
+
+    def collect(self, *microbatch: torch.Tensor) -> Arguments:
+        """Return the arguments of a call; trace its graphs if the shapes are new.
+
+        Raises:
+            torch._dynamo.exc.Unsupported: the function has a graph break.
+            ValueError: the function returns no scalar loss, writes to its inputs or buffers, or has
+                parameters that are tensor subclasses.
+        """
+        # The splits of all-to-alls are numbers that the graph reads from tensors. Without this
+        # flag, Dynamo breaks the graph at each read.
+        try:
+            with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.enable_grad():
+                self._call(*microbatch)
+        except BackendCompilerFailed as error:
+            raise error.inner_exception from None
+        if not self._arguments:
+            raise ValueError("the loss function must compute its result from tensors")
+        return self._arguments.pop()
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Trace the graphs, as a backend of ``torch.compile``."""
+        graphs = _trace(gm, example_inputs, inner=self._inner)
+
+        def collect(*values: Any) -> tuple[torch.Tensor]:
+            if any(is_traceable_wrapper_subclass(value) for value in values):
+                raise ValueError("lanes need plain tensors, but a parameter is a tensor subclass")
+            self._arguments.append(Arguments(graphs=graphs, values=values))
+            return (torch.empty(()),)  # in place of the loss; nothing reads it
+
+        return collect
+
+
+def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -> StepGraphs:
+    """Return the graphs of a graph of Dynamo."""
+    num_inputs = len(example_inputs)
+    found: list[StepGraphs] = []
+
+    def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        # In the joint graph, because forward and backward know a saved value by its name.
+        remove_repeated_waits(joint.graph)
+        forward, backward = min_cut_rematerialization_partition(
+            joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
+        )
+        _check_halves(forward.graph, backward.graph, num_inputs, num_fwd_outputs)
+        found.append(
+            StepGraphs(
+                forward=fx.GraphModule(forward, _copy(forward.graph)),
+                backward=fx.GraphModule(backward, _copy(backward.graph)),
+            )
+        )
+        return forward, backward
+
+    table = None
+    if inner == "inductor":
+        from torch._inductor.decomposition import select_decomp_table
+
+        table = select_decomp_table()
+    aot_autograd(
+        fw_compiler=_run_nothing,
+        bw_compiler=_run_nothing,
+        partition_fn=split,
+        decompositions=table,
+    )(gm, example_inputs)
+    if not found:
+        raise ValueError("the loss must depend on a parameter that requires a gradient")
+    return found[0]
+
+
+def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph with equal names of nodes.
+
+    A result that is an input, as the gradient of the loss may be, is cloned: then each result is a
+    value that a node computes.
+    """
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+    output = copy.output_node()
+    for node in output.all_input_nodes:
+        if node.op == "placeholder" and node.name.startswith(TANGENT):
+            with copy.inserting_before(output):
+                clone = copy.call_function(torch.ops.aten.clone.default, (node,))
+            clone.meta["val"] = node.meta["val"]
+            output.replace_input_with(node, clone)
+    return copy
+
+
+def _check_halves(forward: fx.Graph, backward: fx.Graph, num_inputs: int, num_outputs: int) -> None:
+    inputs = forward.find_nodes(op="placeholder")
+    (results,), (gradients,) = forward.output_node().args, backward.output_node().args
+    if len(inputs) != num_inputs or len(gradients) != num_inputs:  # type: ignore[arg-type]
+        raise ValueError("lanes need plain tensors that differ from each other as inputs")
+    if num_outputs != 1:
+        raise ValueError(
+            f"the graph has {num_outputs} outputs, but must have one: the loss function must "
+            "return a scalar loss alone, and must not write to its inputs or buffers"
+        )
+    loss = results[0].meta["val"]  # type: ignore[index]
+    if loss.dim() != 0:
+        raise ValueError(f"the loss (of shape {tuple(loss.shape)}) must be a scalar")
+    saved = {node.name for node in results[1:]}  # type: ignore[index]
+    read = {node.name for node in backward.find_nodes(op="placeholder")}
+    unknown = sorted(name for name in read - saved if not name.startswith(TANGENT))
+    if any("rng_state" in name for name in unknown):
+        raise ValueError(
+            "lanes cannot replay random numbers in recomputed layers: instead of "
+            "torch.utils.checkpoint, set torch._functorch.config.activation_memory_budget below 1"
+        )
+    if unknown:
+        raise RuntimeError(f"backward reads {unknown}, which forward does not save")

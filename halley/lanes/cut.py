@@ -1,0 +1,247 @@
+"""Cut forward and backward graphs into items: segments, starts and waits, host reads.
+
+An item is code of its own, with inputs and outputs by name. The example has one MoE layer:
+
+    forward    segment  start  wait   host   segment  start  wait     segment   start wait  segment
+               router   counts counts splits gather   dispatch rows   experts   combine rows  loss
+    backward   segment  unit ...
+               loss     weight gradients, which may run later
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from halley.compiler.graph_analysis import is_gemm, is_random, is_view
+from halley.compiler.graph_collectives import collective_kind, is_wait, operator_name
+from halley.lanes.capture import TANGENT, StepGraphs
+
+
+Kind = Literal["segment", "unit", "host", "start", "wait"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One piece of work of a microbatch.
+
+    Attributes:
+        kind: "segment" computes. "unit" computes weight gradients that no other segment needs soon.
+            "start" and "wait" belong to a collective. "host" reads numbers from tensors and
+            computes sizes from them.
+        code: the operators, with the module that has their attributes as ``owning_module``. None in
+            tests of schedules.
+        inputs, outputs: names of values of a microbatch, in the order of the code's arguments and
+            results. "f:" begins inputs and values of forward, "b:" values of backward.
+        needs: indices of the items that produce the inputs.
+        gradients: name of each gradient of a parameter that the item produces, and the position of
+            the parameter among the inputs of forward.
+        has_rows: of a "wait", whether it returns floating-point rows and not counts.
+    """
+
+    kind: Kind
+    code: fx.Graph | None = None
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    needs: tuple[int, ...] = ()
+    gradients: tuple[tuple[str, int], ...] = ()
+    has_rows: bool = False
+
+
+@dataclass(eq=False)
+class _Draft:
+    """An item whose nodes are not final yet."""
+
+    kind: Kind
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
+    """Return the items of forward and backward, in the order of the graphs."""
+    forward, _ = _cut(graphs.forward.graph)
+    backward, shared = _cut(graphs.backward.graph)
+    items: list[Item] = []
+    producers: dict[str, int] = {}
+    for module, drafts, prefix in (
+        (graphs.forward, forward, "f:"),
+        (graphs.backward, _split_units(backward, shared), "b:"),
+    ):
+        made: set[fx.Node] = set()
+        for draft in drafts:
+            item = _finish(draft, module, prefix=prefix, made=made, producers=producers)
+            producers |= dict.fromkeys(item.outputs, len(items))
+            items.append(item)
+    return tuple(items)
+
+
+def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
+    """Return the items of a graph, and its shared nodes, which each item copies.
+
+    A view joins the segment of its source, and a size the host item of its sources. In the order of
+    the graph they may be anywhere, and would make segments need each other.
+    """
+    drafts = [_Draft("segment")]  # the first one makes shared nodes that are outputs of the graph
+    draft_of: dict[fx.Node, _Draft] = {}
+    shared: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            shared.add(node)
+        if node.op != "call_function":
+            continue
+        sources = [draft_of[each] for each in node.all_input_nodes if each in draft_of]
+        draft = max(sources, key=drafts.index, default=None)
+        if collective_kind(node) not in (None, "fused") or is_wait(node):
+            drafts.append(draft := _Draft("wait" if is_wait(node) else "start"))
+        elif _is_shared(node, shared):
+            shared.add(node)
+            continue
+        elif _is_host(node, sources):
+            if draft is None or draft.kind != "host":
+                drafts.append(draft := _Draft("host"))
+        elif not (is_view(node) and draft is not None and draft.kind == "segment"):
+            if drafts[-1].kind != "segment" or len(drafts) == 1:
+                drafts.append(_Draft("segment"))
+            draft = drafts[-1]
+        assert draft is not None
+        draft.nodes.append(node)
+        draft_of[node] = draft
+    for node in shared:
+        readers = [each for each in node.users if each not in shared]
+        if node.op != "get_attr" and any(each.op == "output" for each in readers):
+            drafts[0].nodes.append(node)
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    drafts[0].nodes.sort(key=position.__getitem__)
+    return [draft for draft in drafts if draft.nodes], shared
+
+
+def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
+    """Return whether a node reads numbers from tensors, or computes sizes."""
+    from_host = bool(sources) and all(draft.kind == "host" for draft in sources)
+    is_read = operator_name(node) == "halley::read_counts" or (is_view(node) and from_host)
+    return is_read or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+
+
+def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
+    """Return whether a node is a constant, or a view of a parameter, a saved value or the batch.
+
+    Each item has its own copy of such a node. Tracing shares them between layers, and segments of
+    equal layers would differ by who makes the view. A view of the loss's gradient is not copied.
+    """
+    sources = node.all_input_nodes
+    if not sources:
+        return not is_random(node)
+    return is_view(node) and all(
+        each in shared or (each.op == "placeholder" and not each.name.startswith(TANGENT))
+        for each in sources
+    )
+
+
+def _split_units(drafts: list[_Draft], shared: set[fx.Node]) -> list[_Draft]:
+    """Split weight gradients off from the segments of a backward graph.
+
+    A node may move if only outputs of the graph and other such nodes read it. Connected nodes of a
+    segment move together, if a GEMM is among them: other nodes are cheaper in the kernels that
+    compute their operands.
+    """
+    movable: set[fx.Node] = set()
+    for draft in reversed(drafts):
+        for node in reversed(draft.nodes if draft.kind == "segment" else []):
+            readers = [each for each in node.users if each.op != "output"]
+            from_tuple = any(
+                isinstance(each.meta.get("val"), tuple) for each in node.all_input_nodes
+            )
+            if node not in shared and movable.issuperset(readers) and not from_tuple:
+                movable.add(node)
+    found: list[_Draft] = []
+    for draft in drafts:
+        groups = [
+            group
+            for group in _connected([node for node in draft.nodes if node in movable])
+            if any(map(is_gemm, group))
+        ]
+        moved = set[fx.Node]().union(*groups)
+        draft.nodes = [node for node in draft.nodes if node not in moved]
+        found += [draft] if draft.nodes else []
+        found += [_Draft("unit", group) for group in groups]
+    return found
+
+
+def _connected(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Return the connected components of nodes, each in the order of the nodes."""
+    groups: list[list[fx.Node]] = []
+    for node in nodes:
+        joined = [group for group in groups if not set(group).isdisjoint(node.all_input_nodes)]
+        groups = [group for group in groups if group not in joined]
+        groups.append([*(each for group in joined for each in group), node])
+    return groups
+
+
+def _finish(
+    draft: _Draft,
+    module: fx.GraphModule,
+    *,
+    prefix: str,
+    made: set[fx.Node],
+    producers: dict[str, int],
+) -> Item:
+    """Return an item with its code.
+
+    Args:
+        module: that the graph of the draft belongs to.
+        made: nodes of items before this one; the nodes of this item are added.
+        producers: index of the item that produces each value.
+    """
+    own, inputs, body = set(draft.nodes), dict[fx.Node, None](), dict[fx.Node, None]()
+
+    def visit(node: fx.Node) -> None:
+        if node not in own and (node.op == "placeholder" or node in made):
+            inputs[node] = None
+        elif node not in body:
+            for source in node.all_input_nodes:
+                visit(source)
+            body[node] = None
+
+    for node in draft.nodes:
+        visit(node)
+    results = [node for node in draft.nodes if not own.issuperset(node.users)]
+    made |= own
+    names = [_name(node, prefix) for node in inputs]
+    gradients = module.graph.output_node().args[0] if prefix == "b:" else ()
+    value = draft.nodes[0].meta.get("val")
+    return Item(
+        kind=draft.kind,
+        code=_extract(module, list(inputs), list(body), results),
+        inputs=tuple(names),
+        outputs=tuple(_name(node, prefix) for node in results),
+        needs=tuple(sorted({producers[name] for name in names if name in producers})),
+        gradients=tuple(
+            (_name(node, prefix), position)
+            for position, node in enumerate(gradients)  # type: ignore[arg-type]
+            if node in own
+        ),
+        has_rows=draft.kind == "wait"
+        and isinstance(value, torch.Tensor)
+        and value.is_floating_point(),
+    )
+
+
+def _extract(
+    module: fx.GraphModule, inputs: list[fx.Node], body: list[fx.Node], results: list[fx.Node]
+) -> fx.Graph:
+    """Return nodes of a graph of a module as a graph of their own that returns a tuple."""
+    graph = fx.Graph(owning_module=module)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = node.meta.copy()
+    for node in body:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return graph
+
+
+def _name(node: fx.Node, prefix: str) -> str:
+    """Return the name of a value. An input of backward is a value of forward."""
+    return ("f:" if node.op == "placeholder" else prefix) + node.name

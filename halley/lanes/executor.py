@@ -1,0 +1,215 @@
+"""Run the items of all microbatches in a given order, and add up the gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from halley.core.timeline import Recorder
+from halley.lanes.cut import Item
+from halley.lanes.segment_compiler import Call
+from halley.ops.gradient_hook import find_gradient_hook
+
+
+Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an item
+
+
+class Exchange:
+    """Starts collectives and waits for them; this one calls torch's functional collectives.
+
+    A subclass may send rows in another way, or emulate a slower link.
+    """
+
+    def start(self, call: Call, values: list[Any]) -> Sequence[Any]:
+        """Start the collective that ``call`` starts, and return its result, a tensor.
+
+        Args:
+            values: rows and, if they differ between ranks, the numbers of rows of each rank.
+        """
+        return call(values)
+
+    def wait(self, call: Call, values: list[Any]) -> Sequence[Any]:
+        """Wait for a collective; ``values`` has the result of ``start``."""
+        return call(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Action:
+    """One item of one microbatch.
+
+    Attributes:
+        name, stream: of its span; the name of a wait ends in ".wait".
+        last_reads: whether the item is the last reader, of each input.
+        is_read: whether an item or the caller reads each output.
+    """
+
+    name: str
+    stream: str
+    microbatch: int
+    item: Item
+    call: Call
+    last_reads: tuple[bool, ...]
+    is_read: tuple[bool, ...]
+
+
+def span_item(name: str) -> tuple[int, int]:
+    """Return the microbatch and the index of the item that a span belongs to."""
+    microbatch, index, _ = name.split(".")
+    return int(microbatch), int(index)
+
+
+@final
+class Executor:
+    """Runs microbatches in one order.
+
+    Args:
+        items: of a microbatch, in the order of the graphs.
+        calls: compiled function of each item.
+        order: each item of each microbatch once, after the items that it needs.
+        loss: name of the loss.
+
+    Raises:
+        RuntimeError: the order is not legal.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        calls: Sequence[Call],
+        order: Order,
+        *,
+        loss: str,
+        exchange: Exchange,
+    ) -> None:
+        check_order(items, order)
+        self._loss = loss
+        functions = [_bind(item, call, exchange) for item, call in zip(items, calls, strict=True)]
+        read_later: set[tuple[int, str]] = {(microbatch, loss) for microbatch, _ in order}
+        actions: list[_Action] = []
+        for microbatch, index in reversed(order):
+            item = items[index]
+            is_read = tuple((microbatch, name) in read_later for name in item.outputs)
+            last_reads = tuple((microbatch, name) not in read_later for name in item.inputs)
+            read_later |= {(microbatch, name) for name in item.inputs}
+            # A CUDA graph of a segment with static shapes would be captured here: it has addresses
+            # of tensors, so each microbatch and item needs one of its own.
+            actions.append(
+                _Action(
+                    name=f"{microbatch}.{index}.{item.kind}",
+                    stream={"wait": "exposed", "host": "host"}.get(item.kind, "compute"),
+                    microbatch=microbatch,
+                    item=item,
+                    call=functions[index],
+                    last_reads=last_reads,
+                    is_read=is_read,
+                )
+            )
+        self._actions = actions[::-1]
+
+    def run(
+        self,
+        inputs: Sequence[dict[str, Any]],
+        parameters: Sequence[Any],
+        *,
+        recorder: Recorder,
+    ) -> list[torch.Tensor]:
+        """Run all microbatches; add the gradients to the parameters; return the losses.
+
+        Args:
+            inputs: inputs of forward and the gradient of the loss of each microbatch, by name.
+            parameters: values of the inputs of forward, by position.
+            recorder: records a span for each item.
+        """
+        values = [{**each} for each in inputs]
+        gradients = _Gradients(parameters)
+        # Operators skip the autograd key, whose Python code for collectives takes time of the host.
+        # The graphs contain the casts of autocast already.
+        with (
+            torch.no_grad(),
+            torch._C._AutoDispatchBelowAutograd(),  # pyright: ignore[reportPrivateUsage]
+            torch._C._DisableAutocast(),  # pyright: ignore[reportPrivateUsage]
+        ):
+            for action in self._actions:
+                _run(action, values[action.microbatch], gradients, recorder)
+        return [each[self._loss] for each in values]
+
+
+def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[tuple[int, int]]:
+    """Return the order that finishes each microbatch before the next one."""
+    return [(each, index) for each in range(num_microbatches) for index in range(len(items))]
+
+
+def check_order(items: Sequence[Item], order: Order) -> None:
+    """Check that an order has each item once, after the items that it needs.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    num_microbatches = len({microbatch for microbatch, _ in order})
+    if sorted(order) != one_after_another(items, num_microbatches=num_microbatches):
+        raise RuntimeError("an order must have each item of each microbatch once")
+    done: set[tuple[int, int]] = set()
+    for microbatch, index in order:
+        if missing := [need for need in items[index].needs if (microbatch, need) not in done]:
+            raise RuntimeError(f"item {index} of microbatch {microbatch} must come after {missing}")
+        done.add((microbatch, index))
+
+
+def _bind(item: Item, call: Call, exchange: Exchange) -> Call:
+    if item.kind == "start":
+        return lambda values: exchange.start(call, values)
+    if item.kind == "wait":
+        return lambda values: exchange.wait(call, values)
+    return call
+
+
+def _run(
+    action: _Action, values: dict[str, Any], gradients: "_Gradients", recorder: Recorder
+) -> None:
+    item = action.item
+    # A value leaves the dictionary with its last reader, so that code can free it after its use.
+    args = [
+        values.pop(name) if is_last else values[name]
+        for name, is_last in zip(item.inputs, action.last_reads, strict=True)
+    ]
+    with recorder.span(action.name, stream=action.stream):
+        results = action.call(args)
+    for name, value, is_read in zip(item.outputs, results, action.is_read, strict=True):
+        if is_read:
+            values[name] = value
+    if item.gradients:
+        produced = dict(zip(item.outputs, results, strict=True))
+        for name, position in item.gradients:
+            gradients.add(produced[name], position=position, microbatch=action.microbatch)
+
+
+@final
+class _Gradients:
+    """Gives gradients to parameters in the order of microbatches, whichever comes first.
+
+    So the sums are equal bit for bit to those of one microbatch after another.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters = parameters
+        self._early: dict[int, dict[int, torch.Tensor]] = {}
+        self._next: dict[int, int] = {}
+
+    def add(self, gradient: torch.Tensor, *, position: int, microbatch: int) -> None:
+        early = self._early.setdefault(position, {})
+        early[microbatch] = gradient
+        while (first := self._next.get(position, 0)) in early:
+            _give(self._parameters[position], early.pop(first))
+            self._next[position] = first + 1
+
+
+def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Call the gradient-ready hook of a parameter, or add to ``.grad`` as autograd does."""
+    if hook := find_gradient_hook(parameter):
+        hook(gradient)
+    elif parameter.grad is None:
+        # A copy, because the gradients of two parameters may be one tensor.
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    else:
+        parameter.grad += gradient

@@ -1,0 +1,138 @@
+"""Compile the code of items; items of equal code and shapes share one compilation."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen  # pyright: ignore[reportPrivateUsage]
+
+from halley.compiler.graph_analysis import is_view
+from halley.compiler.graph_collectives import operator_name
+from halley.lanes.capture import Inner
+from halley.lanes.cut import Item
+
+
+# Takes a list of arguments, which it may empty, and returns a sequence of results.
+Call = Callable[[list[Any]], Sequence[Any]]
+
+
+@final
+class SegmentCompiler:
+    """Compiles each distinct item once.
+
+    Args:
+        inner: "eager" runs the operators one by one; "inductor" compiles segments and units.
+
+    Attributes:
+        calls: the compiled functions by hash.
+    """
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner: Inner = inner
+        self.calls: dict[str, Call] = {}
+
+    def compile(self, item: Item) -> tuple[str, Call]:
+        """Return the hash of an item, and the function that runs it."""
+        assert item.code is not None
+        key = hash_code(item.kind, item.code)
+        if key not in self.calls:
+            computes = item.kind in ("segment", "unit") and any(
+                node.op == "call_function" and not is_view(node) for node in item.code.nodes
+            )
+            is_compiled = self._inner == "inductor" and computes
+            # Only now, because a module generates Python code from its graph.
+            code = fx.GraphModule(item.code.owning_module or {}, item.code)
+            self.calls[key] = (_compile if is_compiled else _run_eagerly)(code)
+        return key, self.calls[key]
+
+
+def hash_code(kind: str, code: fx.Graph) -> str:
+    """Return a hash of operators, arguments, and shapes of inputs, equal in all processes.
+
+    Nodes and sizes that depend on data are numbered in order of first use.
+    """
+    at = {node: index for index, node in enumerate(code.nodes)}
+    sizes: dict[str, str] = {}
+
+    def describe(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            layout = [describe(size) for size in (*value.shape, *value.stride())]
+            return layout, value.dtype, value.device
+        if isinstance(value, torch.SymInt):
+            return sizes.setdefault(str(value), f"size {len(sizes)}")
+        return value
+
+    lines: list[object] = [kind]
+    for node in code.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: f"%{at[each]}")
+        if "_assert_scalar" in operator_name(node):
+            args = args[:1]  # the message contains names
+        if node.op == "placeholder":
+            args = describe(node.meta["val"])
+        elif node.op == "get_attr":
+            args = _describe_constant(getattr(code.owning_module, str(node.target)))
+        # The text of a Python function has its address, which differs between processes.
+        name = operator_name(node) and str(node.target)
+        lines.append((node.op, name or getattr(node.target, "__name__", ""), args, kwargs))
+    return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()
+
+
+def _describe_constant(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        values = value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(values).hexdigest()}"
+    return str(getattr(value, "group_name", value))
+
+
+def _run_eagerly(code: fx.GraphModule) -> Call:
+    code.graph.set_codegen(_BoxedCodeGen())
+    code.recompile()
+    return code.forward
+
+
+def _compile(code: fx.GraphModule) -> Call:
+    """Compile code by Inductor, traced again with sizes of its own.
+
+    Inductor binds a symbol only to an input that is that symbol alone. Inputs of a segment have
+    sizes as ``u0 + u1``, whose terms the segment never reads. So each distinct size becomes one new
+    symbol. It is unbacked: a backed one would bring guards that nobody checks ("at least 2").
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    environment = ShapeEnv()
+    symbols: dict[str, Any] = {}
+
+    def make(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape, stride = (
+                [make(size) for size in part] for part in (value.shape, value.stride())
+            )
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        if not isinstance(value, torch.SymInt):
+            return value
+        if str(value) not in symbols:
+            symbols[str(value)] = size = environment.create_unbacked_symint()
+            torch._check(size >= 0)
+        return symbols[str(value)]
+
+    inputs = [node.meta["val"] for node in code.graph.find_nodes(op="placeholder")]
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)  # for constants
+    with mode, torch.no_grad():
+        values = [make(value) for value in inputs]
+        # No node of the code makes these symbols, so tracing must not look for one.
+        environment.ignorable_fresh_unbacked_symbols.clear()
+        environment.pending_fresh_unbacked_symbols.clear()
+        traced = make_fx(lambda *args: code(*args))(*values)
+    if environment.guards:
+        raise RuntimeError(f"a segment is valid for some sizes only: {environment.guards}")
+    output = traced.graph.output_node()
+    # Later items are compiled for the strides of the traced graph.
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(traced, values)  # type: ignore[return-value]

@@ -1,0 +1,210 @@
+"""Schedules of hand-made items: the order, the switch of lanes, and moved weight gradients."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from halley.core.timeline import Span
+from halley.lanes.cut import Item, Kind
+from halley.lanes.executor import check_order, one_after_another
+from halley.lanes.lane_schedule import (
+    LanePlan,
+    measured_durations,
+    plan_lanes,
+    predict,
+    schedules,
+)
+
+
+def _item(kind: Kind, *needs: int, has_rows: bool = False) -> Item:
+    return Item(kind=kind, needs=needs, has_rows=has_rows)
+
+
+def _chain(num_exchanges: int) -> tuple[list[Item], list[float]]:
+    """Return segments of 10 us with an exchange of 8 us after each but the last one."""
+    items, durations_us = [_item("segment")], [10.0]
+    for _ in range(num_exchanges):
+        last = len(items) - 1
+        items += [
+            _item("start", last),
+            _item("wait", last + 1, has_rows=True),
+            _item("segment", last + 2),
+        ]
+        durations_us += [8.0, 0.0, 10.0]
+    return items, durations_us
+
+
+def test_two_lanes_hide_exchanges_under_each_other() -> None:
+    items, durations_us = _chain(num_exchanges=3)
+    plan = plan_lanes(items, durations_us, num_microbatches=2, max_lanes=2)
+    # One after another: 2 * (4 * 10 + 3 * 8) us. In lanes, no exchange is exposed.
+    assert plan.time_before.makespan_us == pytest.approx(128.0)
+    assert plan.time_before.exposed_us == pytest.approx(48.0)
+    assert plan.time.makespan_us == pytest.approx(80.0)
+    assert plan.time.exposed_us == pytest.approx(0.0)
+    assert plan.num_lanes == 2
+    assert plan.order[:4] == ((0, 0), (0, 1), (1, 0), (1, 1))
+
+
+def test_max_lanes_limits_the_microbatches_in_flight() -> None:
+    items, durations_us = _chain(num_exchanges=2)
+    plan = plan_lanes(items, durations_us, num_microbatches=4, max_lanes=2)
+    started: set[int] = set()
+    finished: set[int] = set()
+    for microbatch, index in plan.order:
+        started.add(microbatch)
+        assert len(started - finished) <= 2
+        if index == len(items) - 1:
+            finished.add(microbatch)
+    assert finished == {0, 1, 2, 3}
+    alone = plan_lanes(items, durations_us, num_microbatches=4, max_lanes=1)
+    assert list(alone.order) == one_after_another(items, num_microbatches=4)
+
+
+def test_forward_runs_beside_backward_of_another_microbatch_if_that_is_faster() -> None:
+    # Forward is mostly communication, backward mostly computation.
+    items, _ = _chain(num_exchanges=6)
+    durations_us = [
+        0.0 if item.kind == "wait" else 10.0 if (item.kind == "start") == (at < 10) else 1.0
+        for at, item in enumerate(items)
+    ]
+    plan = plan_lanes(items, durations_us, num_microbatches=6, max_lanes=2)
+    place = {each: at for at, each in enumerate(plan.order)}
+    half = len(items) // 2
+    assert place[0, half] < place[1, 0] < place[0, len(items) - 1]
+    assert place[1, half] < place[2, 0] < place[1, len(items) - 1]
+    together = next(
+        predict(items, durations_us, order)
+        for lanes, _, order in schedules(items, durations_us, num_microbatches=6, max_lanes=2)
+        if lanes == 2 and order.index((1, 0)) < order.index((0, 4))
+    )
+    assert plan.time.makespan_us < 0.8 * together.makespan_us
+
+
+def test_units_move_into_waits_of_a_single_microbatch() -> None:
+    # 1 and 2 are weight gradients of item 0; the exchange needs item 0 only.
+    items = [
+        _item("segment"),
+        _item("unit", 0),
+        _item("unit", 0),
+        _item("start", 0),
+        _item("wait", 3, has_rows=True),
+        _item("segment", 4),
+    ]
+    durations_us = [10.0, 6.0, 1.0, 7.0, 0.0, 10.0]
+    plan = plan_lanes(items, durations_us, num_microbatches=1, max_lanes=2)
+    assert plan.order == ((0, 0), (0, 3), (0, 1), (0, 2), (0, 4), (0, 5))
+    assert plan.moves_units
+    assert plan.time_before.makespan_us == pytest.approx(34.0)
+    assert plan.time.makespan_us == pytest.approx(27.0)
+
+
+def test_unit_much_longer_than_the_wait_stays_behind_it() -> None:
+    items = [
+        _item("segment"),
+        _item("unit", 0),
+        _item("start", 0),
+        _item("wait", 2, has_rows=True),
+        _item("segment", 3),
+        _item("start", 4),
+        _item("wait", 5, has_rows=True),
+        _item("segment", 6),
+    ]
+    durations_us = [10.0, 50.0, 5.0, 0.0, 10.0, 45.0, 0.0, 10.0]
+    plan = plan_lanes(items, durations_us, num_microbatches=1, max_lanes=1)
+    # The first exchange is done long before the unit would be; the second one is long enough.
+    assert plan.order.index((0, 1)) == plan.order.index((0, 5)) + 1
+
+
+def test_unit_runs_before_a_segment_that_reads_it() -> None:
+    # A tied weight: a later segment adds to the gradient of an earlier unit.
+    items = [
+        _item("segment"),
+        _item("unit", 0),
+        _item("start", 0),
+        _item("wait", 2, has_rows=True),
+        _item("segment", 1, 3),
+    ]
+    orders = schedules(items, [1.0, 100.0, 1.0, 0.0, 1.0], num_microbatches=2, max_lanes=2)
+    for _, _, order in orders:
+        check_order(items, order)
+
+
+def test_lanes_do_not_switch_at_counts() -> None:
+    counts, rows = _item("wait", 1), _item("wait", 4, has_rows=True)
+    items = [
+        _item("segment"),
+        _item("start", 0),
+        counts,
+        _item("host", 2),
+        _item("start", 3),
+        rows,
+        _item("segment", 5),
+    ]
+    durations_us = [5.0, 1.0, 0.0, 0.5, 20.0, 0.0, 5.0]
+    plan = plan_lanes(items, durations_us, num_microbatches=2, max_lanes=2)
+    assert plan.order[:5] == tuple((0, index) for index in range(5))
+
+
+def test_plan_stays_one_after_another_if_nothing_is_faster() -> None:
+    items = [_item("segment"), _item("segment", 0)]
+    plan = plan_lanes(items, [1.0, 1.0], num_microbatches=3, max_lanes=2)
+    assert list(plan.order) == one_after_another(items, num_microbatches=3)
+    assert plan.time == plan.time_before
+
+
+def test_prediction_of_an_order_is_that_of_the_simulator() -> None:
+    items, durations_us = _chain(num_exchanges=1)
+    time = predict(items, durations_us, [(0, 0), (0, 1), (1, 0), (1, 1), *_rest()])
+    # Segments at 0, 10, 20 and 30 us; transfers at 10 and 20 us.
+    assert time.makespan_us == pytest.approx(40.0)
+    assert time.comm_us == pytest.approx(16.0)
+
+
+def _rest() -> list[tuple[int, int]]:
+    return [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def test_plan_survives_json() -> None:
+    items, durations_us = _chain(num_exchanges=1)
+    plan = plan_lanes(items, durations_us, num_microbatches=2, max_lanes=2)
+    assert LanePlan.from_json(json.loads(json.dumps(asdict(plan)))) == plan
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([(0, 1), (0, 0), (0, 2), (0, 3)], "item 1 of microbatch 0 must come after"),
+        ([(0, 0), (0, 1), (0, 2)], "each item"),
+        ([(0, 0), (0, 1), (0, 2), (0, 3), (0, 3)], "each item"),
+    ],
+)
+def test_illegal_order_is_refused(order: list[tuple[int, int]], message: str) -> None:
+    items, _ = _chain(num_exchanges=1)
+    with pytest.raises(RuntimeError, match=message):
+        check_order(items, order)
+
+
+def test_durations_are_medians_of_equal_code_and_shortest_transfers() -> None:
+    items, _ = _chain(num_exchanges=1)
+    keys = ["segment", "start", "wait", "segment"]
+
+    def step(first_us: float, last_us: float, link_us: float) -> list[Span]:
+        starts_us = [0.0, first_us, first_us + 1.0, first_us + link_us]
+        ends_us = [first_us, first_us + 1.0, first_us + link_us, first_us + link_us + last_us]
+        return [
+            Span(
+                name=f"0.{index}.{item.kind}",
+                rank=0,
+                stream="compute",
+                start_us=begin_us,
+                duration_us=end_us - begin_us,
+            )
+            for index, (item, begin_us, end_us) in enumerate(
+                zip(items, starts_us, ends_us, strict=True)
+            )
+        ]
+
+    steps = [step(3.0, 4.0, 9.0), step(5.0, 6.0, 7.0)]
+    assert measured_durations(items, keys, steps) == pytest.approx([4.5, 7.0, 0.0, 4.5])

@@ -1,0 +1,236 @@
+"""Steps of microbatches in lanes equal those of one microbatch after another, bit for bit."""
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.graph_bench.gpt2_moe import Gate
+from benchmarks.lane_bench import EmulatedLink
+from halley.core.timeline import Recorder, waited_us
+from halley.core.types import DROPPED
+from halley.distributed.mesh import build_groups
+from halley.lanes import Exchange, compile_step
+from halley.lanes.capture import Capture, Inner
+from halley.lanes.cut import Item, cut_step
+from halley.lanes.executor import Executor, Order, one_after_another
+from halley.lanes.lane_schedule import schedules
+from halley.lanes.segment_compiler import SegmentCompiler
+from halley.moe.router import AbstractRouter, RouterOutput
+from halley.ops.gradient_hook import set_gradient_hook
+from tests.lanes.lane_case import (
+    SIZE,
+    SmallModel,
+    build_gpt2,
+    fresh_graphs,
+    is_equal,
+    make_batch,
+    run_uncompiled,
+    take_result,
+)
+from tests.moe.model_case import destroy
+
+
+BATCH_SIZE = 2  # of a microbatch
+NUM_STEPS = 5  # the first three run one microbatch after another
+OFF = Recorder("cpu", enabled=False)
+
+
+def _random_order(items: list[Item], *, num_microbatches: int, seed: int) -> Order:
+    """Return a legal order, the same on all ranks; units and microbatches mix at random."""
+    choose = random.Random(seed)
+    left = [list(range(len(items))) for _ in range(num_microbatches)]
+    order: list[tuple[int, int]] = []
+    while any(left):
+        microbatch = choose.choice([at for at, rest in enumerate(left) if rest])
+        rest = left[microbatch]
+        ready = [at for at in rest if not set(items[at].needs) & set(rest)]
+        # Starts of a microbatch keep their order; on a single process group, that is no limit.
+        starts = [at for at in rest if items[at].kind == "start"]
+        ready = [at for at in ready if items[at].kind != "start" or at == starts[0]]
+        index = choose.choice(ready)
+        rest.remove(index)
+        order.append((microbatch, index))
+    return order
+
+
+def _run_schedules(rank: int, num_ranks: int, gate: Gate) -> dict[str, tuple[bool, bool]]:
+    """Return for each schedule whether its results equal those of both other ways, by name."""
+    groups = build_groups(num_ranks, device_type="cpu")
+    model = build_gpt2(gate, groups, num_layers=4)
+    found: dict[str, tuple[bool, bool]] = {}
+    with fresh_graphs():
+        capture, compiler = Capture(model, inner="eager"), SegmentCompiler("eager")
+        for num_microbatches in (1, 2, 3):
+            batch = make_batch(rank, batch_size=BATCH_SIZE * num_microbatches)
+            microbatches = zip(*(each.chunk(num_microbatches) for each in batch), strict=True)
+            calls = [capture.collect(*each) for each in microbatches]
+            forward, backward = (each.graph for each in calls[0].graphs.modules)
+            items = list(cut_step(calls[0].graphs))
+            names = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
+            last = backward.find_nodes(op="placeholder")[-1]
+            tangent = {f"f:{last.name}": torch.ones(())}
+            inputs = [dict(zip(names, each.values, strict=True)) | tangent for each in calls]
+            durations_us = [30.0 if item.kind == "start" else 1.0 for item in items]
+            sizes = {"num_microbatches": num_microbatches, "max_lanes": 3}
+            orders: dict[str, Order] = {
+                f"{lanes} lanes, units {moved}, {at}": order
+                for at, (lanes, moved, order) in enumerate(schedules(items, durations_us, **sizes))
+            }
+            orders["random"] = _random_order(items, num_microbatches=num_microbatches, seed=7)
+            orders["one after another"] = one_after_another(
+                items, num_microbatches=num_microbatches
+            )
+            uncompiled = run_uncompiled(model, batch, num_microbatches=num_microbatches)
+            results = {}
+            for name, order in orders.items():
+                executor = Executor(
+                    items,
+                    [compiler.compile(item)[1] for item in items],
+                    order,
+                    loss=f"f:{forward.output_node().args[0][0].name}",  # type: ignore
+                    exchange=Exchange(),
+                )
+                losses = executor.run(inputs, calls[0].values, recorder=OFF)
+                results[name] = take_result(torch.stack(losses), model)
+            wanted = results["one after another"]
+            for name, result in results.items():
+                equal = is_equal(result, wanted), is_equal(result, uncompiled)
+                found[f"{num_microbatches} microbatches, {name}"] = equal
+    destroy(groups)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gate", "num_ranks"),
+    [("switch", 2), ("top2", 2), ("prioritized", 2), ("dropless", 2), ("switch", 4)],
+)
+def test_every_schedule_is_equal_bit_for_bit(run_ranks, gate: Gate, num_ranks: int) -> None:
+    for found in run_ranks(_run_schedules, num_ranks, gate, timeout_s=400.0):
+        assert len(found) > 12
+        assert {name for name, equal in found.items() if equal != (True, True)} == set()
+
+
+def _count_dropped(rank: int, num_ranks: int) -> int:
+    groups = build_groups(num_ranks, device_type="cpu")
+    model = build_gpt2("switch", groups, num_layers=4)
+    dropped: list[int] = []
+
+    def count(router: nn.Module, inputs: object, output: RouterOutput) -> None:
+        dropped.append(int((output.routing.topk_idx_TK == DROPPED).sum()))
+
+    for module in model.modules():
+        if isinstance(module, AbstractRouter):
+            module.register_forward_hook(count)
+    with torch.no_grad():
+        model(*make_batch(rank, batch_size=BATCH_SIZE))
+    destroy(groups)
+    return sum(dropped)
+
+
+def test_capacity_of_the_tested_model_drops_tokens(run_ranks) -> None:
+    assert all(num_dropped > 0 for num_dropped in run_ranks(_count_dropped, 2))
+
+
+def _train(
+    rank: int, num_ranks: int, inner: Inner, gate: Gate
+) -> tuple[list[bool], list[bool], int, tuple[int, int]]:
+    """Return which steps equal the first and an uncompiled one, number of lanes and of items."""
+    groups = build_groups(num_ranks, device_type="cpu")
+    model = build_gpt2(gate, groups, num_layers=4)
+    batch = make_batch(rank, batch_size=2 * BATCH_SIZE)
+    with fresh_graphs():
+        # Over a link this slow, lanes are predicted to be faster.
+        step = compile_step(model, 2, inner=inner, exchange=EmulatedLink(1e6))
+        results = [take_result(step(*batch), model) for _ in range(NUM_STEPS)]
+        assert step.plan is not None
+        num_lanes, counts = step.plan.num_lanes, step.num_items
+    uncompiled = run_uncompiled(model, batch, num_microbatches=2)
+    destroy(groups)
+    to_first = [is_equal(result, results[0]) for result in results]
+    close = [
+        all(map(partial(torch.allclose, rtol=1e-4, atol=1e-6), result[1], uncompiled[1]))
+        for result in results
+    ]
+    return to_first, close, num_lanes, counts
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_planned_steps_equal_the_first_ones(run_ranks, inner: Inner) -> None:
+    for to_first, close, num_lanes, (num_items, num_distinct) in run_ranks(
+        _train, 2, inner, "switch", timeout_s=500.0
+    ):
+        assert to_first == [True] * NUM_STEPS
+        assert close == [True] * NUM_STEPS
+        assert num_lanes == 2
+        assert num_distinct < num_items / 2  # equal layers share compiled segments
+
+
+def _call_twice(rank: int, num_ranks: int) -> tuple[bool, bool, list[int], float | None]:
+    """Return results for a second shape, for accumulated gradients, order of hooks, and waits."""
+    torch.manual_seed(0)
+    model, recorder = SmallModel(), Recorder("cpu")
+    shapes_equal: list[bool] = []
+    with fresh_graphs():
+        step = compile_step(model, 2, inner="eager", recorder=recorder)
+        for num_rows in (4, 8):
+            batch = (torch.randn(num_rows * num_ranks, SIZE),)
+            result = take_result(step(*batch), model)
+            shapes_equal.append(is_equal(result, run_uncompiled(model, batch, num_microbatches=2)))
+        step(*batch)
+        sums = take_result(step(*batch), model)[1]
+        halves = [2 * gradient for gradient in result[1]]
+        is_sum = all(torch.allclose(a, b) for a, b in zip(sums, halves, strict=True))
+        gradients: list[torch.Tensor] = []
+        weight = model.first.weight
+        assert isinstance(weight, nn.Parameter)
+        set_gradient_hook(weight, lambda gradient: gradients.append(gradient.clone()))
+        step(*batch)
+        assert weight.grad is None
+        wanted: list[torch.Tensor] = []
+        for microbatch in batch[0].chunk(2):
+            wanted += torch.autograd.grad(model(microbatch), [weight])
+    order = [at for gradient in gradients for at in (0, 1) if torch.equal(gradient, wanted[at])]
+    return all(shapes_equal), is_sum, order, waited_us(recorder.collect())
+
+
+def test_new_shapes_accumulation_hooks_and_recorder(run_ranks) -> None:
+    for is_equal_to_uncompiled, is_sum, order, exposed_us in run_ranks(_call_twice, 2):
+        assert is_equal_to_uncompiled
+        assert is_sum
+        assert order == [0, 1]  # a hook receives the gradient of each microbatch, in their order
+        assert exposed_us is not None
+        assert exposed_us > 0.0
+
+
+def _measure_exposed(rank: int, num_ranks: int) -> tuple[float, float]:
+    """Return the exposed seconds of a step, one microbatch after another and in lanes."""
+    groups = build_groups(num_ranks, device_type="cpu")
+    sizes = {"vocab_size": 64, "seq_len": 64}
+    model = build_gpt2("dropless", groups, num_layers=8, hidden_size=64, **sizes)
+    batch = make_batch(rank, batch_size=16, **sizes)
+    link = EmulatedLink()
+    exposed_s: list[float] = []
+    with fresh_graphs():
+        step = compile_step(model, 2, inner="eager", exchange=link)
+        step(*batch)
+        # All transfers together take a third of the time of the computation on this machine.
+        begin_s = time.perf_counter()
+        run_uncompiled(model, batch, num_microbatches=2)
+        compute_s = torch.tensor(time.perf_counter() - begin_s)
+        dist.broadcast(compute_s, 0)
+        link.bytes_per_s = link.num_bytes / (compute_s.item() / 3)
+        for _ in range(7):
+            step(*batch)
+            exposed_s.append(link.take_exposed_s())
+    destroy(groups)
+    return min(exposed_s[:2]), min(exposed_s[2:])
+
+
+def test_lanes_expose_less_communication_over_an_emulated_link(run_ranks) -> None:
+    for alone_s, lanes_s in run_ranks(_measure_exposed, 2, timeout_s=300.0):
+        assert lanes_s < 0.4 * alone_s
