@@ -38,6 +38,7 @@ from halley.tools.timer import Row, machine_name, results_path, to_float, write_
 app = typer.Typer(help="Measure MoE layers.", no_args_is_help=True)
 
 _BENCH_MODELS = "mixtral-8x7b,phi-3.5-moe,qwen2-moe,qwen3-30b-a3b,deepseek-v3"
+_CAPTURED = ("fused", "unfused", "deduplicated", "hierarchical")
 _PLAIN_CASE = "layer"  # the only case with a chart
 _MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -88,8 +89,8 @@ _TpSizeOption = Annotated[
 _MaxLoadOption = Annotated[
     float,
     typer.Option(
-        help="Also measure unfused and fused as CUDA graphs, with buffers for this multiple of the "
-        "balanced load; 0: off."
+        help="Also measure unfused, fused and strategies across nodes as CUDA graphs, with buffers "
+        "for this multiple of the balanced load; 0: off."
     ),
 ]
 _SpareOption = Annotated[
@@ -134,7 +135,7 @@ def layer(
     where = {"device": device, "num_ranks": num_ranks}
     for size in tp_sizes:
         check_memory(cases, tp_size=size, backward=True, **where)
-    case_name = _case_name(cases, tp_sizes, max_load)
+    case_name = _case_name(cases, names, tp_sizes, max_load)
     has_chart = case_name == _PLAIN_CASE
     check_output(output, case=case_name, has_chart=has_chart, **where)
     code = launch_ranks(nproc, device=device)
@@ -221,9 +222,13 @@ def split_strategy_names(text: str) -> list[str]:
     return names
 
 
-def _case_name(cases: list[LayerCase], tp_sizes: list[int], max_load: float) -> str:
+def _case_name(
+    cases: list[LayerCase], strategies: list[str], tp_sizes: list[int], max_load: float
+) -> str:
     """Return the value of the key "case": "layer", then the options that differ from defaults."""
+    kinds = {name.partition(":")[0] for name in strategies}
     differs = {
+        "nodes": bool(kinds & {"deduplicated", "hierarchical"}),
         "skew": any(case.skew != "balanced" for case in cases),
         "placed": any(case.spare is not None for case in cases),
         "tp": tp_sizes != [1],
@@ -241,10 +246,10 @@ def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> Non
         )
     if pick_device(device).type != "cuda":
         raise ValueError(f"max_load ({max_load}) must be 0 without a GPU: graphs are CUDA's")
-    if not any(name.partition(":")[0] in ("fused", "unfused") for name in strategies):
+    if not any(name.partition(":")[0] in _CAPTURED for name in strategies):
         raise ValueError(
-            f"max_load ({max_load}) must come with fused or unfused in strategies: others have no "
-            "CUDA graphs"
+            f"max_load ({max_load}) must come with {', '.join(_CAPTURED[:-1])} or {_CAPTURED[-1]} in "
+            "strategies: others have no CUDA graphs"
         )
 
 

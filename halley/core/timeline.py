@@ -1,6 +1,7 @@
-"""Spans: pieces of work with start and duration, from the simulator, profiler and recorder.
+"""Spans, which are named intervals of time of a rank, and functions that measure overlap on them.
 
-All three sources use the same type, so the same functions measure overlap and write Chrome traces.
+The simulator, the profiler and ``Recorder`` all produce spans, so the same functions measure
+overlap and write Chrome traces.
 ``CURRENT_OPERATION`` is the operation of this process, for messages about ranks that wait.
 """
 
@@ -69,7 +70,7 @@ class CurrentOperation:
         return self.wait_depth > 0 or time.monotonic() - self._polled_s < _POLL_LASTS_S
 
     def begin(self, name: str) -> None:
-        """Record that an operation begins. All ranks must run it."""
+        """Record that this process begins an operation, which all ranks must run."""
         self.name = name
         self.num_operations += 1
 
@@ -83,7 +84,11 @@ class CurrentOperation:
         return _Wait(self, name, inside or nullcontext())
 
     def poll(self) -> None:
-        """Record that an interpreted kernel has read a flag that another rank has not yet set."""
+        """Count this process as waiting for another rank during the next second.
+
+        The interpreter calls this when a kernel reads the clock. Kernels read it only while they
+        wait for a flag that another rank has not yet set.
+        """
         self._polled_s = time.monotonic()
 
 
@@ -133,6 +138,7 @@ class Recorder:
         check_type(enabled, bool, name="enabled")
         self._rank = rank
         self.enabled = enabled
+        self.sent_bytes = 0  # by all exchanges of rows so far, to other ranks
         self._marks: list[tuple[str, str, _Moment, _Moment]] = []  # name, stream, start, end
 
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
@@ -198,7 +204,7 @@ def total_us(spans: Iterable[Span]) -> float:
 
 
 def union(spans: Iterable[Span]) -> list[Interval]:
-    """Return the intervals in which at least one span runs, disjoint and in order."""
+    """Return the time intervals in which at least one span runs, disjoint and in order."""
     merged: list[Interval] = []
     for start_us, end_us in sorted((span.start_us, span.end_us) for span in spans):
         if merged and start_us <= merged[-1][1]:
@@ -214,7 +220,7 @@ def union_us(spans: Iterable[Span]) -> float:
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return the time of ``intervals`` that ``cover`` does not cover; all as ``union`` returns."""
+    """Return the pieces of ``intervals`` outside of ``cover``; both as ``union`` returns them."""
     uncovered: list[Interval] = []
     first = 0  # a cover that ends before an interval ends before the later intervals too
     for start_us, end_us in intervals:

@@ -6,6 +6,8 @@ runs backward in the reverse order of forward, so code that pipelines the forwar
 backward pass too.
 
 Collectives of rows may raise ``RuntimeError``, which names the operation and the ranks.
+
+In this file, S is the number of rows that a rank sends, and N that of rows in a given buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +72,7 @@ class Exchange:
         return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
 
     def run(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Do ``start`` and ``wait`` in one autograd function."""
+        """Send rows as ``start``, and return the received rows as ``wait``, without other work."""
         if self.group is None:
             return rows_SD
         return _Run.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
@@ -95,6 +97,8 @@ class Exchange:
             )
         assert work is not None
         self._pending = (buffer, work)
+        num_rows = len(rows) - send_splits[dist.get_rank(self.group)]  # to other ranks
+        self.recorder.sent_bytes += num_rows * rows.shape[1] * rows.itemsize
         return buffer
 
     def finish(self, *, backward: bool) -> torch.Tensor:
@@ -174,7 +178,7 @@ class _ConcatInPlace(torch.autograd.Function):
 
 
 def gather_table(values_V: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All-gather the values of all ranks, V of each; return ``(W, V)``. Not differentiable."""
+    """All-gather a vector of V values from each rank; return ``(W, V)``. Not differentiable."""
     if group is None:
         return values_V[None]
     table_WV = values_V.new_empty(dist.get_world_size(group) * values_V.numel())
@@ -256,7 +260,7 @@ class _ReduceScatterRows(torch.autograd.Function):
 
 @final
 class Replicas:
-    """The experts of this rank that other ranks also hold, and the exchange of their gradients.
+    """Sums gradients of experts that several ranks hold; an expert has a replica on each of them.
 
     Args:
         placement: a placement with replicas.
@@ -303,9 +307,10 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients, those of replicas copied from their first rank; a collective.
+        """Return the gradients, those of replicated experts copied from their lowest rank.
 
-        For gradients that were reduced again after ``sum``: ranks may have rounded differently.
+        A collective. For gradients that were reduced again after ``sum``: ranks may have rounded
+        differently.
         """
         return self._merge(gradients, lambda out, sources: out.copy_(sources[0]))
 

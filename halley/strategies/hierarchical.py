@@ -56,7 +56,7 @@ from halley.strategies.part_orders import SPLIT, Pipeline, list_tasks
 
 @final
 class HierarchicalStrategy(AbstractStrategy):
-    """Strategy that sends each token once to each node that holds one of its experts.
+    """Run routed experts across nodes; send each token once to each node that has its experts.
 
     Args:
         group: the ranks over which the experts are spread; None for a single rank.
@@ -94,8 +94,8 @@ class HierarchicalStrategy(AbstractStrategy):
 
     @property
     def gemm(self) -> str:
-        # GEMMs of half a batch may round differently, so the bits are not those of the inner one.
-        return f"{self.inner.gemm}, by node"
+        # GEMMs of a part of the tokens may round differently, so each order has bits of its own.
+        return f"{self.inner.gemm}, by node, {self.pipeline.name}"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
         return self.inner.find_problem(experts, top_k=min(top_k, self._count_experts(experts)))
@@ -175,7 +175,7 @@ class HierarchicalStrategy(AbstractStrategy):
         return x_TD, Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK), crossing
 
     def _count_experts(self, experts: Experts) -> int:
-        """Return the number of experts of a node."""
+        """Return the number of experts of this node."""
         return experts.num_local_experts * self.nodes.ranks_per_node // self.tp_size
 
 
@@ -188,10 +188,10 @@ def _run_parts(
     wire: Wire,
     started: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Run own and received tokens in the order of a pipeline; return the sums of all nodes.
+    """Run this rank's and received tokens in the order of a pipeline; return sums of all nodes.
 
     Args:
-        pipeline: the parts.
+        pipeline: the parts and their order.
         run: runs a part of the tokens on the experts of this node.
         x_TD: own tokens.
         own: their routing inside this node.

@@ -1,5 +1,6 @@
 """Measure MoE layers with each strategy: values, time, lower bound, waits and memory."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from halley.distributed.mesh import ParallelGroups
 from halley.planner.expert_balance import max_over_mean
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
+from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.tools.candidates import (
     GRAPH,
     bound_gemms,
@@ -106,6 +108,9 @@ def bench_layer(
                 row |= time_keys(timings[name])
                 row |= _untimed_keys(runs[name], recorder, device=device, groups=groups)
                 row["symm_mib"] = _symm_mib(candidates[name])
+            candidate = candidates[name]
+            if isinstance(candidate, HierarchicalStrategy):
+                row["num_nodes"] = candidate.nodes.num_nodes
             rows.append(row)
     return [row | {"hidden": _hidden(row, rows, device)} for row in rows]
 
@@ -234,7 +239,7 @@ def _best_settings(
 def _untimed_keys(
     run: Callable[[], None], recorder: Recorder, *, device: torch.device, groups: ParallelGroups
 ) -> Row:
-    """Measure exposed communication, host time and memory, in runs that are not timed samples."""
+    """Measure exposed communication, host time and memory of a candidate, in untimed runs."""
     exposed_us = measure_waits(run, recorder, device=device, group=groups.ep)
     peak_mib = 0.0
     if device.type == "cuda":
@@ -243,10 +248,14 @@ def _untimed_keys(
         run()
         torch.cuda.synchronize(device)
         peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    worst = torch.tensor([peak_mib, _host_us(run, device=device)], device=device)
+    recorder.sent_bytes = 0
+    run()  # a replayed CUDA graph counts nothing
+    sent = float(recorder.sent_bytes)
+    worst = torch.tensor([peak_mib, _host_us(run, device=device), sent], device=device)
     if groups.ep is not None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=groups.ep)
     return {
+        "wire_bytes": int(worst[2]) or None,
         "exposed_comm_us": exposed_us,
         "peak_mib": round(float(worst[0]), 1) if device.type == "cuda" else None,
         "host_us": round(float(worst[1]), 1),
@@ -279,7 +288,7 @@ def _symm_mib(strategy: AbstractStrategy) -> float | None:
 
 
 def _lower_bounds(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
-    """Return the lower bound of a direction.
+    """Return the result keys of the lower bound of a layer's time in one direction.
 
     Backward has two GEMMs for each one of forward, and also one dispatch and one combine.
 
@@ -299,7 +308,7 @@ def _lower_bounds(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
 
 
 def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, name: str) -> Row:
-    """Return a result line that describes the workload and has no times yet."""
+    """Return a benchmark's result line that describes the workload, before times are added."""
     strategy, _, setting = name.partition(" ")
     return {
         "case": "layer",
@@ -315,6 +324,8 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, name: str) 
         "passes": "none",
         "direction": direction,
         "setting": setting or None,
+        "num_nodes": 1,
+        "wire_bytes": None,
         "median_us": None,
         "p10_us": None,
         "p90_us": None,
@@ -324,6 +335,15 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, name: str) 
         "peak_mib": None,
         "symm_mib": None,
     }
+
+
+def _link_name(device: torch.device) -> str | None:
+    """Return the link between GPUs: "nvlink", or how the environment makes NCCL emulate another."""
+    if device.type != "cuda":
+        return None
+    if os.environ.get("NCCL_NET") == "Socket" and "NCCL_HOSTID" in os.environ:
+        return "sockets"
+    return "channels" if os.environ.get("NCCL_MAX_NCHANNELS") == "1" else "nvlink"
 
 
 def measure_layers(
@@ -356,7 +376,8 @@ def measure_layers(
 
     link = measure_link(groups, device=device)
     machine = machine_keys(groups, device=device, commit=commit)
-    machine |= {"case": case_name, "link_gb_per_s": None}
+    machine |= {"case": case_name, "link": _link_name(device)}
+    machine |= {"link_gb_per_s": round(link / 1e9, 2) or None}
     rows: list[Row] = []
     recorder = Recorder(device, enabled=False)
     where = {"groups": groups, "recorder": recorder, "device": device}
@@ -368,11 +389,10 @@ def measure_layers(
         candidates = build(case, strategies, workspaces=workspaces, bounded=bounded)
         found = bench(case, candidates, link_bytes_per_s=link, on_progress=on_progress)
         rows += [row | machine for row in found]
-        for strategy in candidates.values():
-            strategy.release()
         if bounded is not None:
             bounded.check()
-            bounded.close()
+        for strategy in candidates.values():
+            strategy.release()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if on_rows is not None:

@@ -56,10 +56,11 @@ def test_every_combination_of_lists_is_a_case() -> None:
 
 
 def test_name_of_the_result_file_lists_the_options_that_differ() -> None:
-    assert bench._case_name([], [1], 0.0) == "layer"
-    assert bench._case_name([], [2], 1.5) == "layer-tp-graph"
+    assert bench._case_name([], ["fused", "auto"], [1], 0.0) == "layer"
+    assert bench._case_name([], ["fused"], [2], 1.5) == "layer-tp-graph"
+    assert bench._case_name([], ["hierarchical:2"], [1], 0.0) == "layer-nodes"
     placed = LayerCase(model=find_model("tiny"), num_tokens=8, spare=1)
-    assert bench._case_name([placed], [1], 0.0) == "layer-placed"
+    assert bench._case_name([placed], [], [1], 0.0) == "layer-placed"
 
 
 def test_new_text_is_printed_at_once_and_a_repeated_one_every_ten_seconds(

@@ -19,7 +19,7 @@ from halley.strategies.part_orders import PIPELINES, SPLIT, Pipeline
 from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
-from tests.strategies.layer_case import LayerCase, expected, make_tokens, run_forward
+from tests.strategies.layer_case import SIZES, LayerCase, expected, make_tokens, run_forward
 
 
 CPU = torch.device("cpu")
@@ -188,6 +188,11 @@ def _count_rows(rank: int, num_ranks: int, case: LayerCase, ranks_per_node: int)
         ("dispatch", True): arrived,
     }
     assert out > 0 or not case.num_tokens_W[rank]
+    if ranks_per_node == 1:  # else the exchanges inside the node are counted too
+        row_bytes, slot_bytes = SIZES["hidden_size"] * case.dtype.itemsize, 4 * case.top_k
+        rows_bytes = 2 * (out + arrived) * row_bytes
+        words_bytes = out * 2 * slot_bytes + arrived * slot_bytes  # weights and ids; gradients
+        assert strategy.recorder.sent_bytes == rows_bytes + words_bytes
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (4, 2), (4, 1)])
