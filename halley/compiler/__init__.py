@@ -1,4 +1,4 @@
-"""Passes over whole graphs of torch.compile that overlap communication with computation.
+"""Compiler passes over graphs of torch.compile that overlap communication with computation.
 
 Start reading in ``pipeline.py``, which lists all changes to a graph in order. ``backend.py`` has
 the entry points. docs/lancet.md explains the method.

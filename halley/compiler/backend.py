@@ -1,4 +1,4 @@
-"""The backend "halley" of ``torch.compile``: runs the passes over forward and backward graphs.
+"""The backend "halley" of ``torch.compile``: runs the passes of ``pipeline.py`` over graphs.
 
 With the inner compiler "eager", the passes change the graphs of aot_autograd, whose operators then
 run one by one. With "inductor", they are the last step of Inductor before it makes kernels.
@@ -40,7 +40,7 @@ Compiled = Callable[..., Any]
 
 
 def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> OrderReport | None:
-    """Run the passes over a graph of operators, in place; a collective of the graph's groups.
+    """Run the passes of ``pipeline.py`` over a graph, in place; a collective of its groups.
 
     Use it for graphs that come from elsewhere: a training step traced by ``make_fx``, or the
     forward or backward graph of another backend.
@@ -66,7 +66,7 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
 
 @final
 class Backend:
-    """Compiles the graphs of Dynamo with the passes.
+    """Compiles the graphs that Dynamo traces, after changing them by the passes of ``pipeline.py``.
 
     Args:
         plans_only: do not run the inner compiler, only predict its times. Graphs that no pass
@@ -96,7 +96,7 @@ class Backend:
         *,
         options: dict[str, object] | None = None,
     ) -> Compiled:
-        """Compile one graph of Dynamo.
+        """Compile one graph that Dynamo has traced.
 
         Raises:
             ValueError: an option is unknown, or its value is not allowed.
@@ -161,7 +161,7 @@ class Backend:
         compile_id = CompileContext.current_compile_id()
         self._communicates = self._communicates or _communicates(gm.graph)
         self._frames.add(0 if compile_id is None else compile_id.frame_id or 0)
-        # One pending frame is the present one. Dynamo gave up any other.
+        # One pending frame is that of this graph. Any other is one that Dynamo gave up.
         is_part = len(self._frames) > 1 or _num_pending_frames() - self._num_pending_before > 1
         if is_part and self._communicates and not self._has_warned:
             self._has_warned = True
@@ -186,13 +186,13 @@ def register() -> Backend:
 
 
 def _communicates(graph: fx.Graph) -> bool:
-    """Return whether a graph of Dynamo calls a function of functional collectives."""
+    """Return whether a graph that Dynamo has traced calls a functional collective."""
     names = (f"{node.target}" for node in graph.nodes if node.op == "call_function")
     return any("c10d" in name for name in names)
 
 
 def _num_pending_frames() -> int:
-    """Return how many frames Dynamo has begun but not compiled in this process, of any model."""
+    """Return how many Python frames of this process Dynamo has begun to trace but not compiled."""
     return counters["frames"]["total"] - counters["frames"]["ok"]
 
 
@@ -208,7 +208,7 @@ class _ProfiledInterpreter(fx.Interpreter):
 
 
 def _make_callable(gm: fx.GraphModule) -> Compiled:
-    """Return a function that runs a graph, whose arguments are a list that it empties.
+    """Return a function that runs a graph on a list of arguments, and empties the list.
 
     Emptying the list frees each argument after its last use. The operators skip the autograd
     dispatch key: autograd records nothing here, and for collectives and Halley's operators that key

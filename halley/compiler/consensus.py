@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 @final
 class Consensus:
-    """The ranks of one process group that compile one graph.
+    """Lets the ranks of one process group compare and share values while they compile one graph.
 
     Args:
         store: of the group.
@@ -49,7 +49,9 @@ class Consensus:
         self._number = store.add(f"halley/graphs/{rank}", 1)
 
     def compare(self, signature: Signature) -> tuple[int, ...]:
-        """Return the ranks whose graphs differ in structure from rank 0's, on all ranks.
+        """Compare the ranks' graphs; return the ranks whose structure differs from rank 0's.
+
+        All ranks get the same result.
 
         Raises:
             RuntimeError: the collectives of a rank differ, on all ranks; or a rank is missing.
@@ -75,7 +77,7 @@ class Consensus:
         return tuple(cast(list[int], verdict["others"]))
 
     def share(self, what: str, make: Callable[[], _T]) -> _T:
-        """Return the result that ``make`` gives on rank 0, on all ranks.
+        """Call ``make`` on rank 0, and return its result on all ranks.
 
         Args:
             what: name of the result; each name is used once for a graph.
@@ -146,7 +148,7 @@ class Consensus:
 
 
 def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
-    """Return the consensus of a process group; arguments as for ``Consensus``."""
+    """Return a ``Consensus`` over the store of a process group; arguments as for ``Consensus``."""
     group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
     return Consensus(
         group.get_group_store(),
@@ -158,7 +160,7 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
 
 
 def _difference(collectives: Sequence[tuple[str, ...]]) -> str:
-    """Return the ranks whose collectives differ from rank 0's, and the first difference, as text.
+    """Return a text: the ranks whose collectives differ from rank 0's, and the first difference.
 
     "" if all are equal.
     """

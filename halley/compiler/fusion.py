@@ -1,4 +1,4 @@
-"""Predict which nodes Inductor fuses into kernels, and the bytes that cross kernel boundaries."""
+"""Predict which nodes Inductor fuses into one kernel, and the bytes that kernels read and write."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ _MIN_SPLIT_ROWS = 1024  # Inductor splits a sum over at least so many rows into 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Memory traffic of one node that Inductor fuses into a kernel with other nodes.
+    """Memory that one node reads and writes if Inductor fuses it into a kernel with other nodes.
 
     Attributes:
         reads: inputs that the kernel loads from memory for this node. An input that several nodes
@@ -97,7 +97,7 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
 
 
 def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
-    """Return the memory traffic of all nodes of a graph that Inductor fuses.
+    """Return, for each node of a graph that Inductor fuses, the memory that it reads and writes.
 
     A result stays inside of a kernel if two conditions hold:
 

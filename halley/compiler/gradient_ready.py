@@ -23,7 +23,7 @@ _VISIBLE = "user_visible_output_idxs"
 
 @final
 class GradientHooks:
-    """Gives gradients to the parameters of one graph that have a ``gradient_ready_hook``.
+    """Makes one compiled graph call the ``gradient_ready_hook`` of its parameters in backward.
 
     Forward saves these parameters for backward at each call, because several modules may share one
     compiled graph.
@@ -82,7 +82,7 @@ class GradientHooks:
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
     def insert(self, backward: fx.Graph) -> None:
-        """Call the hooks right after the nodes that compute their gradients, which become None.
+        """Add a hook call behind each node that computes a gradient; the graph then returns None.
 
         Args:
             backward: graph in its final order; changed in place.

@@ -1,4 +1,4 @@
-"""The nodes of a graph: kinds, sizes of results, dependencies, and legal orders."""
+"""Analyse a graph for the passes: kinds of nodes, sizes of results, dependencies, legal orders."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,18 +50,18 @@ _EMPTY_NAMES = frozenset(
 
 
 def result_of(node: fx.Node) -> object:
-    """Return the traced result of a node: tensors without values, a number, or None."""
+    """Return the example result that tracing stored in a node: fake tensors, a number, or None."""
     return node.meta.get("val")
 
 
 def without_values() -> FakeTensorMode:
-    """Return a mode that creates tensors without values, whose sizes may depend on data."""
+    """Return a mode that creates fake tensors, whose sizes may depend on data."""
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 @final
 class Sizes:
-    """Shapes and bytes of results, where some sizes are known only when the graph runs.
+    """Gives shapes and bytes of results; assumes a value for sizes known only when the graph runs.
 
     Args:
         unknown: value to assume for a size that depends on data, the same on all ranks. A sum of
@@ -72,7 +72,7 @@ class Sizes:
         self._unknown = unknown
 
     def number(self, size: int | torch.SymInt) -> int:
-        """Return a size as an integer, assumed if it depends on data."""
+        """Return a size as an integer; for a size that depends on data, the assumed value."""
         known = _known_size(size)
         return self._unknown if known is None else known
 
@@ -107,7 +107,7 @@ def is_gemm(node: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the path of the module that a node belongs to in forward or backward; "" if unknown.
+    """Return the path of the ``nn.Module`` whose code a node computes; "" if unknown.
 
     Example: "layers.1.mlp". Dynamo records the path in ``node.meta``.
     """
@@ -171,11 +171,11 @@ class GraphAnalysis:
                 self.descendants[need] |= below
 
     def find(self, *kinds: NodeKind) -> list[int]:
-        """Return the indices of all nodes of these kinds, ascending."""
+        """Return the indices of all nodes of the given kinds, ascending."""
         return [index for index, kind in enumerate(self.kinds) if kind in kinds]
 
     def find_collectives(self, *kinds: Kind) -> list[int]:
-        """Return the indices of all collectives of these kinds, ascending."""
+        """Return the indices of the nodes that start collectives of the given kinds, ascending."""
         return [index for index, kind in enumerate(self.collectives) if kind in kinds]
 
     def find_waits(self, start: int) -> list[int]:
@@ -276,7 +276,7 @@ def is_empty(node: fx.Node) -> bool:
 
 
 def mutates_arguments(node: fx.Node) -> bool:
-    """Return whether a node writes to arguments that others may read: data does not order it."""
+    """Return whether a node writes to its arguments, so that data alone does not order it."""
     operator = find_operator(node)
     return operator is not None and operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 

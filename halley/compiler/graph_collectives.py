@@ -161,7 +161,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _operand(node: fx.Node, *, first: int = 0) -> str:
-    """Return dtype and sizes of a node's tensor from dimension ``first`` on; "" if it has none."""
+    """Return dtype and sizes of a node's result from dimension ``first`` on; "" for no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""

@@ -11,7 +11,7 @@ from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, Sizes, resul
 
 @final
 class LiveBytes:
-    """Live bytes of one graph in any order of its nodes.
+    """Counts the live bytes of a graph for any order of its nodes.
 
     A buffer is alive from the node that makes it to the last node that reads it or a view of it.
     Exceptions:
@@ -87,7 +87,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 @final
 class StepPeak:
-    """Partition function of aot_autograd that also counts the live bytes of a training step.
+    """A partition function for aot_autograd that also counts the peak memory of a training step.
 
     The peak of a step is mostly at the beginning of backward, when all saved activations are alive.
     A pass may raise the peak of forward up to that of backward without need for more memory.

@@ -1,4 +1,4 @@
-"""Measure all-to-alls of the groups of a graph, alone and beside GEMMs, with all ranks together."""
+"""Measure all-to-alls in the process groups of a graph, alone and beside GEMMs; a collective."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ def measure_groups(
     sizes: Sizes,
     device: torch.device,
 ) -> None:
-    """Measure the curves and the contention that the table of rank 0 lacks.
+    """Measure all-to-all times and contention that the table of profiles on rank 0 lacks.
 
     All ranks of the groups must call this together.
 
@@ -78,7 +78,7 @@ def measure_groups(
 
 
 def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
-    """Return the key of the all-to-all curve of each group in a table, by group name.
+    """Return, by group name, the key of each group's all-to-all times in a table of profiles.
 
     Names of groups differ between runs. A key therefore holds the number of ranks and their first
     and last rank in the largest group: links inside of a host differ from links between hosts.
@@ -134,7 +134,7 @@ def _measure_contention(consensus: Consensus, device: torch.device) -> Contentio
 def _measure_all_to_all(
     graph: fx.Graph, consensus: Consensus, *, sizes: Sizes, device: torch.device
 ) -> Curve:
-    """Return the time of a group's all-to-alls by bytes, up to its largest collective in a graph.
+    """Measure a group's all-to-alls by bytes, up to the group's largest collective in a graph.
 
     Other collectives count as all-to-alls of the same bytes on the wire, up to the bytes that
     contention is measured with: an all-reduce of all gradients would take too long to measure.
@@ -157,7 +157,7 @@ def _measure_all_to_all(
 def _make_all_to_all(
     consensus: Consensus, num_bytes: int, device: torch.device
 ) -> Callable[[], Work]:
-    """Return a function that starts an equal all-to-all, always of the same tensors."""
+    """Return a function that starts an all-to-all with equal splits, always on the same tensors."""
     num_bytes = max(1, num_bytes // consensus.num_ranks) * consensus.num_ranks
     sent = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     received = torch.empty_like(sent)

@@ -1,4 +1,4 @@
-"""Run the passes inside Inductor, and keep the order that they chose through its scheduler."""
+"""Run the passes of ``pipeline.py`` in Inductor, and make its scheduler keep the order of nodes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -102,7 +102,7 @@ def compile_by_inductor(
     hooks: GradientHooks,
     add_report: Callable[[OrderReport], None],
 ) -> Callable[..., Any]:
-    """Compile a graph by Inductor, with the passes as a step of it.
+    """Compile a graph by Inductor, which runs the passes of ``pipeline.py`` before it lowers.
 
     ``add_report`` is called with the report of each graph that the passes change.
 
@@ -145,7 +145,7 @@ def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
 
 
 class _UncachedPass(CustomGraphPass):
-    """A pass that turns Inductor's graph cache off.
+    """A custom pass of Inductor that turns Inductor's graph cache off.
 
     A rank that finds a graph in its cache does not run the passes, and the other ranks wait for it.
     """
@@ -157,7 +157,7 @@ class _UncachedPass(CustomGraphPass):
 
 @final
 class InductorPass(_UncachedPass):
-    """Runs the passes over the last graph that Inductor lowers to kernels.
+    """Custom pass of Inductor: runs the passes of ``pipeline.py`` right before lowering to kernels.
 
     ``step_peak`` has counted the live bytes of the step when the joint graph was split.
     """
@@ -190,7 +190,7 @@ class InductorPass(_UncachedPass):
 
 @final
 class DecomposePass(_UncachedPass):
-    """Decomposes Halley's operators, for Inductor without the passes."""
+    """Custom pass of Inductor that only decomposes Halley's operators, for benchmarks."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change one graph in place."""

@@ -1,4 +1,4 @@
-"""Times of the nodes of a graph in microseconds: measured if a profile has them, else predicted."""
+"""Return the time of each node of a graph: measured if a profile has it, else predicted."""
 
 import math
 import time
@@ -54,7 +54,7 @@ _ROLES: dict[NodeKind, Role] = {
 
 @final
 class ProfiledCost:
-    """Return the time of a node from a table, else by a measurement, else by a prediction.
+    """Gives the time of a node from a table, else by a measurement, else by a prediction.
 
     Args:
         predictor: for nodes that are not in the table.
@@ -118,7 +118,7 @@ class ProfiledCost:
 
     @property
     def inside(self) -> frozenset[fx.Node]:
-        """Nodes whose results stay inside of a kernel and take no memory."""
+        """Nodes whose results stay in registers of a fused kernel and take no memory."""
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
     @property
@@ -247,7 +247,7 @@ def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
 
 
 def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Return the bytes per rank of an all-to-all that takes as long as a collective.
+    """Return how many bytes per rank an all-to-all has that takes as long as this collective.
 
     In a ring, an all-gather moves the bytes of its result, and an all-reduce moves those of its
     operand twice. Source: the bus bandwidth factors of nccl-tests.
@@ -261,7 +261,7 @@ def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
 def example_arguments(
     node: fx.Node, device: torch.device, sizes: Sizes
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of the shapes of a node, to run it alone.
+    """Return example arguments for the operator of a node, to run and time it alone.
 
     Floats are random: an H200 multiplies matrices of ones an eighth faster, presumably with less
     power. Indices into a table are spread over it, as most are in training: additions to the same
@@ -313,7 +313,7 @@ def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
 
 
 def _fused_layer_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a fused layer, whose two halves each overlap a grouped GEMM with communication.
+    """Predict a pass of a fused layer: two GEMMs, each overlapped with dispatch or combine.
 
     A half takes the longer of the two. Rows are counted as if this rank received as many as its
     tokens have choices, and as if each choice sent a row.

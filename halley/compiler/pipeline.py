@@ -1,4 +1,4 @@
-"""Run the compiler passes over one graph: ranks compare it, rank 0 plans, every rank checks.
+"""Run the compiler passes over one graph: ranks compare it, rank 0 plans, every rank applies.
 
 Every change that Halley makes to a graph, in the order of execution. "Each" is the forward and the
 backward graph. Changes 2 and 3 are ``run_passes``. ``backend.py`` (inner compiler "eager") and
@@ -114,7 +114,7 @@ def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> Orde
 
 
 def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> None:
-    """Put the nodes of a graph into an order, and check the result.
+    """Put the nodes of a graph into an order, after a check that the order is legal.
 
     Raises:
         RuntimeError: the order is not legal; the graph is not changed.
@@ -194,7 +194,7 @@ def _open_consensus(
 
 
 def _share(groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:
-    """Return the result that ``make`` gives on rank 0 of the largest group, on all ranks.
+    """Call ``make`` on rank 0 of the largest group, and return its result on all ranks.
 
     Without groups, this process plans alone.
 
@@ -217,7 +217,7 @@ def _share(groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T
 def _find_order(
     analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, margin: float, step_peak: int
 ) -> list[int]:
-    """Return the order of the weight-gradient pass, or that of the graph if none is faster."""
+    """Return the node order of the weight-gradient pass, or the graph's if that is as fast."""
     unchanged, tasks = list(range(len(analysis.nodes))), operations(analysis, cost)
     peak = max(LiveBytes(analysis, sizes, inside=cost.inside).peak(unchanged), step_peak)
     order = plan_wgrad(
@@ -237,7 +237,7 @@ def _find_order(
 def _build_cost(
     graph: fx.Graph, options: Options, groups: Sequence[Consensus], *, sizes: Sizes
 ) -> ProfiledCost:
-    """Return the cost of the graph's nodes; only the rank that plans reads the file of profiles."""
+    """Return the cost model of the graph's nodes; only the planning rank reads profiles."""
     device = device_of(graph)
     predictor = Predictor(options.hardware or _hardware_of(device))
     boundaries = find_boundaries(graph, sizes) if options.inner == "inductor" else None

@@ -210,7 +210,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The training loop.
+    """Batch sizes, number of steps, dtype and other settings of the training loop.
 
     Attributes:
         batch_size: sequences in one rank's microbatch.

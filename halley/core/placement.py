@@ -2,7 +2,7 @@
 
 A replica is one copy of an expert on one rank. An expert may have replicas on several ranks.
 Strategies treat replicas as experts. Replicas are numbered rank by rank, and each rank holds the
-same number of them.
+same number of them. In this file, C is the number of replicas that a rank may choose from.
 """
 
 import json

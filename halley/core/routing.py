@@ -1,4 +1,6 @@
-"""Index arithmetic of routing and of tensor parallelism. No communication.
+"""Compute slot orders, row counts and dispatch plans from routing; divide experts into shards.
+
+Nothing here communicates.
 
 **Routing**: counts, sort orders and the dispatch plan.
 
@@ -149,7 +151,7 @@ def order_by_chunk(
 
 
 def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the index of each expert's first slot among sorted keys, then the end of the last.
+    """Return where each expert's slots begin among sorted slots, then the end of the last expert's.
 
     A binary search finds them, without atomics and without a read by the host. The result is
     ``(E + 1,)`` int64: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give [0, 1, 1, 3, 3].
@@ -159,7 +161,7 @@ def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> list[DispatchPlan]:
-    """Compute this rank's dispatch plans, one for each chunk of the local experts.
+    """Compute how many rows this rank sends and receives, for each chunk of the local experts.
 
     Args:
         starts_WE1: ``expert_starts`` of each source rank, ``(W, E + 1)``.
@@ -190,7 +192,7 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
 def order_by_expert(
     plan: DispatchPlan, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the permutation of a plan's received rows into order of expert, and its inverse.
+    """Return the permutation that sorts received rows by expert, and its inverse, for a plan.
 
     Args:
         out: memory for the results, ends first, ``(L + 2 * R,)`` int32; allocated if None.
@@ -230,7 +232,10 @@ def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedDim:
-    """The dimension of a weight that holds the intermediate size."""
+    """The dimension of an expert weight along which tensor-parallel ranks divide the weight.
+
+    This is the dimension of the intermediate size F.
+    """
 
     dim: int  # counted from the end, below 0
     parts: int  # matrices stacked in it (2 for gate and up); each of them is divided
@@ -243,8 +248,11 @@ class ShardedDim:
         divided = torch.unflatten(weight, self.dim, (self.parts, tp_size, -1))
         return divided.select(self.dim - 1, tp_rank).flatten(self.dim - 1, self.dim)
 
-    def apart(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view with an own dimension for the stacked matrices; shards are slices of it."""
+    def unstack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a view in which stacked gate and up matrices have a dimension of their own.
+
+        Example: (L, 2F, D) becomes (L, 2, F, D), and a shard is a slice of the dimension F.
+        """
         return torch.unflatten(weight, self.dim, (self.parts, -1)) if self.parts > 1 else weight
 
 
@@ -266,7 +274,7 @@ def shard_size(intermediate_size: int, *, tp_size: int) -> int:
 
 
 def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routing:
-    """Return the routing to the shards of the experts, differentiable in the weights.
+    """Replace each chosen expert by its shards; the result is differentiable in the weights.
 
     Ranks ``[g * tp_size, (g + 1) * tp_size)`` share experts ``[g * L, (g + 1) * L)``. Shards are
     numbered by rank: rank r has shards ``[r * L, (r + 1) * L)``.

@@ -15,7 +15,9 @@ Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T
 
 In a GEMM kernel, M, N and K are the rows, the columns and the depth of one expert's output.
 
-A suffix 1 means one more: ``starts_E1`` has E + 1 entries.
+With ``tp_size`` above 1 or with spare experts, L is larger than E / W. A suffix 1 means one more:
+``starts_E1`` has E + 1 entries. Some files use a letter for another size; their module docstring
+then says so.
 """
 
 from collections.abc import Mapping
@@ -102,12 +104,12 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
-    """How many routed rows each rank sends and receives, for one range of local experts.
+    """How many routed rows this rank sends to and receives from each rank, for some local experts.
 
-    The range is the same on every rank. A rank sends its rows sorted by expert, which is also the
-    order of destination ranks. Rows arrive sorted by source rank, then by expert. A grouped GEMM
-    needs the rows of each expert to be contiguous: ``routing.order_by_expert`` gives that order.
-    Dispatch, combine and backward use the same plan.
+    The local experts are a contiguous range, the same on every rank. A rank sends its rows sorted
+    by expert, which is also the order of destination ranks. Rows arrive sorted by source rank, then
+    by expert. A grouped GEMM needs the rows of each expert to be contiguous:
+    ``routing.order_by_expert`` gives that order. Dispatch, combine and backward use the same plan.
 
     Attributes:
         starts_WL1: int64. For each source rank, it holds the index of each expert's first row among

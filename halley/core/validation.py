@@ -167,7 +167,7 @@ def _convert(value: typing.Any, kind: typing.Any, *, name: str) -> object:
 def _items(
     values: typing.Sequence[object], kinds: tuple[object, ...], *, name: str
 ) -> typing.Iterator[tuple[object, object, str]]:
-    """Yield each item with its type and name, for ``tuple[int, ...]`` and ``tuple[int, float]``."""
+    """Yield each item of a tuple field with its type and its name, such as "sizes[2]"."""
     if kinds[-1] is Ellipsis:
         kinds = kinds[:1] * len(values)
     if len(values) != len(kinds):

@@ -1,4 +1,4 @@
-"""Rates and latencies of known devices, a roofline model with them, and measured environments."""
+"""Rates of known devices, a roofline model that predicts times, and the current environment."""
 
 import time
 from dataclasses import dataclass, replace
@@ -185,7 +185,7 @@ class Environment:
 
 
 def find_environment(device: torch.device, *, topology: str = "") -> Environment:
-    """Return the environment of this process, for measurements on a device."""
+    """Return device, versions and topology of this process, to store with times measured here."""
     name, versions = device.type, f"torch {torch.__version__}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -136,7 +136,7 @@ def measure_contention(
 def _measure_overlap(
     gemm: Callable[[], object], exchange: Callable[[], Work], most: float, device: torch.device
 ) -> tuple[float, float]:
-    """Return the GEMMs that end during a collective, and its microseconds: medians of 5 trials."""
+    """Return how many GEMMs end during a collective, and its microseconds: medians of 5 trials."""
     overlap = _overlap_on_gpu if device.type == "cuda" else _overlap_on_cpu
     trials: list[tuple[float, float]] = []
     for _ in range(_TRIALS):
@@ -202,7 +202,7 @@ def _event_us(run: Callable[[], object], device: torch.device) -> float:
 
 
 def shipped_path(device_name: str) -> Path | None:
-    """Return the table in the package for a device (``Hardware.name``), or None."""
+    """Return the file of measured times that the package has for a device, or None."""
     path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '-')}.jsonl"
     return path if path.exists() else None
 

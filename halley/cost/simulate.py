@@ -139,7 +139,7 @@ Role = Literal["compute", "start", "wait", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of a graph.
+    """One operation of a compiled graph, as the simulator takes it.
 
     The role "compute" occupies the compute stream. "start" starts a collective. "wait" blocks the
     compute stream until the operations in ``needs`` have ended. "free" takes no time.
@@ -207,7 +207,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 def graph_spans(
     operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> list[Span]:
-    """Return the span of each operation that takes time, without the tasks of the host."""
+    """Simulate a graph in an order; return the span of each operation on the device."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 

@@ -52,7 +52,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The failure that one rank reports before it ends."""
+    """The failure that a rank reports to its launcher before it ends."""
 
     text: str  # one line
     rank: int | None  # None for a process without a launcher
@@ -255,7 +255,7 @@ def _wait(
 
 
 def _find_failure(codes: list[int | None]) -> int | None:
-    # A rank that a signal killed is the cause: the failure of another rank kills no rank.
+    # A rank that a signal killed is the cause: no rank is killed because another one failed.
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     ended = [rank for rank, code in enumerate(codes) if code is not None and code > 0]
     return min(killed or ended, default=None)

@@ -66,7 +66,7 @@ class ParallelGroups:
 
     @property
     def tp_rank(self) -> int:
-        """The index of this rank's shard of its experts."""
+        """Index, from 0 to ``tp_size`` - 1, of the shard that this rank holds of each expert."""
         return self.ep_rank % self.tp_size
 
 
@@ -123,7 +123,7 @@ def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> Paralle
 def sync_gradients(
     dense: Iterable[torch.Tensor], expert: Iterable[torch.Tensor], *, groups: ParallelGroups
 ) -> None:
-    """Average gradients over all ranks, in place. Collective.
+    """Average the gradients of a model over all ranks, in place. Collective.
 
     Each rank's gradients must be those of its own mean loss. A dense gradient is summed over all
     ranks. The gradient of an expert already contains the tokens of the whole "ep" group, so it is

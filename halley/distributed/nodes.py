@@ -1,4 +1,4 @@
-"""Find the nodes of a process group, and create the group of the ranks of each node."""
+"""Divide the ranks of a process group into nodes, and create a process group for each node."""
 
 import os
 import socket
@@ -13,7 +13,9 @@ from halley.distributed.peers import all_gather_objects, rank_and_size, time_lim
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The ranks of a group as nodes of equal size, in order of rank.
+    """The position of this rank in a group that is divided into nodes of equal size.
+
+    Ranks are numbered node by node.
 
     Attributes:
         node, num_nodes: this rank's node.
@@ -28,7 +30,7 @@ class Nodes:
     local: dist.ProcessGroup | None = None
 
     def splits(self, counts_N: list[int]) -> list[int]:
-        """Return how many rows each rank of the group gets, from the rows for each node.
+        """Return the splits of an all-to-all over all ranks, given the rows for each of N nodes.
 
         A rank exchanges rows only with the ranks that have its local rank in their nodes.
         """

@@ -1,4 +1,4 @@
-"""Process-group helpers: collectives with clear errors, and reports and checks across ranks.
+"""Collectives whose errors name the failed ranks, and comparison of values across ranks.
 
 When ranks differ or a rank is missing, a plain collective aborts, hangs or gives wrong numbers,
 depending on the backend. These helpers find out which ranks differ or are missing. They exchange
@@ -276,7 +276,7 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Publish the operation in which this rank failed, and return the reports that arrive.
+    """Publish the operation in which this rank failed; return such reports of other ranks.
 
     The result has this rank too; it is empty if the store never answered.
     """
@@ -320,7 +320,7 @@ class OperationReport:
     is_busy: bool = False  # its GPU is known to have unfinished work
 
     def describe(self, ranks: list[int]) -> str:
-        """Return the report of these ranks as a clause: "rank 3 waits in dispatch (...)"."""
+        """Return a report that these ranks share, as text: "rank 3 waits in dispatch (...)"."""
         verb = ("waits in" if len(ranks) == 1 else "wait in") if self.is_waiting else "last began"
         step = f"step {self.step}, " if self.step else ""
         place = f"({step}operation {self.num_operations})"

@@ -234,7 +234,7 @@ class Watchdog:
                 self._verdict = f"{_LOST}{_store_host()} (connection lost)"
 
     def _exchange(self) -> None:
-        """Send a heartbeat, read those of the watched ranks, and judge."""
+        """Send a heartbeat, read those of the watched ranks, and decide whether a rank is lost."""
         self._send_report()
         watches_all = self._rank == 0 or self._explaining
         for peer in range(self._num_ranks) if watches_all else [0]:
@@ -293,7 +293,7 @@ class Watchdog:
         self._verdict = verdict or None
 
     def _find_stuck(self) -> str:
-        """Return a sentence about a deadlock of the ranks, or "" if there is none."""
+        """Return a sentence that describes a deadlock of the ranks, or "" if there is none."""
         live = [rank for rank in range(self._num_ranks) if rank not in self._exit_reasons]
         reports = {rank: p for rank in live if (p := self._reports[rank]) is not None}
         unchanged_s = min(self._num_unchanged[rank] for rank in live) * self._interval_s

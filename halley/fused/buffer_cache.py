@@ -1,4 +1,4 @@
-"""Workspaces of a group of ranks: one for each buffer shape, made at its first use."""
+"""The buffers of all fused layers of a group of ranks: one workspace for each buffer shape."""
 
 import itertools
 import weakref
@@ -125,7 +125,7 @@ class Workspaces:
         return list(self._by_shape.values())
 
     def check(self) -> None:
-        """Raise a failure that a kernel has reported; see ``Workspace.check``."""
+        """Raise a ``RuntimeError`` if a kernel has reported a failure; see ``Workspace.check``."""
         for workspace in self._by_shape.values():
             workspace.check()
 

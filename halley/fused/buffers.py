@@ -51,7 +51,7 @@ class PlanSize:
 
 @dataclass(frozen=True, kw_only=True)
 class _SymmetricBuffers:
-    """Buffers that peers address: routing, send, combine, gradients of routing weights."""
+    """Symmetric memory that kernels of the other ranks read and write, see ``KernelContext``."""
 
     layout: Layout
     plan_id: torch.Tensor
@@ -148,11 +148,11 @@ class Workspace:
 
     @property
     def symmetric_bytes(self) -> int:
-        """Bytes of this rank that its peers address."""
+        """Bytes of this rank's memory that kernels of the other ranks read and write."""
         return sum(tensor.local.nbytes for tensor in self._buffers.tensors)
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return the arguments of all launches of a pass; ``layout`` None is the current one."""
+        """Return the buffers and settings for the launches of a pass; by default, of ``layout``."""
         routing, send, combine, dweights = self._buffers.tensors
         return KernelContext(
             layout=self.layout if layout is None else layout,
@@ -170,7 +170,7 @@ class Workspace:
         )
 
     def begin_pass(self) -> None:
-        """Begin a pass: raise earlier failures, and order the pass after passes of other streams.
+        """Begin a pass: raise failures of earlier ones, and wait for passes on other CUDA streams.
 
         Raises:
             RuntimeError: an earlier wait failed. The workspace stays unusable, because the ranks
@@ -190,7 +190,7 @@ class Workspace:
                 self._stream = stream
 
     def record_plan_event(self) -> None:
-        """Record an event after the plan kernel; ``read_plan`` waits for it."""
+        """Record a CUDA event after the plan kernel, for which ``read_plan`` waits."""
         if self._plan_event is not None:
             self._plan_event.record(self._stream)
 
@@ -200,7 +200,7 @@ class Workspace:
         return [self.status, self.counters, self.host_status, self.rows_RD, *symmetric]
 
     def check(self) -> None:
-        """Raise a failure that a kernel has reported; does not wait for running kernels.
+        """Raise an error if a kernel has reported a failure; do not wait for running kernels.
 
         Raises:
             RuntimeError: a wait of this rank failed. All later calls raise the same error.
@@ -209,7 +209,7 @@ class Workspace:
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
     def predict_size(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
-        """Predict the sizes of a layer's next plan; 0 rows if there was no plan yet.
+        """Predict the sizes of a layer's next dispatch plan; 0 rows if there was no plan yet.
 
         The prediction is the size of the layer's last plan plus a margin, or that of the last plan
         of any layer. With it, the host launches a pass before it can read the plan. The first
@@ -225,7 +225,7 @@ class Workspace:
         )
 
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
-        """Return the size of the newest plan, rounded up in coarse steps.
+        """Return the size of the newest dispatch plan, rounded up in coarse steps.
 
         Waits for the plan kernel, but not for later kernels. With ``max_load`` it returns the
         capacity without waiting. ``up_LGD`` and ``part`` are for the next ``predict_size``.
@@ -259,7 +259,7 @@ class Workspace:
         return size
 
     def _last_sizes_of(self, up_LGD: torch.Tensor) -> dict[int, PlanSize]:
-        """Return the sizes of a layer's last plans, by number of the call."""
+        """Return the sizes of a layer's last dispatch plans, by number of the layer part."""
         if up_LGD not in self._last_sizes_by_layer:
             self._last_sizes_by_layer[up_LGD] = {}
         return self._last_sizes_by_layer[up_LGD]
@@ -275,7 +275,7 @@ class Workspace:
         self._free(old.tensors)
 
     def grow_rows(self, num_rows: int) -> None:
-        """Replace the scratch rows by more rows; concerns this rank only."""
+        """Replace ``rows_RD`` by a buffer of more rows; the other ranks take no part."""
         grown = min(int(_GROWTH * num_rows), self._most_rows())
         self.rows_RD = self._make_rows(max(num_rows, grown))
         self.launches.clear()
@@ -326,7 +326,7 @@ class Workspace:
 
 
 def rows_with_margin(num_rows: int, *, multiple: int) -> int:
-    """Predict the row count of the plan after one of ``num_rows``: 1/64 more, rounded up."""
+    """Predict the rows of the dispatch plan after one of ``num_rows``: 1/64 more, rounded up."""
     return round_up_rows(num_rows + num_rows // _STEPS, multiple=multiple)
 
 

@@ -24,7 +24,7 @@ from halley.symm_mem.access import link_kind
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Settings of all fused kernels of one layer.
+    """Tile sizes and other settings of all fused kernels of one layer.
 
     Settings change the running time only. Exception: ``block_k`` also changes the last bits of the
     results, because it changes the order of the summation.
@@ -112,7 +112,7 @@ CPU_CONFIG = KernelConfig(
 
 
 def default_config(device: torch.device) -> KernelConfig:
-    """Return the configuration of a device without a tuned one."""
+    """Return the configuration to use on a device for which ``halley tune`` has measured none."""
     return CPU_CONFIG if device.type == "cpu" else KernelConfig()
 
 
@@ -138,7 +138,7 @@ _WHAT = "tuned kernel configurations"
 
 @dataclass(frozen=True, kw_only=True)
 class TunedShape:
-    """Layer shape for which a configuration was measured."""
+    """Layer shape for which ``halley tune`` measured the fastest configuration."""
 
     hidden_size: int
     num_experts: int
@@ -155,7 +155,7 @@ class TunedShape:
             raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
-        """Return abs(log2) of the ratio of the token counts; infinity if other sizes differ."""
+        """Return abs(log2) of the ratio of the numbers of tokens; inf if another size differs."""
         mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
         if mine != others:
             return math.inf
@@ -239,7 +239,7 @@ class ConfigTable:
         return base.changed(near.settings)
 
     def write(self, tuned: TunedConfig) -> None:
-        """Append a configuration to the file; it replaces an earlier one of its shape."""
+        """Append a configuration to the file; later calls of ``find`` prefer it for its shape."""
         self._add(tuned)
         _write(self.path, [_entry(self.environment, tuned)], mode="a")
 
@@ -248,7 +248,7 @@ class ConfigTable:
 
 
 def merge_tables(sources: Sequence[Path], path: Path) -> int:
-    """Merge files into ``path``; return the number of lines.
+    """Merge files of tuned configurations into ``path``; return its number of lines.
 
     The last line of each machine and shape wins. The lines of ``path`` itself count first.
 
@@ -269,7 +269,7 @@ def merge_tables(sources: Sequence[Path], path: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Line:
-    """One line of a file; ``tuned`` is None for other versions of the format."""
+    """A line of a file of tuned configurations; ``tuned`` is None for other format versions."""
 
     environment: Environment
     version: object

@@ -47,7 +47,7 @@ def fused_experts(
     ordering_token: torch.Tensor | None = None,
     part: LayerPart = WHOLE_LAYER,
 ) -> torch.Tensor:
-    """Return the weighted sum over each token's experts, ``(T, D)``; a collective of the ranks.
+    """Return the output of a fused MoE layer, ``(T, D)``; a collective of the ranks.
 
     Differentiable once, in the tokens, the routing weights and both projections. If a projection
     has an attribute ``main_grad``, its gradient is added to that buffer as in Megatron: its
@@ -58,7 +58,7 @@ def fused_experts(
         call: inputs of the layer.
         workspaces_handle: ``Workspaces.handle`` of the buffers.
         ordering_token: ``Workspaces.ordering_token``; required under ``torch.compile``.
-        part: of a layer that runs in several calls; not under ``torch.compile``.
+        part: the part, for a layer that runs in parts; not under ``torch.compile``.
 
     Raises:
         RuntimeError: a peer did not begin the same pass in time.
@@ -77,7 +77,7 @@ def fused_experts(
     # Autograd takes longer on the host than small kernels run, so the kernels are launched first.
     with torch.no_grad():
         result = run_forward(workspaces, call, part=part.index)
-    # The gradients of the weights of a part are those of its anchor.
+    # A layer part has no weight gradients of its own: ``JoinParts`` computes those of all parts.
     weights = call[2:4] if part.parts is None else (part.anchor, None)
     return _FusedExperts.apply(  # pyright: ignore[reportReturnType]
         *call[:2], *weights, call, workspaces, result, part.parts
@@ -150,7 +150,7 @@ class _FusedExperts(torch.autograd.Function):
 
 
 def _run_part_backward(ctx: Any, plan_id: int, inputs: list[Any]) -> Any:
-    """Run the backward of a part; return the gradients of its tokens and routing weights."""
+    """Run the backward of a layer part; return the gradients of its tokens and routing weights."""
     _, saved, plan = inputs[:3]
     operands = ctx.parts.begin_backward(ctx.index, plan, plan_id, dtype=saved.dtype)
     if ctx.save == "all":
@@ -161,7 +161,7 @@ def _run_part_backward(ctx: Any, plan_id: int, inputs: list[Any]) -> Any:
 
 
 def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
-    """Save the tensors and options that eager and compiled backward need."""
+    """Save tensors and options of a forward call in ``ctx``, for eager or compiled backward."""
     ctx.save_for_backward(
         result.plan_id, _saved_input(call, result), result.plan, result.pre_RG,
         call.up_LGD, call.down_LDF, call.topk_idx_TK,
@@ -171,7 +171,7 @@ def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
 
 
 def _saved_input(call: LayerCall, result: LayerResult) -> torch.Tensor:
-    """Return the saved rows, or the tokens if backward recomputes the dispatch."""
+    """Return the rows that forward saved, or its tokens if backward dispatches them again."""
     return call.x_TD if call.save == "recompute" else result.rows
 
 
@@ -231,7 +231,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward_of_op(ctx: Any, dy_TD: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-    """Compute the gradients of a compiled call with operators."""
+    """Compute the gradients of the operator ``fused_experts`` by operators, for compiled graphs."""
     plan_id, saved, plan, pre_RG, up_LGD, down_LDF, topk_idx_TK = ctx.saved_tensors
     dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = (
         torch.ops.halley.fused_experts_backward.default(

@@ -1,4 +1,4 @@
-"""Forward and backward pass of a fused layer: the launches of each, in order.
+"""Forward and backward pass of a fused layer: allocate tensors and launch the kernels in order.
 
 Kernels of forward, all on the current stream:
 
@@ -89,7 +89,7 @@ class LayerResult(NamedTuple):
 def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> LayerResult:
     """Run the forward pass of a layer; a collective. A failed wait is a RuntimeError.
 
-    ``part`` is the number of the call, for layers that run their tokens in several calls.
+    ``part`` is the number of the layer part, for a layer whose tokens run in several calls.
     """
     workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
@@ -121,7 +121,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
 
 
 def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[Any]:
-    """Launch or replay all kernels; return the plan, then the results of ``_launch_gemms``.
+    """Launch or replay all kernels of forward; return plan, then results of ``_launch_gemms``.
 
     With 0 rows only the plan kernel is launched.
     """
@@ -155,7 +155,7 @@ def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[A
 def _launch_gemms(
     workspace: Workspace, call: LayerCall, plan: torch.Tensor, size: PlanSize
 ) -> list[torch.Tensor]:
-    """Launch both GEMMs on a plan; return output, saved rows and pre-activations.
+    """Launch dispatch, both GEMMs and combine; return output, saved rows and pre-activations.
 
     Tensors that are not saved have no columns.
     """

@@ -1,4 +1,4 @@
-"""Record the launches of a pass once, and replay them on other tensors of the same sizes.
+"""Record the kernel launches of a pass once, and replay them on tensors of the same sizes.
 
 While the sizes stay equal, the launches of a pass differ from call to call only in the addresses of
 its tensors. The Python code that prepares launches takes longer than small kernels run. So it runs
@@ -47,7 +47,7 @@ class LaunchCache:
         self._recordings.clear()
 
     def find(self, key: tuple[object, ...], inputs: Sequence[torch.Tensor]) -> "Recording | None":
-        """Return the recording for a key if it can be replayed on these inputs."""
+        """Return the recorded pass for a key; None if there is none or inputs are not aligned."""
         if INTERPRETED or only_compiles() or not all(map(is_aligned, inputs)):
             return None
         return self._recordings.get(key)
@@ -59,7 +59,7 @@ class LaunchCache:
         inputs: Sequence[torch.Tensor],
         persistent: Iterable[torch.Tensor],
     ) -> Generator[list[torch.Tensor | None], None, None]:
-        """Record the launches of the block under a key; the block fills the list of outputs.
+        """Record the launches in the ``with`` block, which appends its output tensors to a list.
 
         A recording finds tensors by their addresses. So nothing is recorded for inputs that a
         launcher must copy, or that share memory; nor in the interpreter, which has no launches.
@@ -101,7 +101,7 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Release:
-    """Step that drops the reference to an input."""
+    """Step of a recording that drops the reference to an input tensor."""
 
     index: int
 
@@ -118,7 +118,7 @@ class _Allocation:
 
 @dataclass(kw_only=True, slots=True)
 class _LaunchStep:
-    """One launch, and the tensors on whose addresses its parameters depend.
+    """One launch of a recording, and the tensors on whose addresses its parameters depend.
 
     Attributes:
         allocations: tensors that no earlier launch uses.
@@ -138,7 +138,7 @@ class _LaunchStep:
     current: list[int] = field(default_factory=list)
 
     def move(self, addresses: Sequence[int]) -> None:
-        """Set the parameters that depend on addresses; ``addresses`` has one for each slot."""
+        """Set the launch parameters that depend on addresses, given the address of each slot."""
         for place, slot, offset in self.addresses:
             self.prepared.set_address(place, addresses[slot] + offset)
         for place, slot, offset, index, desc in self.maps:
@@ -178,7 +178,10 @@ class Recording:
         self._no_addresses = [0] * (len(self._slots) - self._num_inputs)
 
     def replay(self, inputs: list[Any]) -> list[torch.Tensor | None]:
-        """Launch the pass on other inputs; return its outputs. A release sets an input to None."""
+        """Launch the recorded pass on other inputs; return its outputs.
+
+        Where the pass released an input, its entry in ``inputs`` becomes None.
+        """
         stream = current_stream(inputs[0].device.index)
         tensors: dict[int | None, torch.Tensor | None] = {None: None}
         with self._lock:
@@ -263,13 +266,13 @@ def _range_of(tensor: torch.Tensor) -> _Range:
 
 
 def _touches(tensor: torch.Tensor, ranges: Sequence[_Range]) -> bool:
-    """Return whether a tensor shares memory with a range."""
+    """Return whether a tensor shares memory with one of some address ranges."""
     begin, num_bytes = _range_of(tensor)
     return any(first < begin + num_bytes and begin < first + size for first, size in ranges)
 
 
 def _find(tensor: torch.Tensor, ranges: Sequence[_Range]) -> int | None:
-    """Return the index of the range that contains a tensor."""
+    """Return the index of the address range that contains a tensor."""
     begin, num_bytes = _range_of(tensor)
     for index, (first, size) in enumerate(ranges):
         if first <= begin and begin + num_bytes <= first + size:

@@ -1,8 +1,11 @@
-"""Weight gradients of a fused layer, also of one whose tokens run in several calls.
+"""Weight gradients of a fused layer, also of a layer whose tokens run in several parts.
 
-If a layer runs in parts, a GEMM per part would read and write the gradients of all weights for each
-part. Instead, the backward of each part keeps the operands of its weight gradients. After the last
-part, one GEMM for each projection multiplies the rows of all parts.
+A layer part is one call of the fused kernels for some of the tokens of a layer. The strategy
+``hierarchical`` runs a layer across nodes in parts. A GEMM per part would read and write the
+gradients of all weights for each part. Instead, the backward of each part keeps the operands of its
+weight gradients. After the last part, one GEMM for each projection multiplies the rows of all.
+
+In this file, P is the number of layer parts, and M and N are the rows and columns of a gradient.
 """
 
 from typing import Any, NamedTuple, final
@@ -19,9 +22,9 @@ MAX_PARTS = 4  # of the rows of an expert, see ops/kernels/weight_gemm.py
 
 
 class ExpertRows(NamedTuple):
-    """Positions of each expert's rows in the operands of a weight gradient, int32.
+    """First row and number of rows of each expert in the operands of a weight gradient, int32.
 
-    Both are ``(L,)``, or ``(P, L)`` if the rows of an expert lie in P parts of the operands.
+    Both are ``(L,)``, or ``(P, L)`` for a layer of P parts, which have rows of every expert each.
     """
 
     begin: torch.Tensor
@@ -29,7 +32,7 @@ class ExpertRows(NamedTuple):
 
 
 def find_experts(layout: Layout, plan: torch.Tensor, *, num_experts: int) -> ExpertRows:
-    """Return the positions of each expert's rows in the rows of a dispatch plan."""
+    """Return the positions that a dispatch plan gives to the rows of each expert of this rank."""
     begin, num_rows = layout.expert_begin, layout.expert_rows
     return ExpertRows(plan[begin : begin + num_experts], plan[num_rows : num_rows + num_experts])
 
@@ -66,7 +69,7 @@ def launch_weight_gradient(
 
 @final
 class LayerParts:
-    """The operands of the weight gradients of all parts of one call of a layer.
+    """Buffers that collect the operands of the weight gradients of all parts of one layer call.
 
     Args:
         workspaces: buffers of the layer.
@@ -85,7 +88,7 @@ class LayerParts:
         self._plan_id = 0
 
     def add(self, num_rows: int) -> int:
-        """Add a part after its forward pass; return its index."""
+        """Count a part, with ``num_rows`` rows, after its forward pass; return its index."""
         self._num_rows.append(num_rows)
         return len(self._num_rows) - 1
 
@@ -129,14 +132,14 @@ class LayerParts:
 
 
 class LayerPart(NamedTuple):
-    """One part of a layer's call.
+    """The number of a layer part, and the objects through which it shares weight-gradient GEMMs.
 
     Attributes:
         index: number of the part. The size of its plan is predicted from the same part of the
             last call.
-        parts: takes the operands of weight gradients; None if no weight needs a gradient.
-        anchor: result of ``JoinParts``. Each part takes it as an input, so that autograd computes
-            the weight gradients after the backward of all parts.
+        parts: buffers to which the part's backward adds the operands of its weight gradients; None
+            if no weight needs a gradient.
+        anchor: the empty scalar from ``JoinParts``, an input of each part; None with ``parts``.
     """
 
     index: int
@@ -148,13 +151,17 @@ WHOLE_LAYER = LayerPart(0)
 
 
 class JoinParts(torch.autograd.Function):
-    """Return the anchor of the parts; backward computes the gradients of both projections."""
+    """Compute the weight gradients of a layer in backward, once, for the rows of all its parts.
+
+    Forward returns a scalar whose value nothing reads. Each part takes this scalar as an input. So
+    autograd runs this backward after the backward of all parts.
+    """
 
     @staticmethod
     def forward(ctx: Any, up_LGD: torch.Tensor, down_LDF: torch.Tensor, parts: LayerParts) -> Any:
         ctx.set_materialize_grads(False)
         ctx.parts = parts
-        # Only for the attribute ``main_grad``. Without it, no weight is kept alive.
+        # Backward only reads ``main_grad`` of these weights. Weights without it are not kept alive.
         ctx.with_main_grad = tuple(
             weight if getattr(weight, "main_grad", None) is not None else None
             for weight in (up_LGD, down_LDF)

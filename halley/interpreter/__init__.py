@@ -1,4 +1,4 @@
-"""Run Triton kernels of several ranks on a CPU: correct bfloat16, schedules, and bounds checks.
+"""Run Triton kernels of several ranks on a CPU, with schedules from a seed and bounds checks.
 
 Triton's own interpreter has three defects. It rounds bfloat16 wrongly. It runs the programs of a
 launch one after another, so that most missing waits have no effect. It lets kernels access any
@@ -26,7 +26,7 @@ registered_memory: dict[int, tuple[int, int]] = {}
 
 
 def register(address: int, num_bytes: int) -> None:
-    """Allow later launches to access memory that is not an argument.
+    """Allow kernels to access memory that is not an argument, such as symmetric memory.
 
     Several ranks in threads may register the same memory; each of them unregisters it.
 

@@ -33,7 +33,7 @@ _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
 
 
 def install() -> None:
-    """Replace the launch of kernels and the calls of device functions."""
+    """Replace how Triton's interpreter launches kernels and calls device functions."""
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     methods: list[tuple[type, str, object]] = [
         # Triton 3.6 converts an array of one element with int(), which numpy 2.4 refuses.
@@ -58,7 +58,7 @@ def install() -> None:
 
 
 def _switching(original: Callable[..., Any], is_switch: Callable[..., bool]) -> Callable[..., Any]:
-    """Return a memory access after which the scheduler may switch to another thread."""
+    """Wrap an operation of the interpreter, so that the scheduler may switch threads after it."""
 
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

@@ -134,10 +134,10 @@ def _store_release(
 
 
 def _clock_ns() -> int:
-    """Return the time in ns; under a scheduler, virtual time that does not depend on the load."""
+    """Return the clock that kernels read, in ns; under a scheduler, a virtual time."""
     scheduler = current_scheduler()
     if scheduler is None:
-        CURRENT_OPERATION.poll()  # kernels ask for the time only while they wait
+        CURRENT_OPERATION.poll()  # kernels read the clock only while they wait
         return time.monotonic_ns()
     return scheduler.num_switches * _SWITCH_NS
 
@@ -149,7 +149,7 @@ def _full(type_: tl.dtype, value: int) -> TensorHandle:
 
 
 def cache_types() -> None:
-    """Cache what Triton computes for each type; it repeats this for each intermediate value."""
+    """Cache what Triton's interpreter derives from each type; it repeats this for each value."""
     language: Any = core  # private names of Triton
     runtime: Any = interpreter
     language._unwrap_if_constexpr = _make_unwrap(language._unwrap_if_constexpr)

@@ -24,7 +24,7 @@ _MAX_STARVED_SWITCHES = 500
 
 
 class _Stop(BaseException):
-    """Ends a thread after another one failed; ``except Exception`` of a test does not catch it."""
+    """Raised to end a thread after another one failed; ``except Exception`` does not catch it."""
 
 
 @final
@@ -46,7 +46,7 @@ _TASK: ContextVar[_Task | None] = ContextVar("task", default=None)
 
 
 def switch_point() -> None:
-    """Let another thread run; without a scheduler, let another process run."""
+    """Let the scheduler run another thread; without a scheduler, yield to another process."""
     task = _TASK.get()
     if task is None:
         os.sched_yield()  # time.sleep(0) takes 50 us and would double the time of a poll

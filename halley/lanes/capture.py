@@ -20,7 +20,7 @@ TANGENT = "tangents"  # prefix of the name that aot_autograd gives to the gradie
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepGraphs:
-    """The graphs of a loss function for one set of shapes.
+    """The forward and backward graph of a loss function, traced for one set of shapes.
 
     A value that forward saves for backward is a result of ``forward`` and an input of ``backward``
     of the same name.
@@ -40,7 +40,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """One call of a captured function: its graphs, and the values of the inputs of forward."""
+    """The graphs and the input values of one call of the loss function, for ``lane_step.py``."""
 
     graphs: StepGraphs
     values: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Capture:
         )
 
     def collect(self, *microbatch: torch.Tensor) -> Arguments:
-        """Return the arguments of a call; trace its graphs if the shapes are new.
+        """Return the graphs and input values for a microbatch; trace if the shapes are new.
 
         Raises:
             torch._dynamo.exc.Unsupported: the function has a graph break.
@@ -84,7 +84,11 @@ class Capture:
         return self._arguments.pop()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Trace the graphs, as a backend of ``torch.compile``."""
+        """Trace the graphs of a Dynamo graph; return a function that stores its arguments.
+
+        ``torch.compile`` calls this backend for each new shape, and the returned function in each
+        call. The function computes no loss: ``collect`` returns the stored arguments.
+        """
         graphs = _trace(gm, example_inputs, inner=self._inner)
 
         def collect(*values: Any) -> tuple[torch.Tensor]:
@@ -97,12 +101,12 @@ class Capture:
 
 
 def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -> StepGraphs:
-    """Return the graphs of a graph of Dynamo."""
+    """Return the forward and the backward graph of a graph that Dynamo traced."""
     num_inputs = len(example_inputs)
     found: list[StepGraphs] = []
 
     def split(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        # In the joint graph, because forward and backward know a saved value by its name.
+        # Changed before the split, so that a saved value has one name in forward and backward.
         remove_repeated_waits(joint.graph)
         forward, backward = min_cut_rematerialization_partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs
@@ -137,7 +141,7 @@ def _run_nothing(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph with equal names of nodes.
+    """Return a copy of a graph whose nodes keep their names.
 
     A result that is an input, as the gradient of the loss may be, is cloned: then each result is a
     value that a node computes.

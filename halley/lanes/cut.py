@@ -1,6 +1,7 @@
-"""Cut forward and backward graphs into items: segments, starts and waits, host reads.
+"""Cut forward and backward graphs at collectives and host reads, into items that lanes interleave.
 
-An item is code of its own, with inputs and outputs by name. The example has one MoE layer:
+An item is one piece of the work of a microbatch. It has its own code, and inputs and outputs by
+name. The example has one MoE layer:
 
     forward    segment  start  wait   host   segment  start  wait     segment   start wait  segment
                router   counts counts splits gather   dispatch rows   experts   combine rows  loss
@@ -52,14 +53,14 @@ class Item:
 
 @dataclass(eq=False)
 class _Draft:
-    """An item whose nodes are not final yet."""
+    """An item under construction: its kind and the nodes that it has so far."""
 
     kind: Kind
     nodes: list[fx.Node] = field(default_factory=list)
 
 
 def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
-    """Return the items of forward and backward, in the order of the graphs."""
+    """Return the items of a microbatch: those of forward, then those of backward."""
     forward, _ = _cut(graphs.forward.graph)
     backward, shared = _cut(graphs.backward.graph)
     items: list[Item] = []
@@ -77,7 +78,7 @@ def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
 
 
 def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
-    """Return the items of a graph, and its shared nodes, which each item copies.
+    """Return the drafts of a graph's items, and the nodes of which each item gets a copy.
 
     A view joins the segment of its source, and a size the host item of its sources. In the order of
     the graph they may be anywhere, and would make segments need each other.
@@ -186,10 +187,10 @@ def _finish(
     made: set[fx.Node],
     producers: dict[str, int],
 ) -> Item:
-    """Return an item with its code.
+    """Return the item of a draft: extract its code, and name its inputs and outputs.
 
     Args:
-        module: that the graph of the draft belongs to.
+        module: the graph module from which the nodes of the draft are.
         made: nodes of items before this one; the nodes of this item are added.
         producers: index of the item that produces each value.
     """
@@ -230,7 +231,7 @@ def _finish(
 def _extract(
     module: fx.GraphModule, inputs: list[fx.Node], body: list[fx.Node], results: list[fx.Node]
 ) -> fx.Graph:
-    """Return nodes of a graph of a module as a graph of their own that returns a tuple."""
+    """Return some nodes of a module's graph as a separate graph that returns a tuple."""
     graph = fx.Graph(owning_module=module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -243,5 +244,5 @@ def _extract(
 
 
 def _name(node: fx.Node, prefix: str) -> str:
-    """Return the name of a value. An input of backward is a value of forward."""
+    """Return a node's name among all items' values; saved values keep their name of forward."""
     return ("f:" if node.op == "placeholder" else prefix) + node.name

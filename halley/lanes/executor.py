@@ -36,7 +36,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class _Action:
-    """One item of one microbatch.
+    """One step of the executor: an item of one microbatch, compiled.
 
     Attributes:
         name, stream: of its span; the name of a wait ends in ".wait".
@@ -61,7 +61,7 @@ def span_item(name: str) -> tuple[int, int]:
 
 @final
 class Executor:
-    """Runs microbatches in one order.
+    """Runs the items of all microbatches of a training step in one fixed order.
 
     Args:
         items: of a microbatch, in the order of the graphs.
@@ -186,7 +186,7 @@ def _run(
 
 @final
 class _Gradients:
-    """Gives gradients to parameters in the order of microbatches, whichever comes first.
+    """Adds gradients to parameters in the order of microbatches, in whatever order they arrive.
 
     So the sums are equal bit for bit to those of one microbatch after another.
     """

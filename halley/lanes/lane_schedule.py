@@ -67,7 +67,7 @@ def plan_lanes(
     num_microbatches: int,
     max_lanes: int,
 ) -> LanePlan:
-    """Return the fastest of several schedules, as the simulator predicts them.
+    """Simulate several schedules of the items of a step, and return the fastest.
 
     Args:
         items: of a microbatch.
@@ -169,7 +169,7 @@ def predict(items: Sequence[Item], durations_us: Sequence[float], order: Order) 
 
 @final
 class _ListScheduler:
-    """Issues one item after another, by the times at which rows arrive.
+    """Puts items into an order by simulating when the rows of each collective arrive.
 
     A microbatch runs up to its next wait for rows. Waits for counts are short and do not switch the
     lane: otherwise both lanes would wait for rows at the same time.
@@ -215,7 +215,7 @@ class _ListScheduler:
                 return self._order
 
     def _lanes(self) -> list[int]:
-        """Return the microbatches that may run, apart from their deferred units."""
+        """Return the microbatches that may run their next item: the oldest and others after it."""
         with_units = {microbatch for microbatch, _ in self._units}
         num_items = len(self._items)
         unfinished = [
@@ -231,7 +231,10 @@ class _ListScheduler:
         ]
 
     def _choose_unit(self, gap_us: float) -> tuple[int, int] | None:
-        """Return the longest unit that fits into a gap, or a short one that does not."""
+        """Return a deferred unit to run while all lanes wait for ``gap_us``: the longest that fits.
+
+        If none fits, return one that exceeds the gap a little.
+        """
         fitting = [each for each in self._units if self._durations_us[each[1]] <= gap_us]
         if fitting:
             return max(fitting, key=self._unit_us)
@@ -244,14 +247,14 @@ class _ListScheduler:
         return self._durations_us[unit[1]]
 
     def _choose_lane(self, lanes: list[int]) -> int:
-        """Return the lane to run next; if none has its rows, the one that has them first."""
+        """Return the microbatch to run next: one with its rows, else the first to get its rows."""
         ready = [lane for lane in lanes if self._due_us[lane] <= self._clock_us]
         if not ready:
             return min(lanes, key=self._due_us.__getitem__)
         return min(ready, key=lambda lane: self._position[lane] + lane * self._lag)
 
     def _advance(self, lane: int) -> None:
-        """Issue the items of a lane up to its next wait for rows; defer its units."""
+        """Issue the items of a microbatch up to its next wait for rows; defer its units."""
         first = self._position[lane]
         for index in range(first, len(self._items)):
             item = self._items[index]

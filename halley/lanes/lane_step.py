@@ -172,7 +172,7 @@ class LaneStep:
 
 @final
 class _Program:
-    """The items of one pair of graphs, and the order in which they run.
+    """The items of one forward and backward graph, compiled, and the order in which they run.
 
     Attributes:
         items: of a microbatch.
@@ -235,7 +235,7 @@ class _Program:
         return Executor(self.items, self._calls, order, loss=self._loss, exchange=exchange)
 
     def _share_plan(self) -> LanePlan:
-        """Return the plan of rank 0, on all ranks."""
+        """Make the plan on rank 0 from its measured times; return it on all ranks. Collective."""
 
         def make() -> dict[str, Any]:
             plan = plan_lanes(

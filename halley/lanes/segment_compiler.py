@@ -24,7 +24,7 @@ Call = Callable[[list[Any]], Sequence[Any]]
 
 @final
 class SegmentCompiler:
-    """Compiles each distinct item once.
+    """Compiles the code of items; items with the same code and shapes share the compiled function.
 
     Args:
         inner: "eager" runs the operators one by one; "inductor" compiles segments and units.
@@ -46,7 +46,7 @@ class SegmentCompiler:
                 node.op == "call_function" and not is_view(node) for node in item.code.nodes
             )
             is_compiled = self._inner == "inductor" and computes
-            # Only now, because a module generates Python code from its graph.
+            # Only for new items, because a graph module generates Python code, which takes time.
             code = fx.GraphModule(item.code.owning_module or {}, item.code)
             self.calls[key] = (_compile if is_compiled else _run_eagerly)(code)
         return key, self.calls[key]
@@ -97,7 +97,7 @@ def _run_eagerly(code: fx.GraphModule) -> Call:
 
 
 def _compile(code: fx.GraphModule) -> Call:
-    """Compile code by Inductor, traced again with sizes of its own.
+    """Compile an item's code by Inductor, after tracing it again with new symbolic sizes.
 
     Inductor binds a symbol only to an input that is that symbol alone. Inputs of a segment have
     sizes as ``u0 + u1``, whose terms the segment never reads. So each distinct size becomes one new

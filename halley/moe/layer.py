@@ -150,11 +150,11 @@ class GroupedExperts(nn.Module):
     def checkpoint_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of a parameter, or of its optimizer state, in the layout of checkpoints.
 
-        Gate and up rows are in different dimensions there. So the shards of all ranks are
-        consecutive ranges of one dimension.
+        Stacked gate and up weights get a dimension of their own: (L, 2F, D) becomes (L, 2, F, D).
+        So the shard of each tensor-parallel rank is a contiguous slice of the dimension F.
         """
         dim = self.sharded_dims.get(name)
-        return tensor if dim is None else dim.apart(tensor)
+        return tensor if dim is None else dim.unstack(tensor)
 
     def without_replicas(self, gradient: torch.Tensor) -> torch.Tensor:
         """Select the experts of ``(L, ...)`` that no lower rank holds, so that each counts once."""
@@ -162,7 +162,7 @@ class GroupedExperts(nn.Module):
 
 
 def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
-    """Return the module of each parameter that is sharded over the expert-parallel group."""
+    """Return the ``GroupedExperts`` module of each expert parameter of a model, by its name."""
     return {
         f"{prefix}.{name}" if prefix else name: module
         for prefix, module in model.named_modules()
@@ -180,7 +180,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts whose experts are spread over the ranks of a group.
+    """An MoE layer for given process groups and a given strategy; ``halley.MoE`` makes its own.
 
     Args:
         strategy: runs the routed experts; built for ``groups.ep`` and ``groups.tp_size``.

@@ -45,7 +45,7 @@ def check_model_memory(
 
 
 def _model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") -> dict[str, int]:
-    """Return the sizes that determine a model's memory, by their name in messages."""
+    """Return the sizes that determine a model's memory, by the names that error messages use."""
     names = ("vocab_size", "hidden_size", "num_layers")
     moe_names = ("num_experts", "intermediate_size")
     sizes = {f"{prefix}{name}": getattr(config, name) for name in names}

@@ -178,7 +178,7 @@ def _pick_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _groups_of(group: dist.ProcessGroup | None) -> ParallelGroups:
-    """Return groups in which the experts are spread over all ranks of ``group``."""
+    """Return the ``ParallelGroups`` that spread the experts over all ranks of ``group``."""
     rank, num_ranks = rank_and_size(group)
     if num_ranks == 1:
         return ParallelGroups()

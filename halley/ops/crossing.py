@@ -1,7 +1,11 @@
-"""Rows of a rank that cross between nodes, in chunks of consecutive tokens.
+"""Find the tokens of a rank that must be sent to other nodes, for the strategy ``hierarchical``.
 
-With chunks, the rows of one chunk travel while those of another are computed. ``ops/wire.py`` moves
-the rows.
+A token crosses once to each node that has any of its experts. Each (token, node) pair is a row.
+Rows are sent in chunks of consecutive tokens, so that the rows of one chunk travel while those of
+another chunk are computed. ``ops/wire.py`` moves the rows.
+
+In this file, N is the number of nodes, S the number of rows that this rank sends, C that of chunks,
+and E' the number of experts of one node.
 """
 
 from dataclasses import dataclass
@@ -19,10 +23,12 @@ from halley.ops.traceable_routing import sort_slots
 
 @final
 class NodeTables:
-    """Tables by expert id for the ranks of one node: one lookup instead of several operations.
+    """Lookup tables that give, for each expert id, its node and its id in that node.
+
+    One lookup takes the place of several operations on the device.
 
     Args:
-        nodes: this rank in its node.
+        nodes: this rank and its node.
         num_experts: experts of a node, E'.
         device: device of the expert ids.
 
@@ -54,12 +60,15 @@ class NodeTables:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """The rows of this rank that cross, sorted by chunk, then by node, then by token.
+    """The rows that this rank sends to other nodes, and how many rows it receives from them.
+
+    Rows are sorted by chunk, then by destination node, then by token.
 
     Attributes:
         token_S: token of each row; None if the rows are all tokens in order.
-        row_TN: row of each token for each node; S for a token that does not go to the node.
-        send_CN, recv_CN: rows of each chunk to and from each node.
+        row_TN: row of each token for each node, or S where the token does not go to the node; None
+            with ``token_S``.
+        send_CN, recv_CN: number of rows of each chunk to and from each node.
     """
 
     token_S: torch.Tensor | None
@@ -81,11 +90,11 @@ class Crossing:
 def plan_crossing(
     routing: Routing, tables: NodeTables, *, num_chunks: int, group: dist.ProcessGroup
 ) -> Crossing:
-    """Find the rows to send, and how many rows arrive. Collective; the host waits for the counts.
+    """Find the rows to send to other nodes; exchange their numbers. Collective; the host waits.
 
     Args:
         routing: of this rank's tokens, with expert ids of all nodes.
-        tables: of this rank.
+        tables: expert tables of this rank.
         num_chunks: chunks of consecutive tokens, C.
         group: the ranks of all nodes.
 
@@ -125,10 +134,10 @@ def plan_crossing(
 
 
 def cross_all(tables: NodeTables, *, num_tokens: int, num_chunks: int) -> Crossing:
-    """Return the crossing in which every token goes to every other node; needs no exchange.
+    """Return the rows for sending every token to every other node; the ranks exchange nothing.
 
     Args:
-        tables: of this rank.
+        tables: expert tables of this rank.
         num_tokens: tokens of each rank of the group.
         num_chunks: chunks of consecutive tokens.
     """

@@ -3,7 +3,7 @@
 ``apply_experts`` calls torch's grouped GEMM, for eager code. ``apply_experts_traceable`` uses the
 operator ``halley::expert_gemm``. Its weight gradient is a separate operator, so that a compiler can
 schedule it under an all-to-all. The permutations are for eager code; ``traceable_routing.py`` has
-those for ``torch.compile``.
+those for ``torch.compile``. In this file, I and O are the columns of a GEMM's input and output.
 """
 
 from itertools import pairwise
@@ -23,7 +23,7 @@ _CPU_ROW_MULTIPLE = 16
 
 
 def check_alignment(size: int, *, name: str, dtype: torch.dtype) -> None:
-    """Check that the grouped GEMM can read rows of ``size`` elements.
+    """Raise an error unless torch's grouped GEMM can read rows of ``size`` elements.
 
     Raises:
         ValueError: a row is no multiple of 16 bytes.
@@ -37,7 +37,7 @@ def check_alignment(size: int, *, name: str, dtype: torch.dtype) -> None:
 
 
 def find_alignment_problem(experts: Experts) -> str:
-    """Return why the grouped GEMM cannot read the rows of these experts, or ""."""
+    """Return why torch's grouped GEMM cannot read the rows of these experts, or ""."""
     _, hidden_size, intermediate_size = experts.down_LDF.shape
     try:
         for name, size in (("hidden", hidden_size), ("intermediate", intermediate_size)):

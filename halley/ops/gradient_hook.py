@@ -1,4 +1,4 @@
-"""The operator that gives a gradient to a parameter's hook while a compiled backward pass runs.
+"""An operator that calls a parameter's hook with its gradient during a compiled backward pass.
 
 Autograd gives parameters their gradients when a compiled backward graph has ended. A parameter with
 the attribute ``gradient_ready_hook``, a function of one tensor, receives its gradient as soon as

@@ -77,7 +77,7 @@ def _compiles_kernels() -> bool:
 
 
 def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper that hides an implementation from Dynamo, which traces behind graph breaks.
+    """Return a wrapper that Dynamo does not trace into, also after a graph break.
 
     The wrapper does not import Dynamo itself, because that takes seconds and imports Triton. Before
     Triton's first import, ``halley.interpreter`` must have chosen how kernels run.

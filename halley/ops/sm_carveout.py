@@ -21,7 +21,7 @@ def has_sm_carveout() -> bool:
 
 @contextlib.contextmanager
 def sm_carveout(num_sms: int) -> Generator[None, None, None]:
-    """Make dense and grouped GEMMs that are launched inside leave ``num_sms`` SMs free.
+    """Make dense and grouped GEMMs launched in the ``with`` block leave ``num_sms`` SMs free.
 
     Args:
         num_sms: number of SMs; 0 changes nothing.

@@ -159,7 +159,7 @@ def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the first ``number`` values.
+    """Return ``values[:number]``, where ``number`` may be a symbolic size.
 
     A symbolic number needs an index: torch gives a slice a new symbolic size and cannot prove that
     it equals ``number``.
@@ -195,7 +195,7 @@ def _group_rows(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]
 
 
 def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return, for each row, the value of the segment that contains it."""
+    """Return, for each row, the value of the segment of consecutive rows that contains it."""
     segments = torch.searchsorted(ends.flatten(), rows, right=True)
     return values.flatten().index_select(0, segments)
 

@@ -1,6 +1,6 @@
-"""Messages of rows between nodes, with gradients, and the sums at the source.
+"""Send tokens to the nodes of their experts, and return partial sums; both have gradients.
 
-``Wire`` moves the rows of a crossing:
+``Wire`` does this for the rows that a ``Crossing`` lists (``ops/crossing.py``):
 
     send_rows      start to send the tokens of all chunks
     receive_rows   wait for the tokens of one chunk; backward starts to return their gradients
@@ -9,6 +9,9 @@
 
 The backward of ``add_returned`` starts to send the gradients of the sums, and that of ``send_rows``
 waits for the gradients of the tokens.
+
+In this file, S is the number of rows that this rank sends, R that of rows it receives in a chunk, C
+that of rows it sends in a chunk (in ``send_CN`` that of chunks), and N that of nodes.
 """
 
 from collections.abc import Sequence
@@ -35,7 +38,7 @@ _PADDED_BITS = 5  # received rows are padded by at most 1/16, so that few sizes 
 
 @final
 class Wire:
-    """The messages of one forward pass and its backward pass between nodes.
+    """The all-to-alls between nodes of one forward pass of a layer and of its backward pass.
 
     A chunk crosses in two all-to-alls: weights and ids as float32 and int32 words, then the tokens.
     The gradients of both return in the same way. With dtype "float8", tokens cross as E4M3, and
@@ -45,8 +48,8 @@ class Wire:
     each number of rows, and the number changes from step to step.
 
     Args:
-        crossing: the rows that cross.
-        tables: of this rank.
+        crossing: the rows to send and to receive.
+        tables: expert tables of this rank.
         group: the ranks of all nodes.
         recorder: records the host's waits.
         hidden_size: D of the layer.
@@ -85,7 +88,7 @@ class Wire:
         )
 
     def receive_rows(self, started: torch.Tensor, *, chunk: int) -> tuple[torch.Tensor, Routing]:
-        """Wait for the tokens of a chunk; return them, padded, and their routing in this node.
+        """Wait for the tokens of a chunk; return the padded rows and their routing in this node.
 
         Args:
             started: the result of ``send_rows`` for the chunk.
@@ -96,13 +99,16 @@ class Wire:
         return x_RD, self.tables.keep_own(routing)
 
     def return_sums(self, y_RD: torch.Tensor, *, chunk: int) -> torch.Tensor:
-        """Start to return the partial sums of the rows of a chunk; those of the padding stay."""
+        """Start to return the partial sums of a chunk's rows to the nodes that sent the rows.
+
+        ``y_RD`` has the padding of ``receive_rows``, which is not sent.
+        """
         return _ReturnSums.apply(y_RD, self, chunk)  # pyright: ignore[reportReturnType]
 
     def add_returned(
         self, y_own_TD: torch.Tensor, returned: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the sums over all nodes, in order of node, rounded once.
+        """Wait for all partial sums; return each token's sum over nodes, in order, rounded once.
 
         Args:
             y_own_TD: partial sums of this rank's tokens by the experts of its own node.
@@ -115,7 +121,7 @@ class Wire:
     def launch_to_experts(
         self, exchange: Exchange, rows_CX: torch.Tensor, *, chunk: int, backward: bool
     ) -> None:
-        """Start to send rows of a chunk to the experts, or gradients of their sums."""
+        """Start to send a chunk's rows, or gradients of their sums, to the nodes of the experts."""
         num_rows = self.recv_sizes[chunk]
         buffer = rows_CX.new_empty(_pad_rows(num_rows), rows_CX.shape[1])
         if len(buffer) > num_rows:
@@ -131,7 +137,7 @@ class Wire:
     def launch_to_tokens(
         self, exchanges: list[Exchange], rows_RX: torch.Tensor, *, chunk: int, backward: bool
     ) -> None:
-        """Start to return rows of a chunk to the tokens, or gradients of the rows.
+        """Start to return sums of a chunk, or gradients of its rows, to the nodes of the tokens.
 
         Args:
             exchanges: of all chunks. Their rows arrive in one buffer.
@@ -188,12 +194,12 @@ def _pad_rows(num_rows: int) -> int:
 def _sum_nodes(
     rows_SX: torch.Tensor, wire: Wire, *, own_TX: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum of each token's rows in order of node, rounded once.
+    """Return the sum of each token's rows from all nodes in order of node, rounded once.
 
     Args:
         rows_SX: rows as ``Crossing`` sorts them, then a row of zeros.
-        wire: of the rows.
-        own_TX: the rows of the own node; None if it has none.
+        wire: the wire that returned the rows.
+        own_TX: the rows that this node computed; None without such rows.
     """
     row_TN, own_node = wire.crossing.row_TN, wire.tables.nodes.node
     if row_TN is None:
@@ -228,7 +234,8 @@ class _SendRows(torch.autograd.Function):
         for chunk, (words_CX, rows_CD) in enumerate(pairs):
             for exchange, part in ((wire.words[chunk], words_CX), (wire.tokens[chunk], rows_CD)):
                 wire.launch_to_experts(exchange, part, chunk=chunk, backward=False)
-        # The results link both halves in the autograd graph. The wire holds the rows.
+        # These results only link this node to ``_ReceiveRows`` in the autograd graph: autograd
+        # then runs both backward passes in order. The wire holds the rows.
         return tuple(x_TD.new_zeros(()) for _ in sizes)
 
     @staticmethod

@@ -54,7 +54,7 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
 
 def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
-    """Check the sizes of a placement; return ``ceil(E / W)``, the experts per rank without spares.
+    """Check ``spare``; return ``ceil(E / W)``, the experts of a rank without spare slots.
 
     Raises:
         ValueError: a number is out of range, or a rank would hold more experts than there are.
@@ -152,7 +152,7 @@ def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> None:
 def _measure(
     ranks: list[set[int]], counts_E: Sequence[float]
 ) -> tuple[list[int], list[float], list[float], int]:
-    """Return each expert's replicas and load per replica, the ranks' loads, and the top rank."""
+    """Return replicas and load per replica of each expert, load of each rank, most loaded rank."""
     num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
     shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
     loads = [math.fsum(shares_E[e] for e in held) for held in ranks]
@@ -160,7 +160,7 @@ def _measure(
 
 
 def _swap(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Swap a replica of the top rank with one of another rank; return False if none is better."""
+    """Swap a replica of the most loaded rank with another rank's; return False if none helps."""
     _, shares_E, loads, top = _measure(ranks, counts_E)
     least_gain = _GAIN * sum(counts_E) / len(ranks)
     best = least_gain, 0, 0, 0
@@ -180,7 +180,7 @@ def _swap(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
 
 
 def _replace(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Replace an expert of the top rank by another expert; return False if none is better."""
+    """Replace an expert of the most loaded rank by another; return False if no change helps."""
     num_E, _, loads, top = _measure(ranks, counts_E)
     least_gain = _GAIN * sum(counts_E) / len(ranks)
     best = least_gain, 0, 0

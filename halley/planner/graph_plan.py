@@ -1,4 +1,4 @@
-"""Run the compiler passes on a model without its ranks, devices or memory, to predict its time."""
+"""Predict the step time of a model: trace it without ranks or devices, run the compiler passes."""
 
 import contextlib
 import warnings
@@ -88,7 +88,7 @@ def plan_graphs(
 
 @contextlib.contextmanager
 def _alone(num_ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake process group without other ranks."""
+    """Make this process rank 0 of a fake process group of ``num_ranks``; no other rank exists."""
     if dist.is_initialized():
         raise RuntimeError("a plan is made by one process: this one is a rank of several")
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
@@ -101,7 +101,7 @@ def _alone(num_ranks: int) -> Iterator[None]:
 
 
 def _traced(name: str, groups: ParallelGroups, device: torch.device) -> AbstractStrategy:
-    """Return a strategy that puts the operators of the named strategy into a traced graph."""
+    """Return a strategy with which a traced graph has the operators of the named strategy."""
     if name == "functional":
         return TraceableStrategy(groups.ep, tp_size=groups.tp_size)
     kind, _, save = name.partition(":")

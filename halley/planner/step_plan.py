@@ -179,7 +179,7 @@ class StepTimes:
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
-        """Return the microseconds of a step, ``passed`` with the compiler passes of the run."""
+        """Return the predicted step time in us; ``passed``: with the compiler passes of the run."""
         num_further = len(strategies) - _MOST_ROLES - 1
         if num_further <= 0:
             return self._trace(strategies, passed=passed)
@@ -207,7 +207,7 @@ class StepTimes:
 
 
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
-    """Return the simulated time of a chunked layer minus that of a sequential one."""
+    """Return the simulated time of a layer of strategy chunked minus one of strategy sequential."""
     model, predictor = config.model, Predictor(hardware)
     tp_size = config.expert_tp_size  # these strategies treat each shard as an expert
     shape = LayerShape(
@@ -226,7 +226,7 @@ def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> flo
 
 
 def check_strategies(config: RunConfig) -> None:
-    """Check the names of a run's strategies, and that their number fits the MoE layers."""
+    """Raise an error if a run names an unknown strategy, or not one for each MoE layer."""
     if config.strategy != PLANNED:
         split_strategies(config.strategy, num_layers=config.model.num_moe_layers)
 

@@ -105,7 +105,7 @@ class AllGatherStrategy(AbstractStrategy):
 
 
 def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
-    """Return the tasks of the all-gather strategy, whose traffic does not depend on the routing."""
+    """Return the work of the strategy, for the simulator; routing does not change its traffic."""
     rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
     crossings = shape.num_tokens * (shape.ep_size - 1)
     link_us = predictor.all_to_all_us(crossings * hidden_bytes)

@@ -63,7 +63,7 @@ _NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
 
 @final
 class AllToAllStrategy(AbstractStrategy):
-    """All-to-all, experts, all-to-all; with several chunks a pipeline over ranges of local experts.
+    """Run the experts between two all-to-alls, in chunks of local experts that overlap them.
 
     Args:
         group, recorder, tp_size: as for ``build_strategy``.
@@ -209,7 +209,10 @@ def _run_one_chunk(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Return the expert output of each row, with zeros for the dropped rows, which come last."""
+    """Dispatch all rows, run the experts, combine; return the output of each row in ``rows_ND``.
+
+    Dropped rows come last, and their output is zero.
+    """
     (plan,), (compute,) = plans, experts
     num_dropped = rows_ND.shape[0] - plan.num_send
     sent_ND = rows_ND[: plan.num_send] if num_dropped else rows_ND
@@ -231,10 +234,11 @@ def _run_pipeline(
     group: dist.ProcessGroup | None,
     recorder: Recorder,
 ) -> torch.Tensor:
-    """Return the expert output of each row, with zeros for the dropped rows, which come last.
+    """Dispatch, run the experts and combine in chunks that overlap; return each row's output.
 
-    All dispatches start before the first combine, because NCCL runs the collectives of a group in
-    the order of their start. So the rows of the next chunk never wait for a combine.
+    Dropped rows come last, and their output is zero. All dispatches start before the first combine,
+    because NCCL runs the collectives of a group in the order of their start. So the rows of the
+    next chunk never wait for a combine.
     """
     sizes = [plan.num_send for plan in plans]
     splits = [*sizes, rows_ND.shape[0] - sum(sizes)]
@@ -272,7 +276,7 @@ def _build_exchanges(
     recorder: Recorder,
     returned: torch.Tensor | None = None,
 ) -> tuple[Exchange, Exchange]:
-    """Return the dispatch and the combine of a chunk, which writes its rows into ``returned``."""
+    """Return the dispatch and the combine of a chunk; the combine writes into ``returned``."""
     exchange = partial(Exchange, group=group, recorder=recorder)
     there, back = plan.send_splits, plan.recv_splits
     dispatch = exchange(name="dispatch", send_splits=there, recv_splits=back)
@@ -289,7 +293,7 @@ def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
 def _start_table(
     keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
 ) -> Callable[[], np.ndarray]:
-    """Start an all-gather of the first slot of each expert on each rank, and a copy to the host.
+    """Start to all-gather the routing table: the first slot of each expert on each rank.
 
     Returns a function that waits for the copy and returns it, ``(W, E + 1)`` int64.
     """
@@ -311,7 +315,7 @@ def _start_table(
 def _copy_order(
     plan: DispatchPlan, *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the order by expert of a chunk's received rows, its inverse, and the ends of experts.
+    """Return how to sort a chunk's received rows by expert: order, inverse, ends of the experts.
 
     All are int32 on ``device``.
     """
@@ -329,7 +333,7 @@ def _copy_order(
 
 
 def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return the tasks of the all-to-all strategy in chunks, each a range of local experts."""
+    """Return the work of the strategy with this number of chunks, for the simulator."""
     rows = shape.num_tokens * shape.top_k
     hidden_bytes = shape.hidden_size * shape.itemsize
     reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)
@@ -369,7 +373,7 @@ def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int
 
 
 def choose_num_chunks(shape: LayerShape, predictor: Predictor) -> int:
-    """Return the number of chunks with the shortest simulated forward and backward pass."""
+    """Return the number of chunks for which the simulator predicts the fastest training step."""
     num_local = local_experts(shape.num_experts, ep_size=shape.ep_size)
     candidates = [n for n in _NUM_CHUNKS if n <= num_local]
     return min(

@@ -1,4 +1,7 @@
-"""Choose the fastest strategy by measuring all candidates in the first call of a kind of layer."""
+"""Strategy "auto": measure all candidates in the first call of a kind of layer, use the fastest.
+
+A kind of layer is a combination of sizes and dtypes, with or without gradients.
+"""
 
 import time
 from dataclasses import replace
@@ -22,7 +25,7 @@ _FUSED = "fused"  # the candidate that needs symmetric memory
 
 
 class _Kind(NamedTuple):
-    """A kind of layer, by values that are equal on all ranks, so that all measure in one call."""
+    """Sizes and dtype of a layer, equal on all ranks, so that all ranks measure in one call."""
 
     hidden_size: int
     intermediate_size: int
@@ -189,7 +192,7 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the time of each candidate, and the errors of those without enough memory.
+        """Return the time of each candidate, and the error of each that ran out of memory.
 
         A collective, with the same result on all ranks.
         """

@@ -23,7 +23,7 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
-    """Return the share of tokens that have any of ``num_experts`` experts, balanced routing."""
+    """Return the share of tokens that choose any of some experts, if routing is balanced."""
     elsewhere = comb(shape.num_experts - num_experts, shape.top_k)
     return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 
@@ -58,7 +58,7 @@ class AbstractStrategy(abc.ABC):
         """
 
     def open_parts(self, experts: Experts) -> PartRunner:
-        """Return a function that runs a layer for a part of its tokens; at most 4 parts a call.
+        """Begin a layer whose tokens run in at most 4 parts; return the function that runs a part.
 
         Strategies that compute the weight gradients of all parts at once override it.
         """
@@ -66,7 +66,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def gemm(self) -> str:
-        """Name of the grouped GEMM; strategies with the same name have bitwise equal results."""
+        """Name of how the GEMMs are computed; strategies with equal names give equal bits."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
@@ -74,18 +74,18 @@ class AbstractStrategy(abc.ABC):
         return ""
 
     def release(self) -> None:  # noqa: B027 - most strategies have no buffers
-        """Free the buffers that the strategy keeps between calls; a collective.
+        """Free the buffers that the strategy keeps between layer calls; a collective.
 
         The next call allocates them again.
         """
 
     @abc.abstractmethod
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return the work of one forward and backward pass of one rank, in order of issue."""
+        """Return one rank's work in forward and backward, in order of issue, for the simulator."""
 
 
 def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> bool:
-    """Return whether autograd records a layer with these inputs."""
+    """Return whether a layer with these inputs needs a backward pass."""
     tensors = (x_TD, routing.topk_weights_TK, *experts.tensors().values())
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -109,7 +109,7 @@ def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
 
 
 def under_autocast(experts: Experts) -> Experts:
-    """Return the experts, cast to the dtype of autocast if it is enabled, as for ``F.linear``."""
+    """Return the experts, with weights cast as ``F.linear`` does if autocast is enabled."""
     kind = experts.up_LGD.device.type
     if not torch.is_autocast_enabled(kind):
         return experts
@@ -202,7 +202,7 @@ class Lockstep:
 
 
 def _open_guard(group: dist.ProcessGroup) -> Any:
-    """Return a new process group of the same ranks, used only to compare passes; a collective."""
+    """Return a gloo process group of the same ranks, used only to compare passes; a collective."""
     # On the user's group, another collective of the same size could match the comparison.
     store, rank = group.get_group_store(), dist.get_rank(group)
     number = store.add(f"halley/guards/{rank}", 1)

@@ -1,4 +1,4 @@
-"""Run routed experts with communication inside the GEMM kernels.
+"""Strategies "fused" and "unfused": routed experts by kernels that communicate beside GEMMs.
 
 Kernels fetch the rows of other ranks through symmetric memory while the first GEMM multiplies the
 tiles that are complete. Partial sums return to the source ranks in chunks of columns, while the
@@ -51,7 +51,7 @@ _DTYPES = {
 
 @final
 class FusedStrategy(AbstractStrategy):
-    """Run a layer with dispatch fused into the first GEMM and combine fused into the second.
+    """Run a layer by kernels that overlap dispatch with the first GEMM, combine with the second.
 
     Args:
         workspaces: buffers of the group. Strategies with the same object share memory, and their
@@ -300,7 +300,7 @@ def _fused_pass(
     expand_us: float,
     sum_us: float,
 ) -> list[Task]:
-    """Return the tasks of one pass: dispatch, two GEMMs, combine.
+    """Return the simulator tasks of forward or of backward: dispatch, two GEMMs, combine.
 
     Args:
         first, second: name and duration of each GEMM.

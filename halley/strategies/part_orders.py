@@ -1,4 +1,8 @@
-"""Orders in which a layer across nodes exchanges and computes, and the tasks of each order."""
+"""Orders in which an MoE layer across nodes exchanges rows and computes, and the predicted tasks.
+
+The strategy ``hierarchical`` runs these orders. It divides the tokens into parts. Each part is one
+call of its inner strategy, which works inside one node.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -11,11 +15,11 @@ from halley.strategies.base import AbstractStrategy, comm_task, share_of_tokens
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens that run in one call of the inner strategy.
+    """Tokens of one call of the inner strategy.
 
     Attributes:
-        own: share of the own tokens.
-        chunk: number of the chunk of received tokens; None for none.
+        own: share of this rank's tokens that are in the part, from 0 to 1.
+        chunk: number of the chunk of tokens from other nodes in the part; None for no chunk.
     """
 
     own: float = 0.0
@@ -24,11 +28,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Order of the exchanges and the computation of a layer.
+    """The parts of an MoE layer across nodes, in the order in which the inner strategy runs them.
+
+    Example: "split" computes half of this rank's tokens while the tokens of other nodes travel,
+    then the tokens of other nodes, then the other half while the results of those tokens return.
 
     Attributes:
-        name: for choices and results.
-        parts: in the order in which they run; at most 4.
+        name: by which options select the order and results report it.
+        parts: at most 4.
     """
 
     name: str
@@ -56,9 +63,9 @@ def list_tasks(
     inner: AbstractStrategy,
     pipeline: Pipeline,
 ) -> list[Task]:
-    """Return the tasks of a layer with balanced routing.
+    """Return the tasks from which the simulator predicts the time of a layer across nodes.
 
-    The inner strategy's tasks occur once for each part of the tokens.
+    Routing is taken as balanced. The inner strategy's tasks occur once for each part.
     """
     per_node = shape.num_experts // nodes.num_nodes
     crossings = shape.num_tokens * (nodes.num_nodes - 1)
@@ -95,7 +102,7 @@ def list_tasks(
 def _list_part(
     shape: LayerShape, share: float, predictor: Predictor, nodes: Nodes, inner: AbstractStrategy
 ) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return forward, backward and weight-gradient tasks of a part with a share of the rows."""
+    """Return forward, backward and weight-gradient tasks of a part with ``share`` of the rows."""
     per_node = shape.num_experts // nodes.num_nodes
     top_k = max(1, min(shape.top_k // nodes.num_nodes, per_node))
     tasks = inner.tasks(
@@ -122,14 +129,14 @@ def _list_pass(
     after: str,
     suffix: str,
 ) -> list[Task]:
-    """Return the tasks of one direction: exchanges beside the parts, then the sums.
+    """Return the tasks of forward or of backward: exchanges beside the parts, then the sums.
 
     Args:
         parts: tasks of each part.
         chunks: the chunk that each part receives, or None.
         crossing_us: duration of each exchange.
         add_us: duration of the sums.
-        after: the task before the pass.
+        after: name of the task before the first of them.
         suffix: of the names of the tasks.
     """
     listed: list[Task] = []
@@ -151,7 +158,7 @@ def _list_pass(
 
 
 def _rename(tasks: list[Task], suffix: str, *, needs: str) -> list[Task]:
-    """Return copies of tasks behind the task ``needs``."""
+    """Return copies of tasks, with a suffix to their names, that start after the task ``needs``."""
     names = {task.name for task in tasks}
     return [
         replace(

@@ -60,7 +60,7 @@ _OLD_NAMES = {"gathered": "all_gather"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """The parts of a strategy's name; numbers are 0 if the name has none."""
+    """A strategy's name, parsed, for example "chunked:4"; numbers are 0 if the name has none."""
 
     kind: str  # one of STRATEGIES
     save: Save = "all"
@@ -171,7 +171,9 @@ def build_pipelines(
     max_load: float = 0.0,
     timeout_s: float = 600.0,
 ) -> dict[str, HierarchicalStrategy]:
-    """Return a strategy across nodes or ranks in each order of its parts; they share buffers.
+    """Return one "hierarchical" or "deduplicated" strategy for each order of ``PIPELINES``.
+
+    They share buffers.
 
     Inside a node they run "fused" where GPUs can address each other's memory, else "sequential".
     Collective.
@@ -220,7 +222,7 @@ def build_pipelines(
 def _build_hierarchical(
     name: str, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> AbstractStrategy:
-    """Return the strategy that measures all pipelines in the first call of a kind of layer.
+    """Return a strategy across nodes that measures all ``PIPELINES`` and uses the fastest.
 
     A CPU uses one pipeline, because its times say nothing about a GPU's.
     """
@@ -306,7 +308,7 @@ def describe_strategies(names: Sequence[str]) -> str:
 
 
 def predictor_of(device: torch.device | str) -> Predictor:
-    """Return the cost model of a device; for a GPU that has none, the cost model of an H200."""
+    """Return the cost model for a device; for a GPU that Halley does not know, that of an H200."""
     device = parse_device(device)
     if device.type == "cpu":
         return Predictor(CPU)

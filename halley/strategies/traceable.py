@@ -1,4 +1,4 @@
-"""The all-to-all strategy in operators that ``torch.compile`` traces into one graph: "functional".
+"""Strategy "functional": two all-to-alls, by operators that ``torch.compile`` traces in one graph.
 
 ``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here,
 a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes
@@ -34,7 +34,7 @@ from halley.strategies.base import AbstractStrategy, Lockstep, check_inputs, und
 
 @final
 class TraceableStrategy(AbstractStrategy):
-    """Run dispatch, experts and combine by functional collectives with data-dependent splits.
+    """Run experts between two functional all-to-alls, in code that ``torch.compile`` can trace.
 
     To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
     ``halley.compile`` does.
@@ -87,7 +87,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """Exchange rows; without splits, equal numbers of rows that need no gradient."""
+        """All-to-all of rows; without splits, of equal numbers of rows that need no gradient."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd

@@ -48,7 +48,9 @@ def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
 def check_case_memory(
     case: LayerCase, *, ep_size: int, memory_bytes: int, tp_size: int = 1, backward: bool = False
 ) -> None:
-    """Check that weights and tokens of a layer fit the memory of a rank; ignore other buffers.
+    """Raise an error if the weights and tokens of a layer exceed a rank's memory.
+
+    Other buffers are ignored.
 
     Gradients of the same size are added if ``backward``.
 
@@ -79,7 +81,7 @@ def build_candidates(
     workspaces: "Workspaces | None" = None,
     bounded: "Workspaces | None" = None,
 ) -> dict[str, AbstractStrategy]:
-    """Return every strategy at each of its settings, by names such as "chunked n=4".
+    """Build every strategy to benchmark, at each of its settings, by name, such as "chunked n=4".
 
     Args:
         case, strategies: the layer, and names of strategies.
@@ -140,7 +142,9 @@ _BLOCK_M = 128
 
 
 def bound_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Callable[[], None]]:
-    """Return the two grouped GEMMs of the layer, by torch and on GPUs also by Halley's kernel.
+    """Return functions to time that run a layer's two grouped GEMMs alone, for the lower bound.
+
+    One function uses torch; on GPUs, another uses Halley's kernel.
 
     They run on random rows, as many as the experts of this rank receive. The lower bound is the
     time of the faster implementation.
@@ -225,7 +229,7 @@ def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: 
         return 0.0
     set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
-    # The columns of is_sent are sets of ranks that share the same experts.
+    # is_sent has one column for each group of ranks that share the same experts.
     is_sent = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
     is_sent.scatter_(1, set_TK, 1.0)
     rows_W = is_sent.sum(0).repeat_interleave(groups.tp_size)

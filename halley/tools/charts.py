@@ -1,4 +1,4 @@
-"""Draw spans as lanes of bars, layer benchmarks as bars, and results of the tuner as dots."""
+"""Draw PNG charts of timelines, of layer benchmarks and of the measurements of ``halley tune``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -163,7 +163,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return each measured setting, and the change of the time in percent; below 0 is faster."""
+    """Return each measured kernel setting and its change of the time in percent, below 0 faster."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()
@@ -223,7 +223,7 @@ def _lay_out(title: str, spans: Sequence[Span]) -> _Panel:
 
 
 def _rows_of_rank(spans: list[Span]) -> list[tuple[str, list[Span]]]:
-    """Return the label and the bars of each lane of a rank; bars of one lane do not overlap."""
+    """Return the label and the bars of each row of a rank's timeline; bars do not overlap."""
     by_stream: dict[str, list[Span]] = {}
     for span in spans:
         stream = "compute" if span.stream == "exposed" else span.stream

@@ -233,7 +233,7 @@ def layer_memory(
 
 
 def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress) -> None:
-    """Make each candidate report its name, the runs done and the total before each run."""
+    """Make each candidate call ``report`` before each run, with its name, runs done and total."""
     # After its measurements, "auto" runs the fastest candidate once more, for the result.
     total, num_runs = _RUNS * len(candidates) + 1, count()
 

@@ -80,7 +80,7 @@ class StrategyState:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All facts about a machine.
+    """The result of ``halley doctor``: versions, devices, links and strategies of a machine.
 
     Attributes:
         versions, packages: the version by name; None if it is not installed.

@@ -15,7 +15,6 @@ from halley.distributed.mesh import ParallelGroups
 from halley.planner.expert_balance import max_over_mean
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
-from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.tools.candidates import (
     GRAPH,
     bound_gemms,
@@ -36,6 +35,7 @@ from halley.tools.layer_case import (
 from halley.tools.timer import (
     Progress,
     Row,
+    captured,
     machine_keys,
     measure_waits,
     time_interleaved,
@@ -47,7 +47,6 @@ _DIRECTIONS = ("forward", "forward_backward")
 _SEARCH_SAMPLES = 5  # to find the fastest setting of a strategy
 _HOST_SAMPLES = 10
 _CHECKED_CALL = 3  # later calls may replay the launches of earlier ones, so check a later one
-_NUM_GRAPH_WARMUPS = 3
 
 
 def bench_layer(
@@ -100,7 +99,7 @@ def bench_layer(
         for strategy in strategies:
             first = next(name for name in candidates if name.partition(" ")[0] == strategy)
             name = best.get(strategy, first)  # if no setting has correct values, report the first
-            row = _row(case, groups, direction=direction, name=name)
+            row = _row(case, groups, candidates[name], direction=direction, name=name)
             row |= _lower_bounds(gemm_us, crossing_us, direction=direction)
             row |= {"load_max_over_mean": _load_ratio(tensors, groups)}
             row |= {"max_rel_err": errors[name][0], "bit_equal": errors[name][1]}
@@ -108,9 +107,6 @@ def bench_layer(
                 row |= time_keys(timings[name])
                 row |= _untimed_keys(runs[name], recorder, device=device, groups=groups)
                 row["symm_mib"] = _symm_mib(candidates[name])
-            candidate = candidates[name]
-            if isinstance(candidate, HierarchicalStrategy):
-                row["num_nodes"] = candidate.nodes.num_nodes
             rows.append(row)
     return [row | {"hidden": _hidden(row, rows, device)} for row in rows]
 
@@ -190,29 +186,6 @@ def _runner(
     run = forward if direction == "forward" else forward_backward
     is_graph = name.endswith(f" {GRAPH}")
     return captured(run, device=tensors.x_TD.device) if is_graph else run
-
-
-def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
-    """Capture a call as a CUDA graph; return a function that replays it on the same tensors.
-
-    A collective if the call is one. The call runs a few times before the capture, because it must
-    not allocate or compile during the capture.
-
-    Args:
-        run: work on the current stream of ``device`` that does not synchronise with the host.
-        device: a GPU.
-    """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(_NUM_GRAPH_WARMUPS):
-            run()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        run()
-    return graph.replay
 
 
 def _best_settings(
@@ -307,7 +280,14 @@ def _lower_bounds(gemm_us: float, crossing_us: float, *, direction: str) -> Row:
     }
 
 
-def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, name: str) -> Row:
+def _row(
+    case: LayerCase,
+    groups: ParallelGroups,
+    candidate: AbstractStrategy,
+    *,
+    direction: str,
+    name: str,
+) -> Row:
     """Return a benchmark's result line that describes the workload, before times are added."""
     strategy, _, setting = name.partition(" ")
     return {
@@ -324,7 +304,7 @@ def _row(case: LayerCase, groups: ParallelGroups, *, direction: str, name: str) 
         "passes": "none",
         "direction": direction,
         "setting": setting or None,
-        "num_nodes": 1,
+        "num_nodes": getattr(getattr(candidate, "nodes", None), "num_nodes", 1),
         "wire_bytes": None,
         "median_us": None,
         "p10_us": None,

@@ -44,7 +44,7 @@ class LayerCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A placement of experts that is planned for the load.
+    """A placement of the benchmark layer's experts that was planned for its load.
 
     Attributes:
         placement: the experts of all ranks.
@@ -61,7 +61,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTensors:
-    """The tensors of a case on this rank. Tokens and all weights require gradients.
+    """The tensors of a benchmark layer on this rank. Tokens and all weights require gradients.
 
     Attributes:
         x_TD: tokens.

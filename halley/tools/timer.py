@@ -28,6 +28,7 @@ from halley.distributed.mesh import ParallelGroups
 Progress = Callable[[str, int, int], None]  # text, steps done, steps in total
 Row = dict[str, object]  # a result line
 
+_NUM_GRAPH_WARMUPS = 3
 _CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache of common CPUs
 _START_DELAY_NS = 500_000  # from the arrival of the last rank at the barrier to the common start
 _NUM_WAIT_SAMPLES = 3
@@ -35,7 +36,7 @@ _NUM_WAIT_SAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """The samples of one variant in microseconds: median, 10th and 90th percentile, all samples."""
+    """Times of one measured callable in us: median, 10th and 90th percentile, all samples."""
 
     median_us: float
     p10_us: float
@@ -63,7 +64,7 @@ def time_interleaved(
     group: dist.ProcessGroup | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time all variants in alternation; return the same timings on every rank.
+    """Time several callables in alternation on all ranks; return the same timings on every rank.
 
     Variants alternate (A B C A B C), so that a slowdown of the machine affects all of them. Before
     each run, the caches are overwritten and all ranks synchronise. A sample is the time of the
@@ -261,3 +262,26 @@ def _git_commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
+    """Capture a call as a CUDA graph; return a function that replays it on the same tensors.
+
+    A collective if the call is one. The call runs a few times before the capture, because it must
+    not allocate or compile during the capture.
+
+    Args:
+        run: work on the current stream of ``device`` that does not synchronise with the host.
+        device: a GPU.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_NUM_GRAPH_WARMUPS):
+            run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local" allows the watchdog thread of NCCL to query events during the capture.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        run()
+    return graph.replay

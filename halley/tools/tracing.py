@@ -1,4 +1,4 @@
-"""Profile one step into spans, and compare a compiled step with its prediction."""
+"""Profile a step and return its spans; compare the time of a compiled step with its prediction."""
 
 import tempfile
 import warnings

@@ -1,4 +1,4 @@
-"""Find the fastest kernel configuration of a fused layer on this machine.
+"""Find the fastest kernel configuration of a fused layer on this machine, for ``halley tune``.
 
 The tuner varies one group of settings after another. It times all values of a group in alternation
 with the best configuration so far, so that a slowdown of the machine affects all of them. It skips
@@ -160,7 +160,7 @@ def _compile(
     tensors: LayerTensors,
     groups: ParallelGroups,
 ) -> None:
-    """Compile the kernels of these configurations; ranks share the work by the compiler's cache.
+    """Compile the kernels of these configurations; each rank compiles a share for the common cache.
 
     A configuration that also has the best settings of earlier groups is compiled when it is tried.
     """

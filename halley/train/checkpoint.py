@@ -1,4 +1,4 @@
-"""Save and load checkpoints that are either complete or recognized as damaged.
+"""Save and load checkpoints; a crash never damages an older one, and damage is detected.
 
 A checkpoint is a folder ``step-00000100`` with files of torch.distributed.checkpoint (DCP) and a
 manifest with the size and checksum of each. It is written to ``step-00000100.tmp``, flushed to the
@@ -208,7 +208,7 @@ def _find_write_error(folder: Path) -> str:
 
 
 def _find_defect(path: Path) -> str | None:
-    """Return the defect of a checkpoint, the same on every rank, or None. Collective."""
+    """Compare a checkpoint with its manifest; return the defect, or None. Collective."""
 
     def read() -> Manifest:
         manifest = _read_complete(path)
@@ -255,7 +255,7 @@ def _step_of(path: Path) -> int:
 
 
 def _checksum_own_files(folder: Path, rank: int) -> dict[str, str]:
-    """Return the checksums of the files that a rank has written, by name."""
+    """Return the checksums of the checkpoint files that a rank has written, by name."""
     checksums: dict[str, str] = {}
     for path in folder.iterdir():
         shard = _SHARD_NAME.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""Profile training steps of several strategies in alternation, and time each part of a step."""
+"""Time training steps of several strategies in alternation, and each part of the steps."""
 
 import dataclasses
 import statistics

@@ -141,7 +141,8 @@ class BatchLoader:
         """Create the loader of one rank; ``config`` has the batch sizes and the shuffle's seed."""
         self._corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
-        self._num_more = 0  # windows read before, in excess of steps of this size
+        # Windows that earlier steps, of other batch sizes, have read beyond steps of this size.
+        self._num_more = 0
 
     def resume(self, step: int, *, num_read: int) -> None:
         """Continue at ``step`` after steps of other batch sizes, which read ``num_read``."""

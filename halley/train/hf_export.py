@@ -43,7 +43,7 @@ _MIXTRAL_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Step of the checkpoint, family by Hugging Face's name, bytes of all tensors, file names."""
+    """Summary of an export: checkpoint step, Hugging Face family, bytes of tensors, file names."""
 
     step: int
     family: str
@@ -258,7 +258,7 @@ def _model_without_values(config: ModelConfig) -> MoETransformer:
 
 
 def _cut(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:
-    """Divide the names, in order, into lists of at most ``max_bytes`` where possible."""
+    """Divide tensor names, in order, into the files of an export: of ``max_bytes`` if possible."""
     shards: list[list[str]] = []
     filled = max_bytes
     for name, shape in shapes.items():

@@ -34,7 +34,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Training steps done, further JSON values of the run, and all other files by name."""
+    """Content of a checkpoint's manifest: training steps done, notes of the run, files by name."""
 
     step: int
     notes: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The optimizer step of a model with sharded experts: float32 state, global clipping, schedule."""
+"""Sum gradients over ranks during backward, clip them, and update the float32 master weights."""
 
 import math
 from collections.abc import Generator, Mapping
@@ -20,7 +20,7 @@ from halley.train.checkpoint_reader import checkpoint_tensors
 
 @dataclass(kw_only=True)
 class _Bucket:
-    """Gradients of several parameters in one flat buffer, which one all-reduce sums."""
+    """Gradients of several parameters in one flat buffer, which one all-reduce sums over ranks."""
 
     group: dist.ProcessGroup | None  # the ranks of the sum; None for this rank alone
     offsets: dict[str, int] = field(default_factory=dict)  # of each parameter in the buffer
@@ -90,7 +90,7 @@ class GradientBuckets:
         return {name: self._view(name) for name in self._parameters}
 
     def clear(self) -> None:
-        """Discard all gradients after the optimizer step."""
+        """Discard all gradient sums, after the optimizer step."""
         self._collected.clear()
         for bucket in self._buckets:
             bucket.buffer = None
@@ -125,7 +125,7 @@ class GradientBuckets:
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Generator[None]:
-        """Order the code inside ``with`` after the main stream, and the main stream after it.
+        """Run the ``with`` block after the work of the main CUDA stream, and later work after it.
 
         Gradients of shared experts come on another stream. The main stream owns the buffers and
         starts the all-reduces.
@@ -172,7 +172,7 @@ def _start_sum(bucket: _Bucket) -> None:
 
 
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
-    """Return the rate of a step, from 0: linear warm-up, then a cosine to ``final_fraction``."""
+    """Return the learning rate of a step, from 0: linear warm-up, cosine to ``final_fraction``."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
@@ -230,7 +230,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Wait for the sums of gradients over ranks."""
+        """Wait for the all-reduces that sum the gradients over ranks."""
         summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
@@ -245,7 +245,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Clip the means over ranks; return their norm before, a float32 scalar. Collective."""
+        """Clip the averaged gradients; return their norm before, a float32 scalar. Collective."""
         gradients = self.gradients.wait_for_sums()  # those that ``sync`` has waited for
         dense = [gradient for name, gradient in gradients.items() if name not in self.experts]
         once = [self.experts[name].without_replicas(gradients[name]) for name in self.experts]
@@ -269,13 +269,13 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the master weights to the parameters."""
+        """Store the float32 master weights, rounded to the parameters' dtype, in the parameters."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, object]:
-        """Return ``checkpoint_tensors`` of masters and moments; loading writes into them."""
+        """Return master weights and AdamW moments for a checkpoint; loading writes into them."""
         tensors: dict[str, Mapping[str, torch.Tensor]] = {"parameters": self.masters}
         if self.config.kind == "adamw":
             for key in ("exp_avg", "exp_avg_sq"):

@@ -81,7 +81,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 
 
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
-    """Check that an owner on another host, whose name is in the file, has ended."""
+    """Wait until it is sure that an owner on another host has ended; else raise an error."""
     owner = _read(descriptor)
     if not owner or owner.get("host") == socket.gethostname():
         return

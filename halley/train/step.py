@@ -64,7 +64,7 @@ class ExpertCounter:
 
 @final
 class SaveRequests:
-    """Decides, equally on all ranks, when time or a signal requires a checkpoint.
+    """Decides, with the same result on all ranks, when time or a signal requires a checkpoint.
 
     Slurm sends SIGTERM before it ends a job; a terminal sends SIGINT. After the first signal, the
     current step is completed. A second SIGINT interrupts at once.
@@ -100,7 +100,7 @@ class SaveRequests:
                 signal.signal(number, handler)
 
     def local(self, *, is_first: bool, device: torch.device) -> torch.Tensor:
-        """Return the requests of this rank, ``(3,)`` float32; the clock of the first decides."""
+        """Return this rank's requests, ``(3,)`` float32, for ``agree``; rank 0 reads the clock."""
         is_due = bool(self._every_s) and time.monotonic() - self._saved_s >= self._every_s
         flags = (is_first and is_due, *(self._signal == number for number in _SIGNALS))
         return torch.tensor(flags, dtype=torch.float32, device=device)
@@ -118,7 +118,7 @@ class SaveRequests:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """The objects of a run on this rank.
+    """The model, data, optimizer and other objects that a training run has on this rank.
 
     Attributes:
         config: the configuration, with the strategies that the model uses.
@@ -186,7 +186,7 @@ def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement]
 
 
 def check_passes(config: RunConfig) -> None:
-    """Check that the passes of a run can have a graph of the whole model.
+    """Raise an error if a run has compiler passes, but its model cannot be one graph.
 
     Raises:
         ValueError: a strategy or another setting breaks the graph.
@@ -216,7 +216,7 @@ def check_passes(config: RunConfig) -> None:
 
 
 def build_run(config: RunConfig, world: World) -> TrainingRun:
-    """Create the objects of a run; ValueError if it does not fit ranks or data. Collective."""
+    """Create the model, data and optimizer of a run; ValueError if they do not fit. Collective."""
     check_vocabulary(config)
     check_strategies(config)
     check_passes(config)

@@ -1,4 +1,4 @@
-"""A training run, top to bottom: build or resume, step, report, save."""
+"""Train a model: build or resume a run, then step, report and save until it ends."""
 
 import dataclasses
 import json
@@ -186,7 +186,7 @@ def _check_finite(metrics: Metrics) -> None:
 
 
 def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
-    """Return the manifest of a checkpoint after a check that the run may go on from it."""
+    """Return a checkpoint's manifest; raise an error if this run must not continue from it."""
     if not config.checkpoint.resume:
         raise ValueError(
             f"checkpoint.resume (false) must have an output without checkpoints: {path} is there"
@@ -230,7 +230,7 @@ def _set_aside(output: Path) -> None:
 
 
 def _flat(table: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by their dotted names."""
+    """Return the values of nested tables by dotted names, such as "train.batch_size"."""
     values: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, dict):

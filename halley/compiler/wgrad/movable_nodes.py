@@ -1,4 +1,4 @@
-"""Find the nodes that may move under all-to-alls, and assign them to all-to-alls.
+"""Find the weight-gradient nodes that may move under all-to-alls, and assign them to all-to-alls.
 
 The numbers in comments are those of the conditions in ``schedule.py``.
 """
@@ -38,7 +38,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Units by overlap window. Window i belongs to the i-th all-to-all of the graph.
+    """The units that run in each overlap window; window i is that of the graph's i-th all-to-all.
 
     Attributes:
         windows: indices of the units of each window, in the order in which they run.
@@ -50,7 +50,7 @@ class Assignment:
 
 
 def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Return the nodes that may move, each with its allowed overlap windows (conditions 1 to 4)."""
+    """Return the nodes that may move under all-to-alls, each with its allowed overlap windows."""
     ordered = mask_of(analysis.find_collectives("all_to_all", "gather", "fused"))
     reductions = mask_of(analysis.find_collectives("reduce"))
     movable = [
@@ -161,7 +161,7 @@ class _Windows:
         return [at for at in found if self.units[at].is_gemm] or found
 
     def allowed(self, at: int) -> list[int]:
-        """Return the windows of an unplaced unit that are not before a placed unit it needs."""
+        """Return the windows an unplaced unit may take: not before those of the units it needs."""
         first = max(
             (
                 self.window_of[need]
@@ -174,7 +174,7 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit and, before it, the unplaced units that it needs; return their time.
+        """Place a unit into a window, after the unplaced units that it needs; return their time.
 
         None if their memory does not fit.
         """
@@ -231,7 +231,7 @@ def assign(
 
 
 def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
-    """Place the GEMMs that no window has taken (condition 10), and update ``left_us``."""
+    """Place the GEMMs that no overlap window has taken (condition 10), and update ``left_us``."""
     units = state.units
     remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
     for at in sorted(remaining, key=lambda at: -units[at].duration_us):

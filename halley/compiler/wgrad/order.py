@@ -1,4 +1,4 @@
-"""Build the order of a graph from an assignment of units to all-to-alls.
+"""Build the node order of a backward graph, given the units that run under each all-to-all.
 
 The numbers in comments are those of the conditions in ``schedule.py``.
 """
@@ -32,7 +32,7 @@ class _Emitter:
             self._emitted |= 1 << each
 
     def emit_ready(self, indices: Iterable[int]) -> None:
-        """Append those of the nodes, in this order, of which no ancestor is missing."""
+        """Append, in this order, the nodes whose ancestors have all been appended."""
         for index in indices:
             if not self._ancestors[index] & ~self._emitted:
                 self.emit(index)

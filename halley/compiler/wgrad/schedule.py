@@ -79,7 +79,7 @@ _MAX_TRIES = 8  # condition 13
 
 @final
 class MemoryBudget:
-    """Move units under all-to-alls one after another, as long as live bytes stay within a limit.
+    """Decides which units may move under all-to-alls, so that live bytes stay within a limit.
 
     A gradient that is computed later keeps its operands alive longer, and its own result becomes
     alive later. Mostly the beginning of backward is near the limit. Later, saved activations have
@@ -120,7 +120,7 @@ class MemoryBudget:
                 self._reads[reader].append(buffer)
 
     def try_move(self, ats: Sequence[int], window: int) -> bool:
-        """Move units, in the order in which they run, under the all-to-all of an overlap window.
+        """Move units under the all-to-all of an overlap window, if the limit of bytes allows it.
 
         Return whether memory suffices; else nothing moves.
         """
@@ -157,7 +157,7 @@ class MemoryBudget:
         return False
 
     def _lifetime(self, buffer: int) -> tuple[int, int]:
-        """Return the positions ``[first, end)`` at which a buffer is alive.
+        """Return the positions ``[first, end)`` of the graph's order at which a buffer is alive.
 
         The result of a moved node counts from the position after its all-to-all. At the position of
         the all-to-all it is part of ``_transient``.
@@ -188,7 +188,7 @@ def _most_bytes(moves: Sequence[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderReport:
-    """Predicted effects of the order of a graph.
+    """Predicted times and memory of a graph in its own order and in the order of the passes.
 
     Attributes:
         windows: names of the GEMMs in the overlap window of each all-to-all, by its name.
@@ -274,7 +274,7 @@ def plan_wgrad(
 def _exposed_us(
     timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Return the time of each all-to-all that nodes that do not move leave exposed."""
+    """Return, for each all-to-all, the time that no unmovable node hides."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
         replace(each, duration_us=0.0) if index in moved else each

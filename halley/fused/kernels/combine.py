@@ -1,7 +1,7 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Second GEMM with combine: combine finished columns while the GEMM computes the next ones.
+"""Second GEMM with combine: send sums of finished columns while the GEMM computes the next ones.
 
 In forward, the GEMM multiplies activations by the second projection, and a token's rows are summed
 with its routing weights. In backward, it multiplies gradients by the transposed first projection,
@@ -57,9 +57,10 @@ _MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: see _second_gemm_run
 
 @triton.jit
 def end_combine(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last one of both kernels zeroes their counters.
+    """Count a CTA that ends; the last CTA of the GEMM and the combine zeroes their counters.
 
-    It also reports ranks with too many rows, which set flags without sums: see ``count_task``.
+    The last CTA also reports ranks with too many rows. Those set the flags of their sums without
+    sending any, see ``_signal_overflow``.
     """
     tickets = plan + LAYOUT.tickets
     if exits_last(tickets + COMBINE_EXITS, num_exits):
@@ -83,7 +84,7 @@ def _second_gemm_run(
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of a ticket, and count the finished tiles of the previous ticket.
+    """Compute the output tiles of a ticket, and count the finished tiles of the previous ticket.
 
     A CTA may count tiles only when their TMA stores are complete. So it counts them one ticket
     later, and does not wait for the stores of its last tile.
@@ -132,7 +133,10 @@ def _second_gemm_run(
 
 @triton.jit
 def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Wait until the stores of tiles are complete, then count the tiles; see _second_gemm_run."""
+    """Wait until the stores of the ``pending`` tiles are complete, then count them as finished.
+
+    ``pending`` is as in ``_second_gemm_run``; 0 for no tiles.
+    """
     if pending > 0:
         wait_bulk_stores()
         tl.debug_barrier()  # the stores of all threads are complete before one thread releases
@@ -147,7 +151,7 @@ def chunked_gemm_kernel(
     HIDDEN_SIZE: tl.constexpr, DEPTH: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles of the plan, one chunk of columns after another; count finished tiles.
+    """Compute the second GEMM, one column chunk after another; count finished tiles of its output.
 
     CTAs take tiles by tickets of one counter. They wait for nothing but their own stores::
 
@@ -156,7 +160,7 @@ def chunked_gemm_kernel(
                                   |
         combine_kernel: waits for chunk_done[c, g]
 
-    A CTA takes ``RUN`` neighbouring tiles at a time. It counts them one ticket later, when their
+    A CTA takes ``RUN`` adjacent tiles at a time. It counts them one ticket later, when their
     stores are complete: with ``RUN`` 1 after the next main loop, else before it.
 
     Example: 3 row tiles, hidden size 1024, chunks of 512 columns, ``BLOCK_N`` 256, ``RUN`` 1.
@@ -187,7 +191,7 @@ def chunked_gemm_kernel(
 
 @triton.jit
 def _task_at(index, num_tasks, plan, LAYOUT: tl.constexpr):
-    """Return the combine task at an index of a chunk.
+    """Return the combine task that a CTA does as number ``index`` of a chunk.
 
     Own tasks are spread evenly among those for other ranks, so that the link is always busy.
     Example: tasks 0 to 3 for other ranks, own tasks 4 and 5: the order is 0, 1, 4, 2, 3, 5.
@@ -202,7 +206,7 @@ def _task_at(index, num_tasks, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
-    """Return how many groups of experts, from the first, must be done before a combine task."""
+    """Return how many expert groups, from group 0, the GEMM must finish before a combine task."""
     group = tl.arange(0, LAYOUT.num_groups)
     first = task * LAYOUT.task_rows
     is_own = first >= tl.load(plan + LAYOUT.own_begin + LAYOUT.num_local)
@@ -216,14 +220,17 @@ def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _next_counter(num_done, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return the counter of the group after the first ``num_done``, and its final value."""
+    """Return the address of the counter of group ``num_done``, and its value when it is done.
+
+    Groups are counted over all chunks: group g of chunk c is number c * num_groups + g.
+    """
     need = tl.load(plan + LAYOUT.group_tiles + num_done % LAYOUT.num_groups) * num_columns
     return plan + LAYOUT.chunk_done + num_done, need
 
 
 @triton.jit
 def _count_done(num_done, chunk, num_wanted, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return how many groups are done, counted over all chunks; at most ``num_wanted``.
+    """Return how many expert groups the GEMM has finished, over all chunks; at most ``num_wanted``.
 
     ``num_done`` groups are known to be done, and so are all groups of earlier chunks.
     """
@@ -249,7 +256,7 @@ def combine_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Send the partial sums of finished tiles, and add the partial sums that arrive here.
+    """Send sums of this rank's output rows to the source ranks, and add the sums that arrive.
 
     CTAs take two kinds of tasks, each by tickets of its own counter. Pass n of rank r::
 
@@ -273,8 +280,9 @@ def combine_kernel(
     ``NUM_SUMMANDS`` is the number of columns of ``dweight_RJ`` in backward, and 0 in forward.
     ``COLUMNS`` is the width of a tile of the GEMM.
     """
-    # No effect: the launch after a pair is no programmatic dependent launch (``shape_launches``).
-    # It begins when this one has ended. Kept because all timings were measured with it.
+    # This call has no effect and can be deleted: the launch after a pair is no programmatic
+    # dependent launch (``shape_launches``), so it begins when this one has ended. But the deletion
+    # changes the compiled kernel, so it needs new timings.
     let_second_begin()
     BACKWARD: tl.constexpr = NUM_SUMMANDS > 0
     all_columns: tl.constexpr = (HIDDEN_SIZE + COLUMNS - 1) // COLUMNS

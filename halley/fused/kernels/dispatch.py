@@ -57,7 +57,7 @@ def _fetch_task(
     LAYOUT: tl.constexpr, SOURCE: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Read ``ROWS`` token copies once over the link and store each to all its rows.
+    """Read ``ROWS`` token copies from their source ranks, once, and store each to its rows.
 
     ``first_token`` is the first row of this pass's half of the send buffers.
 
@@ -100,7 +100,7 @@ def _fetch_task(
 
 @triton.jit
 def num_zero_rows(num_rows, ZERO_MULTIPLE: tl.constexpr):
-    """Return how many rows follow ``num_rows`` up to a multiple of ``ZERO_MULTIPLE``."""
+    """Return how many zero rows pad ``num_rows`` rows to a multiple of ``ZERO_MULTIPLE``."""
     return tl.cdiv(num_rows, ZERO_MULTIPLE) * ZERO_MULTIPLE - num_rows
 
 
@@ -109,7 +109,7 @@ def _zero_task(
     local, x_RD, plan, LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ZERO_MULTIPLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows after an expert's rows up to a multiple, and count them as arrived.
+    """Zero the padding after an expert's rows, up to ``ZERO_MULTIPLE``, and count it as arrived.
 
     The weight-gradient GEMM sums over whole steps of ``block_k`` rows. A row that is zero in
     ``x_RD`` is zero in all results of its tile, forward and backward, so it adds nothing.
@@ -145,7 +145,7 @@ def _alternate(task, num_own, num_tasks):
 
 @triton.jit
 def end_dispatch(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last one of fetch and first GEMM zeroes the plan's counters."""
+    """Count a CTA that ends; the last CTA of fetch and first GEMM zeroes the counters of both."""
     STEP: tl.constexpr = 1024
     tickets = plan + LAYOUT.tickets
     if exits_last(tickets + DISPATCH_EXITS, num_exits):
@@ -163,7 +163,7 @@ def fetch_kernel(
     LAYOUT: tl.constexpr, MODE: tl.constexpr, HIDDEN_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store all rows of the plan to ``x_RD``, zero padding rows, and count arrivals by tile.
+    """Fetch the rows of this rank's experts from all ranks to ``x_RD``; count arrivals by tile.
 
     CTAs take zero tasks, then fetch tasks, by tickets of one counter::
 
@@ -209,7 +209,7 @@ def fetch_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchMode:
-    """Variant of the two kernels, passed to them as one constexpr.
+    """The variant of ``fetch_kernel`` and ``arrived_gemm_kernel``, passed as one constexpr.
 
     Attributes:
         gated: whether the activation has two projections, gate and up (SwiGLU).
@@ -227,7 +227,7 @@ class DispatchMode:
 
     @property
     def num_projections(self) -> int:
-        """Projections that the activation consumes."""
+        """Projections that the activation reads: 2 for gate and up, else 1."""
         return 2 if self.gated else 1
 
     def tile_columns(self, tile: GemmTile) -> int:
@@ -255,7 +255,7 @@ def _first_gemm_run(
     MODE: tl.constexpr, DEPTH: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``columns`` neighbouring tiles of one row tile, from column tile ``first`` on.
+    """Compute ``columns`` adjacent output tiles of one row tile, from column tile ``first`` on.
 
     One loop has the steps of all tiles: loads of a tile start during the previous one.
     """
@@ -302,7 +302,7 @@ def arrived_gemm_kernel(
     HIDDEN_SIZE: tl.constexpr, INTERMEDIATE_SIZE: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the tiles of the plan, each once all its rows have arrived.
+    """Compute the first GEMM; each tile waits until all its input rows have arrived.
 
     CTAs take tiles by tickets of one counter. A CTA waits for ``tile_arrived`` of its tile::
 

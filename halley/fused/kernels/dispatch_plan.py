@@ -62,7 +62,15 @@ _NO_LIMIT_NS = tl.constexpr(2**62)
 
 @triton.jit
 def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
-    """Return indices in a list sorted by key; ``before`` counts earlier copies of the block."""
+    """Return the index of each token copy of a block in the fetch list or in the combine list.
+
+    The block is from the i-th source rank in ring order; i = 0 is this rank. ``key`` sorts a list:
+    it is a token's smallest local expert in the fetch list (``column`` 0) and the group of its
+    largest one in the combine list (``column`` L). A token with ``end_key`` has no copy here.
+    ``before`` counts the copies with the same key that precede a token in its block.
+    Example: key 1 begins at index 70, earlier blocks have 3 copies with key 1, and 2 precede the
+    token in its block. Its copy has index 70 + 3 + 2 = 75.
+    """
     real = key < end_key
     base = block_bases(plan, i, LAYOUT.num_local + column, LAYOUT) + key * LAYOUT.max_blocks + block
     begin = plan + tl.where(i == 0, LAYOUT.own_begin, LAYOUT.other_begin) + column + key
@@ -71,7 +79,7 @@ def _places(i, block, key, end_key, before, column, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr):
-    """Return the indices of one block's token copies in both lists."""
+    """Return the indices of one block's token copies in the fetch list and in the combine list."""
     STEP: tl.constexpr = min(32, LAYOUT.block_tokens)
     smallest = smallest_local(expert_TK, rank, LAYOUT)
     group = last_group(expert_TK, rank, LAYOUT)
@@ -95,7 +103,7 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
 
 @triton.jit
 def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Store the rows of one block of tokens of the i-th source rank, and its token copies."""
+    """Store one block of the i-th source rank in both lists: its token copies and their rows."""
     source = (rank + i) % LAYOUT.num_ranks
     record = record_of(routing, source, epoch, LAYOUT)
     token = block * LAYOUT.block_tokens + tl.arange(0, LAYOUT.block_tokens)
@@ -136,7 +144,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Place one block of tokens (the first W * blocks tasks) or the tiles of one expert."""
+    """Add one block of tokens (the first W * blocks tasks) or one expert's tiles to the plan."""
     if tl.load(plan + LAYOUT.summary + IS_USABLE) != 0:
         if task < LAYOUT.num_ranks * LAYOUT.max_blocks:
             i = task // LAYOUT.max_blocks
@@ -180,7 +188,6 @@ def plan_kernel(
 
     The CTA that ends last waits for ``rows_ready[s] >= n`` of all ranks s. So when the launch has
     ended, the rows of all ranks can be fetched.
-
     There is no deadlock. Publish and copy tasks wait for nothing. Count tasks wait for publish
     tasks of all ranks. Place tasks wait for count tasks, which have lower tickets and run already.
 
@@ -239,7 +246,7 @@ def plan_kernel(
 
 @triton.jit
 def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
-    """Store the routing weight of each row of the plan; the CTAs share the combine list."""
+    """Store the routing weight of each row of the plan in ``weight_R``."""
     num_copies = tl.load(plan + LAYOUT.summary + NUM_COPIES)
     num_copies *= tl.load(plan + LAYOUT.summary + IS_USABLE)
     weights = (plan + LAYOUT.combine_weight).to(tl.pointer_type(tl.float32))
@@ -256,10 +263,10 @@ def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _wait_for_all(
+def _wait_and_compare_calls(
     routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait until all ranks have published rows for this call; else make the plan unusable."""
+    """Wait for all ranks' rows; a late rank, or one in another call, makes the plan unusable."""
     complete = True
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, call)
@@ -294,8 +301,7 @@ def publish_rows_kernel(
     There is no deadlock: each CTA copies its rows before it counts itself, and only the last CTA
     waits, after it has set the flags.
 
-    Example: 100 rows, ``ROWS`` 16, 4 CTAs. CTA 0 copies rows 0-15 and 64-79, CTA 2 copies rows
-    32-47 and 96-99.
+    Example: 100 rows, ``ROWS`` 16, 4 CTAs: CTA 0 copies rows 0-15 and 64-79.
     """
     call = tl.load(plan + LAYOUT.summary + CALL)
     epoch = next_epoch(counters, status, host_status)
@@ -317,7 +323,7 @@ def publish_rows_kernel(
     if SPREAD_WEIGHTS:
         _spread_weights(plan, weight_R, LAYOUT)
     if is_last:
-        _wait_for_all(routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT)
+        _wait_and_compare_calls(routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT)
 
 
 _launch_plan = Launcher(plan_kernel)
@@ -334,8 +340,6 @@ def make_plan(
     max_rows: int = 0,
 ) -> None:
     """Begin a call: fill the send buffer, exchange the routing, and make the plan of this rank.
-
-    When the launch has ended, the rows of all ranks can be fetched.
 
     Args:
         plan: written: ``(layout.plan_words,)`` int32, any content before.
@@ -376,8 +380,7 @@ def publish_rows(
     """Begin another pass with an existing plan: fill the send buffer, and wait for all ranks.
 
     Args:
-        plan: made by ``make_plan``. It becomes unusable if a rank does not publish in time, or
-            publishes for the plan of another call.
+        plan: made by ``make_plan``. It becomes unusable if a rank is late or in another call.
         x_TD: one row for each token of that call: the token, or the gradient of its output.
         weight_R: written if given: the routing weight of each row of the plan, float32. Rows that
             are padding keep their content.

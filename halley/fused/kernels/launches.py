@@ -1,4 +1,4 @@
-"""Launch a GEMM and a kernel that moves rows side by side, or one after the other.
+"""Launch two kernels, a GEMM and one that moves rows, side by side or one after the other.
 
 Side by side, CTAs of both kernels share each SM. The kernel that moves rows uses the registers and
 the shared memory that the GEMM leaves free, and works while the tensor cores multiply.
@@ -40,7 +40,7 @@ _COMBINE_REGISTERS = 160  # per thread; divided among the combining CTAs of an S
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPair:
-    """CTAs and options of the launches of a kernel that moves rows and of a GEMM."""
+    """Numbers of CTAs and launch options of a GEMM and of the kernel that moves its rows."""
 
     num_move_ctas: int
     num_gemm_ctas: int
@@ -59,7 +59,7 @@ def shape_launches(
     ctas_beside: int,
     ctas_after: int = 0,
 ) -> LaunchPair:
-    """Compute the sizes and options of both launches.
+    """Compute how many CTAs a GEMM and the kernel that moves its rows get, and their options.
 
     Args:
         fused: False runs one kernel after the other.
@@ -215,7 +215,7 @@ def dispatch_dgrad(
 
 
 def num_dweight_columns(intermediate_size: int, config: KernelConfig) -> int:
-    """Return how many summands the gradient of a routing weight has; see ``dispatch_dgrad``."""
+    """Return the columns of ``dweight_RJ``: summands of each routing weight's gradient."""
     return -(-intermediate_size // config.down_grad.block_n)
 
 

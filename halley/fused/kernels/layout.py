@@ -6,11 +6,12 @@ Kernels take the whole ``Layout`` as a constexpr and add offsets to a base point
 
 Routing buffer: symmetric memory to which the other ranks write. Entry s belongs to rank s::
 
-    published      [W]          epoch of the last pass that rank s published
+    published      [W]          epoch of the last pass that rank s published: routing in a new call,
+                                rows in a backward or a recompute dispatch
     sums_ready     [W, chunks]  epoch of the last partial sums of rank s for a column chunk
     overflow_rows  [W]          rows of rank s if they exceed ``max_rows``; then the layer fails
     call_in_use    [2, W]       call whose plan rank s uses in this pass; 0 for a new call
-    rows_ready     [W]          epoch of the last call whose rows rank s published
+    rows_ready     [W]          epoch of the last call whose rows are in the send buffer of rank s
     records        [2, W, record_words]  routing of rank s
 
 Each record has four sections::
@@ -37,15 +38,42 @@ the last growth of the buffers finds the flags at the same offsets.
 
 Plan: memory of one rank. It has the rows that this rank receives, the position of each row, the
 tiles, and the counters on which tiles and sums wait. The rows of an expert are contiguous and
-padded to whole tiles. They are sorted by source rank in ring order from this rank, then by token.
-Two lists hold all token copies:
+padded to whole tiles. They are sorted by source rank in ring order from this rank (rank r, r + 1
+and so on, modulo W), then by token. Two lists hold all token copies:
 
-    fetch     own token copies, then those of other ranks. Each part is sorted by smallest local
-              expert, so that experts become complete in the order of their tiles.
-    combine   token copies of other ranks, then own ones. Each part is sorted by the group of the
-              largest local expert, because a token is summed when the tiles of this group are done.
+    fetch     token copies of this rank's tokens ("own"), then those of other ranks' tokens. Each
+              part has the smallest local expert of a copy as its sort key, so that experts become
+              complete in the order of their tiles.
+    combine   token copies of other ranks' tokens, then own ones. The sort key is the expert group
+              of the largest local expert: a token is summed when the tiles of this group are done.
 
-The second part of a list starts at a multiple of ``task_rows``. Unused entries hold -1.
+The second part of a list starts at a multiple of ``task_rows``. Unused entries hold -1. Sections
+with an element for each sort key have L elements for the fetch list, then ``num_groups`` elements
+for the combine list. Sections of the plan::
+
+    summary             [16]          words ``IS_USABLE`` to ``PASS`` of this module
+    tickets             [num_tickets] words ``FETCH_TICKET`` to ``COMBINE_EXITS`` of this module
+    expert_rows         [L]           rows of each local expert
+    expert_begin        [L]           first row of each local expert, a multiple of block_m
+    own_copies          [keys]        own token copies with each sort key
+    own_begin           [keys]        index of the first of them in its list
+    other_copies        [keys]        token copies of other ranks' tokens with each sort key
+    other_begin         [keys]        index of the first of them in its list
+    block_base          [W, num_columns, max_blocks]  for each block of the i-th source rank in ring
+                                      order: sum of the column's counts in all blocks before it; for
+                                      token copies, in those of the same part of the list
+    tile_expert         [tiles]       local expert of each tile
+    tile_rows           [tiles]       rows of each tile that are not padding
+    tile_arrived        [tiles]       rows of each tile that are in memory
+    group_tiles         [groups]      tiles of the experts of each group
+    chunk_done          [chunks, groups]  finished output tiles of the second GEMM
+    chunk_sent          [chunks]      combine tasks whose sums were sent
+    contributors        [1]           bitwise or of token_contributors
+    token_contributors  [T]           bit r is set if rank r sends a partial sum for the token
+    fetch_origin        [copies]      source rank * T + token, of each entry of the fetch list
+    fetch_rows          [copies, K]   rows to which the token copy is stored, then -1
+    combine_origin, combine_rows      the same for the combine list
+    combine_weight      [copies, K]   routing weights of the rows in combine_rows, float32
 """
 
 from dataclasses import dataclass
@@ -59,7 +87,7 @@ from halley.symm_mem.heap import SymmTensor
 
 HEADER_WORDS = 16
 MAX_CHUNKS = 64  # column chunks of one combine
-MAX_GROUPS = 8  # groups of local experts; a group's sums start when the tiles of the group are done
+MAX_GROUPS = 8  # expert groups: a token's sum starts when the tiles of its last group are done
 ANY_COPIES = 2**31 - 1  # capacity for any number of token copies
 TASK_ROWS = 64  # token copies of one combine task
 ORDER_BITS = 16  # packed slot: expert << 16 | number of earlier slots of this expert in its block
@@ -79,7 +107,7 @@ COMBINE_EXITS = tl.constexpr(6)  # of the second GEMM and the combine
 IS_USABLE = tl.constexpr(0)  # 1 if all ranks published in time; if 0, kernels skip the whole plan
 NUM_TILES = tl.constexpr(1)
 NUM_COPIES = tl.constexpr(2)  # length of the fetch list, with its unused entries
-NUM_OWN_COPIES = tl.constexpr(3)  # length of its first part, with its unused entries
+NUM_OWN_COPIES = tl.constexpr(3)  # length of the fetch list's first part, with unused entries
 CALL = tl.constexpr(4)  # epoch of the call that made the plan
 PASS = tl.constexpr(5)  # epoch of the pass that uses the plan
 
@@ -96,7 +124,7 @@ ROWS_COPIED = tl.constexpr(6)  # tasks that have copied rows to the send buffer
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of a layer, and word offsets of all sections; all known without the routing.
+    """Sizes of a layer, and offsets of all sections in words; none depends on the routing.
 
     Attributes:
         tp_size: ranks of a tensor-parallel group, which hold shards of the same experts. A token
@@ -107,17 +135,13 @@ class Layout:
         num_local: L, experts of this rank.
         num_groups: groups of local experts, a power of two.
         num_columns: columns of the counts.
+        padded_k: K rounded up to a power of two.
+        block_tokens: tokens of one block.
         max_blocks: blocks of a rank's tokens.
         max_copies: length of each list of token copies.
         task_rows, max_chunks, num_tickets, order_bits: the constants of this module.
 
-    The other attributes are offsets, named after the sections. Among them:
-
-    - ``tile_arrived`` counts the rows of a tile that are in memory.
-    - ``chunk_done`` counts the finished tiles by column chunk and group.
-    - ``chunk_sent`` counts the combine tasks whose sums were sent, by column chunk.
-    - ``token_contributors`` has bit r set if rank r sends a partial sum for the token.
-    - ``contributors`` is the bitwise or of ``token_contributors``.
+    The other attributes are the offsets of the sections that the module docstring lists.
     """
 
     num_ranks: int
@@ -183,7 +207,7 @@ class Layout:
     plan_words: int
 
     def __hash__(self) -> int:
-        """Hash the given sizes only: each launch looks its kernel up by the layout."""
+        """Hash a few sizes only, for speed: each launch uses the layout as a key."""
         return hash((self.num_ranks, self.num_experts, self.top_k, self.max_tokens, self.block_m))
 
 
@@ -197,7 +221,7 @@ def make_layout(
     tp_size: int = 1,
     block_slots: int = 256,
 ) -> Layout:
-    """Compute the sizes and offsets of a layer; see ``Layout`` for the arguments."""
+    """Return the layout of the buffers of a layer; ``Layout`` explains the arguments."""
     num_local = num_experts * tp_size // num_ranks
     num_groups = min(MAX_GROUPS, 1 << (num_local - 1).bit_length())
     num_columns = 2 * num_local + num_groups
@@ -270,7 +294,7 @@ def make_layout(
 
 
 def _offsets(**words: int) -> dict[str, int]:
-    """Place sections one after another, each on a multiple of 64 bytes."""
+    """Return the offset in words of each section, and of their end; sections start at 64 bytes."""
     offsets, start = {}, 0
     for name, size in words.items():
         offsets[name] = start
@@ -280,7 +304,7 @@ def _offsets(**words: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelContext:
-    """Buffers and settings of a rank that are arguments of all launches of a layer.
+    """Buffers and settings of a rank, from which each launch of a fused layer takes arguments.
 
     Attributes:
         num_sms: SMs that a persistent launch uses.

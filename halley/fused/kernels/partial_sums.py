@@ -21,7 +21,7 @@ from halley.fused.kernels.peer import SUMS, failure_code, peer_ptr, poll, signal
 
 @triton.jit
 def _load_rows(first, plan, LAYOUT: tl.constexpr, ROWS: tl.constexpr):
-    """Return origin and rows of some token copies of the combine list; -1 for unused entries."""
+    """Return source token and rows of some entries of the combine list; -1 for unused entries."""
     copy = first + tl.arange(0, ROWS)
     k = tl.arange(0, LAYOUT.padded_k)
     origin = tl.load(plan + LAYOUT.combine_origin + copy)
@@ -35,7 +35,7 @@ def _add_rows(
     acc, line, origin, z_RD, plan, column, inside,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one row of each token copy to ``acc``, weighted; copies with fewer rows add zero."""
+    """Add one row of each token copy to ``acc``, weighted; without a further row, add zero."""
     row = tl.load(plan + LAYOUT.combine_rows + line)
     real = (row >= 0) & (origin >= 0)
     at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
@@ -74,7 +74,9 @@ def send_sums(
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of a task's token copies over one column chunk; send them to the source ranks.
+    """Sum the output rows of each token copy of a task; send the sums to the tokens' source ranks.
+
+    The sums cover one column chunk.
 
     Example: on rank 0, token copy 5 is token 9 of rank 1 with rows (3, 130) and weights (0.6, 0.4).
     The sum ``0.6 z[3] + 0.4 z[130]`` is stored at [0, 9] of the combine buffer of rank 1.
@@ -150,7 +152,7 @@ def send_weight_gradients(
 def count_sent(
     chunk, num_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Count a task of a chunk as sent; the last one signals ``sums_ready`` on all ranks."""
+    """Count a combine task of a column chunk as sent; the last sets ``sums_ready`` on all ranks."""
     tl.debug_barrier()  # the sums of all threads are stored before one thread releases
     sent = plan + LAYOUT.chunk_sent + chunk
     if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
@@ -164,7 +166,10 @@ def sums_are_ready(
     sum_ticket, num_sum_tasks, chunk_sum_tasks, arrived_chunk, plan, routing, epoch,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether a sum task can run without waiting; all sums of ``arrived_chunk`` are here."""
+    """Return whether the partial sums that a sum task adds have arrived; does not wait.
+
+    Those of ``arrived_chunk`` and earlier chunks are known to have arrived.
+    """
     ready = sum_ticket < num_sum_tasks
     if ready:
         chunk = sum_ticket // chunk_sum_tasks
@@ -181,7 +186,7 @@ def sums_are_ready(
 def wait_for_sums(
     chunk, plan, routing, epoch, rank, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait until all contributing ranks have sent their partial sums of a chunk.
+    """Wait until all ranks with experts of this rank's tokens have sent their sums of a chunk.
 
     The time limit for this rank's own sums is twice as long. If a tile is missing, the CTA that
     sends these sums must time out first, because its failure names the tile.
@@ -263,7 +268,10 @@ def sum_task(
     LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some tokens; in chunk 0 of backward, also weight gradients."""
+    """Add the partial sums of some tokens of this rank; in backward, collect weight gradients too.
+
+    Routing-weight gradients have no column chunks, so the tasks of chunk 0 add them.
+    """
     _add_partial_sums(
         task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,
         LAYOUT, HIDDEN_SIZE, ROWS, CHUNK,

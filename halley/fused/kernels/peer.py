@@ -85,7 +85,7 @@ _LAST_EPOCH = tl.constexpr(2**31 - 2)  # the largest epoch whose successor is an
 
 @triton.jit
 def peer_ptr(ptrs_W, peer, like):
-    """Return the address of rank ``peer``'s copy of a buffer, with the pointer type of ``like``."""
+    """Return the address of rank ``peer``'s copy of a symmetric buffer, with ``like``'s type."""
     # The hint must follow the cast: an address made from an integer has lost its alignment.
     return tl.multiple_of(tl.load(ptrs_W + peer).to(like.dtype), 16)
 
@@ -188,7 +188,7 @@ def signal(word, value):
 
 @triton.jit
 def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
-    """Set this rank's word of a section of flags on every rank."""
+    """Set a flag of this rank, such as ``published``, to ``epoch`` on every rank."""
     for peer in range(LAYOUT.num_ranks):
         signal(peer_ptr(routing_ptrs_W, peer, routing) + flags + rank, epoch)
 
@@ -204,23 +204,27 @@ def next_epoch(counters, status, host_status):
 
 @triton.jit
 def count_pass(counters, epoch):
-    """Store the epoch for later launches; called once, after all CTAs have read the old one."""
+    """Store the epoch of this pass for later launches; after all CTAs have read the old epoch."""
     tl.store(counters + EPOCH, epoch)
 
 
 @triton.jit
 def exits_last(num_exited, num_exits):
-    """Count a CTA that ends in the word ``num_exited``; return whether it is the last one."""
+    """Add the calling CTA to the counter ``num_exited``; return whether all CTAs have ended."""
     return tl.atomic_add(num_exited, 1, sem="acq_rel", scope="gpu") == num_exits - 1
 
 
-# The interpreter has no programmatic dependent launches; ``side_by_side`` takes their place.
+# The interpreter has no programmatic dependent launches. There, ``side_by_side`` in
+# ``ops/kernels/launch.py`` runs the two launches concurrently.
 _COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
 def let_second_begin():
-    """Let the next launch begin once all CTAs have called this or ended, if it is dependent."""
+    """Let the next launch begin when every CTA of this launch has called this or ended.
+
+    This has an effect only if the next launch is a programmatic dependent launch.
+    """
     if _COMPILED:
         gdc_launch_dependents()
 

@@ -45,32 +45,32 @@ _STEP = tl.constexpr(1024)  # blocks that one iteration counts
 
 @triton.jit
 def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the record of rank ``source`` for this epoch."""
+    """Return the address of the routing that rank ``source`` publishes in the pass ``epoch``."""
     half = (epoch % 2) * LAYOUT.num_ranks + source
     return routing + LAYOUT.records + half.to(tl.int64) * LAYOUT.record_words
 
 
 @triton.jit
 def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the word for the call whose plan rank ``source`` uses in this epoch."""
+    """Return the address of the number of the call whose plan rank ``source`` uses in a pass."""
     return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
 
 
 @triton.jit
 def block_bases(plan, i, column, LAYOUT: tl.constexpr):
-    """Return the address of a column's offsets by block, for the i-th source rank in ring order."""
+    """Return the address of ``block_base[i, column, 0]``, see the plan in ``layout.py``."""
     return plan + LAYOUT.block_base + (i * LAYOUT.num_columns + column) * LAYOUT.max_blocks
 
 
 @triton.jit
 def first_expert(rank, LAYOUT: tl.constexpr):
-    """Return the first expert of ``rank``, the same for all ranks of a tensor-parallel group."""
+    """Return the id of the first expert on ``rank``; equal within a tensor-parallel group."""
     return rank // LAYOUT.tp_size * LAYOUT.num_local
 
 
 @triton.jit
 def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return expert indices within ``rank``; L for experts of other ranks and empty slots."""
+    """Return indices of experts on ``rank``, from 0; L for experts of other ranks, empty slots."""
     local = expert_TK - first_expert(rank, LAYOUT)
     here = (expert_TK >= 0) & (local >= 0) & (local < LAYOUT.num_local)
     return tl.where(here, local, LAYOUT.num_local)
@@ -78,19 +78,19 @@ def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def smallest_local(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return each token's smallest expert on ``rank``; L if it has none."""
+    """Return each token's smallest local expert on ``rank``; L for a token without one."""
     return tl.min(local_experts(expert_TK, rank, LAYOUT), axis=1)
 
 
 @triton.jit
 def group_of(local, LAYOUT: tl.constexpr):
-    """Return the group of a local expert; a group is a range of experts."""
+    """Return the expert group of a local expert, from 0 to ``num_groups`` - 1."""
     return local * LAYOUT.num_groups // LAYOUT.num_local
 
 
 @triton.jit
 def last_group(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return the group of each token's largest expert on ``rank``; G if it has none."""
+    """Return the group of each token's largest expert on ``rank``; ``num_groups`` without one."""
     local = local_experts(expert_TK, rank, LAYOUT)
     largest = tl.max(tl.where(local < LAYOUT.num_local, local, -1), axis=1)
     return tl.where(largest >= 0, group_of(largest, LAYOUT), LAYOUT.num_groups)
@@ -98,7 +98,7 @@ def last_group(expert_TK, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _load_experts(idx_TK, slot, num_tokens, LAYOUT: tl.constexpr):
-    """Return the experts of slots, numbered with padded K; -1 for slots that do not exist."""
+    """Return the experts of slots ``token * padded_k + k``; -1 for slots that do not exist."""
     token, k = slot // LAYOUT.padded_k, slot % LAYOUT.padded_k
     real = (k < LAYOUT.top_k) & (token < num_tokens)
     return tl.load(idx_TK + token * LAYOUT.top_k + k, mask=real, other=-1).to(tl.int32)
@@ -157,7 +157,7 @@ def publish_task(
     task, idx_TK, weights_TK, num_tokens, excess_tokens, epoch, rank, routing, routing_ptrs_W,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Publish the routing of one block of tokens; task 0 publishes the header as well."""
+    """Store the routing of one block of this rank's tokens on all ranks; task 0 also the header."""
     if task == 0:
         for peer in range(LAYOUT.num_ranks):
             record = record_of(peer_ptr(routing_ptrs_W, peer, routing), rank, epoch, LAYOUT)
@@ -173,9 +173,10 @@ def publish_task(
 
 @triton.jit
 def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constexpr):
-    """Sum one column of the counts; store the sum before each block (``block_base``).
+    """Sum one column of the counts of all ranks; store the sum before each block (``block_base``).
 
-    Columns of token copies have two sums, because own copies are a separate part of each list.
+    Columns of token copies have two sums, because the token copies of this rank's own tokens are a
+    separate part of the fetch list and of the combine list.
     """
     is_copies = column >= LAYOUT.num_local
     key = column - LAYOUT.num_local  # by smallest expert, then by group of the largest
@@ -203,9 +204,10 @@ def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constex
 
 @triton.jit
 def _place_list(counts, begins, keys, real, first, origins, plan, LAYOUT: tl.constexpr):
-    """Store the first index of each key in a part of a list; return the padded end of the part.
+    """Lay out one part of the fetch or combine list; return the index behind its padding.
 
-    Unused entries up to the padded end get -1. ``first`` is the first index of the part.
+    The first index of each key is stored at ``begins``. ``counts`` holds the token copies of each
+    key. ``first`` is the first index of the part. The padding gets -1.
     """
     count = tl.load(plan + counts + keys, mask=real, other=0)
     tl.store(plan + begins + keys, first + tl.cumsum(count, axis=0) - count, mask=real)
@@ -221,9 +223,10 @@ def _lay_out(
     plan, host_status, epoch, usable, most_tokens, max_rows,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute first rows and first list indices of experts; store summary and zero counters.
+    """Compute each expert's first row and each key's first index in the lists of token copies.
 
-    Returns the number of rows, padded to tiles. More than ``max_rows`` make the plan unusable.
+    Also store the summary of the plan, and zero its counters. Return the number of rows, padded to
+    tiles. More than ``max_rows`` make the plan unusable.
     """
     local = tl.arange(0, LOCAL_PADDED)
     real = local < LAYOUT.num_local
@@ -271,9 +274,10 @@ def _lay_out(
 
 @triton.jit
 def _signal_overflow(num_rows, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
-    """Report too many rows to all ranks, and set the flags of this rank's partial sums.
+    """Tell all ranks that this rank has too many rows, and end their waits for its partial sums.
 
-    This rank will send no sums. With the flags set, no rank waits for them.
+    This rank computes nothing and sends no sums. So it sets the flags ``sums_ready`` here, and the
+    other ranks do not wait for these flags until the time limit.
     """
     for peer in range(LAYOUT.num_ranks):
         theirs = peer_ptr(routing_ptrs_W, peer, routing)
@@ -361,7 +365,7 @@ def place_tiles(local, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_packed(record, token, LAYOUT: tl.constexpr):
-    """Return the packed slots of some tokens, (tokens, padded K); -1 for empty slots."""
+    """Return packed slots of some tokens of a record, (tokens, padded K); -1 for empty slots."""
     k = tl.arange(0, LAYOUT.padded_k)
     real = (token < tl.load(record + LAYOUT.header))[:, None] & (k < LAYOUT.top_k)[None, :]
     at = token[:, None] * LAYOUT.top_k + k[None, :]

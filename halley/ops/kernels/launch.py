@@ -65,7 +65,7 @@ class _Config(ctypes.Structure):
 
 @final
 class DirectLaunch:
-    """Launch of one compiled kernel with a fixed number of CTAs.
+    """Launches one compiled kernel through the CUDA driver, with a fixed number of CTAs.
 
     ``binary`` is a kernel that Triton has compiled and loaded.
 
@@ -116,7 +116,7 @@ class DirectLaunch:
         return (self.map_at(index, desc, desc.base.data_ptr()), *desc.shape, *desc.strides)
 
     def map_at(self, index: int, desc: Any, address: int) -> bytes:
-        """Return the TMA map of a descriptor as if its tensor began at ``address``."""
+        """Return the TMA map (CUtensorMap) of a descriptor, for a tensor that is at ``address``."""
         key = (index, address, *desc.shape)
         found = self._maps.get(key)
         if found is None:
@@ -136,7 +136,7 @@ class DirectLaunch:
 
 @final
 class PreparedLaunch:
-    """A launch with its own parameter buffer, whose values persist from launch to launch."""
+    """A recorded launch with a parameter buffer of its own, for ``fused/replay.py`` to repeat."""
 
     def __init__(self, launch: DirectLaunch) -> None:
         self._launch = launch  # keeps the function loaded
@@ -152,7 +152,7 @@ class PreparedLaunch:
         )
 
     def fill(self, values: Sequence[Any]) -> None:
-        """Set all parameters to values that ``DirectLaunch.flatten`` returned."""
+        """Set all launch parameters to values that ``DirectLaunch.flatten`` returned."""
         self._launch.packer.pack_into(self._buffer, self._start, *values, 0, 0)
 
     def set_address(self, place: int, address: int) -> None:
@@ -181,7 +181,7 @@ def set_recording(steps: list[Any] | None) -> None:
 
 
 def note_step(step: Any) -> None:
-    """Append a step to the list of ``set_recording``, if there is one."""
+    """Append a launch or call to the recording of this thread, if ``set_recording`` began one."""
     steps = getattr(_recording, "steps", None)
     if steps is not None:
         steps.append(step)
@@ -228,7 +228,7 @@ _pending: ContextVar[list[tuple[Any, tuple[int, ...], tuple[object, ...]]] | Non
 
 @contextmanager
 def side_by_side(fused: bool) -> Generator[None, None, None]:
-    """Run the launches of the block side by side in the interpreter as well.
+    """In the interpreter, run the launches of the ``with`` block concurrently, as a GPU does.
 
     Compiled launches need no block: ``LaunchOptions`` says which ones overlap. With ``fused``
     False, a launch begins when the one before it has ended.
@@ -248,7 +248,9 @@ def side_by_side(fused: bool) -> Generator[None, None, None]:
 
 @final
 class Launcher:
-    """Launcher of one kernel, which bypasses Triton after the first launch of a variant.
+    """Launches one kernel, and bypasses Triton after the first launch of each variant.
+
+    A variant is a combination of constants and dtypes.
 
     Triton inspects every argument of every call to select a binary, which takes longer than a small
     kernel runs. Here only constants and dtypes select it. Therefore kernels declare their ints as

@@ -1,7 +1,7 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Routing-index kernels: sort slots, apply capacity, group rows; one launch each.
+"""Kernels on routing: sort slots by expert, apply expert capacity, sort received rows by expert.
 
 CTAs share no counter, signal nothing and wait for nothing, so the results are deterministic. Each
 CTA reads all inputs on which its results depend: some thousand slots, or one count for each rank
@@ -24,7 +24,7 @@ _WARPS = 8
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts"])
 def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Store the slots of one expert, in order, after those of the experts before it.
+    """Sort slots by expert: a CTA stores the slots of one expert after those of lower experts.
 
     There is one CTA for each expert, and one for the dropped slots, which come last.
 
@@ -61,7 +61,7 @@ def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "top_k", "limit"])
 def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BLOCK: tl.constexpr):
-    """Mark the first slots of one expert, up to its capacity; first choices come before second.
+    """Mark the slots that one expert keeps, up to its capacity; first choices before second ones.
 
     Example: idx is [[0], [1], [0], [0]], and expert 0 has 1 slot of at most 3 already. CTA 0 keeps
     slots 0 and 2, drops slot 3, and stores 4 as the number of slots that chose expert 0.
@@ -81,9 +81,9 @@ def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BL
 
 @triton.jit
 def _starts(counts, rank, local, num_ranks, num_local, SEGMENTS: tl.constexpr):
-    """Return the first row of a segment, the rows of one (rank, expert), in two orders.
+    """Return the first row of one source rank and one expert in expert order and arrival order.
 
-    The orders are: by expert, and by arrival (by rank). ``counts`` is (ranks, experts).
+    Rows arrive sorted by source rank. ``counts`` is (ranks, experts).
     """
     in_order = tl.zeros((), tl.int64)
     arrived = tl.zeros((), tl.int64)
@@ -102,7 +102,7 @@ def _group_rows_kernel(
     counts, order, inverse, ends, by_expert, num_ranks, num_local,
     SEGMENTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the permutation between arrival order and expert order for one (rank, expert).
+    """Store the permutation from arrival order to expert order for one (source rank, expert).
 
     Example: counts is [[1, 2], [1, 0]]. CTA 2 (rank 1, expert 0) has one row. It is the fourth row
     in arrival order and the second in expert order: order[1] = 3 and inverse[3] = 1.

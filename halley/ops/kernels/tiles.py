@@ -1,7 +1,7 @@
 # Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""One tile of a grouped GEMM: its position, main loop, epilogues and TMA descriptors."""
+"""Device functions that compute one tile of a grouped GEMM, and the TMA descriptors they need."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 class GemmTile:
     """Shape of one GEMM tile, and of the loop that computes it.
 
-    ``run`` is the number of neighbouring tiles that one CTA computes in one loop. The loads of the
+    ``run`` is the number of adjacent tiles that one CTA computes in one loop. The loads of the
     next tile start during the last steps of the previous tile. 0, for weight gradients only,
     chooses the run and the tile size from the number of rows.
     """
@@ -31,7 +31,7 @@ class GemmTile:
 
 @triton.jit
 def tile_of(ticket, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return (row tile, column tile) of a ticket.
+    """Return the (row tile, column tile) that a CTA computes for a ticket.
 
     Consecutive tickets are ``GROUP`` row tiles of one column tile, so that the L2 cache still holds
     its weights. Example: 3 row tiles, 2 column tiles, ``GROUP`` 2: tickets 0 to 5 are tiles (0, 0),
@@ -49,7 +49,7 @@ def multiply_step(
     acc, a_desc, b_desc, row, expert, column, k,
     TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add ``a[row tile, k block] @ b[expert, column tile, k block].T`` to a tile.
+    """Add ``a[row tile, k block] @ b[expert, column tile, k block].T`` to ``acc``, an output tile.
 
     ``b`` is (experts, projections, columns of a projection, depth). A tile has the same columns of
     every projection side by side, because the activation needs gate and up value of a column. If
@@ -79,7 +79,7 @@ def multiply_tile(
 
 @triton.jit
 def halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the left and the right half of a tile; no value moves to another thread."""
+    """Return the left and the right half of an output tile; no value moves to another thread."""
     return acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
 
 
@@ -92,14 +92,14 @@ def describe(base: torch.Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def describe_rows(rows: torch.Tensor, *, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Return the descriptor of a contiguous matrix of rows."""
+    """Return the TMA descriptor of a contiguous matrix of rows."""
     return describe(rows, [block_rows, block_columns])
 
 
 def describe_weights(
     weight: torch.Tensor, *, num_projections: int, tile: GemmTile, transposed: bool = False
 ) -> TensorDescriptor:
-    """Return the descriptor of contiguous stacked weights.
+    """Return the TMA descriptor of contiguous stacked weights.
 
     They are ``(L, num_projections * columns, depth)``, or ``(L, depth, columns)`` if the GEMM
     multiplies by the transposed weights.
@@ -119,7 +119,7 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_slope(x):
-    """Return the derivative of GELU: the normal distribution plus x times its density."""
+    """Return the derivative of GELU: the normal CDF, plus x times the normal density."""
     density = tl.exp(-0.5 * x * x) * 0.3989422804014327
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
 
@@ -129,7 +129,7 @@ def store_activated(
     acc, h_desc, pre_desc, row, column,
     GATED: tl.constexpr, SAVE_PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the activation of a tile and, with ``SAVE_PRE``, its inputs (``pre``)."""
+    """Store the activation of an output tile and, with ``SAVE_PRE``, the activation's inputs."""
     if GATED:
         gate, up = halves(acc, BLOCK_M, BLOCK_N)
         h_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(h_desc.dtype))
@@ -145,7 +145,7 @@ def store_activated(
 
 @triton.jit
 def _load_pre(pre_RG, row, column, GATED: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr):
-    """Return some columns of the activation's inputs: gate and up, or one tensor twice."""
+    """Load some columns of the activation's inputs: (gate, up), or without gate (up, up)."""
     at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, QUARTER)
     gate = tl.load(pre_RG + at, mask=inside, other=0.0)
     if GATED:
@@ -193,7 +193,7 @@ def prefetch_pre(
     pre_RG, row, column,
     GATED: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch the ``pre`` values that ``store_gradient`` will load into the L2 cache."""
+    """Prefetch into the L2 cache the activation's inputs that ``store_gradient`` will load."""
     LINE: tl.constexpr = 128 // (pre_RG.dtype.element_ty.primitive_bitwidth // 8)
     NUM_LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
     columns = column + tl.arange(0, NUM_LINES) * LINE

@@ -4,7 +4,8 @@
 # pyright: reportOperatorIssue=false
 """Grouped GEMMs of stacked experts: rows times weights, and the gradients of the weights.
 
-The GEMMs inside the fused layer are in ``halley/fused/kernels``.
+The GEMMs inside the fused layer are in ``halley/fused/kernels``. In this file, M and N are the rows
+and the columns of a weight, and P is the number of layer parts (``fused/weight_gradients.py``).
 """
 
 from dataclasses import replace
@@ -31,7 +32,7 @@ def grouped_gemm_kernel(
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all tiles; CTA p of n computes tiles p, p + n, p + 2 n and so on.
+    """Multiply the rows of each expert by its weights; CTA p of n computes tiles p, p + n, ...
 
     CTAs signal nothing and wait for nothing. Example: 3 row tiles, 2 column tiles, 4 CTAs: CTA 0
     computes tiles 0 and 4, CTA 3 only tile 3.
@@ -89,9 +90,9 @@ def weight_gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute all experts' gradients; CTA p of n computes runs p, p + n, p + 2 n and so on.
+    """Compute the weight gradients of all experts; CTA p of n computes runs p, p + n, p + 2 n, ...
 
-    A run is ``RUN`` neighbouring tiles in one loop. If an expert has few rows, a tile has few
+    A run is ``RUN`` adjacent output tiles in one loop. If an expert has few rows, a tile has few
     steps, and filling its pipeline would take as long as the steps. In a run, the loads of the next
     tile start during the current one.
 
@@ -162,7 +163,7 @@ def _find_part(
     expert_begin, expert_rows, expert,
     NUM_EXPERTS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the first row of an expert in a part, and its steps; 0 steps in a missing part."""
+    """Return first row and number of steps of an expert in layer part ``PART``; 0 without it."""
     begin = 0
     steps = 0
     if PART < NUM_PARTS:
@@ -269,7 +270,7 @@ def weight_gemm(
 
 
 def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:
-    """Choose ``run`` and the tile size by the number of rows, if ``run`` is 0.
+    """Return ``tile`` with a run and a tile size for the number of rows, if its ``run`` is 0.
 
     With fewer rows, a tile has fewer steps, and a run needs more tiles. Runs use two CTAs on each
     SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to its
