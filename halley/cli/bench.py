@@ -249,7 +249,7 @@ def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> Non
     if not any(name.partition(":")[0] in _CAPTURED for name in strategies):
         names = f"{', '.join(_CAPTURED[:-1])} or {_CAPTURED[-1]}"
         raise ValueError(
-            f"max_load ({max_load}) must come with {names} in strategies: others have no CUDA graphs"
+            f"max_load ({max_load}) must come with {names} in strategies: others have no graphs"
         )
 
 
