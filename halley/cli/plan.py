@@ -188,7 +188,7 @@ def _check(
     local_experts(config.model.moe.num_experts, ep_size=ep_size, tp_size=tp_size)
     if not measure:
         return
-    # With --measure, the step runs on this host.
+    # With --measure, the step runs on this host, so options of other hardware are refused.
     for name, value, default in (("device", device, _DEVICE), ("link", link, 0.0)):
         if value != default:
             raise ValueError(

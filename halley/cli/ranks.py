@@ -43,7 +43,7 @@ def launch_ranks(nproc: int, *, device: str) -> int | None:
 
 
 def count_ranks(nproc: int, *, device: str) -> int:
-    """Return the number of ranks on which this command runs.
+    """Return this command's number of ranks: that of torchrun if it runs us, else from ``nproc``.
 
     The number 0 means one rank per GPU, or 2 without GPUs. Under torchrun, its environment gives
     the number. The device is "auto", "cpu" or "cuda".

@@ -314,7 +314,7 @@ class RunConfig:
 
 
 def num_even_rows(config: RunConfig) -> int:
-    """Return the rows that a rank's experts process in one layer under a balanced load.
+    """Return the rows of a rank's experts in one layer, if balanced: T * K * expert_tp_size.
 
     A rank then receives as many rows as it sends: K for each token, to all ranks of an expert.
     """

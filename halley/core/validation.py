@@ -32,7 +32,7 @@ _NEAR = 2 / 3  # from this difflib ratio, an unknown name counts as a misspellin
 
 
 def show(value: object) -> str:
-    """Return the ``repr`` of a wrong value for a message: one line of at most 80 characters."""
+    """Return the ``repr`` of a wrong value for a message, cut to 80 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a deep list

@@ -38,7 +38,7 @@ class SegmentCompiler:
         self.calls: dict[str, Call] = {}
 
     def compile(self, item: Item) -> tuple[str, Call]:
-        """Return the hash of an item, and the function that runs it."""
+        """Return the hash of an item's code, and the function, compiled or eager, that runs it."""
         assert item.code is not None
         key = hash_code(item.kind, item.code)
         if key not in self.calls:

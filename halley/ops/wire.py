@@ -283,7 +283,7 @@ class _ReceiveRows(torch.autograd.Function):
 
 
 class _ReturnSums(torch.autograd.Function):
-    """Start to return the sums of a chunk; the backward pass waits for their gradients."""
+    """Start to return a chunk's partial sums to the tokens' nodes; backward waits for gradients."""
 
     @staticmethod
     def forward(ctx, y_RD, wire, chunk):

@@ -37,7 +37,7 @@ def plan_graphs(
     profiles: str | Path = "",
     fill: bool = False,
 ) -> list[OrderReport]:
-    """Return the reports of the passes on the forward and the backward graph of a run's model.
+    """Return what the passes change in a run's model: a report for forward, one for backward.
 
     The model is traced with fake tensors in a fake process group, with a balanced load. With
     passes, the predicted times are those of code that Inductor compiles. Without passes, they are

@@ -1,4 +1,4 @@
-"""Strategies "fused" and "unfused": routed experts by kernels that communicate beside GEMMs.
+"""Strategies "fused", kernels that communicate beside GEMMs, and "unfused", the same one by one.
 
 Kernels fetch the rows of other ranks through symmetric memory while the first GEMM multiplies the
 tiles that are complete. Partial sums return to the source ranks in chunks of columns, while the

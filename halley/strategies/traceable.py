@@ -87,7 +87,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """All-to-all of rows; without splits, of equal numbers of rows that need no gradient."""
+        """All-to-all of rows: with splits and a gradient, or in equal numbers and without one."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd

@@ -25,7 +25,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLocation:
-    """The location of a rank's memory.
+    """Host and GPU of a rank's memory, and the GPUs that the rank can address.
 
     Two machines may have the same name, so ``boot_id`` is that of the machine's kernel. Each
     container may have its own ``/dev/shm``, so ``shm_id`` is its device number on a CPU rank.

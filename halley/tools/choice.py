@@ -1,4 +1,4 @@
-"""Show which strategy "auto" chooses for one layer, and the memory that ``fused`` needs."""
+"""Find the strategy that "auto" chooses for one layer, and the memory that ``fused`` needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

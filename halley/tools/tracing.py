@@ -70,7 +70,7 @@ def trace_step(
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        # The range of a collective may end after the wait for it has returned.
+        # Keep the profiler open: a collective's range may end after the wait for it has returned.
         start_together(device, group=group)
     events = list(profiler.events() or [])
     (whole,) = (event for event in events if event.name == _STEP and not _is_on_device(event))

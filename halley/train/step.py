@@ -155,7 +155,7 @@ class TrainingRun:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of a step, averaged over ranks and microbatches."""
+    """Results of a step; the losses are averaged over ranks and microbatches."""
 
     loss: float  # next-byte cross-entropy, nats per byte
     router_loss: float  # balance and z losses times their coefficients

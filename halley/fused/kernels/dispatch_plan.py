@@ -266,7 +266,7 @@ def _spread_weights(plan, weight_R, LAYOUT: tl.constexpr):
 def _wait_and_compare_calls(
     routing, plan, call, epoch, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait for all ranks' rows; a late rank, or one in another call, makes the plan unusable."""
+    """Wait for all ranks' token rows; a rank late or in another call makes the plan unusable."""
     complete = True
     for peer in range(LAYOUT.num_ranks):
         code = failure_code(ROWS, peer, call)
