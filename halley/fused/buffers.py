@@ -341,5 +341,5 @@ def round_up_rows(num_rows: int, *, multiple: int) -> int:
 
 
 def token_capacity(num_tokens: int) -> int:
-    """Return ``num_tokens`` plus 25 %, rounded up to a multiple of 64: the size of grown buffers."""
+    """Return the size of grown buffers: ``num_tokens`` plus 25 %, as a multiple of 64."""
     return -(-int(_GROWTH * num_tokens) // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE

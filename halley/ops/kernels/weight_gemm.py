@@ -118,7 +118,7 @@ def weight_gemm_kernel(
         begin3, steps3 = _find_part(
             expert_begin, expert_rows, expert, NUM_EXPERTS, 3, NUM_PARTS, BLOCK_K
         )
-        # An expert's steps go through layer parts 0 to 3 in order. Parts 1 to 3 begin at these steps.
+        # An expert's steps go through layer parts 0 to 3 in order. Parts 1 to 3 begin here.
         first1 = steps
         first2 = first1 + steps1
         first3 = first2 + steps2
