@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
 )
 
-from tests.rank_pool import RankPool, RunRanks, T
+from tests.rank_pool import RankPool, RunRanks, T, open_pools
 
 
 # The tier of a folder's tests, unless they start ranks.
@@ -58,13 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(tier)
 
 
-@pytest.fixture(scope="session")
-def rank_pools() -> Iterator[dict[int, RankPool]]:
-    """Yield the pools of this test process by number of ranks; kill their processes at the end."""
-    pools: dict[int, RankPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.close()
+rank_pools = pytest.fixture(scope="session")(open_pools)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -30,9 +31,7 @@ def flip_bytes(path: Path, *, num_bytes: int) -> None:
     path.write_bytes(content)
 
 
-def hash_tree(
-    folder: Path, *, leave_out: frozenset[str] | set[str] = frozenset()
-) -> dict[str, str]:
+def hash_tree(folder: Path, *, leave_out: Collection[str] = ()) -> dict[str, str]:
     """Return a hash of each file below a folder by its relative path."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -11,37 +11,29 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Protocol, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _world,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.distributed.distributed_c10d import _world  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.tensor.debug import (
     _clear_sharding_prop_cache,  # pyright: ignore[reportPrivateUsage]
 )
 
 
 T = TypeVar("T")
+RunRanks = Callable[..., list[Any]]  # the type of the fixture run_ranks
 
 # The fork server imports these once for all ranks. Without that, the first assert_close of a rank
 # would import torch modules for a second.
-_PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.tensor",
-    "torch.testing",
-    "pytest",
-    "tests.rank_pool",
-)
+_PRELOAD = ("torch.distributed.tensor", "torch.testing", "pytest", "tests.rank_pool")
 # Imported only if the tests have imported them, because each takes seconds.
 _FRAMEWORKS = ("transformers.modeling_utils",)
 _KEEP_GROUPS = ("deepspeed", "megatron")  # these create their groups once per process
@@ -51,21 +43,10 @@ _STACK_S = 0.3  # after the signal, the time in which a rank can write its stack
 _GROUP_TIMEOUT = timedelta(minutes=5)  # ends ranks whose test process was killed
 
 
-class RunRanks(Protocol):
-    """The type of the fixture ``run_ranks``."""
-
-    def __call__(
-        self, fn: Callable[..., T], num_ranks: int, *args: object, timeout_s: float = 60.0
-    ) -> list[T]:
-        """Call ``fn(rank, num_ranks, *args)`` on every rank; see ``RankPool.run``."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
     process: ForkServerProcess
     connection: Connection
-    stack_path: Path  # where the rank writes its stack on SIGUSR1
 
 
 @final
@@ -80,13 +61,9 @@ class RankPool:
     def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0) -> list[T]:
         """Call ``fn(rank, num_ranks, *args)`` on every rank and return the results by rank.
 
-        Arguments and results are pickled. So a rank gets copies, and ``fn`` must be a function of a
-        module. In each call, warnings are errors and torch is seeded with the rank.
-
-        Args:
-            fn: the function that each rank runs in the default group (gloo).
-            args: its further arguments, the same for all ranks.
-            timeout_s: time limit of the call, without the start of the processes.
+        Each rank runs it in the default group (gloo). Arguments and results are pickled. So a rank
+        gets copies, and ``fn`` must be a function of a module. In each call, warnings are errors
+        and torch is seeded with the rank. The start of the processes has a time limit of its own.
 
         Raises:
             AssertionError: a rank raised an error, died, or did not return in time. The message has
@@ -129,8 +106,7 @@ class RankPool:
             )
             process.start()
             rank_end.close()
-            stack_path = _stack_path(self._folder, rank)
-            self._ranks.append(_Rank(process=process, connection=own_end, stack_path=stack_path))
+            self._ranks.append(_Rank(process=process, connection=own_end))
         _, failures = self._collect(_START_TIMEOUT_S)
         if failures:
             self.close()
@@ -175,8 +151,16 @@ class RankPool:
                 os.kill(cast(int, pid), signal.SIGUSR1)
         if indices:
             time.sleep(_STACK_S)
-        paths = {index: self._ranks[index].stack_path for index in indices}
+        paths = {index: _stack_path(self._folder, index) for index in indices}
         return {index: path.read_text() if path.exists() else "" for index, path in paths.items()}
+
+
+def open_pools() -> Iterator[dict[int, RankPool]]:
+    """Yield pools by number of ranks, at first none; kill their processes at the end."""
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 def _describe(name: str, num_ranks: int, failures: dict[int, str]) -> str:
@@ -187,6 +171,7 @@ def _describe(name: str, num_ranks: int, failures: dict[int, str]) -> str:
 
 
 def _stack_path(folder: str, rank: int) -> Path:
+    """Return the file into which a rank writes its stack on SIGUSR1."""
     return Path(folder) / f"stack.{rank}"
 
 

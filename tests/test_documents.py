@@ -1,11 +1,9 @@
 """Examples, figures and snippets run; documents name what exists and equal results and formulas."""
 
-import importlib.util
 import re
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,19 +27,8 @@ BENCH_MODELS = ["mixtral-8x7b", "phi-3.5-moe", "qwen2-moe", "qwen3-30b-a3b", "de
 FIGURES = sorted((ROOT / "docs" / "figures").glob("*.py"))
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_runs(path, capsys, monkeypatch) -> None:
     # On a CPU, because these tests run kernels in Triton's interpreter.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [str(path)])
@@ -50,8 +37,8 @@ def test_example_runs(
 
 
 def _compare(rank: int, num_ranks: int) -> list[str]:
-    example = _load(ROOT / "examples" / "02_fused_layer.py")
-    return example.compare(build_groups(0, device_type="cpu"), torch.device("cpu"))
+    compare = runpy.run_path(str(ROOT / "examples" / "02_fused_layer.py"))["compare"]
+    return compare(build_groups(0, device_type="cpu"), torch.device("cpu"))
 
 
 def test_fused_example_on_two_ranks(run_ranks: RunRanks) -> None:
@@ -122,7 +109,8 @@ def _aligned(num_words: int) -> int:
 
 
 def test_tables_equal_the_result_files() -> None:
-    for path, text in _load(ROOT / "benchmarks" / "tables.py").documents().items():
+    documents = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))["documents"]
+    for path, text in documents().items():
         assert path.read_text(encoding="utf-8") == text, f"run python benchmarks/tables.py: {path}"
 
 

@@ -57,12 +57,9 @@ MAX_KERNEL_LINES = 120  # of functions in kernels/
 
 
 def find_violations(package: str, source: str, *, parent: str = "") -> list[str]:
-    """Return the imports of a file that break the rules, one sentence each.
+    """Return the imports in the source of a file that break the rules, one sentence each.
 
-    Args:
-        package: the package of the file, a key of ``LAYER_OF``.
-        source: the text of the file.
-        parent: the module that relative imports start from; ``halley.<package>`` by default.
+    Relative imports start from the module ``parent``, by default ``halley.<package>``.
     """
     if package not in LAYER_OF:
         return [f"{package} has no layer: add it to LAYERS"]
@@ -88,8 +85,7 @@ def find_long_functions(source: str, *, max_lines: int) -> list[str]:
 def find_cycle(sources: dict[str, str]) -> list[str]:
     """Return the modules of one cycle among imports at module level, or an empty list.
 
-    Args:
-        sources: text by module name; ``a/__init__.py`` counts as module ``a.__init__``.
+    The sources are by module name; ``a/__init__.py`` counts as module ``a.__init__``.
     """
     graph = {}
     for module, source in sources.items():

@@ -23,10 +23,6 @@ def _state(rank: int, num_ranks: int) -> tuple[int, int, str, bool]:
     return os.getpid(), torch.get_num_threads(), threads, torch.initial_seed() == rank
 
 
-def _pid(rank: int, num_ranks: int) -> int:
-    return os.getpid()
-
-
 def _fail_on_rank_1(rank: int, num_ranks: int, others_wait: bool) -> None:
     assert rank != 1, "one is wrong"
     if others_wait:
@@ -47,9 +43,7 @@ def _warn(rank: int, num_ranks: int) -> None:
     warnings.warn("soon gone", DeprecationWarning, stacklevel=1)
 
 
-def test_ranks_are_processes_that_stay_with_one_thread_and_their_own_seed(
-    run_ranks: RunRanks,
-) -> None:
+def test_ranks_are_processes_that_stay_with_one_thread_and_their_own_seed(run_ranks) -> None:
     states = run_ranks(_state, 2)
     assert len({os.getpid(), *(pid for pid, *_ in states)}) == 3
     assert [state[1:] for state in states] == [(1, "1", True)] * 2
@@ -64,13 +58,10 @@ def test_all_reduce_sums_copies_of_the_argument(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize(("others_wait", "rank_0"), [(False, "returned"), (True, "did not return")])
-def test_failure_names_the_rank_and_ends_the_wait_of_others(
-    run_ranks: RunRanks, others_wait: bool, rank_0: str
-) -> None:
+def test_failure_names_the_rank_and_ends_the_wait_of_others(run_ranks, others_wait, rank_0) -> None:
     begin = time.monotonic()
-    with pytest.raises(
-        AssertionError, match="_fail_on_rank_1 failed, first on rank 1 of 2"
-    ) as info:
+    first = "_fail_on_rank_1 failed, first on rank 1 of 2"
+    with pytest.raises(AssertionError, match=first) as info:
         run_ranks(_fail_on_rank_1, 2, others_wait, timeout_s=60.0)
     assert time.monotonic() - begin < 30.0
     assert f"--- rank 0: {rank_0}" in str(info.value)
@@ -79,15 +70,15 @@ def test_failure_names_the_rank_and_ends_the_wait_of_others(
 
 
 def test_exit_code_of_a_killed_rank_is_shown_and_the_next_run_works(run_ranks: RunRanks) -> None:
-    before = run_ranks(_pid, 2)
+    before = run_ranks(_state, 2)
     with pytest.raises(AssertionError, match=r"--- rank 1: died with exit code -9"):
         run_ranks(_die_on_rank_1, 2)
-    after = run_ranks(_pid, 2)
-    assert not set(before) & set(after)
+    pids = {pid for pid, *_ in (*before, *run_ranks(_state, 2))}
+    assert len(pids) == 4
 
 
 def test_hang_ends_at_the_timeout(run_ranks: RunRanks) -> None:
-    [hanging, _] = run_ranks(_pid, 2)
+    [(hanging, *_), _] = run_ranks(_state, 2)
     begin = time.monotonic()
     with pytest.raises(AssertionError, match=r"--- rank 0: did not return in \d\.\d s") as info:
         run_ranks(_hang_on_rank_0, 2, timeout_s=0.4)

@@ -19,8 +19,6 @@ from benchmarks.model_bench.measure import bench_model
 from halley.core.config import OptimizerConfig, RunConfig
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing, Task
-from halley.cost.hardware import Predictor
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.fused.buffer_cache import Workspaces
 from halley.moe.layer import grouped_experts
@@ -35,6 +33,7 @@ from halley.train.step import train_step
 from tests.cli.pool_command import run_command
 from tests.moe.model_case import CPU, MODELS, destroy
 from tests.rank_pool import RunRanks
+from tests.tools.test_layer_bench import ScaledStrategy
 from tests.train.run_case import ADAMW, SMALL, built, make_config, write_text
 
 
@@ -45,22 +44,6 @@ WORKLOAD = {"case", "model", "num_layers", "num_tokens", "seq_len", "batch_size"
 WORKLOAD |= {"tp_size", "skew", "seed", "dtype", "strategy", "setting", "passes", "direction"}
 BOUNDS = {"floor_us", "gemm_us", "wire_us", "load_std"}
 MACHINE = {"gpu", "num_gpus", "torch", "triton", "nccl", "commit", "date"}
-
-
-class Scaled(AbstractStrategy):
-    """The correct output times a factor, or an error."""
-
-    def __init__(self, groups: ParallelGroups, factor: float, *, problem: str = "") -> None:
-        self.right = AllToAllStrategy(groups.ep, recorder=Recorder(CPU, enabled=False))
-        self.factor, self.problem = factor, problem
-
-    def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        if self.problem:
-            raise RuntimeError(self.problem)
-        return self.factor * self.right.forward(x_TD, routing, experts)
-
-    def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        return self.right.tasks(shape, predictor)
 
 
 def _bench(
@@ -90,9 +73,9 @@ def _bench_wrong(rank: int, num_ranks: int) -> tuple[list[Row], float]:
     chunked = build_strategy("chunked", groups.ep, recorder=recorder, device=CPU, num_chunks=2)
     candidates: dict[str, AbstractStrategy] = {
         "sequential": AllToAllStrategy(groups.ep, recorder=recorder),
-        "nan": Scaled(groups, math.nan),
-        "wrong": Scaled(groups, 1.01),
-        "chunked n=3": Scaled(groups, 0.5),
+        "nan": ScaledStrategy(groups, math.nan),
+        "wrong": ScaledStrategy(groups, 1.01),
+        "chunked n=3": ScaledStrategy(groups, 0.5),
         "chunked n=2": chunked,
     }
     rows = _bench(candidates, groups, recorder=recorder, num_samples=2)
@@ -219,11 +202,11 @@ def test_tokens_per_second_and_mfu_by_hand(monkeypatch: pytest.MonkeyPatch) -> N
 def test_out_of_memory_names_model_and_strategy() -> None:
     groups = ParallelGroups()
     sequential = AllToAllStrategy(None, recorder=Recorder(CPU, enabled=False))
-    full = Scaled(groups, 1.0, problem="CUDA out of memory. Tried to allocate 2 GiB")
+    full = ScaledStrategy(groups, 1.0, problem="CUDA out of memory. Tried to allocate 2 GiB")
     wanted = r"model small, layers 2, tokens 24, strategy full n=1: CUDA out of memory\. Tried"
     with pytest.raises(MemoryError, match=wanted):
         _bench({"sequential": sequential, "full n=1": full}, groups)
-    broken = Scaled(groups, 1.0, problem="a bug")
+    broken = ScaledStrategy(groups, 1.0, problem="a bug")
     with pytest.raises(RuntimeError, match=r"^a bug$"):
         _bench({"sequential": sequential, "broken": broken}, groups)
 

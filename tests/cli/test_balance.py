@@ -9,7 +9,7 @@ import pytest
 from halley.cli.main import main
 from halley.core.placement import load_placements
 from tests.rank_pool import RunRanks
-from tests.train.run_case import make_config, train_on_ranks, write_text
+from tests.train.run_case import change_training, make_config, train_on_ranks, write_text
 
 
 def test_loads_and_memory_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +47,5 @@ def test_a_run_resumes_with_the_placement_planned_from_its_counts(
     assert main(["plan", "balance", str(output / "counts.json"), *options.split()]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["max_over_mean_after"] < plan["max_over_mean_before"]
-    longer = dataclasses.replace(config.train, num_steps=5)
-    config = dataclasses.replace(config, train=longer, placement=str(placement))
+    config = dataclasses.replace(change_training(config, num_steps=5), placement=str(placement))
     assert run_ranks(train_on_ranks, 2, config) == [[4, 5]] * 2

@@ -14,23 +14,17 @@ from halley.cli.doctor import choice_table, machine_table
 from halley.cli.main import main
 from halley.strategies.registry import STRATEGIES
 from halley.tools.choice import LayerChoice, LayerMemory
-from halley.tools.diagnosis import Device, Link, Machine, StrategyState
+from halley.tools.diagnosis import Link, Machine, StrategyState
+from tests.tools.test_diagnosis import CPU, H200
 
 
-GPU = Device(
-    name="NVIDIA Fast", kind="cuda", memory_bytes=80 * 2**30, compute_capability="9.0",
-    num_cores=132,
-)  # fmt: skip
-CPU = Device(
-    name="Some [CPU]", kind="cpu", memory_bytes=16 * 2**30, compute_capability=None, num_cores=4
-)
 FINE = StrategyState(
     name="sequential", needs={"nccl of torch.distributed": True}, problems=[], notes=[]
 )
 MACHINE = Machine(
     versions={"torch": "2.13.0", "triton": None},
     packages={"matplotlib": "3.11.2", "safetensors": None},
-    devices=[GPU, GPU, CPU],
+    devices=[H200, H200, CPU],
     links=[Link(first=0, second=1, peer_access=True, kind="NVLink (NV18)")],
     backends={"gloo": True, "nccl": True},
     strategies=[FINE],
@@ -74,8 +68,8 @@ def test_table_shows_all_facts_and_joins_pairs_with_the_same_kind_of_link():
     assert _row(text, "torch") == "2.13.0"
     assert _row(text, "triton") == "-"
     assert _row(text, "safetensors") == "- pip install '.[hf]'"
-    assert _row(text, "cuda:1") == ("NVIDIA Fast, 80 GiB, compute capability 9.0, 132 SMs")
-    assert _row(text, "cpu") == "Some [CPU], 4 cores, 16 GiB"
+    assert _row(text, "cuda:1") == "NVIDIA H200, 140 GiB, compute capability 9.0, 132 SMs"
+    assert _row(text, "cpu") == "a [cpu], 2 cores, 1 GiB"
     assert _row(text, "all pairs") == "NVLink (NV18), peer access yes"
     assert _row(text, "sequential") == "can run: nccl of torch.distributed yes"
     links = [

@@ -169,9 +169,18 @@ def test_only_the_process_that_started_the_ranks_reports_an_interrupt(
         assert capsys.readouterr().err == told
 
 
-def test_each_strategy_of_a_trace_is_checked_and_not_that_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "command",
+    [
+        # Each strategy of a trace is checked, and not that of the run.
+        "trace --strategies functional,fused",
+        "train --strategy planned",
+        "train --strategy functional,fused:inputs,unfused,functional",
+        "train --strategy unfused",
+    ],
+)
+def test_strategies_that_are_part_of_a_graph_have_passes(
+    command: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ranks, "launch", lambda argv, *, num_processes: 7)
-    argv = ["trace", "--set", "passes=wgrad", "--set", "device=cpu", "--nproc", "2"]
-    assert main([*argv, "--strategies", "functional,fused"]) == 7
+    assert main([*command.split(), "--set=passes=wgrad", "--set=device=cpu", "--nproc=2"]) == 7

@@ -34,6 +34,12 @@ class GraphBuilder:
         node.meta["val"] = torch.empty_like(values[0]) if communicates else target(*values)
         return node
 
+    def opaque(self, target: Any, *args: Any, shape: tuple[int, ...], name: str = "") -> fx.Node:
+        """Add the call of an operator that cannot run on the meta device, or has a list."""
+        node = self.graph.create_node("call_function", target, args, name=name or None)
+        node.meta["val"] = torch.empty(shape, device="meta")
+        return node
+
     def mm(self, left: fx.Node, right: fx.Node, name: str | None = None) -> fx.Node:
         """Add a GEMM."""
         return self.call(aten.mm.default, left, right, name=name)

@@ -18,17 +18,11 @@ from benchmarks.graph_bench.gpt2_moe import Gate
 from halley.compiler import Backend, register
 from halley.compiler.backend import _make_callable
 from halley.distributed.mesh import ParallelGroups
-from tests.compiler.model_case import SEQ_LEN, build_narrow, whole_graphs
-from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
+from tests.compiler.model_case import SEQ_LEN, PaddedModel, build_narrow, make_input, whole_graphs
 from tests.moe.model_case import make_tokens
 
 
 EAGER = {"inner": "eager", "memory_margin": 1.0, "timeout_s": 30.0}
-
-
-def _input(rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator, requires_grad=True)
 
 
 def _step(call: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -45,11 +39,7 @@ Outcome = tuple[bool, list[str], int]
 
 
 def _compare(model: nn.Module, rank: int, backend: Any, **options: Any) -> Outcome:
-    """Run a step without and with passes.
-
-    Returns:
-        Whether outputs and gradients are equal, the warnings of Halley, and the number of reports.
-    """
+    """Run a step without and with passes; return if both are equal, warnings, number of reports."""
     steps, messages = [], []
     for call, passes in ((Backend(), "none"), (backend, "wgrad")):
         torch._dynamo.reset()
@@ -57,7 +47,7 @@ def _compare(model: nn.Module, rank: int, backend: Any, **options: Any) -> Outco
             warnings.simplefilter("always")
             given: Any = {**EAGER, **options, "passes": passes}
             steps.append(
-                _step(torch.compile(model, backend=call, options=given), model, _input(rank))
+                _step(torch.compile(model, backend=call, options=given), model, make_input(rank))
             )
         messages = [str(each.message) for each in caught if "halley" in str(each.message)]
     torch._dynamo.reset()
@@ -75,8 +65,7 @@ def _take_steps(rank: int, num_ranks: int, gate: Gate) -> tuple[bool, int]:
         call = torch.compile(model, backend=backend, fullgraph=True, options=given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found: list[torch.Tensor] = []
-        with whole_graphs(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from PyTorch, about tracing
+        with whole_graphs():
             for step in range(3):
                 out = call(make_tokens(rank, step=step, batch_size=6, seq_len=SEQ_LEN))
                 (out.logits_BSV.square().mean() + out.router_loss).backward()
@@ -149,7 +138,7 @@ def _run_other_layers(rank: int, num_ranks: int) -> tuple[str, int]:
     compiled = torch.compile(PaddedModel(num_layers=1 + rank), backend=Backend(), options=EAGER)
     before = _num_collectives()
     try:
-        compiled(_input(rank))
+        compiled(make_input(rank))
         message = ""
     except Exception as error:  # Dynamo wraps what a backend raises
         message = str(error)

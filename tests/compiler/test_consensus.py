@@ -30,54 +30,6 @@ def _meet(act: Callable[[Consensus], object], *, ranks: int | list[int], timeout
         return list(pool.map(run, present))
 
 
-def test_ranks_with_equal_graphs_get_the_plan_of_rank_0() -> None:
-    def act(consensus: Consensus) -> object:
-        return consensus.compare(SAME), consensus.share("plan", lambda: [consensus.rank, 7])
-
-    assert _meet(act, ranks=3) == [((), [0, 7])] * 3
-
-
-def test_all_gather_returns_the_values_of_all_ranks() -> None:
-    assert (
-        _meet(lambda consensus: consensus.all_gather("place", 5 * consensus.rank), ranks=3)
-        == [[0, 5, 10]] * 3
-    )
-
-
-def test_keys_of_several_graphs_do_not_mix() -> None:
-    store = HashStore()
-    for number in range(3):
-        consensus = Consensus(store, group_name="0", rank=0, num_ranks=1, timeout_s=1.0)
-        assert consensus.compare(SAME) == ()
-        assert consensus.share("plan", lambda: number) == number  # noqa: B023
-
-
-def test_rank_with_other_computation_is_named_on_all() -> None:
-    def act(consensus: Consensus) -> object:
-        structure = "other" if consensus.rank == 2 else "s"
-        return consensus.compare(Signature(collectives=SAME.collectives, structure=structure))
-
-    assert _meet(act, ranks=3) == [(2,)] * 3
-
-
-@pytest.mark.parametrize(
-    ("theirs", "line"),
-    [
-        (("all_to_all a", "all_to_all c"), "collective 1 is all_to_all b on rank 0, all_to_all c"),
-        (("all_to_all a",), "collective 1 is all_to_all b on rank 0, nothing on rank 1"),
-    ],
-)
-def test_other_collectives_raise_on_all(theirs: tuple[str, ...], line: str) -> None:
-    def act(consensus: Consensus) -> object:
-        collectives = theirs if consensus.rank == 1 else SAME.collectives
-        return consensus.compare(Signature(collectives=collectives, structure="s"))
-
-    for error in _meet(act, ranks=3):
-        assert isinstance(error, RuntimeError)
-        assert "graph 1: ranks [1] have other collectives than rank 0" in str(error)
-        assert line in str(error)
-
-
 @pytest.mark.parametrize(
     ("act", "message"),
     [

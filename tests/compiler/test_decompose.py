@@ -1,6 +1,5 @@
 """Test decomposed operators: equal values, and no operator of Halley is left."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -137,8 +136,7 @@ def _decompose_on_cpu(rank: int, num_ranks: int) -> tuple[bool, set[str], set[st
         found.append((before, _names(gm.graph)))
         return make_boxed_func(fx.Interpreter(gm).run)
 
-    with whole_graphs(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with whole_graphs():
         backend = aot_autograd(fw_compiler=compile_forward)
         out = torch.compile(model, backend=backend, fullgraph=True)(tokens_BS)
     return torch.equal(out.logits_BSV, model(tokens_BS).logits_BSV), *found[0]

@@ -1,6 +1,5 @@
 """Test gradient-ready hooks: equal gradients, received before the backward graph ends."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,14 @@ from torch import nn
 from halley.compiler import Backend
 from halley.distributed.mesh import ParallelGroups
 from halley.ops.gradient_hook import set_gradient_hook
-from tests.compiler.model_case import SEQ_LEN, AllToAllCalls, build_narrow, whole_graphs
-from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
+from tests.compiler.model_case import (
+    SEQ_LEN,
+    AllToAllCalls,
+    PaddedModel,
+    build_narrow,
+    make_input,
+    whole_graphs,
+)
 from tests.moe.model_case import make_tokens
 
 
@@ -45,8 +50,7 @@ def _build(kind: str, rank: int) -> tuple[nn.Module, Callable[[Any], torch.Tenso
         tokens_BS = make_tokens(rank, step=0, batch_size=2, seq_len=SEQ_LEN)
         model = build_narrow("dropless", ParallelGroups(ep=dist.group.WORLD), num_layers=2)
         return model, lambda call: call(tokens_BS).logits_BSV.square().sum()
-    x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
-    return PaddedModel(), lambda call: call(x).square().sum()
+    return PaddedModel(), lambda call: call(make_input(rank)).square().sum()
 
 
 def _run_hooks(
@@ -55,8 +59,7 @@ def _run_hooks(
     """Return gradients of hooks and of autograd over two backward passes, and events of one."""
     events: list[str] = []
     model, loss_of = _build(kind, rank)
-    with whole_graphs(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with whole_graphs():
         plain = _compile(model, passes=passes, inner=inner)
         for _ in range(2):
             loss_of(plain).backward()
@@ -76,11 +79,7 @@ def _run_hooks(
 
 @pytest.mark.parametrize(
     ("kind", "passes", "inner"),
-    [
-        ("padded", "none", "eager"),
-        ("padded", "wgrad", "inductor"),
-        ("narrow", "wgrad", "eager"),
-    ],
+    [("padded", "none", "eager"), ("padded", "wgrad", "inductor"), ("narrow", "wgrad", "eager")],
 )
 def test_gradients_come_while_backward_runs(
     run_ranks: Callable, kind: str, passes: str, inner: str
@@ -98,12 +97,10 @@ def test_gradients_come_while_backward_runs(
 
 @pytest.fixture(autouse=True)
 def _no_graphs():
-    """Forget compiled graphs before and after a test, and ignore torch's warnings of tracing."""
+    """Forget the graphs of other tests and of this one."""
     torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with whole_graphs():
         yield
-    torch._dynamo.reset()
 
 
 class _Block(nn.Module):

@@ -3,21 +3,14 @@
 import importlib
 import operator
 import types
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx
 
-from halley.compiler.graph_analysis import (
-    NodeKind,
-    is_gemm,
-)
-from halley.compiler.graph_collectives import (
-    graph_groups,
-    remove_repeated_waits,
-    signature,
-)
+from halley.compiler.graph_analysis import NodeKind, is_gemm
+from halley.compiler.graph_collectives import graph_groups, remove_repeated_waits, signature
 from halley.compiler.wgrad.movable_nodes import find_movable
 from tests.compiler.graph_case import GraphBuilder, aten, c10d, find
 
@@ -59,19 +52,15 @@ def test_all_to_alls_and_fused_layers_keep_their_order_and_a_weight_gradient_mov
     halley = torch.ops.halley
     b = GraphBuilder()
     rows, plan = b.input("rows", 6, 8), b.input("plan", 16)
-
-    def call(target: Any, name: str, *args: Any) -> fx.Node:
-        node = b.graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = torch.empty(6, 8, device="meta")
-        return node
-
-    first = call(halley.fused_experts.default, "first", *[rows] * 5, True, True, "all", 0)
+    call = partial(b.opaque, shape=(6, 8))
+    first = call(halley.fused_experts.default, *[rows] * 5, True, True, "all", 0, name="first")
     b.all_to_all(rows, "a2a")
     b.all_to_all(rows, "last_a2a")
-    gradient = call(halley.weight_gemm.default, "gradient", rows, rows, plan, plan, 2, 0)
+    gradient = call(halley.weight_gemm.default, rows, rows, plan, plan, 2, 0, name="gradient")
     second = call(
-        halley.fused_experts_backward.default, "second", *[rows] * 7, plan, True, True, "all", 0
-    )
+        halley.fused_experts_backward.default, *[rows] * 7, plan, True, True, "all", 0,
+        name="second",
+    )  # fmt: skip
     analysis = b.done(first, gradient, second)
     kinds = {node.name: kind for node, kind in zip(analysis.nodes, analysis.kinds, strict=True)}
     assert kinds["first"] is kinds["second"] is NodeKind.FUSED

@@ -16,8 +16,7 @@ from halley.cost.simulate import Contention
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.layer import MoELayer
 from halley.strategies.traceable import TraceableStrategy
-from tests.compiler.model_case import whole_graphs
-from tests.compiler.padded_model import HIDDEN_SIZE, NUM_TOKENS, PaddedModel
+from tests.compiler.model_case import HIDDEN_SIZE, PaddedModel, make_input, whole_graphs
 
 
 def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[OrderReport]]:
@@ -28,8 +27,7 @@ def _run_inductor(rank: int, num_ranks: int) -> tuple[bool, str, list[OrderRepor
     from torch._inductor.utils import run_fw_bw_and_get_code
 
     found, codes, backend, model = {}, {}, Backend(), PaddedModel()
-    x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rank))
-    x.requires_grad_()
+    x = make_input(rank)
     for passes, inner in (("none", "inductor"), ("wgrad", "inductor"), ("wgrad", "eager")):
         torch._dynamo.reset()
         x.grad = None
@@ -107,8 +105,7 @@ def _run_with_carveout(rank: int, num_ranks: int) -> tuple[list[float], str, Ord
         generator = torch.Generator().manual_seed(rank)
         x_BSD = torch.randn(4, 8, HIDDEN_SIZE, generator=generator).requires_grad_()
         options: Any = {"passes": passes, "memory_margin": 4.0, "unknown_size": 32}
-        with whole_graphs(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with whole_graphs():
             call = torch.compile(layer, backend=backend, fullgraph=True, options=options)
             with patch.object(node_cost, "NO_CONTENTION", contention):
                 _, codes = run_fw_bw_and_get_code(lambda: call(x_BSD).y.square().sum())  # noqa: B023

@@ -2,24 +2,17 @@
 
 import dataclasses
 import importlib
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halley.ops.traceable_routing  # noqa: F401
 from halley.compiler.fusion import find_boundaries
 from halley.compiler.graph_analysis import GraphAnalysis, Sizes, without_values
-from halley.compiler.node_cost import (
-    ProfiledCost,
-    example_arguments,
-    is_read,
-    node_key,
-    operations,
-)
+from halley.compiler.node_cost import ProfiledCost, example_arguments, is_read, node_key, operations
 from halley.cost.hardware import CPU, Environment, Predictor
 from halley.cost.profiles import Curve, ProfileTable, measure_us
 from halley.cost.simulate import NO_CONTENTION, Contention
@@ -83,8 +76,7 @@ def test_collectives_are_predicted_by_the_bytes_on_the_link() -> None:
     x = b.input("x", 1000)
     reduced, _ = b.all_reduce(x, "reduced")
     scattered = b.call(c10d.reduce_scatter_tensor.default, x, "sum", 4, GROUP)
-    from_all_gather = b.call(c10d.all_gather_into_tensor.default, x, 4, GROUP)
-    from_all_gather.meta["val"] = torch.empty(4000)
+    from_all_gather = b.opaque(c10d.all_gather_into_tensor.default, x, 4, GROUP, shape=(4000,))
     exchanged, _ = b.all_to_all(x, "exchanged")
     times_us = [cost(node) for node in (exchanged, scattered, from_all_gather, reduced)]
     assert times_us == [420.0, 420.0, 1620.0, 820.0]
@@ -231,16 +223,11 @@ def test_half_of_a_fused_layer_takes_the_longer_of_gemm_and_link() -> None:
     x, up, down = b.input("x", 10, 40), b.input("up", 4, 60, 40), b.input("down", 4, 40, 1000)
     idx, plan = b.input("idx", 10, 3), b.input("plan", 16)
     h, dy = b.input("h", 30, 1000), b.input("dy", 10, 40)
-
-    def call(target: Any, name: str, *args: Any) -> fx.Node:
-        node = b.graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = torch.empty(10, 40, device="meta")
-        return node
-
-    both = call(halley.fused_experts.default, "both", x, idx, up, down, idx, True, True, "", 0)
+    call = partial(b.opaque, shape=(10, 40))
+    both = call(halley.fused_experts.default, x, idx, up, down, idx, True, True, "", 0, name="both")
     back = call(
-        halley.fused_experts_backward.default, "back", dy, h, plan, h, up, down, idx, plan,
-        True, True, "all", 0,
+        halley.fused_experts_backward.default, dy, h, plan, h, up, down, idx, plan,
+        True, True, "all", 0, name="back",
     )  # fmt: skip
     analysis, cost = b.done(both, back), ProfiledCost(ROUND, sizes=SIZES)
     times_us = {name: cost(analysis.nodes[find(analysis, name)]) for name in ("both", "back")}

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from halley.compiler import node_cost, run
-from halley.compiler.options import Options, parse_options
+from halley.compiler.options import Options
 from halley.compiler.pipeline import reorder, reserve_sms, run_passes
 from halley.cost.simulate import Contention
 from halley.ops.sm_carveout import gemm_with_carveout
@@ -77,25 +77,6 @@ def test_illegal_orders_raise_and_change_nothing() -> None:
         with pytest.raises(RuntimeError, match=message):
             reorder(b.graph, analysis, wrong)
         assert list(b.graph.nodes) == analysis.nodes
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pass": "wgrad"}, r"options \(pass\) must be of agree, hardware, inner, measure"),
-        ({"passes": "both"}, r"passes \(both\) must be one of none, wgrad$"),
-        ({"memory_margin": float("nan")}, r"memory_margin \(nan\) must be finite"),
-        ({"memory_margin": "0.1"}, r"memory_margin \('0.1'\) must be of type float or int"),
-        ({"unknown_size": True}, r"unknown_size \(True\) must be of type int"),
-        ({"hardware": "H200"}, r"hardware \('H200'\) must be of type Hardware or NoneType"),
-        ({"timeout_s": 0.0}, r"timeout_s \(0.0\) must be finite and positive"),
-        ({"unknown_size": 0}, r"unknown_size \(0\) must be finite and positive"),
-        ({"measure": True}, "profiles must name a file when measure is set"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_options(options)
 
 
 def test_missing_file_of_profiles_is_an_error() -> None:

@@ -26,9 +26,6 @@ def test_ranks_and_numbers_of_replicas() -> None:
     assert (PLACEMENT.num_ranks, PLACEMENT.num_local) == (4, 2)
     assert [PLACEMENT.ranks_of(e) for e in range(5)] == [[0, 1, 3], [0], [1, 2], [3], [2]]
     assert PLACEMENT.replicated == [0, 2]
-
-
-def test_plain_placement_has_contiguous_ranges() -> None:
     plain = ExpertPlacement.plain(6, num_ranks=3)
     assert plain.experts_WL == ((0, 1), (2, 3), (4, 5))
     assert plain.replicated == []

@@ -70,9 +70,7 @@ def _make(
     ("activation", "bias", "num_tokens"),
     [("swiglu", False, 9), ("swiglu", True, 9), ("gelu", True, 9), ("gelu", False, 0)],
 )
-def test_layer_is_the_sum_of_weighted_experts(
-    activation: Activation, bias: bool, num_tokens: int
-) -> None:
+def test_layer_is_the_sum_of_weighted_experts(activation, bias, num_tokens) -> None:
     x_TD, routing, experts = _make(activation, bias=bias, num_tokens=num_tokens)
     y_TD = moe_reference(x_TD, routing, experts)
     want_TD = _slow_layer(x_TD, routing, experts)

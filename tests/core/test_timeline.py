@@ -64,12 +64,8 @@ def test_union_merges_spans_that_overlap_touch_or_nest() -> None:
 def test_interval_arithmetic_equals_counting_cells(comm: list[Span], compute: list[Span]) -> None:
     assert union_us(comm) == len(cells(comm))
     assert exposed_us(comm, compute) == len(cells(comm) - cells(compute))
-
-
-@given(spans=spans_of_cells())
-def test_pieces_of_innermost_are_disjoint_and_cover_the_same_time(spans: list[Span]) -> None:
-    pieces = innermost(spans)
-    assert total_us(pieces) == union_us(pieces) == union_us(spans)
+    pieces = innermost(comm)  # disjoint, so that the sum of their times is that of their union
+    assert total_us(pieces) == union_us(pieces) == union_us(comm)
 
 
 def test_innermost_gives_each_moment_to_the_innermost_span() -> None:

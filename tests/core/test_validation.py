@@ -20,9 +20,6 @@ from halley.core.validation import (
     read_json,
     read_json_lines,
     read_text,
-    show,
-    show_name,
-    unknown_name,
 )
 
 
@@ -64,27 +61,6 @@ def test_choices_are_compared_with_their_types() -> None:
     """True equals 1 in Python, but it is no allowed value where 1 is one."""
     with pytest.raises(ValueError, match=r"^x \(True\) must be one of 1, 2$"):
         check_choice(True, (1, 2), name="x")
-
-
-def test_wrong_values_are_shown_on_one_short_line() -> None:
-    deep: list[object] = []
-    for _ in range(10_000):
-        deep = [deep]
-    assert show("a\nb") == r"'a\nb'"
-    assert show("x" * 100) == "'" + "x" * 76 + "..."
-    assert show(10**5000) == "a very large int"
-    assert show(deep) == "a very large list"
-    assert show_name("plain") == "plain"
-    assert show_name("a\x1b[2J") == r"'a\x1b[2J'"
-
-
-def test_only_a_similar_name_is_suggested() -> None:
-    names = "train.num_steps, train.batch_size, train.seed"
-    near = {"numsteps": "num_steps", "sede": "seed", "steps": "num_steps"}
-    for name in (*near, "size", "", "x" * 10**6):
-        message = unknown_name(name, ["num_steps", "batch_size", "seed"], prefix="train.")
-        hint = f", did you mean train.{near[name]}" if name in near else ""
-        assert message.endswith(f"must be one of {names}{hint}")
 
 
 def test_valid_json_is_read_as_json_reads_it(tmp_path: Path) -> None:

@@ -61,9 +61,7 @@ def test_bytes_take_time_after_a_latency_or_beside_launches() -> None:
     assert predictor.memory_us(1_000_000, num_ops=12) == 1000.0
 
 
-def test_peak_is_that_of_the_table_or_of_the_fastest_matmul(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peak_is_that_of_the_table_or_of_the_fastest_matmul(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert peak_flops_per_s(torch.device("cuda", 0)) == 989e12
     assert peak_flops_per_s(torch.device("cpu")) is None  # vendors publish no rate for CPUs

@@ -17,12 +17,7 @@ import torch
 
 from halley.cli.ranks import count_ranks
 from halley.distributed import launcher as launch_module
-from halley.distributed.launcher import (
-    FAILURES_VARIABLE,
-    FailureReader,
-    launch,
-    tell_failure,
-)
+from halley.distributed.launcher import FAILURES_VARIABLE, FailureReader, launch, tell_failure
 
 
 LIMIT_S = 30.0
@@ -121,26 +116,7 @@ def test_ranks_get_the_environment_of_torch(command: Command, tmp_path: Path, mo
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
 
 
-def test_killed_rank_is_named_after_the_messages_of_the_others(
-    command: Command, tmp_path: Path, capfd: Capture
-):
-    script = """
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0.5)
-sys.stderr.write("rank %d has lost it\\n" % rank)
-sys.exit(75)
-"""
-    assert launch(command(script), num_processes=2) == 128 + 9
-    assert capfd.readouterr().err.splitlines() == [
-        "rank 0 has lost it",
-        "halley: rank 1 was killed by SIGKILL",
-    ]
-
-
-def test_failures_of_ranks_are_printed_once_per_cause_without_their_exit_codes(
-    command: Command, capfd: Capture
-):
+def test_failures_of_ranks_are_printed_once_per_cause_without_their_exit_codes(command, capfd):
     """Both ranks report the same cause, each with its own number; rank 1 reports another too."""
     script = """
 from halley.distributed.launcher import tell_failure
@@ -159,9 +135,7 @@ sys.exit(1)
     )
 
 
-def test_at_most_four_failures_are_printed_and_mistakes_of_any_rank(
-    tmp_path: Path, capsys: Capture, monkeypatch: Patch
-):
+def test_at_most_four_failures_are_printed_and_mistakes_of_any_rank(tmp_path, capsys, monkeypatch):
     reader = FailureReader(tmp_path / "failures.jsonl")
     monkeypatch.setenv(FAILURES_VARIABLE, str(reader.path))
     monkeypatch.setenv("RANK", "1")
@@ -213,9 +187,7 @@ while True:
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["[15]"] * 2
 
 
-def test_ranks_that_ignore_a_signal_are_killed_after_a_time_limit(
-    command: Command, monkeypatch: Patch
-):
+def test_ranks_that_ignore_a_signal_are_killed_after_a_time_limit(command, monkeypatch):
     monkeypatch.setattr(launch_module, "_SIGNAL_PATIENCE_S", 0.5)
     monkeypatch.setattr(launch_module, "_KILL_AFTER_S", 0.5)
     signals: deque[int] = deque([signal.SIGINT])
@@ -233,26 +205,29 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("codes", "want", "told"),
     [
-        ([2, 2, 2], 2, "last words\n"),  # a mistake, of which a rank has told the user
-        ([0, 7, 75], 7, "last words\nhalley: rank 1 ended with exit code 7\n"),
+        ([2, 2, 2], 2, ""),  # a mistake, of which a rank has told the user
+        ([0, 7, 75], 7, "halley: rank 1 ended with exit code 7\n"),
+        ([75, -signal.SIGKILL, 75], 128 + 9, "halley: rank 1 was killed by SIGKILL\n"),
     ],
 )
-def test_exit_code_is_that_of_the_first_failure(
+def test_first_failure_gives_the_exit_code_and_is_named_last(
     command: Command, capfd: Capture, codes: list[int], want: int, told: str
 ):
+    """Rank 1 ends first; a negative code is the signal that kills it."""
     script = f"""
+code = {[int(code) for code in codes]}[rank]
+if code < 0:
+    os.kill(os.getpid(), -code)
+time.sleep(0.5 * (rank != 1))
 if rank == 0:
     sys.stderr.write("last words\\n")
-time.sleep(0.5 * (rank != 1))
-sys.exit({codes}[rank])
+sys.exit(code)
 """
     assert launch(command(script), num_processes=3) == want
-    assert capfd.readouterr().err == told
+    assert capfd.readouterr().err == f"last words\n{told}"
 
 
-def test_ranks_that_hang_after_a_failure_are_killed(
-    command: Command, capfd: Capture, monkeypatch: Patch
-):
+def test_ranks_that_hang_after_a_failure_are_killed(command, capfd, monkeypatch):
     monkeypatch.setattr(launch_module, "_KILL_AFTER_S", 0.5)
     script = """
 if rank == 0:
@@ -267,9 +242,7 @@ time.sleep(60)
     assert capfd.readouterr().err == "halley: rank 2 ended with exit code 3\n"
 
 
-def test_ranks_pause_with_the_launcher_and_get_its_signals_once(
-    command: Command, start_launcher: Start, tmp_path: Path
-):
+def test_ranks_pause_with_the_launcher_and_get_its_signals_once(command, start_launcher, tmp_path):
     launcher = start_launcher(command(_RECORD_SIGNALS))
     ticks = tmp_path / "ticks"
     _wait_until(ticks.exists)

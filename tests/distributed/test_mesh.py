@@ -19,6 +19,12 @@ from halley.distributed.mesh import (
 from tests.moe.model_case import destroy
 
 
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def _members(group: dist.ProcessGroup | None) -> list[int] | None:
     return None if group is None else dist.get_process_group_ranks(group)
 
@@ -52,12 +58,6 @@ def test_groups_of_the_mesh(run_ranks, ep_size: int, eps: list[Any], edps: list[
 def test_one_process_needs_no_group() -> None:
     for ep_size in (0, 1):
         assert build_groups(ep_size, device_type="cpu") == ParallelGroups()
-    for ep_size, rule in (
-        (2, r"must divide the number of ranks \(1\)"),
-        (-1, "must be at least 0"),
-    ):
-        with pytest.raises(ValueError, match=rf"ep_size \({ep_size}\) {rule}"):
-            build_groups(ep_size, device_type="cpu")
 
 
 def test_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,7 @@ def _sync(rank: int, num_ranks: int, ep_size: int, bucket_bytes: int) -> tuple[l
         (4, 12, [[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]),  # no sums
     ],
 )
-def test_gradients_are_averaged_over_ranks(
-    run_ranks, ep_size: int, bucket_bytes: int, experts_by_rank: list[list[float]]
-) -> None:
+def test_gradients_are_averaged_over_ranks(run_ranks, ep_size, bucket_bytes, experts_by_rank):
     got = run_ranks(_sync, 4, ep_size, bucket_bytes)
     distinct = experts_by_rank[:ep_size]  # the other ranks hold copies
     squares = 1.5**2 + 15.0**2 + 1.0**2 + 12.0**2 + sum(a * a + b * b for a, b in distinct)
@@ -115,13 +113,6 @@ def test_one_process_keeps_its_gradients() -> None:
     assert global_norm([], [], groups=ParallelGroups()).item() == 0.0
 
 
-@pytest.fixture
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("no_launcher")
 def test_without_a_launcher_there_is_one_rank_and_no_group() -> None:
     assert not is_launched()
     with join_world("cpu") as world:
@@ -131,7 +122,6 @@ def test_without_a_launcher_there_is_one_rank_and_no_group() -> None:
         assert not dist.is_initialized()
 
 
-@pytest.mark.usefixtures("no_launcher")
 def test_launched_rank_joins_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in values.items():
@@ -146,7 +136,6 @@ def test_launched_rank_joins_the_process_group(monkeypatch: pytest.MonkeyPatch) 
     assert not dist.is_initialized()
 
 
-@pytest.mark.usefixtures("no_launcher")
 def test_device_of_a_rank_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"device \(tpu\) must be one of auto, cpu, cuda"):
         pick_device("tpu")

@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from halley.core.timeline import CurrentOperation
 from halley.distributed.watchdog import EXIT_LOST_PEER, Watchdog
+from tests.hostile.rank_processes import Ranks, make_context, start_ranks
 
 
 NUM_RANKS = 3
 INTERVAL_S, TIMEOUT_S = 0.2, 2.0
 LIMIT_S = 60.0
+Start = Callable[..., Ranks]
 # These ranks and those of the fixture run_ranks have one fork server, which imports these modules.
 PRELOAD = ["torch.testing", "torch.distributed.tensor", "tests.rank_pool", __name__]
 
@@ -49,13 +50,9 @@ def _work(behaviour: str, watchdog: Watchdog, rank: int, folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _run_rank(behaviour: str, rank: int, port: int, folder: Path) -> None:
-    os.dup2(os.open(folder / f"stderr.{rank}", os.O_CREAT | os.O_WRONLY), 2)
+def _run_rank(behaviour: str, folder: Path) -> int:
     warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    rank = int(os.environ["RANK"])
     store, _, _ = next(rendezvous("env://"))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=LIMIT_S)
@@ -70,144 +67,98 @@ def _run_rank(behaviour: str, rank: int, port: int, folder: Path) -> None:
     ) as watchdog:
         if behaviour == "ends":
             time.sleep(0.5 * rank)  # rank 0, which hosts the store, is the first to end
-            return
+            return 0
         try:
             _work(behaviour, watchdog, rank, folder)
         except RuntimeError as error:
             raise watchdog.explain(error) from None
-
-
-class _Job:
-    """Three ranks started by a test, each a process that runs ``_run_rank``."""
-
-    def __init__(self, behaviour: str, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        self._folder = folder
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self.ranks = [
-            context.Process(target=_run_rank, args=(behaviour, rank, port, folder), daemon=True)
-            for rank in range(NUM_RANKS)
-        ]
-        for process in self.ranks:
-            process.start()
-
-    def wait_until_under_way(self) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
-        while not (self._folder / "under-way").exists():
-            assert time.monotonic() < deadline_s, self._read_stderr(0)
-            time.sleep(0.02)
-
-    def send_signal(self, rank: int, number: signal.Signals) -> None:
-        pid = self.ranks[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
-
-    def collect(self, ranks: list[int]) -> dict[int, tuple[int | None, list[str]]]:
-        """Return the exit code and the error lines of ranks that must end without a signal."""
-        deadline_s = time.monotonic() + LIMIT_S
-        for rank in ranks:
-            self.ranks[rank].join(deadline_s - time.monotonic())
-        return {rank: (self.ranks[rank].exitcode, self._read_stderr(rank)) for rank in ranks}
-
-    def _read_stderr(self, rank: int) -> list[str]:
-        # Torch writes further lines about broken connections.
-        lines = (self._folder / f"stderr.{rank}").read_text().splitlines()
-        return [line for line in lines if re.match(r"halley: |\w+Error: ", line)]
+    return 0
 
 
 @pytest.fixture
-def start_job(tmp_path: Path) -> Iterator[Callable[[str], _Job]]:
+def start_job(tmp_path: Path) -> Iterator[Start]:
     """Return the function that starts three ranks with a behaviour; kill them at the end."""
-    jobs: list[_Job] = []
+    jobs: list[Ranks] = []
 
-    def start(behaviour: str) -> _Job:
-        jobs.append(_Job(behaviour, tmp_path))
+    def start(behaviour: str, *, until_under_way: bool = False) -> Ranks:
+        run = partial(_run_rank, behaviour, tmp_path)
+        context = make_context(*PRELOAD)
+        jobs.append(start_ranks(context, run, num_ranks=NUM_RANKS, logs=tmp_path))
+        deadline_s = time.monotonic() + LIMIT_S
+        while until_under_way and not (tmp_path / "under-way").exists():
+            assert time.monotonic() < deadline_s, jobs[-1].text(0)
+            time.sleep(0.02)
         return jobs[-1]
 
     yield start
     for job in jobs:
-        for process in job.ranks:
-            process.kill()
-            process.join()
+        job.kill()
 
 
-def test_killed_rank_is_named_by_the_error(start_job: Callable[[str], _Job]):
+def _collect(job: Ranks, ranks: list[int]) -> dict[int, tuple[int | None, list[str]]]:
+    """Return the exit code and the error lines of ranks that must end without a signal."""
+    ends: dict[int, tuple[int | None, list[str]]] = {}
+    for rank, code in zip(ranks, job.wait(ranks), strict=True):
+        # Torch writes further lines about broken connections.
+        lines = job.text(rank).splitlines()
+        ends[rank] = code, [line for line in lines if re.match(r"halley: |\w+Error: ", line)]
+    return ends
+
+
+def test_killed_rank_is_named_by_the_error(start_job: Start):
     name = "rank 0, which hosts the store (connection lost)"
-    job = start_job("loops")
-    job.wait_until_under_way()
-    job.send_signal(0, signal.SIGKILL)
-    for rank, (code, lines) in job.collect([1, 2]).items():
+    job = start_job("loops", until_under_way=True)
+    job.signal([0], signal.SIGKILL)
+    for rank, (code, lines) in _collect(job, [1, 2]).items():
         assert code == 1
         (line,) = lines
         assert re.sub(r"\d+$", "", line) == f"RuntimeError: rank {rank} lost {name} in step "
 
 
-@pytest.mark.parametrize(
-    ("victim", "number", "name"),
-    [
-        (1, signal.SIGKILL, "rank 1 (no heartbeat for 2 s)"),
-        (0, signal.SIGSTOP, "rank 0, which hosts the store (no answer for 2 s)"),
-    ],
-)
-def test_watchdog_ends_ranks_that_hang(
-    start_job: Callable[[str], _Job], victim: int, number: signal.Signals, name: str
-):
-    job = start_job("hangs")
-    job.wait_until_under_way()
-    job.send_signal(victim, number)
-    ends = job.collect([rank for rank in range(NUM_RANKS) if rank != victim])
-    for rank, end in ends.items():
-        assert end == (
-            EXIT_LOST_PEER,
-            [f"halley: failed on rank {rank}: rank {rank} lost {name} in step 3"],
-        )
+def test_watchdog_ends_ranks_that_hang(start_job: Start):
+    """A killed rank while others wait in Halley's collectives: tests/hostile/test_peers.py."""
+    job = start_job("hangs", until_under_way=True)
+    job.signal([0], signal.SIGSTOP)
+    name = "rank 0, which hosts the store (no answer for 2 s)"
+    for rank, end in _collect(job, [1, 2]).items():
+        line = f"halley: failed on rank {rank}: rank {rank} lost {name} in step 3"
+        assert end == (EXIT_LOST_PEER, [line])
 
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [("raises", "ValueError: no text left"), ("finishes", "its training was over")],
 )
-def test_error_says_why_a_rank_left(start_job: Callable[[str], _Job], behaviour: str, reason: str):
-    ends = start_job(behaviour).collect([0, 2])
+def test_error_says_why_a_rank_left(start_job: Start, behaviour: str, reason: str):
+    ends = _collect(start_job(behaviour), [0, 2])
     for rank, end in ends.items():
         line = f"RuntimeError: rank {rank} lost rank 1 (rank 1 ended early: {reason}) in step 3"
         assert end == (1, [line])
 
 
-def test_ranks_that_end_one_after_the_other_are_not_lost(start_job: Callable[[str], _Job]):
-    assert start_job("ends").collect([0, 1, 2]) == dict.fromkeys(range(NUM_RANKS), (0, []))
+def test_ranks_that_end_one_after_the_other_are_not_lost(start_job: Start):
+    ends = _collect(start_job("ends"), [0, 1, 2])
+    assert ends == dict.fromkeys(range(NUM_RANKS), (0, []))
 
 
-def test_suspended_job_continues(start_job: Callable[[str], _Job]):
-    job = start_job("loops")
-    job.wait_until_under_way()
+def test_suspended_job_continues(start_job: Start):
+    job = start_job("loops", until_under_way=True)
     for number, duration_s in [(signal.SIGSTOP, TIMEOUT_S + 0.5), (signal.SIGCONT, 1.0)]:
-        for rank in range(NUM_RANKS):
-            job.send_signal(rank, number)
+        job.signal(range(NUM_RANKS), number)
         time.sleep(duration_s)
-    assert [process.exitcode for process in job.ranks] == [None] * NUM_RANKS
+    assert [process.exitcode for process in job.processes] == [None] * NUM_RANKS
 
 
-@pytest.fixture
-def watchdogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watchdog]]:
-    """Yield two running watchdogs in one process, which has begun no operation."""
+def test_error_with_all_ranks_alive_is_repeated(monkeypatch: pytest.MonkeyPatch):
+    # Without the operations that earlier tests began in this process.
     monkeypatch.setattr("halley.distributed.peers.CURRENT_OPERATION", CurrentOperation())
     store = HashStore()
-    pair = [Watchdog(store, rank=rank, num_ranks=2, interval_s=0.1) for rank in range(2)]
-    for watchdog in pair:
-        watchdog.__enter__()
-    yield pair
-    for watchdog in reversed(pair):
-        watchdog.stop()
-
-
-def test_error_with_all_ranks_alive_is_repeated(watchdogs: list[Watchdog]):
-    watchdogs[1].step = 12
-    begin_s = time.monotonic()
-    error = watchdogs[1].explain(RuntimeError("sizes differ\nmore"))
-    assert time.monotonic() - begin_s < 10.0  # four heartbeats, not the 15 s of a lost rank
+    first, second = (Watchdog(store, rank=r, num_ranks=2, interval_s=0.1) for r in range(2))
+    with first, second:
+        second.step = 12
+        begin_s = time.monotonic()
+        error = second.explain(RuntimeError("sizes differ\nmore"))
+        assert time.monotonic() - begin_s < 10.0  # four heartbeats, not the 15 s of a lost rank
     assert str(error) == (
         "rank 1 failed in step 12, though no rank was lost: RuntimeError: sizes differ; "
         "rank 0 last began no operation (operation 0), "

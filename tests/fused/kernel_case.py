@@ -1,6 +1,5 @@
 """Sizes, inputs and expected results of a small layer, for tests of the fused kernels."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -43,6 +42,7 @@ class KernelCase:
         num_tokens_CW: tokens of each rank, one tuple for each call.
         load: see ``parse_load``, or "empty-expert": no token chooses the last expert.
         dropped: fraction of the slots that the router dropped.
+        has_negative_weights: whether routing weights may be negative, and their sum is not 1.
         max_tokens: of the layout; 0 for the most tokens of a call.
     """
 
@@ -53,6 +53,7 @@ class KernelCase:
     intermediate_size: int = 24
     load: str = "balanced"
     dropped: float = 0.0
+    has_negative_weights: bool = False
     activation: Activation = "swiglu"
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -111,25 +112,14 @@ def make_tokens(case: KernelCase, rank: int, *, call: int = 0) -> tuple[torch.Te
     load = "balanced" if case.load == "empty-expert" else case.load
     load_E = parse_load(load, num_experts=num_loaded, top_k=case.top_k)
     routing = sample_routing(load_E, num_tokens, top_k=case.top_k, generator=generator)
-    if not case.dropped:
-        return x_TD, routing
-    dropped_TK = torch.rand(num_tokens, case.top_k, generator=generator) < case.dropped
-    return x_TD, Routing(
-        topk_idx_TK=routing.topk_idx_TK.masked_fill(dropped_TK, DROPPED),
-        topk_weights_TK=routing.topk_weights_TK.masked_fill(dropped_TK, 0.0),
-    )
-
-
-def expected_outputs(case: KernelCase) -> list[list[torch.Tensor]]:
-    """Return the reference's outputs by rank and call."""
-    experts = make_experts(case)
-    return [
-        [
-            moe_reference(*make_tokens(case, rank, call=call), experts)
-            for call in range(len(case.num_tokens_CW))
-        ]
-        for rank in range(case.num_ranks)
-    ]
+    idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
+    if case.has_negative_weights:
+        weights_TK = weights_TK * -3.0 + rank
+    if case.dropped:
+        dropped_TK = torch.rand(num_tokens, case.top_k, generator=generator) < case.dropped
+        idx_TK = idx_TK.masked_fill(dropped_TK, DROPPED)
+        weights_TK = weights_TK.masked_fill(dropped_TK, 0.0)
+    return x_TD, Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
 
 
 def assert_close(value: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
@@ -155,19 +145,14 @@ def make_dy(case: KernelCase, rank: int, *, call: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(case.dtype)
 
 
-def expected_gradients(
-    case: KernelCase,
-    *,
-    call: int = 0,
-    tokens: Callable[..., tuple[torch.Tensor, Routing]] = make_tokens,
-) -> list[Gradients]:
+def expected_gradients(case: KernelCase, *, call: int = 0) -> list[Gradients]:
     """Return the gradients of the reference by rank, from autograd in float64."""
     experts = make_experts(case)
     up, down = (w.double().requires_grad_() for w in (experts.up_LGD, experts.down_LDF))
     experts = replace(experts, up_LGD=up, down_LDF=down)
     leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank in range(case.num_ranks):
-        x_TD, routing = tokens(case, rank, call=call)
+        x_TD, routing = make_tokens(case, rank, call=call)
         x_TD = x_TD.double().requires_grad_()
         weights_TK = routing.topk_weights_TK.double().requires_grad_()
         y_TD = moe_reference(x_TD, replace(routing, topk_weights_TK=weights_TK), experts)

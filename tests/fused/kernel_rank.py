@@ -1,8 +1,10 @@
 """One rank's buffers and the fused kernels on them, called as a layer calls them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
+import pytest
 import torch
 
 from halley.core.types import Routing
@@ -16,6 +18,7 @@ from halley.fused.kernels.launches import (
 )
 from halley.fused.kernels.layout import EPOCH, NUM_COUNTERS, KernelContext
 from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
+from halley.interpreter.scheduler import Scheduler
 from halley.ops.kernels.weight_gemm import weight_gemm
 from halley.symm_mem.heap import AbstractSymmHeap
 from tests.fused.kernel_case import (
@@ -24,8 +27,13 @@ from tests.fused.kernel_case import (
     Gradients,
     KernelCase,
     make_experts,
+    make_tokens,
     share_of,
 )
+from tests.symm_mem.thread_heap import ThreadWorld
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,26 +146,29 @@ class KernelRank:
         )
         return int(self.host_status[1])
 
+    def begin(self, *, call: int = 0) -> Rows:
+        """Begin a call of the case; return buffers for the rows of its plan."""
+        return self.make_rows(self.make_plan(*make_tokens(self.case, self.rank, call=call)))
+
+    def nan(self, *shape: int) -> torch.Tensor:
+        """Return a buffer of the case's dtype, filled with NaN."""
+        return torch.full(shape, torch.nan, dtype=self.case.dtype)
+
     def make_rows(self, num_rows: int) -> Rows:
         """Return buffers of ``num_rows`` rows, at least one tile, filled with NaN."""
+        num_rows = max(num_rows, self.layout.block_m)
         hidden, inner = self.case.hidden_size, self.case.intermediate_size
-
-        def nan(columns: int) -> torch.Tensor:
-            shape = (max(num_rows, self.layout.block_m), columns)
-            return torch.full(shape, torch.nan, dtype=self.case.dtype)
-
         self.rows = Rows(
-            x_RD=nan(hidden),
-            h_RF=nan(inner),
-            pre_RG=nan(self.case.num_projections * inner),
-            z_RD=nan(hidden),
+            x_RD=self.nan(num_rows, hidden),
+            h_RF=self.nan(num_rows, inner),
+            pre_RG=self.nan(num_rows, self.case.num_projections * inner),
+            z_RD=self.nan(num_rows, hidden),
         )
         return self.rows
 
     def make_copies(self) -> torch.Tensor:
         """Return a buffer for the token copies of the last plan, filled with NaN."""
-        shape = (int(self.host_status[3]), self.case.hidden_size)
-        return torch.full(shape, torch.nan, dtype=self.case.dtype)
+        return self.nan(int(self.host_status[3]), self.case.hidden_size)
 
     def dispatch_gemm(
         self,
@@ -182,10 +193,9 @@ class KernelRank:
             copies_saved=copies_saved,
         )
 
-    def gemm_combine(self, rows: Rows, num_tokens: int, *, fused: bool = True) -> torch.Tensor:
-        """Return the output for this rank's tokens."""
-        shape = (num_tokens, self.case.hidden_size)
-        y_TD = torch.full(shape, torch.nan, dtype=self.case.dtype)
+    def gemm_combine(self, rows: Rows, *, fused: bool = True) -> torch.Tensor:
+        """Return the output for this rank's tokens of the last plan."""
+        y_TD = self.nan(self.num_tokens, self.case.hidden_size)
         gemm_combine(
             self.context,
             self.plan,
@@ -197,19 +207,22 @@ class KernelRank:
         )
         return y_TD
 
-    def forward(self, x_TD: torch.Tensor, routing: Routing, *, fused: bool = True) -> torch.Tensor:
-        """Run one call and return its output; a failed wait is a RuntimeError."""
-        return self.forward_and_save(x_TD, routing, fused=fused)[0]
+    def forward(self, *, call: int = 0, fused: bool = True) -> tuple[torch.Tensor, SavedCall]:
+        """Run a call of the case; return its output and the tensors that its backward needs.
 
-    def forward_and_save(
-        self, x_TD: torch.Tensor, routing: Routing, *, fused: bool = True
-    ) -> tuple[torch.Tensor, SavedCall]:
-        """Run one call; return its output and the tensors that its backward needs."""
-        rows = self.make_rows(self.make_plan(x_TD, routing))
-        self.dispatch_gemm(rows, fused=fused)
-        y_TD = self.gemm_combine(rows, len(x_TD), fused=fused)
+        A failed wait is a RuntimeError.
+        """
+        saved = self.dispatch(call=call, fused=fused)
+        y_TD = self.gemm_combine(saved.rows, fused=fused)
         self.check()
-        return y_TD, SavedCall(plan=self.plan, rows=rows, routing=routing)
+        return y_TD, saved
+
+    def dispatch(self, *, call: int = 0, fused: bool = True) -> SavedCall:
+        """Run the part of a call that its backward needs."""
+        rows = self.begin(call=call)
+        self.dispatch_gemm(rows, fused=fused)
+        routing = make_tokens(self.case, self.rank, call=call)[1]
+        return SavedCall(plan=self.plan, rows=rows, routing=routing)
 
     def publish_rows(self, x_TD: torch.Tensor, weight_R: torch.Tensor | None) -> None:
         """Begin another pass with the current plan."""
@@ -253,8 +266,7 @@ class KernelRank:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of this rank's tokens and of their routing weights."""
         idx_TK = saved.routing.topk_idx_TK
-        shape = (len(idx_TK), self.case.hidden_size)
-        dx_TD = torch.full(shape, torch.nan, dtype=self.case.dtype)
+        dx_TD = self.nan(len(idx_TK), self.case.hidden_size)
         dweights_TK = torch.full(idx_TK.shape, torch.nan)
         dgrad_combine(
             self.context,
@@ -304,7 +316,32 @@ class KernelRank:
         """Raise the failure that a kernel of this rank has reported."""
         check(self.host_status, rank=self.rank, timeout_s=self.timeout_s)
 
+    def failure(self) -> str:
+        """Return the message of the failure that a kernel of this rank has reported."""
+        with pytest.raises(RuntimeError) as caught:
+            self.check()
+        return str(caught.value)
+
     def section(self, name: str, *shape: int) -> torch.Tensor:
         """Return a view of the plan's section ``name``."""
         start = getattr(self.layout, name)
         return self.plan[start : start + torch.Size(shape).numel()].view(shape)
+
+
+def run_world(
+    case: KernelCase,
+    fn: Callable[[KernelRank], T],
+    *,
+    seed: int = 0,
+    resident: int = 4,
+    starve: float = 0.0,
+    timeout_s: float = TIMEOUT_S,
+) -> list[T]:
+    """Call ``fn`` on every rank of a new group and return the results by rank."""
+    scheduler = Scheduler(seed, resident=resident, starve=starve, max_switches=200_000)
+    world = ThreadWorld(case.num_ranks, scheduler.barrier)
+
+    def run(rank: int) -> T:
+        return fn(KernelRank(world.heap(rank), case, timeout_s=timeout_s))
+
+    return scheduler.run_ranks(case.num_ranks, run)

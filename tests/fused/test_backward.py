@@ -1,13 +1,12 @@
 """Outputs and gradients in many schedules equal the reference; fused equals unfused bit by bit."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import pytest
 import torch
 
 from halley.core.reference import moe_reference
-from halley.core.types import Routing
 from tests.fused.kernel_case import (
     Gradients,
     KernelCase,
@@ -17,8 +16,7 @@ from tests.fused.kernel_case import (
     make_experts,
     make_tokens,
 )
-from tests.fused.kernel_rank import KernelRank
-from tests.fused.kernel_world import run_world
+from tests.fused.kernel_rank import KernelRank, run_world
 
 
 TWO = KernelCase(num_tokens_CW=((20, 13),))
@@ -47,23 +45,12 @@ class Values(Gradients):
     y_TD: torch.Tensor
 
 
-def _train(
-    case: KernelCase,
-    *,
-    fused: bool,
-    seed: int = 0,
-    resident: int = 4,
-    starve: float = 0.0,
-    tokens: Callable[..., tuple[torch.Tensor, Routing]] = make_tokens,
-) -> list[list[Values]]:
+def _train(case: KernelCase, *, fused: bool, **schedule: Any) -> list[list[Values]]:
     """Run all calls forward, then all backward in another order; return by rank and call."""
 
     def run(rank: KernelRank) -> list[Values]:
         calls = range(len(case.num_tokens_CW))
-        forwards = [
-            rank.forward_and_save(*tokens(case, rank.rank, call=call), fused=fused)
-            for call in calls
-        ]
+        forwards = [rank.forward(call=call, fused=fused) for call in calls]
         values: dict[int, Values] = {}
         for call in sorted(calls, key=lambda call: call ^ 1):
             y_TD, saved = forwards[call]
@@ -71,24 +58,19 @@ def _train(
             values[call] = Values(y_TD=y_TD, **vars(gradients))
         return [values[call] for call in calls]
 
-    return run_world(case, run, seed=seed, resident=resident, starve=starve)
+    return run_world(case, run, **schedule)
 
 
-def _assert_values(
-    got: list[list[Values]],
-    case: KernelCase,
-    *,
-    tokens: Callable[..., tuple[torch.Tensor, Routing]] = make_tokens,
-) -> None:
+def _assert_values(got: list[list[Values]], case: KernelCase) -> None:
     """Compare with the output of the reference, and with the gradients of autograd in float64."""
     experts = make_experts(case)
     for call in range(len(case.num_tokens_CW)):
-        for rank, wanted in enumerate(expected_gradients(case, call=call, tokens=tokens)):
+        for rank, wanted in enumerate(expected_gradients(case, call=call)):
             for field in fields(Gradients):
                 value = getattr(got[rank][call], field.name).to(case.dtype)
                 what = f"{field.name}, rank {rank}, call {call}"
                 assert_close(value, getattr(wanted, field.name), what)
-            y_TD = moe_reference(*tokens(case, rank, call=call), experts)
+            y_TD = moe_reference(*make_tokens(case, rank, call=call), experts)
             assert_close(got[rank][call].y_TD, y_TD, f"y, rank {rank}, call {call}")
 
 
@@ -138,11 +120,7 @@ def test_any_configuration_gives_the_same_bits() -> None:
 
 
 def test_negative_and_unnormalized_routing_weights() -> None:
-    def tokens(case: KernelCase, rank: int, *, call: int) -> tuple[torch.Tensor, Routing]:
-        x_TD, routing = make_tokens(case, rank, call=call)
-        weights_TK = routing.topk_weights_TK * -3.0 + rank
-        assert (weights_TK < 0).any()
-        return x_TD, replace(routing, topk_weights_TK=weights_TK)
-
-    case = replace(TWO, num_tokens_CW=((5, 6),))
-    _assert_values(_train(case, fused=True, tokens=tokens), case, tokens=tokens)
+    case = replace(TWO, num_tokens_CW=((5, 6),), has_negative_weights=True)
+    for rank in range(2):
+        assert (make_tokens(case, rank)[1].topk_weights_TK < 0).any()
+    _assert_values(_train(case, fused=True), case)

@@ -123,7 +123,7 @@ def _launch_all() -> dict[str, tuple[Any, ...]]:
     function = "dispatch_gemm"
     rank.dispatch_gemm(rows, fused=False)
     function = "gemm_combine"
-    rank.gemm_combine(rows, NUM_TOKENS, fused=False)
+    rank.gemm_combine(rows, fused=False)
     function = "dispatch_dgrad"
     made = rank.dispatch_dgrad(x_TD, saved, fused=False)
     function = "dgrad_combine"

@@ -7,7 +7,7 @@ counter on which kernels wait, and for each half of a buffer.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -25,14 +25,8 @@ from halley.fused.kernels.layout import (
 )
 from halley.interpreter import INTERPRETED
 from tests.fused.faults import Fault, counter, flags, inject, plan, ticket
-from tests.fused.kernel_case import (
-    SMALL_CONFIG,
-    KernelCase,
-    make_dy,
-    make_tokens,
-)
-from tests.fused.kernel_rank import KernelRank, SavedCall
-from tests.fused.kernel_world import run_world
+from tests.fused.kernel_case import SMALL_CONFIG, KernelCase, make_dy, make_tokens
+from tests.fused.kernel_rank import KernelRank, run_world
 
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="injects faults into interpreted kernels")
@@ -120,11 +114,7 @@ FAULTS = {
         at=counter(PUBLISHED), answer=_last_task, case=BLOCKS, timeout_s=SHORT_S
     ),
     "published: set to the next epoch": Fault(
-        at=_published,
-        within="signal",
-        write=lambda epoch: epoch + 1,
-        case=FORWARD,
-        timeout_s=SHORT_S,
+        at=_published, within="signal", write=lambda n: n + 1, case=FORWARD, timeout_s=SHORT_S
     ),
     "published: count waits for the last epoch": Fault(
         at=_published, within="count_task", answer=_earlier, case=FORWARD
@@ -182,7 +172,7 @@ FAULTS = {
         at=_call_in_use, until=counter(PUBLISHED), case=BACKWARD, first_seed=11
     ),
     "backward: published awaited for the last epoch": Fault(
-        at=_published, within="_wait_for_all", answer=_earlier, case=BACKWARD
+        at=_published, within="_wait_and_compare_calls", answer=_earlier, case=BACKWARD
     ),
     "call_in_use: one half for all passes": Fault(
         at=_call_in_use, as_first_half=True, case=BACKWARD
@@ -210,19 +200,7 @@ def _outputs(rank: KernelRank, *, fused: bool, begin: Callable[[KernelRank], Non
     """Run all calls forward; return the outputs."""
     begin(rank)
     rank.heap.barrier()
-    return [
-        rank.forward(*make_tokens(rank.case, rank.rank, call=call), fused=fused)
-        for call in range(len(rank.case.num_tokens_CW))
-    ]
-
-
-def _save(rank: KernelRank, *, call: int) -> SavedCall:
-    """Run the part of a call that its backward needs."""
-    x_TD, routing = make_tokens(rank.case, rank.rank, call=call)
-    rows = rank.make_rows(rank.make_plan(x_TD, routing))
-    rank.dispatch_gemm(rows)
-    rank.check()
-    return SavedCall(plan=rank.plan, rows=rows, routing=routing)
+    return [rank.forward(call=call, fused=fused)[0] for call in range(len(rank.case.num_tokens_CW))]
 
 
 def _passes(rank: KernelRank, *, fused: bool, begin: Callable[[KernelRank], None]) -> list[Any]:
@@ -232,7 +210,8 @@ def _passes(rank: KernelRank, *, fused: bool, begin: Callable[[KernelRank], None
     Returns the gradients of call 0 and of call 1, then the dispatched rows.
     """
     case = rank.case
-    first, second = (_save(rank, call=call) for call in range(2))
+    first, second = (rank.dispatch(call=call) for call in range(2))
+    rank.check()
     rank.heap.barrier()
     begin(rank)
     rank.heap.barrier()
@@ -264,15 +243,9 @@ def _run(
         run, resident, starve = _passes, 4 if seed % 2 else 1, 0.1
     else:
         run, resident, starve = _outputs, 2 if seed % 2 else 4, 0.05 * (seed % 2)
-    by_rank = run_world(
-        case,
-        lambda rank: run(rank, fused=fused, begin=begin),
-        seed=seed,
-        resident=resident,
-        starve=starve,
-        timeout_s=timeout_s,
-    )
-    return list(chain.from_iterable(by_rank))
+    call = partial(run, fused=fused, begin=begin)
+    schedule: Any = {"seed": seed, "resident": resident, "starve": starve, "timeout_s": timeout_s}
+    return list(chain.from_iterable(run_world(case, call, **schedule)))
 
 
 @cache
@@ -318,5 +291,61 @@ def test_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(fault.first_seed, fault.first_seed + MAX_SEEDS):
         with monkeypatch.context() as patch:
             if not _is_right(fault, seed, patch):
+                return
+    pytest.fail(f"{name} shows with none of {MAX_SEEDS} seeds")
+
+
+# All tokens go to expert 0, so rank 0 has 40 rows of it, in 3 tiles, and some of expert 1.
+OVERFLOW = KernelCase(num_tokens_CW=((20, 20),), num_experts=4, load="one-hot")
+MAX_ROWS = 32
+
+_overflow_rows = flags("overflow_rows", lambda layout: layout.num_ranks)
+
+
+def _last_flag(rank: KernelRank) -> torch.Tensor:
+    """Return the flag that rank 0 sets last on a rank."""
+    return _sums_ready(rank)[rank.layout.max_chunks - 1 :][:1]
+
+
+OVERFLOW_FAULTS = {
+    "no flags": Fault(
+        at=_sums_ready, within="_signal_overflow", write=lambda epoch: None, case=OVERFLOW
+    ),
+    "flags before the number of rows": Fault(at=_overflow_rows, until=_last_flag, case=OVERFLOW),
+}
+
+
+def _all_report(seed: int, ranks: list[KernelRank]) -> bool:
+    def run(rank: KernelRank) -> str:
+        ranks.append(rank)
+        rank.heap.barrier()
+        num_rows = rank.make_plan(*make_tokens(OVERFLOW, rank.rank), max_rows=MAX_ROWS)
+        rows = rank.make_rows(num_rows)
+        rank.dispatch_gemm(rows)
+        rank.gemm_combine(rows)
+        try:
+            rank.check()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    errors = run_world(OVERFLOW, run, seed=seed, timeout_s=SHORT_S)
+    return all(
+        text.startswith(f"rank {rank}: the experts of rank 0 got ")
+        for rank, text in enumerate(errors)
+    )
+
+
+def test_all_ranks_report_an_overflow() -> None:
+    assert _all_report(1, [])
+
+
+@pytest.mark.parametrize("name", OVERFLOW_FAULTS)
+def test_fault_of_an_overflow_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(MAX_SEEDS):
+        ranks: list[KernelRank] = []
+        with monkeypatch.context() as patch:
+            inject(OVERFLOW_FAULTS[name], ranks, patch)
+            if not _all_report(seed, ranks):
                 return
     pytest.fail(f"{name} shows with none of {MAX_SEEDS} seeds")

@@ -8,15 +8,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing, Save
 from halley.fused import replay
 from halley.fused.buffer_cache import Workspaces
 from halley.ops.kernels.launch import Launcher, note_step, only_compiles
 from halley.strategies.fused import FusedStrategy
+from tests.strategies.fused_case import CPU, build
 
 
-CPU = torch.device("cpu")
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 24, 32, 16, 4, 2
 ROWS, CAPACITY = 5 * 16, 6 * 16  # rows of the plan in whole tiles, and with the margin
 COPIES = 64
@@ -79,16 +78,12 @@ def test_compile_covers_all_launches(
 ) -> None:
     launched: dict[bool, set[Any]] = {True: set(), False: set()}
 
-    def note(
-        launcher: Launcher, num_programs: int, args: Any, constants: Any, **options: Any
-    ) -> None:
+    def note(launcher: Launcher, num_programs: int, _: Any, constants: Any, **options: Any) -> None:
         kind = (launcher.kernel.fn.__name__, num_programs, constants, *map(str, options.items()))
         launched[only_compiles()].add(kind)
 
     monkeypatch.setattr(Launcher, "__call__", note)
-    workspaces = Workspaces(None, CPU, max_tokens=TOKENS)
-    recorder = Recorder(CPU, enabled=False)
-    strategy = FusedStrategy(workspaces, recorder=recorder, fused=fused, save=save)
+    strategy = build(Workspaces(None, CPU, max_tokens=TOKENS), fused=fused, save=save)
     experts = _experts(main_grad=False)
     layer = (*_inputs(), experts)
     workspace = strategy.prepare(*layer)
@@ -124,10 +119,8 @@ def _forward(strategy: FusedStrategy, experts: Experts) -> tuple[torch.Tensor, A
     x_TD, routing = _inputs()
     y_TD = strategy.forward(x_TD, routing, experts)
     for workspace in strategy.workspaces.all():
-        workspace.host_status[1], workspace.host_status[3] = (
-            ROWS,
-            COPIES,
-        )  # as the plan kernel would have stored
+        # As the plan kernel would have stored.
+        workspace.host_status[1], workspace.host_status[3] = ROWS, COPIES
     return x_TD, y_TD
 
 
@@ -137,9 +130,7 @@ def _forward(strategy: FusedStrategy, experts: Experts) -> tuple[torch.Tensor, A
 def test_replayed_backward_uses_the_tensors_of_its_own_call(
     repeated: list[tuple[str, list[Any]]], save: Save, fused: bool, main_grad: bool
 ) -> None:
-    workspaces = Workspaces(None, CPU, max_tokens=TOKENS)
-    recorder = Recorder(CPU, enabled=False)
-    strategy = FusedStrategy(workspaces, recorder=recorder, fused=fused, save=save)
+    strategy = build(Workspaces(None, CPU, max_tokens=TOKENS), fused=fused, save=save)
     experts = _experts(main_grad=main_grad)
     calls = []
     for _ in range(4):  # the first knows no plan yet, the second is noted; memory stays in use

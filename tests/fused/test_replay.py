@@ -186,11 +186,8 @@ def test_temporary_tensors_are_freed_after_their_last_launch(
     _, recording = record(run, [x], [buffer])
     found = [step.frees for step in recording._steps if not callable(step)]
     assert [index for index, slots in enumerate(found) for _ in slots] == ends
-    assert sorted(slot for slots in found for slot in slots) == [
-        2,
-        3,
-        4,
-    ]  # slots 0 and 1 are x and y
+    freed = sorted(slot for slots in found for slot in slots)
+    assert freed == [2, 3, 4]  # slots 0 and 1 are x and y
     assert [call[0] for call in calls] == [int(index in overlapping) for index in range(3)]
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.fused.kernel_case import KernelCase, make_dy, make_tokens
-from tests.fused.kernel_rank import KernelRank, SavedCall
-from tests.fused.kernel_world import run_world
+from tests.fused.kernel_rank import KernelRank, SavedCall, run_world
 
 
 TIMEOUT_S = 0.3
@@ -46,11 +45,8 @@ def _wanted_rows(case: KernelCase, rank: int, *, index: int) -> tuple[torch.Tens
 
     The padding that weight-gradient GEMMs read is zero; other padding is NaN.
     """
-    num_local, block, step = (
-        case.layout().num_local,
-        case.config.block_m,
-        case.config.weight.block_k,
-    )
+    num_local = case.layout().num_local
+    block, step = case.config.block_m, case.config.weight.block_k
     ring = [(rank + i) % case.num_ranks for i in range(case.num_ranks)]
     nan = torch.full((1, case.hidden_size), torch.nan, dtype=case.dtype)
     rows, weights = [nan[:0]], [torch.empty(0)]
@@ -104,9 +100,8 @@ def test_several_dispatches_without_a_combine() -> None:
     """A rank publishes the rows of the next pass while others still fetch those of this one."""
 
     def run(rank: KernelRank) -> None:
-        num_rows = rank.make_plan(*make_tokens(CASE, rank.rank))
-        first = rank.make_rows(num_rows)
-        rank.dispatch_gemm(first)
+        first = rank.dispatch().rows
+        num_rows = len(first.x_RD)
         for index in (1, 2, 0):
             rank.publish_rows(_values(CASE, rank.rank, index=index), None)
             rows = rank.make_rows(num_rows)
@@ -117,20 +112,6 @@ def test_several_dispatches_without_a_combine() -> None:
             _assert_same(getattr(rows, name), getattr(first, name))
 
     run_world(CASE, run, seed=1, starve=0.05)
-
-
-def test_too_few_rows_write_nothing() -> None:
-    def run(rank: KernelRank) -> None:
-        num_rows = rank.make_plan(*make_tokens(CASE, rank.rank))
-        small = rank.make_rows(num_rows - rank.layout.block_m)
-        rank.dispatch_gemm(small)
-        rank.check()
-        assert all(rows.isnan().all() for rows in vars(small).values())
-        large = rank.make_rows(num_rows + rank.layout.block_m)
-        rank.dispatch_gemm(large)
-        _assert_rows(CASE, rank.rank, large.x_RD, index=0)
-
-    run_world(CASE, run)
 
 
 def test_saved_token_copies_give_the_same_rows_without_other_ranks() -> None:
@@ -165,28 +146,22 @@ def test_saved_token_copies_give_the_same_rows_without_other_ranks() -> None:
     run_world(CASE, run, seed=5)
 
 
-def _failure(rank: KernelRank) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        rank.check()
-    return str(caught.value)
-
-
 def _fail_backward(rank: KernelRank, saved: SavedCall, *, call: int) -> str:
     """Run a backward whose ``publish_rows`` fails; nothing is written. Return the failure."""
     made = rank.dispatch_dgrad(make_dy(rank.case, rank.rank, call=call), saved)
-    failure = _failure(rank)
+    failure = rank.failure()
     gradients = rank.dgrad_combine(made, saved)
     again = rank.make_rows(len(saved.rows.x_RD))
     rank.dispatch_gemm(again)
     parts = [part for name, part in vars(made).items() if name != "weight_R"]
     assert all(part.isnan().all() for part in (*parts, *gradients, *vars(again).values()))
-    assert _failure(rank) == failure
+    assert rank.failure() == failure
     return failure
 
 
 def test_a_rank_that_skips_the_backward_is_named() -> None:
     def run(rank: KernelRank) -> str:
-        _, saved = rank.forward_and_save(*make_tokens(THREE, rank.rank))
+        _, saved = rank.forward()
         return "" if rank.rank == 1 else _fail_backward(rank, saved, call=0)
 
     start = time.monotonic()
@@ -199,9 +174,7 @@ def test_ranks_with_plans_of_different_calls_fail() -> None:
     """All ranks publish, and each reports that another one uses the plan of another call."""
 
     def run(rank: KernelRank) -> str:
-        saved_calls = [
-            rank.forward_and_save(*make_tokens(THREE, rank.rank, call=call))[1] for call in range(2)
-        ]
+        saved_calls = [rank.forward(call=call)[1] for call in range(2)]
         call = int(rank.rank > 0)
         return _fail_backward(rank, saved_calls[call], call=call)
 
@@ -214,15 +187,13 @@ def test_ranks_with_plans_of_different_calls_fail() -> None:
 
 def test_a_rank_in_forward_while_others_are_in_backward_fails() -> None:
     def run(rank: KernelRank) -> str:
-        _, saved = rank.forward_and_save(*make_tokens(THREE, rank.rank))
+        _, saved = rank.forward()
         if rank.rank != 1:
             return _fail_backward(rank, saved, call=0)
-        x_TD, routing = make_tokens(THREE, rank.rank, call=1)
-        rows = rank.make_rows(rank.make_plan(x_TD, routing))
-        rank.dispatch_gemm(rows)
-        y_TD = rank.gemm_combine(rows, len(x_TD))
+        rows = rank.dispatch(call=1).rows
+        y_TD = rank.gemm_combine(rows)
         assert all(part.isnan().all() for part in (y_TD, *vars(rows).values()))
-        return _failure(rank)
+        return rank.failure()
 
     assert run_world(THREE, run, timeout_s=TIMEOUT_S) == [
         f"rank 0: rank 1 runs a new call, {SAME_ORDER}",

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.timeline import Recorder
 from halley.cost.hardware import Environment
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.config import (
@@ -21,9 +20,9 @@ from halley.fused.config import (
     merge_tables,
     tuning_environment,
 )
-from halley.strategies.fused import FusedStrategy
 from tests.rank_pool import RunRanks
-from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens
+from tests.strategies.fused_case import build
+from tests.strategies.layer_case import LayerCase, train
 
 
 CPU = torch.device("cpu")
@@ -33,6 +32,12 @@ SHAPE = TunedShape(hidden_size=64, num_experts=8, top_k=2, dtype="float32", num_
 
 def _tuned(shape: TunedShape, *settings: str) -> TunedConfig:
     return TunedConfig(shape=shape, settings=settings, median_us=9.0, default_us=10.0, sweeps={})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return the path of a table in a folder that does not exist yet."""
+    return tmp_path / "deep" / "kernel_config.jsonl"
 
 
 def test_settings_round_trip() -> None:
@@ -50,8 +55,7 @@ def test_unknown_setting_is_an_error(setting: str) -> None:
         KernelConfig().changed([setting])
 
 
-def test_nearest_number_of_tokens_wins(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "kernel_config.jsonl"
+def test_nearest_number_of_tokens_wins(path: Path) -> None:
     table = ConfigTable(path, HERE)
     table.write(_tuned(SHAPE, "combine_rows=1"))
     table.write(_tuned(replace(SHAPE, num_tokens=8192), "combine_rows=2"))
@@ -66,22 +70,18 @@ def test_nearest_number_of_tokens_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["device", "versions", "topology"])
-def test_lines_of_other_machines_are_skipped_with_a_warning(tmp_path: Path, field: str) -> None:
-    path = tmp_path / "kernel_config.jsonl"
+def test_lines_of_other_machines_are_skipped_with_a_warning(path: Path, field: str) -> None:
     ConfigTable(path, replace(HERE, **{field: "else"})).write(_tuned(SHAPE, "combine_rows=1"))
-    with pytest.warns(
-        UserWarning, match=r"has no kernel configuration for this machine \(here, 1, ranks 2\)"
-    ):
+    warning = r"has no kernel configuration for this machine \(here, 1, ranks 2\)"
+    with pytest.warns(UserWarning, match=warning):
         table = ConfigTable(path, HERE)
     assert table.find(SHAPE, base=KernelConfig()) == KernelConfig()
     table.write(_tuned(SHAPE, "combine_rows=2"))
-    assert (
-        ConfigTable(path, HERE).find(SHAPE, base=KernelConfig()).combine_rows == 2
-    )  # and no warning
+    again = ConfigTable(path, HERE)  # without a warning
+    assert again.find(SHAPE, base=KernelConfig()).combine_rows == 2
 
 
-def test_lines_of_an_older_version_are_skipped_with_a_warning(tmp_path: Path) -> None:
-    path = tmp_path / "kernel_config.jsonl"
+def test_lines_of_an_older_version_are_skipped_with_a_warning(path: Path) -> None:
     ConfigTable(path, HERE).write(_tuned(SHAPE, "combine_rows=1"))
     line = json.loads(path.read_text()) | {"version": 1}
     del line["shape"]  # other versions may have other keys
@@ -102,13 +102,11 @@ def test_files_of_several_machines_are_merged(tmp_path: Path) -> None:
     assert merge_tables([first, second], merged) == 4
     assert merge_tables([first, second], merged) == 4
     for environment, top_k, want in ((HERE, 2, 5), (HERE, 4, 2), (HERE, 1, 4), (there, 2, 3)):
-        found = ConfigTable(merged, environment).find(
-            replace(SHAPE, top_k=top_k), base=KernelConfig()
-        )
+        shape = replace(SHAPE, top_k=top_k)
+        found = ConfigTable(merged, environment).find(shape, base=KernelConfig())
         assert found == replace(KernelConfig(), combine_rows=want)
-    with pytest.raises(
-        ValueError, match=r"merge \(.*none.jsonl\) must be a file of tuned kernel configurations"
-    ):
+    message = r"merge \(.*none.jsonl\) must be a file of tuned kernel configurations"
+    with pytest.raises(ValueError, match=message):
         merge_tables([tmp_path / "none.jsonl"], merged)
     first.write_text(first.read_text().replace('"version": 2', '"version": 1'))
     with pytest.raises(ValueError, match=r"first.jsonl must be of version 2, has 1"):
@@ -116,35 +114,31 @@ def test_files_of_several_machines_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{", "[]", "{}", "name", "setting"])
-def test_error_names_the_invalid_line(tmp_path: Path, broken: str) -> None:
-    path = tmp_path / "kernel_config.jsonl"
-    table = ConfigTable(path, HERE)
-    table.write(_tuned(SHAPE, "combine_rows=1"))
+def test_error_names_the_invalid_line(path: Path, broken: str) -> None:
+    ConfigTable(path, HERE).write(_tuned(SHAPE, "combine_rows=1"))
     line = path.read_text()
     if broken == "name":
         broken = line.replace("combine_rows", "combine_row")
     elif broken == "setting":
         broken = line.replace('"settings"', '"setting"')
     path.write_text(f"{line}{broken}\n")
-    with pytest.raises(
-        ValueError, match=r"kernel_config.jsonl:2 must be a line of tuned kernel configurations"
-    ):
+    message = r"kernel_config.jsonl:2 must be a line of tuned kernel configurations"
+    with pytest.raises(ValueError, match=message):
         ConfigTable(path, HERE)
 
 
 def test_configurations_of_different_links_are_separate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, found = tmp_path / "kernel_config.jsonl", {}
+    found = {}
     for link in ("NVLink", "PCIe"):
         monkeypatch.setattr("halley.fused.config.link_kind", lambda _, link=link: link)
         found[link] = tuning_environment(CPU, num_ranks=2, tp_size=2)
         assert found[link].topology == f"ranks 2, {link}, 2 an expert"
         assert tuning_environment(CPU, num_ranks=1).topology == "ranks 1"
     ConfigTable(path, found["NVLink"]).write(_tuned(SHAPE, "combine_rows=1"))
-    with pytest.warns(
-        UserWarning, match=r"no kernel configuration for this machine .*PCIe.*NVLink"
-    ):
+    warning = r"no kernel configuration for this machine .*PCIe.*NVLink"
+    with pytest.warns(UserWarning, match=warning):
         assert ConfigTable(path, found["PCIe"]).find(SHAPE, base=KernelConfig()) == KernelConfig()
     assert ConfigTable(path, found["NVLink"]).find(SHAPE, base=KernelConfig()).combine_rows == 1
 
@@ -159,11 +153,8 @@ def _configs_in_use(rank: int, num_ranks: int, folder: Path) -> list[KernelConfi
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PATH_VARIABLE, str(path))
         workspaces = Workspaces(dist.group.WORLD, CPU)
-    layer = FusedStrategy(workspaces, recorder=Recorder(CPU, enabled=False))
     for top_k in (2, 4):
-        case = LayerCase(num_tokens_W=(9, 6), top_k=top_k)
-        x_TD, routing, grad_TD = make_tokens(case, rank)
-        layer.forward(x_TD, routing, local_experts_of(case, rank)).backward(grad_TD)
+        train(build(workspaces).forward, LayerCase(num_tokens_W=(9, 6), top_k=top_k), rank)
     return [workspace.config for workspace in workspaces.all()]
 
 

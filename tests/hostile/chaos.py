@@ -34,6 +34,7 @@ import xxhash
 from halley.cli.main import main as run_command
 from tests.damage import flip_bytes, hash_tree
 from tests.hostile.rank_processes import Ranks, make_context, start_ranks
+from tests.train.run_case import write_text
 
 
 NUM_RANKS = 3
@@ -65,15 +66,19 @@ class Chaos:
         self.folder, self.output = folder, folder / "run"
         self.checkpoints = self.output / "checkpoints"
         self.context = make_context("halley.cli.main")
-        self.text = folder / "text.txt"
-        words = ["expert", "token", "router", "rank", "gate", "\n"]
-        draw = random.Random(0)
-        self.text.write_text(" ".join(draw.choice(words) for _ in range(20_000)))
-        self.faults: list[Callable[[], None]] = [
-            *(self.kill_all, self.kill_one, self.kill_while_saving, self.stop_one),
-            *(self.tell_one_to_end, self.tell_all_to_end, self.starve_of_disk),
-            *(self.damage_newest, self.damage_all, self.start_twice),
-        ]
+        self.text = write_text(folder)
+        self.faults: dict[str, Callable[[], None]] = {
+            "kill_all": self.kill_all,
+            "kill_one": partial(self.lose_one, signal.SIGKILL),
+            "kill_while_saving": self.kill_while_saving,
+            "stop_one": partial(self.lose_one, signal.SIGSTOP),
+            "tell_one_to_end": self.tell_to_end,
+            "tell_all_to_end": partial(self.tell_to_end, range(NUM_RANKS)),
+            "starve_of_disk": self.starve_of_disk,
+            "damage_newest": self.damage_newest,
+            "damage_all": self.damage_all,
+            "start_twice": self.start_twice,
+        }
 
     def start(self, output: Path | None = None, *, logs: str = "logs") -> Ranks:
         place = self.folder / logs
@@ -150,12 +155,6 @@ class Chaos:
         ranks.signal(range(NUM_RANKS), signal.SIGKILL)
         ranks.wait()
 
-    def kill_one(self) -> None:
-        self.lose_one(signal.SIGKILL)
-
-    def stop_one(self) -> None:
-        self.lose_one(signal.SIGSTOP)
-
     def lose_one(self, number: int) -> None:
         """Take one rank away and check that the others end and name it."""
         ranks = self.run_some_steps()
@@ -171,14 +170,9 @@ class Chaos:
                 f"rank {rank} does not name rank {victim}: {ranks.text(rank)[-800:]}"
             )
 
-    def tell_one_to_end(self) -> None:
-        self.tell_to_end([self.draw.randrange(NUM_RANKS)])
-
-    def tell_all_to_end(self) -> None:
-        self.tell_to_end(range(NUM_RANKS))
-
-    def tell_to_end(self, told: Sequence[int]) -> None:
-        """Ask ranks to end and check that they do so with a checkpoint of their last step."""
+    def tell_to_end(self, told: Sequence[int] = ()) -> None:
+        """Ask these ranks, or one, to end; check that all do with a checkpoint of the last step."""
+        told = told or [self.draw.randrange(NUM_RANKS)]
         ranks = self.run_some_steps()
         number = self.draw.choice([signal.SIGINT, signal.SIGTERM])
         ranks.signal(told, number)
@@ -282,26 +276,24 @@ def disturb(seed: int, *, num_faults: int, limit_s: float) -> int:
         whole = chaos.folder / "whole"
         chaos.run_to_the_end(whole)
         reference = chaos.losses(whole)
-        order: list[Callable[[], None]] = []
+        order: list[str] = []
         count = 0
         while count < num_faults and time.monotonic() - start_s < limit_s:
             if not order:
-                order = chaos.draw.sample(chaos.faults, len(chaos.faults))
+                order = chaos.draw.sample([*chaos.faults], len(chaos.faults))
             fault = order.pop()
             if chaos.step() + 10 > NUM_STEPS:
                 break
             count += 1
             fault_s = time.monotonic()
             try:
-                fault()
+                chaos.faults[fault]()
             except BaseException as error:
                 for process in multiprocessing.active_children():  # a stopped one ends by SIGKILL
                     process.kill()
-                raise RuntimeError(
-                    f"seed {seed}, fault {count} {fault.__name__}: {error}"
-                ) from error
+                raise RuntimeError(f"seed {seed}, fault {count} {fault}: {error}") from error
             say(
-                f"seed {seed} fault {count:2d} {fault.__name__:18s} step {chaos.step():3d} "
+                f"seed {seed} fault {count:2d} {fault:18s} step {chaos.step():3d} "
                 f"{time.monotonic() - fault_s:5.1f} s"
             )
         chaos.run_to_the_end()

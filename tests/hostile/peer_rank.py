@@ -26,20 +26,13 @@ PRELOAD = ["torch.testing", "halley.strategies.fused", "tests.rank_pool", __name
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of rank ``BAD_RANK`` in step ``BAD_STEP``.
+    """A fault of rank ``BAD_RANK`` in step ``BAD_STEP``."""
 
-    Attributes:
-        kind: "kill", "stop", "skip forward", "skip backward" or "none".
-        strategy: of the layer.
-        watched: whether the ranks run under a watchdog.
-        timeout_s: time limit of the process group and of fused kernels.
-    """
-
-    kind: str
+    kind: str  # "kill", "stop", "skip forward", "skip backward" or "none"
     strategy: str
-    watched: bool
+    watched: bool  # by a watchdog
     num_ranks: int = 3
-    timeout_s: float = 30.0
+    timeout_s: float = 30.0  # of the process group and of fused kernels
 
 
 def _take_steps(fault: Fault, watchdog: Watchdog | None) -> None:

@@ -65,11 +65,7 @@ def make_context(*modules: str) -> ForkServerContext:
 def start_ranks(
     context: ForkServerContext, run: Callable[[], int], *, num_ranks: int, logs: Path
 ) -> Ranks:
-    """Run a function on ranks as torchrun would; its result is the exit code of its rank.
-
-    Args:
-        logs: a folder for what they print.
-    """
+    """Run a function, whose result is an exit code, as torchrun would; ranks print to ``logs``."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {

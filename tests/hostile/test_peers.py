@@ -33,6 +33,11 @@ DIFFERENCES = (
     ("dtype", torch.bfloat16, ("auto",), "element_bytes (4 on ranks 0 and 2, 2 on rank 1)"),
     ("top_k", 1, (*COLLECTIVE[1:3], "auto", "fused"), "top_k (2 on ranks 0 and 2, 1 on rank 1)"),
     ("tp_size", 3, (*COLLECTIVE, "fused"), "tp_size (1 on ranks 0 and 2, 3 on rank 1)"),
+    (
+        *("strategy", "functional", ("sequential",)),
+        "strategy (sequential on ranks 0 and 2, functional on rank 1) must be the same on all "
+        "ranks that run an MoE layer together",
+    ),
 )
 
 
@@ -63,10 +68,12 @@ def _run_different_layers(rank: int, num_ranks: int) -> list[str]:
     """Return the error of this rank for each difference and strategy."""
     errors: list[str] = []
     for name, value, strategies, _ in DIFFERENCES:
-        own: dict[str, Any] = {name: value} if rank == BAD_RANK else {}
         for strategy in strategies:
+            given: dict[str, Any] = {"strategy": strategy}
+            if rank == BAD_RANK:
+                given[name] = value
             with pytest.raises(ValueError, match="must be the same") as caught:
-                _layer(strategy, **own)
+                _layer(**given)
             errors.append(str(caught.value))
     return errors
 
@@ -77,20 +84,6 @@ def test_ranks_that_differ_get_one_error_before_any_collective(run_ranks: RunRan
     wanted = [error for _, _, strategies, error in DIFFERENCES for _ in strategies]
     for error, want in zip(first, wanted, strict=True):
         assert want in error
-
-
-def _run_different_strategies(rank: int, num_ranks: int) -> str:
-    with pytest.raises(ValueError, match="must be the same") as caught:
-        _layer("sequential" if rank else "functional")
-    return str(caught.value)
-
-
-def test_ranks_with_different_strategies_get_one_error(run_ranks: RunRanks) -> None:
-    error = (
-        "strategy (functional on rank 0, sequential on ranks 1 and 2) must be the same on all "
-        "ranks that run an MoE layer together"
-    )
-    assert run_ranks(_run_different_strategies, 3) == [error] * 3
 
 
 def _miss_one_comparison(rank: int, num_ranks: int) -> str:

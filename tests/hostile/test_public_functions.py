@@ -1,49 +1,78 @@
-"""A wrong call of a public function raises one exact message before memory is allocated.
+"""A wrong call or configuration raises one exact message before memory is allocated.
 
 The calls are Python expressions in ``data/calls.jsonl``. They may use every name of this module.
 """
 
-import math  # noqa: F401 - data/calls.jsonl uses the names marked so
-from dataclasses import replace
-from pathlib import Path  # noqa: F401
+# ruff: noqa: F401 - data/calls.jsonl uses the names
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import halley
-from halley.core.config import RunConfig
-from halley.core.models import NAMED_MODELS
-from halley.core.reference import activate  # noqa: F401
-from halley.core.routing import (  # noqa: F401
-    check_tp_size,
-    chunk_sizes,
-    local_experts,
-    sort_keys,
-)
-from halley.core.timeline import write_chrome_trace  # noqa: F401
+from halley.compiler.options import parse_options
+from halley.core import config as configs
+from halley.core.models import NAMED_MODELS, load_config
+from halley.core.reference import activate
+from halley.core.routing import check_tp_size, chunk_sizes, local_experts, sort_keys
+from halley.core.timeline import write_chrome_trace
 from halley.core.types import Experts, LayerShape
-from halley.cost.hardware import Environment  # noqa: F401
-from halley.cost.profiles import Curve  # noqa: F401
-from halley.cost.simulate import (
-    Contention,  # noqa: F401
-    Operation,  # noqa: F401
-)
+from halley.cost.hardware import Environment
+from halley.cost.profiles import Curve
+from halley.cost.simulate import Contention, Operation
 from halley.moe.layer import GroupedExperts
-from halley.moe.memory_check import check_memory, num_parameters, total_memory, training_bytes
+from halley.moe.memory_check import check_memory, num_parameters, total_memory
 from halley.moe.router import build_router
 from halley.moe.transformer import MoETransformer
-from halley.planner.expert_balance import plan_placement  # noqa: F401
-from halley.strategies.registry import (
-    build_strategies,  # noqa: F401
-    predictor_of,  # noqa: F401
-    split_strategies,  # noqa: F401
+from halley.planner.expert_balance import plan_placement
+from halley.strategies.registry import build_strategies, predictor_of, split_strategies
+from halley.tools.layer_case import relative_error
+from halley.tools.skew import parse_load
+from halley.tools.timer import time_interleaved
+from halley.train.hf_export import check_family
+from tests.hostile.cases import expand, fill, read_cases
+
+
+MOE = configs.MoEConfig(num_experts=8, top_k=2, intermediate_size=32)
+MODEL = configs.ModelConfig(
+    name="small",
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    moe=MOE,
 )
-from halley.tools.skew import parse_load  # noqa: F401
-from tests.hostile.cases import read_cases
-from tests.hostile.test_configuration import MODEL, MOE
-
-
+GROUPS = configs.RouterConfig(kind="sigmoid", num_groups=4, num_limited_groups=2)
+SWITCH = configs.RouterConfig(kind="switch", capacity_factor=1.0)
+TOP2 = configs.RouterConfig(kind="top2", capacity_factor=1.0)
+VALID: dict[str, Any] = {
+    "router": configs.RouterConfig(),
+    "switch": SWITCH,
+    "top2": TOP2,
+    "groups": GROUPS,
+    "moe": MOE,
+    "switch moe": replace(MOE, top_k=1, router=SWITCH),
+    "top2 moe": replace(MOE, router=TOP2),
+    "groups moe": replace(MOE, top_k=4, router=GROUPS),
+    "model": MODEL,
+    "data": configs.DataConfig(),
+    "train": configs.TrainConfig(),
+    "optimizer": configs.OptimizerConfig(),
+    "checkpoint": configs.CheckpointConfig(),
+    "run": configs.RunConfig(model=MODEL),
+}
+NAMES = {
+    "run keys": ", ".join(field.name for field in fields(configs.RunConfig)),
+    "train keys": ", ".join(f"train.{field.name}" for field in fields(configs.TrainConfig)),
+    "model keys": ", ".join(f"model.{field.name}" for field in fields(configs.ModelConfig)),
+    "models": ", ".join(NAMED_MODELS),
+}
 CPU = torch.device("cpu")
 GIGABYTES = f"{(total_memory(CPU) or 0) / 1e9:.1f} GB"
 NO_MEMORY = f"must fit into the memory of cpu, {GIGABYTES}, and need at least"
@@ -67,6 +96,10 @@ def model(config: Any = MODEL, **changes: Any) -> MoETransformer:
     groups = halley.ParallelGroups()
     given: dict[str, Any] = {"strategy": STRATEGY, "groups": groups, "recorder": RECORDER}
     return MoETransformer(config, **(given | changes))
+
+
+def family(name: str, **changes: Any) -> None:
+    check_family(replace(NAMED_MODELS[name], **changes))
 
 
 def router(device: Any) -> object:
@@ -97,59 +130,20 @@ def shape(activation: Any) -> LayerShape:
 
 @pytest.mark.parametrize(("call", "message"), CALLS)
 def test_wrong_call_is_refused(call: str, message: str) -> None:
-    assert _message(lambda: eval(call, globals())) == message
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
+        eval(call, globals())
+    assert str(caught.value) == fill(message, {"no_memory": NO_MEMORY})
 
 
 def test_every_public_name_has_a_wrong_call() -> None:
     """A name that is added to the package must be added to the cases, too."""
     short = {"MoELayer": "layer(", "ExpertPlacement": "placement(", "build_strategy": "strategy("}
-    # In test_configuration, test_watchdog, tests/moe/test_moe, tests/cost and tests/strategies.
+    # In the tests below, test_watchdog, tests/moe/test_moe, tests/cost and tests/strategies.
     elsewhere = {"MoEConfig", "RouterConfig", "Watchdog", "compile", "Predictor", "Task", "Routing"}
     unchecked = {"MoEOutput", "AbstractStrategy", "__version__"}
     for name in set(halley.__all__) - elsewhere - unchecked:
         start = short.get(name, f"halley.{name}(")
         assert any(call.startswith(start) for call, _ in CALLS), name
-
-
-def test_layer_that_cannot_fit_is_refused() -> None:
-    """Without the check, torch's allocator names a number of bytes and none of the sizes."""
-    config = replace(MOE, num_experts=32767, shared_intermediate_size=2**30)
-    sizes = (
-        "hidden_size (4096), num_experts (32767), intermediate_size (32), "
-        "shared_intermediate_size (1073741824)"
-    )
-    message = _message(lambda: layer(config, 4096))
-    assert message == f"{sizes} {NO_MEMORY} 52828.6 GB of parameters on a rank"
-
-
-@pytest.mark.parametrize(
-    ("changes", "need"),
-    [
-        ({"vocab_size": 2**31 - 1, "hidden_size": 4096}, "70368.8 GB"),
-        ({"num_layers": 2**31 - 1}, "533263.1 GB"),
-    ],
-)
-def test_model_that_cannot_fit_is_refused(changes: dict[str, Any], need: str) -> None:
-    config = replace(MODEL, **changes)
-    sizes = (
-        f"vocab_size ({config.vocab_size}), hidden_size ({config.hidden_size}), "
-        f"num_layers ({config.num_layers}), num_experts (8), intermediate_size (32)"
-    )
-    assert _message(lambda: model(config)) == f"{sizes} {NO_MEMORY} {need} of parameters on a rank"
-
-
-def test_run_that_cannot_fit_is_refused() -> None:
-    config = RunConfig(model=NAMED_MODELS["deepseek-v3"])  # 10 TB on one rank
-    moe = config.model.moe
-    need = training_bytes(config, num_ranks=1) / 1e9
-    assert _message(lambda: check_memory(config, num_ranks=1, device=CPU)) == (
-        f"model.vocab_size ({config.model.vocab_size}), "
-        f"model.hidden_size ({config.model.hidden_size}), "
-        f"model.num_layers ({config.model.num_layers}), "
-        f"model.moe.num_experts ({moe.num_experts}), "
-        f"model.moe.intermediate_size ({moe.intermediate_size}), train.batch_size (8), "
-        f"data.seq_len (256) {NO_MEMORY} {need:.1f} GB of training state on a rank"
-    )
 
 
 def test_every_device_argument_accepts_a_string() -> None:
@@ -169,7 +163,56 @@ def test_every_device_argument_accepts_a_string() -> None:
     assert number == num_parameters(MODEL, ep_size=1, tp_size=1)
 
 
-def _message(call: Any) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - callers compare the text
-        call()
-    return str(caught.value)
+# Values that JSON cannot hold are in data/calls.jsonl.
+@pytest.mark.parametrize(("config", "field", "value", "message"), read_cases("fields"))
+def test_wrong_field_is_refused(config: str, field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
+        replace(VALID[config], **{field: value})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("config", VALID)
+def test_each_field_refuses_an_object_of_another_type(config: str) -> None:
+    """A field without a check would accept a wrong value, which then fails far from its cause."""
+    for field in fields(VALID[config]):
+        with pytest.raises(ValueError, match=rf"^[a-z.]*{field.name} \(<object object") as caught:
+            replace(VALID[config], **{field.name: object()})
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("config", VALID)
+def test_each_float_field_must_be_finite(config: str, value: float) -> None:
+    for field in fields(VALID[config]):
+        if field.type is float:
+            with pytest.raises(ValueError, match=rf"{field.name} \({value}\) must be finite"):
+                replace(VALID[config], **{field.name: value})
+
+
+@pytest.mark.parametrize(("name", "content", "message"), read_cases("toml"))
+def test_wrong_file_is_refused(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(expand(content).encode("latin-1"))  # each character is one byte
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
+        load_config(path, overrides=[])
+    assert str(caught.value) == fill(message, NAMES | {"folder": str(tmp_path)})
+
+
+@pytest.mark.parametrize(("name", "overrides", "message"), read_cases("overrides"))
+def test_wrong_override_is_refused(name: str, overrides: list[Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared below
+        load_config(None, overrides=[expand(text) for text in overrides])
+    assert str(caught.value) == fill(message, NAMES)
+
+
+def test_integers_are_accepted_for_floats() -> None:
+    """Python's typing allows an int for a float, so ``capacity_factor=1`` must work."""
+    assert configs.RouterConfig(capacity_factor=1).capacity_factor == 1.0
+    assert load_config(None, overrides=["max_load=2"]).max_load == 2.0
+
+
+def test_largest_allowed_values_are_accepted() -> None:
+    assert replace(MOE, num_experts=2**15 - 1).num_experts == 32767
+    assert configs.DataConfig(seq_len=2**31 - 1).seq_len == 2147483647
+    model = replace(MODEL, num_layers=2**31 - 1)  # no loop over the layers
+    assert model.num_moe_layers == 2147483647

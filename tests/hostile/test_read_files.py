@@ -26,7 +26,7 @@ from halley.core.placement import (
 from halley.cost.hardware import Environment
 from halley.cost.profiles import Curve, ProfileTable
 from halley.cost.simulate import Contention
-from halley.fused.config import ConfigTable, TunedConfig, TunedShape, merge_tables
+from halley.fused.config import ConfigTable, TunedConfig, TunedShape
 from tests.damage import pickle_bomb
 from tests.hostile.cases import expand, fill, read_cases
 
@@ -185,14 +185,6 @@ def test_pickle_is_never_loaded(tmp_path: Path, name: str, protocol: int) -> Non
     assert not marker.exists()
     pickle.loads(path.read_bytes())  # a reader that unpickles would run the code
     assert marker.exists()
-
-
-def test_merged_tables_must_be_files(tmp_path: Path) -> None:
-    merged = tmp_path / "merged.jsonl"
-    rule = rf"^tuned kernel configurations \({tmp_path}\) must be a readable file: Is a directory$"
-    with pytest.raises(ValueError, match=rule):
-        merge_tables([tmp_path], merged)
-    assert not merged.exists()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import compatibility
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,13 +45,8 @@ class MixtralTest(unittest.TestCase):
 """
 
 
-@pytest.fixture(scope="module")
-def compatibility() -> ModuleType:
-    return importlib.import_module("benchmarks.compatibility")
-
-
 @pytest.mark.parametrize("name", ["transformers", "torchtitan", "megatron-core", "deepspeed"])
-def test_table_of_versions_matches_the_results(name: str, compatibility: ModuleType) -> None:
+def test_table_of_versions_matches_the_results(name: str) -> None:
     framework = compatibility.FRAMEWORKS[name]
     results = json.loads(framework.results.read_text(encoding="ascii"))
     assert set(results) == set(framework.versions)
@@ -68,7 +65,7 @@ def test_measured_steps_in_the_document_are_those_of_the_results() -> None:
         assert f"| {names[row['strategy']]} | {cells} |" in document
 
 
-def test_report_of_pytest_is_summarised(compatibility: ModuleType, tmp_path: Path) -> None:
+def test_report_of_pytest_is_summarised(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     found = compatibility.read_report(report)
@@ -127,9 +124,7 @@ def test_equal_outcomes_of_a_suite_are_summarised(suite: ModuleType) -> None:
         ("test_b", {}, 0),  # a test that did not run
     ],
 )
-def test_different_outcomes_of_a_suite_are_found(
-    test: str, counts: dict[str, int], failed: int, suite: ModuleType
-) -> None:
+def test_different_outcomes_of_a_suite_are_found(test, counts, failed, suite) -> None:
     found = suite.summarize(*_sides(suite, **{test: counts}))
     (changed,) = (each for each in found.values() if each["differ"])
     assert changed["differ"][0].endswith(test)
@@ -162,9 +157,7 @@ def test_plugin_records_the_largest_error(suite: ModuleType) -> None:
     assert record.errors == {"": {"float32": math.inf}}
 
 
-def test_plugin_records_outcomes(
-    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugin_records_outcomes(suite, tmp_path, monkeypatch) -> None:
     (tmp_path / "test_any.py").write_text(SUITE)
     record = tmp_path / "record.json"
     tests = [tmp_path / "test_any.py"]

@@ -4,7 +4,6 @@ import importlib
 import runpy
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.integrations.framework_case import check_losses, messages, train_both
 from tests.integrations.megatron_case import (
     Case,
     build_model,
@@ -30,7 +30,7 @@ from tests.integrations.megatron_case import (
 from tests.rank_pool import RunRanks
 
 
-NUM_STEPS, TOLERANCE = 4, 1e-5
+NUM_STEPS = 4
 NUM_RESUMED_STEPS = 2  # before a checkpoint, and again after it
 CASES = {
     "plain": Case(),
@@ -47,14 +47,6 @@ CASES = {
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_megatron.py"
 
 
-def _losses(
-    rank: int, num_ranks: int, case: Case, strategy: str
-) -> tuple[list[float], list[float], dict[str, str]]:
-    expected, ran = train(rank, num_ranks, case, NUM_STEPS)
-    assert ran == {}
-    return expected, *train(rank, num_ranks, replace(case, strategy=strategy), NUM_STEPS)
-
-
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -64,19 +56,11 @@ def _losses(
         ("main_grad", "fused"),
     ],
 )
-def test_losses_equal_megatrons(
-    name: str,
-    strategy: str,
-    run_ranks: RunRanks,
-    record_property: Callable[[str, str], None],
-) -> None:
-    for expected, losses, ran in run_ranks(_losses, 2, CASES[name], strategy):
-        assert expected[-1] < expected[0]
-        assert losses == pytest.approx(expected, rel=0, abs=TOLERANCE)
-        path = f"halley: {strategy}"
-        if name == "own activation":
-            path += ", with the framework's own expert code: the experts' activation is gelu"
-        assert ran == {f"decoder.layers.{i}.mlp": path for i in range(2)}
+def test_losses_equal_megatrons(name, strategy, run_ranks, record_property) -> None:
+    case = CASES[name]
+    found = run_ranks(train_both, 2, train, case, replace(case, strategy=strategy), NUM_STEPS)
+    reason = "the experts' activation is gelu" if name == "own activation" else ""
+    check_losses(found, "decoder.layers.{}.mlp", f"halley: {strategy}", reason=reason)
     record_property("ran", strategy)
 
 
@@ -185,9 +169,7 @@ def _experts(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("writer", "reader"), [("sequential", "sequential"), ("sequential", ""), ("", "sequential")]
 )
-def test_training_resumes_from_checkpoints_of_either_kind(
-    writer: str, reader: str, tmp_path: Path, run_ranks: RunRanks
-) -> None:
+def test_training_resumes_from_checkpoints_of_either_kind(writer, reader, tmp_path, run_ranks):
     """Bit for bit with the same kind of layers."""
     tolerance = 0.0 if writer == reader else 1e-5
     for expected, losses, difference in run_ranks(_resume, 2, tmp_path, writer, reader):
@@ -211,9 +193,7 @@ def _exchange(rank: int, num_ranks: int, folder: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_checkpoints_with_a_key_for_each_expert_are_interchangeable(
-    tmp_path: Path, run_ranks: RunRanks
-) -> None:
+def test_checkpoints_with_a_key_for_each_expert_are_interchangeable(tmp_path, run_ranks) -> None:
     run_ranks(_exchange, 2, tmp_path)
 
 
@@ -221,17 +201,12 @@ def _run_unsupported(
     rank: int, num_ranks: int, settings: dict[str, Any], strict: bool
 ) -> list[str]:
     """Build and run a model with a setting that Halley cannot run; return the messages."""
-    with on_cpu(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        case = Case(strategy="unfused" if strict else "unfused:inputs", settings=settings)
-        try:
-            model = build_model(case, num_ranks, strict=strict)
-        except ValueError as error:
-            return [str(error)]
-        tokens = torch.randint(0, 64, (2, 17))
-        run_step(model, tokens, case.schedule)
-        paths = halley_megatron.describe(model.module).values()
-    return [*paths, *(str(w.message) for w in caught if "must be" in str(w.message))]
+    case = Case(strategy="unfused" if strict else "unfused:inputs", settings=settings)
+    with on_cpu(), messages() as found:
+        model = build_model(case, num_ranks, strict=strict)
+        run_step(model, torch.randint(0, 64, (2, 17)), case.schedule)
+        found += halley_megatron.describe(model.module).values()
+    return found
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -298,9 +273,8 @@ def _job_specs(rank: int, num_ranks: int) -> list[Any]:
     with on_cpu():
         start(num_ranks)
         one, mixed = _job(1, 2), _job([0, 1], None)
-        with pytest.raises(
-            ValueError, match=r"^moe_layer_freq \(\[0, 1\]\) must be 1 with virtual"
-        ):
+        rule = r"^moe_layer_freq \(\[0, 1\]\) must be 1 with virtual"
+        with pytest.raises(ValueError, match=rule):
             _job([0, 1], 2)
     layers = [one, *mixed.layer_specs]
     return [layer.submodules.mlp.module.__name__ for layer in layers]

@@ -1,7 +1,6 @@
 """Transformers models with experts spread over ranks: steps, files, checkpointing, Trainer."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,9 +41,7 @@ def saved() -> dict[str, tuple[Path, Expected]]:
 
 @pytest.fixture
 def case(
-    family: str,
-    saved: dict[str, tuple[Path, Expected]],
-    tmp_path_factory: pytest.TempPathFactory,
+    family: str, saved: dict[str, tuple[Path, Expected]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Expected]:
     if family not in saved:
         folder = tmp_path_factory.mktemp(family)
@@ -71,14 +68,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("family", "strategy", "mesh"), STEPS)
-def test_step_equals_undivided_model(
-    family: str,
-    strategy: str,
-    mesh: str,
-    case: tuple[Path, Expected],
-    run_ranks: RunRanks,
-    record_property: Callable[[str, str], None],
-) -> None:
+def test_step_equals_undivided_model(family, strategy, mesh, case, run_ranks, record_property):
     sizes = MESHES[mesh]
     path = f"halley: {strategy}"
     if family in UNSUPPORTED:
@@ -90,9 +80,7 @@ def test_step_equals_undivided_model(
 
 
 @pytest.mark.parametrize(("family", "mesh"), [("mixtral", "tp2_ep4"), ("qwen2_moe", "ep2_of_4")])
-def test_step_on_two_dimensional_mesh(
-    family: str, mesh: str, case: tuple[Path, Expected], run_ranks: RunRanks
-) -> None:
+def test_step_on_two_dimensional_mesh(family, mesh, case, run_ranks) -> None:
     if find_extension_point().kind == "experts_function":
         pytest.skip("this transformers has no such meshes")
     run_ranks(_step, 4, *case, MESHES[mesh], "sequential")
@@ -134,9 +122,7 @@ def _checkpointed(
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "fused"])
-def test_activation_checkpointing_keeps_values(
-    strategy: str, tmp_path: Path, run_ranks: RunRanks
-) -> None:
+def test_activation_checkpointing_keeps_values(strategy, tmp_path, run_ranks) -> None:
     expected = save_model("qwen3_moe", tmp_path, num_hidden_layers=1)
     run_ranks(_checkpointed, 2, tmp_path, expected, strategy)
 

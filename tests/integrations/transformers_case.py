@@ -124,14 +124,8 @@ def run_step(model: nn.Module, tokens: torch.Tensor) -> float:
     return float(loss.detach())
 
 
-def load_sharded(
-    folder: Path, mesh: Mesh, *, strategy: str, strict: bool = False, named: bool = True
-) -> Any:
-    """Return the model of a folder, its experts spread over the ranks and run by Halley.
-
-    Args:
-        named: whether the model's configuration names Halley's implementation, where it can.
-    """
+def load_sharded(folder: Path, mesh: Mesh, *, strategy: str, strict: bool = False) -> Any:
+    """Return the model of a folder, its experts spread over the ranks and run by Halley."""
     transformers.utils.logging.disable_progress_bar()
     kind = find_extension_point().kind
     if kind == "experts_function":
@@ -140,9 +134,9 @@ def load_sharded(
         return model
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    halley_transformers.enable(strategy=strategy, strict=strict, default=not named)
+    halley_transformers.enable(strategy=strategy, strict=strict, default=False)
     options: dict[str, Any] = {"fsdp_size": mesh.fsdp_size, "ep_size": mesh.ep_size}
-    if kind == "ep_implementation" and named:
+    if kind == "ep_implementation":
         options["ep_implementation"] = halley_transformers.NAME
     if mesh.tp_size > 1:
         options["tp_size"] = mesh.tp_size
@@ -151,11 +145,6 @@ def load_sharded(
         options["ep_plan"] = _PLANS[config.model_type]
     distributed = DistributedConfig(**options)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=distributed)
-
-
-def find_moe_block(model: nn.Module) -> nn.Module:
-    """Return the first module that has experts: it contains their router too."""
-    return next(module for module in model.modules() if hasattr(module, "experts"))
 
 
 def compare_step(model: nn.Module, expected: Expected, mesh: Mesh, *, tolerance: float) -> None:

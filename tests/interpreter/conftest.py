@@ -1,6 +1,8 @@
-"""Skip this folder where Triton compiles: its tests are about the interpreter."""
+"""Repair the interpreter for these tests, and skip them where Triton compiles."""
 
 import os
+
+import halley.interpreter  # noqa: F401  (the import installs the repairs)
 
 
 collect_ignore_glob = [] if os.environ["TRITON_INTERPRET"] == "1" else ["test_*.py"]

@@ -98,9 +98,8 @@ def _random_float32(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 1 << 32, (N,), generator=generator)
     # Ties, and the values next to them, where rounding is decided; the last carries into infinity.
-    bits[:6] = torch.tensor(
-        [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00008000, 0x7F7F8000]
-    )
+    halfway = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00008000, 0x7F7F8000]
+    bits[:6] = torch.tensor(halfway)
     bits[6:10] = torch.tensor([0x7F800000, 0xFF800000, 0x7F800001, 0x00000001])
     return bits.to(torch.uint32).view(torch.float32)
 

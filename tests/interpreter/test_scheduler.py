@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,7 +22,11 @@ def _interleave(scheduler: Scheduler, num_steps: int = 20) -> list[int]:
     return order
 
 
-def _assert_threads_ended(before: set[threading.Thread]) -> None:
+@pytest.fixture
+def no_threads_left() -> Iterator[None]:
+    """Check that all threads of the test have ended."""
+    before = set(threading.enumerate())
+    yield
     deadline = time.monotonic() + 5
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -120,31 +125,29 @@ def test_barrier_waits_for_all(seed: int) -> None:
     scheduler.run_ranks(3, run)
 
 
+@pytest.mark.usefixtures("no_threads_left")
 def test_barrier_that_others_never_reach_is_an_error() -> None:
-    before = set(threading.enumerate())
     scheduler = Scheduler(0, resident=1)
     with pytest.raises(RuntimeError, match=r"rank [02], rank [02] of 3 ranks wait at a barrier"):
         scheduler.run_ranks(3, lambda rank: None if rank == 1 else scheduler.barrier())
-    _assert_threads_ended(before)
 
 
+@pytest.mark.usefixtures("no_threads_left")
 def test_endless_run_is_an_error_that_names_the_seed() -> None:
     def run(rank: int) -> None:
         while rank == 1:
             switch_point()
 
-    before = set(threading.enumerate())
     scheduler = Scheduler(11, resident=1, max_switches=500)
     with pytest.raises(RuntimeError, match="no end after 500 switches with seed 11"):
         scheduler.run_ranks(2, run)
-    _assert_threads_ended(before)
     assert scheduler.run_ranks(2, lambda rank: rank) == [0, 1]
 
 
+@pytest.mark.usefixtures("no_threads_left")
 @pytest.mark.parametrize("seed", range(2))
 def test_error_of_one_rank_ends_all_others(seed: int) -> None:
     """One rank fails; the others spin, wait at the barrier, and wait for a launch that spins."""
-    before = set(threading.enumerate())
     scheduler = Scheduler(seed, resident=2)
     done: list[str] = []
 
@@ -169,7 +172,6 @@ def test_error_of_one_rank_ends_all_others(seed: int) -> None:
         scheduler.run_ranks(4, run)
     assert error.value.__notes__ == [f"in rank 0, with seed {seed}"]
     assert not done
-    _assert_threads_ended(before)
 
 
 def test_error_of_a_program_is_raised_and_first_wins() -> None:

@@ -47,46 +47,14 @@ def _world() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def _plain(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return model(x_TD)
-
-
-def _without_collectives(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return (model.first(x_TD) * model.second(x_TD)).mean()
-
-
 def _with_graph_break(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
     torch._dynamo.graph_break()
     return model(x_TD)
 
 
-def _with_unknown_collective(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return model(x_TD / torch.ops._dtensor.unknown_sum(x_TD.detach().abs()))
-
-
-def _with_dropout(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return model(F.dropout(x_TD, 0.5))
-
-
-def _with_other_computation(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return model(x_TD) * 2.0 if dist.get_rank() else model(x_TD)
-
-
-def _with_all_reduce(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return model(x_TD / fc.all_reduce(x_TD.detach().abs(), "sum", _world()))
-
-
-def _with_constant(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return model(x_TD * torch.tensor([1.0, 2.0] * (SIZE // 2)))
-
-
 def _with_other_collectives(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
     loss = model(x_TD)
     return loss + exchange(x_TD * model.first.bias).mean() if dist.get_rank() else loss
-
-
-def _without_scalar(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return exchange(model.first(x_TD))
 
 
 def _with_two_results(model: SmallModel, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -104,8 +72,24 @@ def _with_checkpoint(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
     return model(checkpoint(layer, x_TD, use_reentrant=False))  # type: ignore[arg-type]
 
 
-def _without_gradient(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
-    return exchange(x_TD).mean()
+LOSSES: dict[str, Loss] = {
+    "plain": lambda model, x: model(x),
+    "all-reduce": lambda model, x: model(x / fc.all_reduce(x.detach().abs(), "sum", _world())),
+    "buffer": _with_buffer,
+    "checkpoint": _with_checkpoint,
+    "constant": lambda model, x: model(x * torch.tensor([1.0, 2.0] * (SIZE // 2))),
+    "dropout": lambda model, x: model(F.dropout(x, 0.5)),
+    "graph break": _with_graph_break,
+    "no collectives": lambda model, x: (model.first(x) * model.second(x)).mean(),
+    "no gradient": lambda model, x: exchange(x).mean(),
+    "no scalar": lambda model, x: exchange(model.first(x)),
+    "other collectives": _with_other_collectives,
+    "other computation": lambda model, x: model(x) * 2.0 if dist.get_rank() else model(x),
+    "two results": _with_two_results,
+    "unknown collective": lambda model, x: model(
+        x / torch.ops._dtensor.unknown_sum(x.detach().abs())
+    ),
+}
 
 
 @final
@@ -123,11 +107,11 @@ class _Wrapped(nn.Module):
 
 
 def _run(
-    rank: int, num_ranks: int, loss: Loss, inner: Inner = "eager"
+    rank: int, num_ranks: int, loss: str, inner: Inner = "eager"
 ) -> tuple[str, str, list[bool]]:
     """Return the warning or error of steps, the fallback, and which steps equal uncompiled ones."""
     torch.manual_seed(0)
-    model = _Wrapped(loss)
+    model = _Wrapped(LOSSES[loss])
     torch.manual_seed(rank)
     batch = (torch.randn(4 * num_ranks, SIZE),)
     with fresh_graphs(), warnings.catch_warnings(record=True) as caught:
@@ -150,24 +134,24 @@ def _run(
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (_without_collectives, "the graph has no all-to-all"),
-        (_with_unknown_collective, "how these operators communicate: _dtensor::unknown_sum"),
-        (_with_dropout, "lanes would change the order of random numbers of"),
-        (_with_other_computation, "the computation of ranks [1] differs from that of rank 0"),
+        ("no collectives", "the graph has no all-to-all"),
+        ("unknown collective", "how these operators communicate: _dtensor::unknown_sum"),
+        ("dropout", "lanes would change the order of random numbers of"),
+        ("other computation", "the computation of ranks [1] differs from that of rank 0"),
     ],
 )
 def test_fallback_runs_one_after_another_and_names_its_reason(
-    run_ranks, loss: Loss, reason: str
+    run_ranks, loss: str, reason: str
 ) -> None:
     for warned, fallback, equal in run_ranks(_run, 2, loss):
         assert reason in fallback
         assert warned == f"microbatches run one after another: {fallback}"
         # Eager dropout draws its numbers by another kernel than the compiled one.
-        assert equal == [True] * 4 or loss is _with_dropout
+        assert equal == [True] * 4 or loss == "dropout"
 
 
-@pytest.mark.parametrize("loss", [_plain, _with_all_reduce, _with_constant])
-def test_other_operators_run_in_lanes(run_ranks, loss: Loss) -> None:
+@pytest.mark.parametrize("loss", ["plain", "all-reduce", "constant"])
+def test_other_operators_run_in_lanes(run_ranks, loss: str) -> None:
     for warned, fallback, equal in run_ranks(_run, 2, loss):
         assert (warned, fallback) == ("", "")
         assert equal == [True] * 4
@@ -175,7 +159,7 @@ def test_other_operators_run_in_lanes(run_ranks, loss: Loss) -> None:
 
 def test_constants_run_compiled(run_ranks) -> None:
     # Compiled kernels may round differently from operators, but the segments must run.
-    for warned, fallback, equal in run_ranks(_run, 2, _with_constant, "inductor"):
+    for warned, fallback, equal in run_ranks(_run, 2, "constant", "inductor"):
         assert (warned, fallback) == ("", "")
         assert len(equal) == 4
 
@@ -183,16 +167,16 @@ def test_constants_run_compiled(run_ranks) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (_with_graph_break, "Unsupported: .*graph_break"),
-        (_with_other_collectives, r"RuntimeError: graph \d+: ranks \[1\] have other collectives"),
-        (_without_scalar, r"ValueError: the loss \(of shape \(4, 8\)\) must be a scalar"),
-        (_with_two_results, "ValueError: the graph has 2 outputs, but must have one"),
-        (_with_buffer, "ValueError: the graph has 2 outputs, .* must not write to its .* buffers"),
-        (_without_gradient, "ValueError: the loss must depend on a parameter"),
-        (_with_checkpoint, "ValueError: lanes cannot replay random numbers in recomputed layers"),
+        ("graph break", "Unsupported: .*graph_break"),
+        ("other collectives", r"RuntimeError: graph \d+: ranks \[1\] have other collectives"),
+        ("no scalar", r"ValueError: the loss \(of shape \(4, 8\)\) must be a scalar"),
+        ("two results", "ValueError: the graph has 2 outputs, but must have one"),
+        ("buffer", "ValueError: the graph has 2 outputs, .* must not write to its .* buffers"),
+        ("no gradient", "ValueError: the loss must depend on a parameter"),
+        ("checkpoint", "ValueError: lanes cannot replay random numbers in recomputed layers"),
     ],
 )
-def test_error_names_its_reason_on_all_ranks(run_ranks, loss: Loss, message: str) -> None:
+def test_error_names_its_reason_on_all_ranks(run_ranks, loss: str, message: str) -> None:
     for text, _, _ in run_ranks(_run, 2, loss):
         assert re.match(message, text, re.DOTALL), text
 

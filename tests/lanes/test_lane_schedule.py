@@ -1,7 +1,7 @@
 """Schedules of hand-made items: the order, the switch of lanes, and moved weight gradients."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -17,20 +17,19 @@ from halley.lanes.lane_schedule import (
 )
 
 
-def _item(kind: Kind, *needs: int, has_rows: bool = False) -> Item:
-    return Item(kind=kind, needs=needs, has_rows=has_rows)
+def _items(*described: tuple[Kind, *tuple[int, ...]]) -> list[Item]:
+    """Return items by their kinds and the items that they need; all waits are for rows."""
+    return [
+        Item(kind=kind, needs=tuple(needs), has_rows=kind == "wait") for kind, *needs in described
+    ]
 
 
 def _chain(num_exchanges: int) -> tuple[list[Item], list[float]]:
     """Return segments of 10 us with an exchange of 8 us after each but the last one."""
-    items, durations_us = [_item("segment")], [10.0]
+    items, durations_us = _items(("segment",)), [10.0]
     for _ in range(num_exchanges):
         last = len(items) - 1
-        items += [
-            _item("start", last),
-            _item("wait", last + 1, has_rows=True),
-            _item("segment", last + 2),
-        ]
+        items += _items(("start", last), ("wait", last + 1), ("segment", last + 2))
         durations_us += [8.0, 0.0, 10.0]
     return items, durations_us
 
@@ -84,14 +83,9 @@ def test_forward_runs_beside_backward_of_another_microbatch_if_that_is_faster() 
 
 def test_units_move_into_waits_of_a_single_microbatch() -> None:
     # 1 and 2 are weight gradients of item 0; the exchange needs item 0 only.
-    items = [
-        _item("segment"),
-        _item("unit", 0),
-        _item("unit", 0),
-        _item("start", 0),
-        _item("wait", 3, has_rows=True),
-        _item("segment", 4),
-    ]
+    items = _items(
+        ("segment",), ("unit", 0), ("unit", 0), ("start", 0), ("wait", 3), ("segment", 4)
+    )
     durations_us = [10.0, 6.0, 1.0, 7.0, 0.0, 10.0]
     plan = plan_lanes(items, durations_us, num_microbatches=1, max_lanes=2)
     assert plan.order == ((0, 0), (0, 3), (0, 1), (0, 2), (0, 4), (0, 5))
@@ -101,16 +95,8 @@ def test_units_move_into_waits_of_a_single_microbatch() -> None:
 
 
 def test_unit_much_longer_than_the_wait_stays_behind_it() -> None:
-    items = [
-        _item("segment"),
-        _item("unit", 0),
-        _item("start", 0),
-        _item("wait", 2, has_rows=True),
-        _item("segment", 3),
-        _item("start", 4),
-        _item("wait", 5, has_rows=True),
-        _item("segment", 6),
-    ]
+    items = _items(("segment",), ("unit", 0), ("start", 0), ("wait", 2))
+    items += _items(("segment", 3), ("start", 4), ("wait", 5), ("segment", 6))
     durations_us = [10.0, 50.0, 5.0, 0.0, 10.0, 45.0, 0.0, 10.0]
     plan = plan_lanes(items, durations_us, num_microbatches=1, max_lanes=1)
     # The first exchange is done long before the unit would be; the second one is long enough.
@@ -119,51 +105,26 @@ def test_unit_much_longer_than_the_wait_stays_behind_it() -> None:
 
 def test_unit_runs_before_a_segment_that_reads_it() -> None:
     # A tied weight: a later segment adds to the gradient of an earlier unit.
-    items = [
-        _item("segment"),
-        _item("unit", 0),
-        _item("start", 0),
-        _item("wait", 2, has_rows=True),
-        _item("segment", 1, 3),
-    ]
+    items = _items(("segment",), ("unit", 0), ("start", 0), ("wait", 2), ("segment", 1, 3))
     orders = schedules(items, [1.0, 100.0, 1.0, 0.0, 1.0], num_microbatches=2, max_lanes=2)
     for _, _, order in orders:
         check_order(items, order)
 
 
 def test_lanes_do_not_switch_at_counts() -> None:
-    counts, rows = _item("wait", 1), _item("wait", 4, has_rows=True)
-    items = [
-        _item("segment"),
-        _item("start", 0),
-        counts,
-        _item("host", 2),
-        _item("start", 3),
-        rows,
-        _item("segment", 5),
-    ]
+    items = _items(("segment",), ("start", 0), ("wait", 1), ("host", 2), ("start", 3))
+    items[2] = replace(items[2], has_rows=False)
+    items += _items(("wait", 4), ("segment", 5))
     durations_us = [5.0, 1.0, 0.0, 0.5, 20.0, 0.0, 5.0]
     plan = plan_lanes(items, durations_us, num_microbatches=2, max_lanes=2)
     assert plan.order[:5] == tuple((0, index) for index in range(5))
 
 
 def test_plan_stays_one_after_another_if_nothing_is_faster() -> None:
-    items = [_item("segment"), _item("segment", 0)]
+    items = _items(("segment",), ("segment", 0))
     plan = plan_lanes(items, [1.0, 1.0], num_microbatches=3, max_lanes=2)
     assert list(plan.order) == one_after_another(items, num_microbatches=3)
     assert plan.time == plan.time_before
-
-
-def test_prediction_of_an_order_is_that_of_the_simulator() -> None:
-    items, durations_us = _chain(num_exchanges=1)
-    time = predict(items, durations_us, [(0, 0), (0, 1), (1, 0), (1, 1), *_rest()])
-    # Segments at 0, 10, 20 and 30 us; transfers at 10 and 20 us.
-    assert time.makespan_us == pytest.approx(40.0)
-    assert time.comm_us == pytest.approx(16.0)
-
-
-def _rest() -> list[tuple[int, int]]:
-    return [(0, 2), (0, 3), (1, 2), (1, 3)]
 
 
 def test_plan_survives_json() -> None:

@@ -3,6 +3,7 @@
 import random
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from halley.lanes.cut import Item, cut_step
 from halley.lanes.executor import Executor, Order, one_after_another
 from halley.lanes.lane_schedule import schedules
 from halley.lanes.segment_compiler import SegmentCompiler
-from halley.moe.router import AbstractRouter, RouterOutput
+from halley.moe.router import AbstractRouter
 from halley.ops.gradient_hook import set_gradient_hook
 from tests.lanes.lane_case import (
     SIZE,
@@ -118,18 +119,14 @@ def test_every_schedule_is_equal_bit_for_bit(run_ranks, gate: Gate, num_ranks: i
 def _count_dropped(rank: int, num_ranks: int) -> int:
     groups = build_groups(num_ranks, device_type="cpu")
     model = build_gpt2("switch", groups, num_layers=4)
-    dropped: list[int] = []
-
-    def count(router: nn.Module, inputs: object, output: RouterOutput) -> None:
-        dropped.append(int((output.routing.topk_idx_TK == DROPPED).sum()))
-
+    outputs: list[Any] = []  # of type RouterOutput
     for module in model.modules():
         if isinstance(module, AbstractRouter):
-            module.register_forward_hook(count)
+            module.register_forward_hook(lambda router, inputs, output: outputs.append(output))
     with torch.no_grad():
         model(*make_batch(rank, batch_size=BATCH_SIZE))
     destroy(groups)
-    return sum(dropped)
+    return sum(int((output.routing.topk_idx_TK == DROPPED).sum()) for output in outputs)
 
 
 def test_capacity_of_the_tested_model_drops_tokens(run_ranks) -> None:

@@ -1,25 +1,30 @@
-"""Small models for tests, one for each kind of router, with large weights."""
+"""Small models and layers for tests, one for each kind of router, with large weights."""
 
 import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from halley.core.config import ModelConfig, MoEConfig, RouterConfig
+from halley.core.placement import ExpertPlacement
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
+from halley.moe.layer import MoELayer
 from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
+from halley.tools.skew import zipf_load
 
 
 CPU = torch.device("cpu")
+HIDDEN = 16
 
 _MOE = MoEConfig(num_experts=8, top_k=2, intermediate_size=8)
 _MODEL = ModelConfig(
     name="small",
     vocab_size=32,
-    hidden_size=16,
+    hidden_size=HIDDEN,
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
@@ -48,6 +53,48 @@ MODELS: dict[str, ModelConfig] = {
         num_layers=4, num_dense_layers=1, moe_interval=2, dense_intermediate_size=24
     ),
 }
+
+
+LOADS = {
+    "zipf": zipf_load(_MOE.num_experts, exponent=1.2, top_k=2),
+    "one takes all": torch.tensor([1.0] + [1e-9] * 7),
+    "one is empty": torch.tensor([0.0] + [1 / 7] * 7),
+}
+
+
+def build_layer(
+    kind: str,
+    groups: ParallelGroups,
+    strategy: str,
+    *,
+    load: str = "",
+    dtype: torch.dtype = torch.float32,
+    placement: ExpertPlacement | None = None,
+) -> MoELayer:
+    """Return a layer whose router produces about that load; each expert has its own weights."""
+    options = {"recorder": Recorder(CPU), "device": CPU, "num_chunks": 2}
+    layer = MoELayer(
+        MODELS[kind].moe,
+        HIDDEN,
+        strategy=build_strategy(strategy, groups.ep, tp_size=groups.tp_size, **options),
+        groups=groups,
+        placement=placement,
+        dtype=dtype,
+    )
+    with torch.no_grad():
+        for seed, (name, parameter) in enumerate(layer.named_parameters()):
+            generator = torch.Generator().manual_seed(seed)
+            if not name.startswith("experts."):
+                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+                continue
+            name = name.removeprefix("experts.")
+            shape = (_MOE.num_experts, *layer.experts.full_shape(name))
+            values = 0.4 * torch.randn(shape, generator=generator)
+            own_ids = list(layer.experts.expert_ids)
+            parameter.copy_(layer.experts.local_shard(name, values[own_ids]))
+        if load:
+            layer.router.weight[:, 0] = LOADS[load].clamp_min(1e-9).log().float()
+    return layer
 
 
 def build_model(
@@ -85,6 +132,15 @@ def make_tokens(rank: int, *, batch_size: int = 2, seq_len: int = 9, step: int =
     """Return the tokens of a rank in a step, ``(B, S)``."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(_MODEL.vocab_size, (batch_size, seq_len), generator=generator)
+
+
+def run_step(model: MoETransformer, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Run forward and backward; return the loss, which includes the routers' losses."""
+    out = model(tokens_BS)
+    logits = out.logits_BSV[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, tokens_BS[:, 1:].flatten()) + out.router_loss
+    loss.backward()
+    return loss.detach()
 
 
 def destroy(groups: ParallelGroups) -> None:

@@ -6,42 +6,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.layer import MoELayer
-from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
-from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens
+from tests.moe.model_case import MODELS, build_layer, build_model, destroy, make_tokens, run_step
 from tests.rank_pool import RunRanks
 
 
-HIDDEN = 16
 TOLERANCE = RELATIVE_TOLERANCE[torch.float32]
-
-
-def _build_layer(groups: ParallelGroups, strategy: str) -> MoELayer:
-    layer = MoELayer(
-        MODELS["softmax"].moe,
-        HIDDEN,
-        strategy=build_strategy(strategy, groups.ep, recorder=Recorder(CPU), device=CPU),
-        groups=groups,
-    )
-    generator = torch.Generator().manual_seed(groups.ep_rank)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-        layer.router.weight.copy_(torch.linspace(-1.0, 1.0, 8 * HIDDEN).view(8, HIDDEN).cos())
-    return layer
 
 
 def _step(layer: MoELayer, rank: int) -> torch.Tensor:
     """Run forward and backward on the tokens of the rank; return the output."""
     generator = torch.Generator().manual_seed(100 + rank)
-    out = layer(torch.randn(5 + 3 * rank, HIDDEN, generator=generator))
+    shape = (5 + 3 * rank, MODELS["softmax"].hidden_size)
+    out = layer(torch.randn(shape, generator=generator))
     (out.y.square().sum() + out.router_loss).backward()
     return out.y.detach()
 
@@ -54,14 +36,8 @@ def _gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _train(groups: ParallelGroups, **options: Any) -> dict[str, torch.Tensor]:
     """Return the summed losses and gradients of two microbatches of a model."""
     model = build_model(MODELS["shared experts"], groups=groups, **options)
-    losses = []
-    for microbatch in range(2):
-        tokens_BS = make_tokens(groups.rank, batch_size=1, step=microbatch)
-        out = model(tokens_BS)
-        logits = out.logits_BSV[:, :-1].flatten(0, 1)
-        loss = F.cross_entropy(logits, tokens_BS[:, 1:].flatten()) + out.router_loss
-        loss.backward()
-        losses.append(loss.detach())
+    tokens = [make_tokens(groups.rank, batch_size=1, step=step) for step in range(2)]
+    losses = [run_step(model, tokens_BS) for tokens_BS in tokens]
     return {"losses": torch.stack(losses), **_gradients(model)}
 
 
@@ -84,7 +60,7 @@ def _shard(rank: int, num_ranks: int) -> None:
     """Two pairs of ranks have copies of the experts; FSDP shards each weight over the copies."""
     groups = build_groups(2, device_type="cpu")
     assert groups.mesh is not None
-    plain, sharded = (_build_layer(groups, name) for name in ("sequential", "fused"))
+    plain, sharded = (build_layer("softmax", groups, name) for name in ("sequential", "fused"))
     want = _step(plain, rank)
     fully_shard(sharded, mesh=groups.mesh["edp"])
     for _ in range(2):  # FSDP gathers the weights into other memory for each pass
@@ -105,14 +81,14 @@ def test_experts_sharded_by_fsdp_have_equal_gradients(run_ranks: RunRanks) -> No
 
 @pytest.mark.parametrize("strategy", ["sequential", "fused"])
 def test_autocast_equals_the_layer_in_that_dtype(strategy: str) -> None:
-    layer = _build_layer(ParallelGroups(), strategy)
+    layer = build_layer("softmax", ParallelGroups(), strategy)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = _step(layer, 1)
+        got = _step(layer, 2)
     gradients = _gradients(layer)
     assert got.dtype == torch.bfloat16
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
-    reference = _build_layer(ParallelGroups(), "sequential")
-    want = _step(reference, 1)
+    reference = build_layer("softmax", ParallelGroups(), "sequential")
+    want = _step(reference, 2)
     assert 0 < relative_error(got, want) <= RELATIVE_TOLERANCE[torch.bfloat16]
     for name in ("experts.gate_up_proj", "experts.down_proj"):
         error = relative_error(gradients[name], _gradients(reference)[name])

@@ -8,68 +8,24 @@ import torch
 
 from halley.core.placement import ExpertPlacement
 from halley.core.reference import moe_reference
-from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.layer import GroupedExperts, MoELayer
-from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
-from halley.tools.skew import zipf_load
-from tests.moe.model_case import CPU, MODELS, destroy
+from tests.moe.model_case import HIDDEN, LOADS, build_layer, destroy
 from tests.rank_pool import RunRanks
 
 
-HIDDEN, NUM_EXPERTS = 16, 8
 NUM_TOKENS = (11, 0, 7, 20)  # of each rank
 PLACEMENTS = {
     2: ((0, 1, 3, 5, 6), (0, 2, 3, 4, 7)),
     4: ((0, 1, 2), (0, 1, 3), (0, 1, 4), (5, 6, 7)),  # the last rank has no replica
-}
-LOADS = {
-    "zipf": zipf_load(NUM_EXPERTS, exponent=1.2, top_k=2),
-    "one takes all": torch.tensor([1.0] + [1e-9] * 7),
-    "one is empty": torch.tensor([0.0] + [1 / 7] * 7),
 }
 
 Tensors = dict[str, torch.Tensor]
 
 
 def _placement(num_ranks: int) -> ExpertPlacement:
-    return ExpertPlacement(num_experts=NUM_EXPERTS, experts_WL=PLACEMENTS[num_ranks])
-
-
-def _build(
-    kind: str,
-    groups: ParallelGroups,
-    strategy: str,
-    *,
-    load: str = "",
-    dtype: torch.dtype = torch.float32,
-    placed: bool = False,
-) -> MoELayer:
-    """Return a layer whose router produces about that load; each expert has its own weights."""
-    options = {"recorder": Recorder(CPU), "device": CPU, "num_chunks": 2}
-    layer = MoELayer(
-        MODELS[kind].moe,
-        HIDDEN,
-        strategy=build_strategy(strategy, groups.ep, tp_size=groups.tp_size, **options),
-        groups=groups,
-        placement=_placement(groups.ep_size) if placed else None,
-        dtype=dtype,
-    )
-    with torch.no_grad():
-        for seed, (name, parameter) in enumerate(layer.named_parameters()):
-            generator = torch.Generator().manual_seed(seed)
-            if not name.startswith("experts."):
-                parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-                continue
-            name = name.removeprefix("experts.")
-            shape = (NUM_EXPERTS, *layer.experts.full_shape(name))
-            values = 0.4 * torch.randn(shape, generator=generator)
-            own_ids = list(layer.experts.expert_ids)
-            parameter.copy_(layer.experts.local_shard(name, values[own_ids]))
-        if load:
-            layer.router.weight[:, 0] = LOADS[load].clamp_min(1e-9).log().float()
-    return layer
+    return ExpertPlacement(num_experts=8, experts_WL=PLACEMENTS[num_ranks])
 
 
 def _tokens(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +52,7 @@ def _expected(
     kind: str, load: str, own: GroupedExperts, *, num_ranks: int, rank: int, dtype: torch.dtype
 ) -> Tensors:
     """Route the tokens of each rank separately, because capacity and losses are per rank."""
-    layer = _build(kind, ParallelGroups(), "sequential", load=load, dtype=dtype)
+    layer = build_layer(kind, ParallelGroups(), "sequential", load=load, dtype=dtype)
     results: Tensors = {}
     for source in range(num_ranks):
         x_TD, grad_TD = _tokens(source, dtype)
@@ -129,7 +85,8 @@ def _check(
     groups = build_groups(0, device_type="cpu", tp_size=tp_size)
     found: list[Tensors] = []
     for load, strategy in itertools.product(loads, strategies):
-        layer = _build(kind, groups, strategy, load=load, dtype=dtype, placed=placed)
+        placement = _placement(num_ranks) if placed else None
+        layer = build_layer(kind, groups, strategy, load=load, dtype=dtype, placement=placement)
         got = _run(layer, rank)
         want = _expected(kind, load, layer.experts, num_ranks=num_ranks, rank=rank, dtype=dtype)
         counts_E = got.pop("counts")
@@ -160,9 +117,7 @@ def _check(
         ("sigmoid", 2, "fused", 2),
     ],
 )
-def test_layer_equals_the_reference(
-    run_ranks: RunRanks, kind: str, num_ranks: int, strategy: str, tp_size: int
-) -> None:
+def test_layer_equals_the_reference(run_ranks, kind, num_ranks, strategy, tp_size) -> None:
     run_ranks(_check, num_ranks, kind, [strategy], [""], torch.float32, tp_size, False)
 
 
@@ -201,7 +156,7 @@ def test_layer_with_replicas_equals_the_reference(
 
 def _refuse(rank: int, num_ranks: int) -> None:
     groups = build_groups(0, device_type="cpu")
-    layer = _build("softmax", groups, "fused", load="zipf", placed=True)
+    layer = build_layer("softmax", groups, "fused", load="zipf", placement=_placement(2))
     weight = layer.experts.down_proj
     vars(weight)["main_grad"] = torch.zeros_like(weight)
     with pytest.raises(ValueError, match=r"main_grad \(a buffer\) must be None on experts of"):
@@ -209,7 +164,7 @@ def _refuse(rank: int, num_ranks: int) -> None:
     destroy(groups)
     groups = build_groups(0, device_type="cpu", tp_size=2)
     with pytest.raises(ValueError, match=re.escape("expert_bias (true) must be false")):
-        _build("biases", groups, "sequential")
+        build_layer("biases", groups, "sequential")
     destroy(groups)
 
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from halley.core.config import ModelConfig
 from halley.core.reference import moe_reference
@@ -15,7 +14,7 @@ from halley.distributed.mesh import build_groups
 from halley.moe.layer import MoELayer, grouped_experts
 from halley.moe.transformer import Block, MoETransformer, flops_per_token
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
-from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens
+from tests.moe.model_case import CPU, MODELS, build_model, destroy, make_tokens, run_step
 
 
 Weights = dict[str, torch.Tensor]
@@ -150,8 +149,7 @@ def _initial_weights(rank: int, num_ranks: int, kind: str, ep_size: int) -> Weig
 
 
 @pytest.mark.parametrize(
-    ("kind", "ep_size"),
-    [("sigmoid", 1), ("biases", 2), ("shared experts", 4), ("dense layers", 2)],
+    ("kind", "ep_size"), [("sigmoid", 1), ("biases", 2), ("shared experts", 4), ("dense layers", 2)]
 )
 def test_initial_weights_depend_on_the_seed_alone(run_ranks, kind: str, ep_size: int) -> None:
     model = build_model(MODELS[kind], seed=3)
@@ -189,9 +187,7 @@ def test_initial_weights() -> None:
 
 
 def _gradients(model: MoETransformer, tokens_BS: torch.Tensor) -> Weights:
-    out = model(tokens_BS)
-    logits = out.logits_BSV[:, :-1].flatten(0, 1)
-    (F.cross_entropy(logits, tokens_BS[:, 1:].flatten()) + out.router_loss).backward()
+    run_step(model, tokens_BS)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -35,22 +35,11 @@ SPLITS = [
 ]
 
 
-def _exchange(
-    rank: int,
-    splits: list[list[int]],
-    *,
-    name: str = "dispatch",
-    recorder: Recorder | None = None,
-    received: torch.Tensor | None = None,
-) -> Exchange:
-    return Exchange(
-        send_splits=splits[rank],
-        recv_splits=[row[rank] for row in splits],
-        group=dist.group.WORLD,
-        name=name,
-        recorder=recorder or Recorder(CPU, enabled=False),
-        received=received,
-    )
+def _exchange(rank: int, splits: list[list[int]], **options: Any) -> Exchange:
+    settings: dict[str, Any] = {"name": "dispatch", "group": dist.group.WORLD}
+    settings |= {"recorder": Recorder(CPU, enabled=False)} | options
+    received = [row[rank] for row in splits]
+    return Exchange(send_splits=splits[rank], recv_splits=received, **settings)
 
 
 def _label(source: int, target: int, index: int) -> list[float]:
@@ -68,13 +57,10 @@ def _received(rank: int, splits: list[list[int]]) -> list[list[float]]:
 
 def _send_and_return(rank: int, num_ranks: int, splits: list[list[int]]) -> None:
     targets = [s + 1.0 for s, count in enumerate(splits[rank]) for _ in range(count)]
-    for is_one_call in (False, True):
+    exchange = _exchange(rank, splits)
+    for run in (exchange.run, lambda rows_SD: exchange.wait(exchange.start(rows_SD))):
         rows_SD = _sent(rank, splits)
-        exchange = _exchange(rank, splits)
-        if is_one_call:
-            received_RD = exchange.run(rows_SD)
-        else:
-            received_RD = exchange.wait(exchange.start(rows_SD))
+        received_RD = run(rows_SD)
         assert received_RD.tolist() == _received(rank, splits)
         # The gradient of each row has the mark of its receiver.
         ((rank + 1.0) * received_RD.square()).sum().backward()
@@ -174,9 +160,7 @@ def test_exchanges_into_one_buffer_are_concatenated(run_ranks) -> None:
 
 def test_single_rank_keeps_its_rows() -> None:
     recorder = Recorder(CPU)
-    exchange = Exchange(
-        send_splits=[3], recv_splits=[3], group=None, name="dispatch", recorder=recorder
-    )
+    exchange = _exchange(0, [[3]], recorder=recorder, group=None)
     rows_SD = torch.ones(3, 2)
     assert exchange.wait(exchange.start(rows_SD)) is rows_SD
     assert exchange.run(rows_SD) is rows_SD
@@ -302,16 +286,8 @@ def _count_sent(act: Callable[[], object]) -> int:
     return sum(sent)
 
 
-def _sum_ones(rank: int, num_ranks: int) -> int:
-    return _count_sent(lambda: _replicas(rank).sum([torch.ones(2, 5)]))
-
-
-def test_only_gradients_of_replicas_are_sent(run_ranks: RunRanks) -> None:
-    """Three ranks send expert 0 to two ranks each; two ranks send expert 1 to one rank each."""
-    assert run_ranks(_sum_ones, 4) == [15, 10, 15, 0]
-
-
-def _freeze(rank: int, num_ranks: int) -> int:
+def _freeze(rank: int, num_ranks: int) -> tuple[int, int]:
+    num_ones = _count_sent(lambda: _replicas(rank).sum([torch.ones(2, 5)]))
     experts = _experts(rank)
     experts.up_LGD.requires_grad = False
     shared = share_gradients(experts, _replicas(rank))
@@ -319,9 +295,12 @@ def _freeze(rank: int, num_ranks: int) -> int:
     num_sent = _count_sent(shared.down_LDF.sum().backward)
     assert experts.up_LGD.grad is None
     assert experts.down_LDF.grad is not None
-    return num_sent
+    return num_ones, num_sent
 
 
-def test_gradients_of_frozen_weights_are_not_sent(run_ranks: RunRanks) -> None:
-    """Only the gradients of the down projection (3) and the bias (2) are sent."""
-    assert run_ranks(_freeze, 4) == [15, 10, 15, 0]
+def test_only_gradients_of_replicas_and_of_trained_weights_are_sent(run_ranks: RunRanks) -> None:
+    """Three ranks send expert 0 to two ranks each; two ranks send expert 1 to one rank each.
+
+    Of a frozen up projection, nothing is sent: 5 elements are the down projection and the bias.
+    """
+    assert run_ranks(_freeze, 4) == [(15, 15), (10, 10), (15, 15), (0, 0)]

@@ -8,8 +8,6 @@ from torch.library import opcheck
 
 from halley.core.types import DROPPED
 from halley.ops.traceable_routing import (
-    combine_rows,
-    gather_rows,
     group_rows,
     permute_rows,
     sort_slots,
@@ -20,7 +18,6 @@ from halley.ops.traceable_routing import (
 
 NUM_EXPERTS = 6  # of capacity
 IDX_TK = torch.tensor([[0, 2], [2, DROPPED], [1, 2]])
-SLOTS = [0, 4, 1, 2, 5, 3]  # of experts 0, 1, 2, 2, 2, then the dropped slot
 
 
 def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -30,29 +27,8 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_slots_are_sorted_and_counted() -> None:
     slots_N, counts_E = sort_slots(IDX_TK, 4)
-    assert slots_N.tolist() == SLOTS
+    assert slots_N.tolist() == [0, 4, 1, 2, 5, 3]  # of experts 0, 1, 2, 2, 2, then the dropped one
     assert counts_E.tolist() == [1, 1, 3, 0]
-
-
-def test_gather_rows() -> None:
-    x_TD, slots_N = _normal(3, 2), torch.tensor(SLOTS)
-    rows_ND = gather_rows(x_TD, slots_N, 5, 2)
-    assert rows_ND.tolist() == [x_TD[token].tolist() for token in (0, 2, 0, 1, 2)]
-    assert torch.autograd.gradcheck(lambda x: gather_rows(x, slots_N, 5, 2), x_TD)
-
-
-def test_combine_rows() -> None:
-    rows_ND, slots_N, weights_TK = _normal(5, 2), torch.tensor(SLOTS), _normal(3, 2, seed=1)
-    y_TD = combine_rows(rows_ND, slots_N, weights_TK)
-    w = weights_TK
-    want = [
-        w[0, 0] * rows_ND[0] + w[0, 1] * rows_ND[2],
-        w[1, 0] * rows_ND[3],
-        w[2, 0] * rows_ND[1] + w[2, 1] * rows_ND[4],
-    ]
-    torch.testing.assert_close(y_TD, torch.stack(want))
-    inputs = (rows_ND, weights_TK)
-    assert torch.autograd.gradcheck(lambda rows, w: combine_rows(rows, slots_N, w), inputs)
 
 
 def test_received_rows_are_sorted_by_expert() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -44,25 +45,9 @@ def _make(rows_L: list[int], num_m: int, num_n: int, dtype: torch.dtype) -> dict
     }
 
 
-def _run(
-    out_LMN: torch.Tensor,
-    sides: dict[str, torch.Tensor],
-    *,
-    num_programs: int,
-    accumulate: bool = False,
-    run: int = 1,
-) -> None:
-    weight_gemm(
-        out_LMN,
-        sides["grad_RM"],
-        sides["rows_RN"],
-        expert_begin=sides["expert_begin"],
-        expert_rows=sides["expert_rows"],
-        tile=dataclasses.replace(TILE, run=run),
-        block_m=16,
-        num_programs=num_programs,
-        accumulate=accumulate,
-    )
+def _run(out_LMN: torch.Tensor, sides: dict[str, Any], *, run: int, **options: Any) -> None:
+    tile = dataclasses.replace(TILE, run=run)
+    weight_gemm(out_LMN, **sides, tile=tile, block_m=16, **options)
 
 
 def _expected(sides: dict[str, torch.Tensor]) -> torch.Tensor:

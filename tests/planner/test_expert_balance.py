@@ -4,14 +4,7 @@ import itertools
 import random
 
 from halley.core.placement import ExpertPlacement
-from halley.planner.expert_balance import max_over_mean, plan_placement, rank_loads
-
-
-def test_loads_by_hand() -> None:
-    placement = ExpertPlacement(num_experts=4, experts_WL=((0, 1), (0, 2), (0, 3)))
-    loads = rank_loads(placement, [9.0, 1.0, 2.0, 6.0])
-    assert loads == [4.0, 5.0, 9.0]
-    assert max_over_mean(loads) == 1.5
+from halley.planner.expert_balance import plan_placement, rank_loads
 
 
 def test_plans_by_hand() -> None:

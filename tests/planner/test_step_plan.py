@@ -100,9 +100,8 @@ def test_problems_that_need_no_rank() -> None:
     biased = dataclasses.replace(config, model=model)
     problems = find_problems(biased, hardware=H200)
     assert list(problems) == ["functional", "fused"]
-    with pytest.raises(
-        ValueError, match=r"strategy \(planned\) must leave one that can run: not f"
-    ):
+    rule = r"strategy \(planned\) must leave one that can run: not f"
+    with pytest.raises(ValueError, match=rule):
         plan_strategies(biased, num_ranks=4, hardware=H200, problems=problems)
 
 

@@ -15,7 +15,9 @@ from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import parse_load, sample_routing
 
 
-SIZES = {"hidden_size": 24, "intermediate_size": 16}  # rows of 16 bytes in float32 and bfloat16
+CPU = torch.device("cpu")
+# Rows of 16 bytes in float32 and bfloat16.
+SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +106,10 @@ def expected(case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
 
 def check_values(got: dict[str, torch.Tensor], case: LayerCase, rank: int) -> None:
     """Compare the output and gradients of a rank, by the names of ``expected``."""
-    for name, want in expected(case, rank).items():
-        error = relative_error(got[name], want)
+    wants = expected(case, rank)
+    assert list(got) == list(wants)
+    for name, want in wants.items():
+        error = relative_error(got[name].cpu(), want)
         assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}: {case}"
 
 
@@ -137,6 +141,33 @@ def local_experts_of(case: LayerCase, rank: int) -> Experts:
     )
 
 
+class Inputs(NamedTuple):
+    """The inputs of a layer on one rank, leaves that require gradients."""
+
+    x_TD: torch.Tensor
+    routing: Routing
+    experts: Experts
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that require gradients, by name."""
+        return {"x": self.x_TD, "weights": self.routing.topk_weights_TK, **self.experts.tensors()}
+
+
+def make_inputs(case: LayerCase, rank: int, *, device: torch.device = CPU) -> Inputs:
+    """Return the arguments of ``AbstractStrategy.forward`` on one rank."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device).requires_grad_()
+
+    x_TD, routing, _ = make_tokens(case, rank)
+    experts = local_experts_of(case, rank)
+    routing = Routing(
+        topk_idx_TK=routing.topk_idx_TK.to(device), topk_weights_TK=leaf(routing.topk_weights_TK)
+    )
+    weights = {name: leaf(weight) for name, weight in experts.tensors().items()}
+    return Inputs(leaf(x_TD), routing, experts.with_tensors(weights))
+
+
 class Call(NamedTuple):
     """A layer after its forward pass."""
 
@@ -157,14 +188,27 @@ def run_forward(
     rank: int,
     *,
     frozen: tuple[str, ...] = (),
+    device: torch.device = CPU,
 ) -> Call:
     """Run the forward pass of a case on one rank; the frozen leaves require no gradients."""
-    x_TD, routing, grad_TD = make_tokens(case, rank)
-    experts = local_experts_of(case, rank)
-    leaves = {"x": x_TD, "weights": routing.topk_weights_TK, **experts.tensors()}
+    inputs = make_inputs(case, rank, device=device)
+    leaves = inputs.leaves()
     for name in frozen:
         leaves[name].requires_grad_(False)
-    return Call(y_TD=forward(x_TD, routing, experts), leaves=leaves, grad_TD=grad_TD)
+    grad_TD = make_tokens(case, rank)[2].to(device)
+    return Call(y_TD=forward(*inputs), leaves=leaves, grad_TD=grad_TD)
+
+
+def train(
+    forward: Callable[[torch.Tensor, Routing, Experts], torch.Tensor],
+    case: LayerCase,
+    rank: int,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Run forward and backward, with the options of ``run_forward``; return all values."""
+    call = run_forward(forward, case, rank, **options)
+    call.y_TD.backward(call.grad_TD)
+    return call.values()
 
 
 def import_inductor() -> None:

@@ -24,23 +24,15 @@ from tests.strategies.layer_case import (
     LayerCase,
     check_values,
     expected,
-    local_experts_of,
+    make_inputs,
     make_tokens,
-    run_forward,
+    train,
 )
 
 
 CPU = torch.device("cpu")
 CASE = LayerCase(num_tokens_W=(8,))
-SHAPE = LayerShape(
-    num_tokens=1,
-    num_experts=8,
-    top_k=2,
-    ep_size=1,
-    itemsize=4,
-    hidden_size=SIZES["hidden_size"],
-    intermediate_size=SIZES["intermediate_size"],
-)
+SHAPE = LayerShape(num_tokens=1, num_experts=8, top_k=2, ep_size=1, itemsize=4, **SIZES)
 
 
 @final
@@ -96,8 +88,7 @@ def _auto(
 
 
 def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torch.Tensor:
-    x_TD, routing, _ = make_tokens(case, rank)
-    return strategy.forward(x_TD, routing, local_experts_of(case, rank))
+    return strategy.forward(*make_inputs(case, rank))
 
 
 def _choose(auto: AutoStrategy, *, gradients: bool, case: LayerCase = CASE) -> str:
@@ -163,15 +154,8 @@ def test_fused_buffers_are_freed_unless_a_kind_of_layer_uses_them(releases: bool
 def test_choice_where_only_biases_require_gradients() -> None:
     auto = _auto({"chunked": _Slow(0.0)})
     case = LayerCase(num_tokens_W=(8,), bias=True)
-    x_TD, routing, _ = make_tokens(case, 0)
-    experts = local_experts_of(case, 0)
-    frozen = (x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF)
-    for tensor in frozen:
-        tensor.requires_grad = False
-    auto.forward(x_TD, routing, experts).sum().backward()
-    assert experts.up_bias_LG is not None
-    assert experts.up_bias_LG.grad is not None
-    assert all(tensor.grad is None for tensor in frozen)
+    got = train(auto.forward, case, 0, frozen=("x", "weights", "up_LGD", "down_LDF"))
+    assert set(got) == {"y", "up_bias_LG.grad", "down_bias_LD.grad"}
 
 
 def test_chunked_is_chosen_without_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,10 +212,9 @@ def _check_values(rank: int, num_ranks: int) -> None:
     ):
         with torch.no_grad():
             y_TD = _forward(strategy, case, rank)
-        call = run_forward(strategy.forward, case, rank)
-        call.y_TD.backward(call.grad_TD)
-        check_values(call.values(), case, rank)
-        check_values(call.values() | {"y": y_TD}, case, rank)
+        got = train(strategy.forward, case, rank)
+        check_values(got, case, rank)
+        check_values(got | {"y": y_TD}, case, rank)
     assert len(strategy.reasons) == 4  # two layers, each with and without gradients
     assert "expert_bias (true) must be false" in strategy.reasons[2]
     assert recorder.enabled
@@ -253,13 +236,8 @@ def test_interpreted_kernels_are_not_measured_on_a_cpu() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_hooks_of_activation_checkpointing_do_not_see_the_measurement(use_reentrant: bool) -> None:
     auto = build_strategy("auto", None, recorder=Recorder(CPU), device=CPU)
-    (x_TD, routing, grad_TD), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
-    run = partial(auto.forward, routing=routing, experts=experts)
-    y_TD = checkpoint(run, x_TD, use_reentrant=use_reentrant)
-    assert isinstance(y_TD, torch.Tensor)
-    y_TD.backward(grad_TD)
-    assert x_TD.grad is not None
-    assert relative_error(x_TD.grad, expected(CASE, 0)["x.grad"]) <= 1e-6
+    forward: Any = partial(checkpoint, auto.forward, use_reentrant=use_reentrant)
+    assert relative_error(train(forward, CASE, 0)["x.grad"], expected(CASE, 0)["x.grad"]) <= 1e-6
 
 
 def test_measuring_does_not_add_to_main_grad() -> None:
@@ -267,14 +245,13 @@ def test_measuring_does_not_add_to_main_grad() -> None:
     fused = build_strategy("fused", None, recorder=Recorder(CPU), device=CPU)
     auto = _auto({"chunked": _Slow(0.0), "fused": fused})
     case = LayerCase(num_tokens_W=(8,), num_experts=2)
-    x_TD, routing, grad_TD = make_tokens(case, 0)
-    experts, want = local_experts_of(case, 0), expected(case, 0)
-    for weight in experts.tensors().values():
+    inputs, want = make_inputs(case, 0), expected(case, 0)
+    for weight in inputs.experts.tensors().values():
         main_grad = torch.zeros_like(weight, requires_grad=False)
         vars(weight).update(main_grad=main_grad, grad_added_to_main_grad=False)
-    auto.forward(x_TD, routing, experts).backward(grad_TD)
+    auto.forward(*inputs).backward(make_tokens(case, 0)[2])
     assert "chunked is fastest of" in auto.reasons[0]
-    for name, weight in experts.tensors().items():
+    for name, weight in inputs.experts.tensors().items():
         assert weight.grad is not None
         assert relative_error(weight.grad, want[f"{name}.grad"]) <= 1e-6
         assert not vars(weight)["grad_added_to_main_grad"]
@@ -283,14 +260,14 @@ def test_measuring_does_not_add_to_main_grad() -> None:
 
 def test_compiling_before_the_choice_is_an_error() -> None:
     auto = _auto({"chunked": _Slow(0.0)})
-    (x_TD, routing, _), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
+    inputs = make_inputs(CASE, 0)
     torch.compiler.reset()
     compiled = torch.compile(auto.forward, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="run the layer once before"):
-        compiled(x_TD, routing, experts)
+        compiled(*inputs)
     fused = build_strategy("fused", None, recorder=Recorder(CPU), device=CPU)
     auto = _auto({"fused": fused})
     with torch.no_grad():
-        want = auto.forward(x_TD, routing, experts)
+        want = auto.forward(*inputs)
         compiled = torch.compile(auto.forward, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(x_TD, routing, experts), want)
+        assert torch.equal(compiled(*inputs), want)

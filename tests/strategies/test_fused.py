@@ -11,26 +11,19 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.types import Experts
 from halley.fused.buffer_cache import Workspaces
-from halley.fused.buffers import Workspace, token_capacity
+from halley.fused.buffers import Workspace
 from halley.fused.kernels.layout import EPOCH
 from halley.interpreter import registered_memory
 from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.fused_case import CPU, build
-from tests.strategies.layer_case import (
-    SIZES,
-    LayerCase,
-    expected,
-    local_experts_of,
-    make_tokens,
-)
+from tests.strategies.layer_case import SIZES, LayerCase, expected, make_inputs
 
 
 def _output(strategy: FusedStrategy, case: LayerCase, rank: int) -> torch.Tensor:
-    x_TD, routing, _ = make_tokens(case, rank)
     with torch.no_grad():
-        return strategy.forward(x_TD, routing, local_experts_of(case, rank))
+        return strategy.forward(*make_inputs(case, rank))
 
 
 def _check_case(strategy: FusedStrategy, case: LayerCase, rank: int) -> None:
@@ -59,21 +52,6 @@ def test_values_without_gradients(run_ranks: RunRanks) -> None:
     run_ranks(_check, 2, cases)
 
 
-def _run_in_subgroups(rank: int, num_ranks: int, case: LayerCase) -> None:
-    """Run the case in two groups at once: ranks 0 and 2, ranks 1 and 3, with different tokens."""
-    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    assert isinstance(group, dist.ProcessGroup)
-    mine = dataclasses.replace(case, seed=case.seed + rank % 2)
-    workspaces = Workspaces(group, CPU)
-    _check_case(build(workspaces), mine, rank // 2)
-    workspaces.close()
-    dist.destroy_process_group(group)
-
-
-def test_two_subgroups_run_at_once(run_ranks: RunRanks) -> None:
-    run_ranks(_run_in_subgroups, 4, LayerCase(num_tokens_W=(8, 5)))
-
-
 def _grow(rank: int, num_ranks: int) -> None:
     workspaces = Workspaces(dist.group.WORLD, CPU)
     strategy = build(workspaces)
@@ -82,12 +60,7 @@ def _grow(rank: int, num_ranks: int) -> None:
         _check_case(strategy, LayerCase(num_tokens_W=tokens, num_experts=2, seed=seed), rank)
     (workspace,) = workspaces.all()
     # The capacity is 64 tokens for 3, 128 for 90, 192 for 130.
-    assert workspace.context().send_buffer.local.shape == (
-        2,
-        token_capacity(130),
-        SIZES["hidden_size"],
-    )
-    assert token_capacity(130) == 192
+    assert workspace.context().send_buffer.local.shape == (2, 192, SIZES["hidden_size"])
     assert workspace.layout.max_tokens == 256  # for which kernels are compiled
     heap_bytes = workspace.heap.num_bytes
     assert heap_bytes == workspace.symmetric_bytes  # the smaller buffers were freed
@@ -140,13 +113,11 @@ def test_size_of_a_plan_is_predicted_from_the_same_layer() -> None:
     workspaces = Workspaces(None, CPU)
     strategy = build(workspaces)
     cases = [LayerCase(num_tokens_W=(40,), dropped=dropped) for dropped in (0.0, 0.9)]
-    layers = [local_experts_of(case, 0) for case in cases]
-    for _ in range(2):
-        for case, experts in zip(cases, layers, strict=True):
-            x_TD, routing, _ = make_tokens(case, 0)
-            strategy.forward(x_TD, routing, experts)
+    layers = [make_inputs(case, 0) for case in cases]
+    for inputs in layers * 2:
+        strategy.forward(*inputs)
     (workspace,) = workspaces.all()
-    many, few = (workspace.predict_size(experts.up_LGD).num_rows for experts in layers)
+    many, few = (workspace.predict_size(inputs.experts.up_LGD).num_rows for inputs in layers)
     assert few < many
     # For a layer that never ran, the prediction is the last plan of any layer.
     assert workspace.predict_size(torch.zeros(1)).num_rows == few
@@ -230,46 +201,34 @@ def test_closed_workspaces_allocate_again() -> None:
 
 
 def _experts(
-    hidden_size: int = 16, intermediate_size: int = 16, dtype: torch.dtype = torch.float32
+    hidden: int = 16, inner: int = 16, dtype: torch.dtype = torch.float32, **changes: torch.Tensor
 ) -> Experts:
-    return Experts(
-        up_LGD=torch.zeros(4, 2 * intermediate_size, hidden_size, dtype=dtype),
-        down_LDF=torch.zeros(4, hidden_size, intermediate_size, dtype=dtype),
-    )
+    up_LGD = torch.zeros(4, 2 * inner, hidden, dtype=dtype)
+    down_LDF = torch.zeros(4, hidden, inner, dtype=dtype)
+    return dataclasses.replace(Experts(up_LGD=up_LGD, down_LDF=down_LDF), **changes)
 
 
-_PLAIN = _experts()
+_STRIDED = torch.zeros(4, 16, 16).transpose(1, 2)
+_UNALIGNED = torch.zeros(1025)[1:].view(4, 16, 16)
+_ALIGNMENT = r"down_LDF \(at 0x\w+\) must begin on a multiple of 16 bytes"
 
 
 @pytest.mark.parametrize(
     ("experts", "top_k", "problem"),
     [
-        (_PLAIN, 2, ""),
-        (dataclasses.replace(_PLAIN, up_bias_LG=torch.zeros(4, 32)), 2, r"expert_bias \(true\)"),
+        (_experts(), 2, "^$"),
+        (_experts(up_bias_LG=torch.zeros(4, 32)), 2, r"expert_bias \(true\)"),
         (_experts(dtype=torch.float64), 2, r"dtype \(torch.float64\) must be one of"),
-        (_experts(hidden_size=18), 2, r"hidden_size \(18\) must be a multiple of 4"),
-        (
-            _experts(intermediate_size=12, dtype=torch.bfloat16),
-            2,
-            r"intermediate_size \(12\) must be a multiple of 8",
-        ),
-        (_PLAIN, 65, r"top_k \(65\) must be at most 64"),
-        (_experts(hidden_size=4112), 2, r"hidden_size \(4112\) must be at most 4096"),
-        (
-            dataclasses.replace(_PLAIN, down_LDF=torch.zeros(4, 16, 16).transpose(1, 2)),
-            2,
-            "must be contiguous",
-        ),
-        (
-            dataclasses.replace(_PLAIN, down_LDF=torch.zeros(1025)[1:].view(4, 16, 16)),
-            2,
-            r"down_LDF \(at 0x\w+\) must begin on a multiple of 16 bytes",
-        ),
+        (_experts(18), 2, r"hidden_size \(18\) must be a multiple of 4"),
+        (_experts(16, 12, torch.bfloat16), 2, r"intermediate_size \(12\) must be a multiple of 8"),
+        (_experts(), 65, r"top_k \(65\) must be at most 64"),
+        (_experts(4112), 2, r"hidden_size \(4112\) must be at most 4096"),
+        (_experts(down_LDF=_STRIDED), 2, "must be contiguous"),
+        (_experts(down_LDF=_UNALIGNED), 2, _ALIGNMENT),
     ],
 )
 def test_find_problem_names_unsupported_layers(experts: Experts, top_k: int, problem: str) -> None:
-    found = build(Workspaces(None, CPU)).find_problem(experts, top_k=top_k)
-    assert re.search(problem, found) if problem else not found
+    assert re.search(problem, build(Workspaces(None, CPU)).find_problem(experts, top_k=top_k))
 
 
 def test_missing_peer_access_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:

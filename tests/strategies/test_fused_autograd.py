@@ -7,16 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from halley.core.types import Routing, Save
+from halley.core.types import Experts, Routing, Save
 from halley.fused.buffer_cache import Workspaces
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.fused_case import CPU, SAVES, assert_same, build
 from tests.strategies.layer_case import (
     LayerCase,
+    check_values,
     expected,
     local_experts_of,
     make_tokens,
     run_forward,
+    train,
 )
 
 
@@ -84,27 +86,23 @@ def test_saved_tensors_may_be_unpacked_from_one_shared_buffer(save: Save) -> Non
         return lambda: part
 
     strategy = build(Workspaces(None, CPU), save=save)
+
+    def run_twice(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        return strategy.forward(strategy.forward(x_TD, routing, experts), routing, experts)
+
     values: list[dict[str, torch.Tensor]] = []
     for hooks in ((lambda t: t, lambda t: t), (pack, lambda unpack: unpack())):
-        x_TD, routing, grad_TD = make_tokens(ALONE, 0)
-        experts = local_experts_of(ALONE, 0)
         with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            y_TD = strategy.forward(strategy.forward(x_TD, routing, experts), routing, experts)
-        y_TD.backward(grad_TD)
-        leaves = {"x": x_TD, "up": experts.up_LGD, "down": experts.down_LDF}
-        assert all(leaf.grad is not None for leaf in leaves.values())
-        values.append({name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+            values.append(train(run_twice, ALONE, 0))
+    assert len(values[0]) == 5
     assert_same(values[1], values[0], save)
 
 
 def test_backward_after_the_layer_is_deleted() -> None:
-    x_TD, routing, grad_TD = make_tokens(ALONE, 0)
-    y_TD = build(Workspaces(None, CPU)).forward(x_TD, routing, local_experts_of(ALONE, 0))
+    call = run_forward(build(Workspaces(None, CPU)).forward, ALONE, 0)
     gc.collect()
-    y_TD.backward(grad_TD)
-    assert x_TD.grad is not None
-    error = relative_error(x_TD.grad, expected(ALONE, 0)["x.grad"])
-    assert error <= RELATIVE_TOLERANCE[torch.float32]
+    call.y_TD.backward(call.grad_TD)
+    check_values(call.values(), ALONE, 0)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +118,7 @@ def test_backward_after_the_layer_is_deleted() -> None:
 def test_frozen_parts(frozen: tuple[str, ...], save: Save) -> None:
     """Frozen tensors get no gradient, and the gradients of the others do not change."""
     layer = build(Workspaces(None, CPU), save=save)
-    call = run_forward(layer.forward, ALONE, 0, frozen=frozen)
-    call.y_TD.backward(call.grad_TD)
-    got, want = call.values(), expected(ALONE, 0)
+    got, want = train(layer.forward, ALONE, 0, frozen=frozen), expected(ALONE, 0)
     assert set(want) - set(got) == {f"{name}.grad" for name in frozen}
     for name, value in got.items():
         assert relative_error(value, want[name]) <= RELATIVE_TOLERANCE[torch.float32], name

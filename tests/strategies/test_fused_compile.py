@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.types import Experts, Routing, Save
+from halley.core.types import Save
 from halley.distributed.mesh import build_groups
 from halley.fused import passes
 from halley.fused.buffer_cache import Workspaces
@@ -14,13 +14,13 @@ from halley.fused.buffers import Workspace
 from halley.moe.layer import MoELayer
 from tests.moe.model_case import MODELS, destroy
 from tests.rank_pool import RunRanks
-from tests.strategies.fused_case import CPU, build
+from tests.strategies.fused_case import CPU, assert_same, build
 from tests.strategies.layer_case import (
+    Inputs,
     LayerCase,
     import_inductor,
-    local_experts_of,
-    make_tokens,
-    run_forward,
+    make_inputs,
+    train,
 )
 
 
@@ -60,12 +60,10 @@ def test_equal_calls_are_traced_once() -> None:
         graphs.append(graph)
         return graph
 
-    case = LayerCase(num_tokens_W=(9,))
-    x_TD, routing, _ = make_tokens(case, 0)
-    experts = local_experts_of(case, 0)
+    inputs = make_inputs(LayerCase(num_tokens_W=(9,)), 0)
     torch.compiler.reset()
     run = torch.compile(strategy.forward, backend=count, fullgraph=True)
-    outputs = [run(x_TD, routing, experts) for _ in range(3)]
+    outputs = [run(*inputs) for _ in range(3)]
     assert len(graphs) == 1
     assert all(torch.equal(y_TD, outputs[0]) for y_TD in outputs)
 
@@ -77,12 +75,9 @@ def _compare_gradients(rank: int, num_ranks: int, save: Save) -> None:
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     for seed, tokens in enumerate([(9,), (0,)] if num_ranks == 1 else [(9, 6), (0, 70)]):
         case = LayerCase(num_tokens_W=tokens, num_experts=2, seed=seed)
-        want, got = (run_forward(forward, case, rank) for forward in (layer.forward, compiled))
-        for call in (got, want):
-            call.y_TD.backward(call.grad_TD)
-        assert len(got.values()) == len(want.values()) == 5
-        for name, value in want.values().items():
-            assert torch.equal(got.values()[name], value), f"{name} differs for {case}"
+        want, got = (train(forward, case, rank) for forward in (layer.forward, compiled))
+        assert len(got) == len(want) == 5
+        assert_same(got, want, case)
     layer.workspaces.close()
 
 
@@ -91,23 +86,12 @@ def test_compiled_gradients_equal_eager(run_ranks: RunRanks, num_ranks: int, sav
     run_ranks(_compare_gradients, num_ranks, save)
 
 
-_Inputs = tuple[torch.Tensor, Routing, Experts]
-
-
-def _make_inputs(case: LayerCase, rank: int) -> tuple[_Inputs, list[torch.Tensor]]:
-    """Return the inputs of a layer, and those of them that require gradients."""
-    x_TD, routing, _ = make_tokens(case, rank)
-    experts = local_experts_of(case, rank)
-    leaves = [x_TD, routing.topk_weights_TK, experts.up_LGD, experts.down_LDF]
-    return (x_TD, routing, experts), leaves
-
-
 def _compare_inductor(rank: int, num_ranks: int) -> None:
     """Compare two layers in a row, without other operators that Inductor would compile in C++."""
     import_inductor()
     layer = build(Workspaces(None, CPU), save="recompute")
 
-    def run(first: _Inputs, second: _Inputs) -> torch.Tensor:
+    def run(first: Inputs, second: Inputs) -> torch.Tensor:
         return layer.forward(layer.forward(*first), *second[1:])
 
     torch.compiler.reset()
@@ -116,9 +100,10 @@ def _compare_inductor(rank: int, num_ranks: int) -> None:
         cases = [LayerCase(num_tokens_W=tokens, num_experts=2, seed=seed + i) for i in (0, 9)]
         results: list[tuple[torch.Tensor, ...]] = []
         for forward in (run, compiled):
-            (first, leaves), (second, others) = (_make_inputs(case, rank) for case in cases)
+            first, second = (make_inputs(case, rank) for case in cases)
             y_TD = forward(first, second)
-            grads = torch.autograd.grad(y_TD, [*leaves, *others[1:]], torch.ones_like(y_TD))
+            leaves = [*first.leaves().values(), *list(second.leaves().values())[1:]]
+            grads = torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD))
             results.append((y_TD, *grads))
         for want, got in zip(*results, strict=True):
             assert torch.equal(got, want), cases
@@ -138,7 +123,7 @@ def _order_of_passes(rank: int, num_ranks: int, stacked: bool, gradients: bool) 
     layer = build(Workspaces(None, CPU), save="recompute")
     case = LayerCase(num_tokens_W=(9,), num_experts=2)
 
-    def run(first: _Inputs, second: _Inputs) -> tuple[torch.Tensor, ...]:
+    def run(first: Inputs, second: Inputs) -> tuple[torch.Tensor, ...]:
         if not stacked:
             return layer.forward(*first), layer.forward(*second)
         x_TD = first[0] + layer.forward(*first)
@@ -163,8 +148,7 @@ def _order_of_passes(rank: int, num_ranks: int, stacked: bool, gradients: bool) 
         patch.setattr(Workspace, "begin_pass", note_begin)
         patch.setattr(passes, "dgrad_combine", note_combine)
         for forward in (run, compiled):
-            (first, _), (second, _) = _make_inputs(case, 0), _make_inputs(case, 0)
-            outputs = forward(first, second)
+            outputs = forward(make_inputs(case, 0), make_inputs(case, 0))
             results.append(outputs)
             if gradients:
                 torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])

@@ -3,7 +3,6 @@
 TRITON_INTERPRET=0 pytest tests/strategies/test_fused_cuda.py
 """
 
-import dataclasses
 import re
 import time
 from typing import get_args
@@ -14,18 +13,19 @@ import torch.distributed as dist
 
 from halley.core.types import Experts, Routing, Save
 from halley.fused.buffer_cache import Workspaces
-from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
 from tests.strategies.fused_case import build
 from tests.strategies.layer_case import (
-    Call,
     LayerCase,
+    check_values,
     expected,
     import_inductor,
-    local_experts_of,
+    make_inputs,
     make_tokens,
+    run_forward,
+    train,
 )
 
 
@@ -35,23 +35,6 @@ TIMEOUT_S = 2.0
 pytestmark = needs_kernels
 
 each_size = pytest.mark.parametrize("num_ranks", [2, 4])
-
-
-def _on(device: torch.device, case: LayerCase, rank: int) -> tuple[torch.Tensor, Routing, Experts]:
-    x_TD, routing, _ = make_tokens(case, rank)
-    experts = local_experts_of(case, rank)
-    return (
-        x_TD.detach().to(device),
-        Routing(
-            topk_idx_TK=routing.topk_idx_TK.to(device),
-            topk_weights_TK=routing.topk_weights_TK.detach().to(device),
-        ),
-        dataclasses.replace(
-            experts,
-            up_LGD=experts.up_LGD.detach().to(device),
-            down_LDF=experts.down_LDF.detach().to(device),
-        ),
-    )
 
 
 def _make_workspaces(rank: int, cases: list[LayerCase], *, max_tokens: int) -> Workspaces:
@@ -65,7 +48,7 @@ def _check(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
     workspaces = _make_workspaces(rank, cases, max_tokens=MAX_TOKENS)
     fused, unfused = (build(workspaces, fused=each) for each in (True, False))
     for case in cases:
-        inputs = _on(workspaces.device, case, rank)
+        inputs = make_inputs(case, rank, device=workspaces.device)
         first, again, other = (s.forward(*inputs) for s in (fused, fused, unfused))
         torch.cuda.synchronize()
         workspaces.check()
@@ -98,26 +81,15 @@ def test_values_and_bits(run_ranks: RunRanks, num_ranks: int, top_k: int) -> Non
     run_ranks(_check, num_ranks, cases, timeout_s=180)
 
 
-def _forward(strategy: FusedStrategy, case: LayerCase, rank: int) -> Call:
-    x_TD, routing, experts = _on(strategy.workspaces.device, case, rank)
-    leaves = {
-        "x": x_TD.requires_grad_(),
-        "weights": routing.topk_weights_TK.requires_grad_(),
-        "up_LGD": experts.up_LGD.requires_grad_(),
-        "down_LDF": experts.down_LDF.requires_grad_(),
-    }
-    y_TD = strategy.forward(x_TD, routing, experts)
-    return Call(y_TD=y_TD, leaves=leaves, grad_TD=make_tokens(case, rank)[2].to(y_TD.device))
-
-
 def _check_gradients(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
     """Run all cases forward, some with larger buffers, then backward in another order."""
     workspaces = _make_workspaces(rank, cases, max_tokens=64)
+    device = workspaces.device
     first: list[dict[str, torch.Tensor]] = []
     for save in get_args(Save):
         for fused in (True, False, True):  # the first form twice, to compare two runs
             strategy = build(workspaces, fused=fused, save=save)
-            calls = [_forward(strategy, case, rank) for case in cases]
+            calls = [run_forward(strategy.forward, case, rank, device=device) for case in cases]
             for call in calls[::2] + calls[1::2]:
                 call.y_TD.backward(call.grad_TD)
             got = [call.values() for call in calls]
@@ -128,11 +100,7 @@ def _check_gradients(rank: int, num_ranks: int, cases: list[LayerCase]) -> None:
                 for name, value in others.items():
                     assert torch.equal(values[name], value), f"{name}, {fused}, {save}, {case}"
     for case, values in zip(cases, first, strict=True):
-        want = expected(case, rank)
-        assert list(values) == list(want)
-        for name, value in want.items():
-            error = relative_error(values[name].cpu(), value)
-            assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name}: {error:.2e} for {case}"
+        check_values(values, case, rank)
     workspaces.close()
 
 
@@ -171,12 +139,8 @@ def _compare_compiled(rank: int, num_ranks: int, save: Save) -> None:
         case = LayerCase(num_tokens_W=tokens, dtype=torch.bfloat16, seed=seed)
         results: list[tuple[torch.Tensor, ...]] = []
         for forward in (run, compiled):
-            x_TD, routing, experts = _on(strategy.workspaces.device, case, rank)
-            weights_TK = routing.topk_weights_TK
-            leaves = [x_TD, weights_TK, experts.up_LGD, experts.down_LDF]
-            for leaf in leaves:
-                leaf.requires_grad_()
-            y_TD = forward(x_TD, routing, experts)
+            inputs = make_inputs(case, rank, device=strategy.workspaces.device)
+            y_TD, leaves = forward(*inputs), list(inputs.leaves().values())
             results.append((y_TD, *torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD))))
         torch.cuda.synchronize()
         for want, got in zip(*results, strict=True):
@@ -192,22 +156,19 @@ def test_compiled_layers_have_the_bits_of_eager_layers(run_ranks: RunRanks, save
 def _add_to_main_grad(rank: int, num_ranks: int, case: LayerCase) -> None:
     workspaces = Workspaces(dist.group.WORLD, device_of(rank))
     strategy = build(workspaces, fused=True)
-    plain = _forward(strategy, case, rank)
-    plain.y_TD.backward(plain.grad_TD)
-    call = _forward(strategy, case, rank)
-    weights = [call.leaves[name] for name in ("up_LGD", "down_LDF")]
-    for weight in weights:
+    plain = train(strategy.forward, case, rank, device=workspaces.device)
+    inputs = make_inputs(case, rank, device=workspaces.device)
+    grad_TD, weights = make_tokens(case, rank)[2], inputs.experts.tensors()
+    for weight in weights.values():
         main_grad = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
         vars(weight).update(main_grad=main_grad, grad_added_to_main_grad=False)
-    x_TD, routing, experts = _on(workspaces.device, case, rank)
-    experts = dataclasses.replace(experts, up_LGD=weights[0], down_LDF=weights[1])
     for times in (1, 2):
-        strategy.forward(x_TD, routing, experts).backward(call.grad_TD)
-        for weight, name in zip(weights, ("up_LGD", "down_LDF"), strict=True):
+        strategy.forward(*inputs).backward(grad_TD.to(workspaces.device))
+        for name, weight in weights.items():
             assert weight.grad is None
             assert vars(weight)["grad_added_to_main_grad"]
             once = vars(weight)["main_grad"] / times  # exact, because times is 1 or 2
-            assert torch.equal(once.to(case.dtype), plain.values()[f"{name}.grad"])
+            assert torch.equal(once.to(case.dtype), plain[f"{name}.grad"])
     workspaces.close()
 
 
@@ -220,19 +181,16 @@ def _skip_backward(rank: int, num_ranks: int) -> str:
     workspaces = Workspaces(dist.group.WORLD, device_of(rank), timeout_s=TIMEOUT_S)
     strategy = build(workspaces, fused=True)
     case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)
-    call = _forward(strategy, case, rank)
+    call = run_forward(strategy.forward, case, rank, device=workspaces.device)
     torch.cuda.synchronize()
     if rank == 1:
         time.sleep(2 * TIMEOUT_S)  # longer than the other ranks wait
         return ""
 
-    def run_backward() -> None:
+    with pytest.raises(RuntimeError) as raised:  # noqa: PT012
         call.y_TD.backward(call.grad_TD)  # raises here if the wait fails while a kernel is compiled
         torch.cuda.synchronize()
         workspaces.check()
-
-    with pytest.raises(RuntimeError) as raised:
-        run_backward()
     return str(raised.value)
 
 
@@ -248,7 +206,7 @@ def _lose_rank_1(rank: int, num_ranks: int) -> str:
     )
     strategy = build(workspaces, fused=True)
     case = LayerCase(num_tokens_W=(64,) * num_ranks, dtype=torch.bfloat16)
-    inputs = _on(workspaces.device, case, rank)
+    inputs = make_inputs(case, rank, device=workspaces.device)
     strategy.forward(*inputs)
     torch.cuda.synchronize()
     if rank == 1:

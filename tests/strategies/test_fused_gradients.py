@@ -1,6 +1,7 @@
 """Gradients of the fused strategy equal the reference; all variants have the same bits."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.fused_case import CPU, assert_same, build
 from tests.strategies.layer_case import (
-    Call,
     LayerCase,
+    check_values,
     expected,
     gradients,
     local_experts_of,
     make_tokens,
     run_forward,
+    train,
 )
 
 
@@ -37,29 +39,14 @@ def _make_workspaces(num_ranks: int, tp_size: int = 1) -> Workspaces:
     return Workspaces(dist.group.WORLD if num_ranks > 1 else None, CPU, tp_size=tp_size)
 
 
-def _assert_values(got: dict[str, torch.Tensor], case: LayerCase, rank: int) -> None:
-    want = expected(case, rank)
-    assert list(got) == list(want)
-    for name, value in want.items():
-        error = relative_error(got[name], value)
-        assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e} for {case}"
-
-
-def _check(
-    rank: int, num_ranks: int, cases: list[LayerCase], ways: tuple[tuple[bool, Save], ...]
-) -> None:
-    workspaces = _make_workspaces(num_ranks, cases[0].tp_size)
-    for case in cases:
-        first: dict[str, torch.Tensor] = {}
-        for fused, save in ways:
-            call = run_forward(build(workspaces, fused=fused, save=save).forward, case, rank)
-            call.y_TD.backward(call.grad_TD)
-            got = call.values()
-            if first:
-                assert_same(got, first, (fused, save, case))
-            else:
-                _assert_values(got, case, rank)
-                first = got
+def _check(rank: int, num_ranks: int, case: LayerCase, ways: tuple[tuple[bool, Save], ...]) -> None:
+    workspaces = _make_workspaces(num_ranks, case.tp_size)
+    first: dict[str, torch.Tensor] = {}
+    for fused, save in ways:
+        got = train(build(workspaces, fused=fused, save=save).forward, case, rank)
+        first = first or got
+        assert_same(got, first, (fused, save, case))
+    check_values(first, case, rank)
     workspaces.close()
 
 
@@ -72,9 +59,7 @@ def _expect_too_few(rank: int, num_ranks: int) -> None:
             num_copies = expected_copies if rank == 0 else 64
             workspace._last_size = replace(workspace._last_size, num_copies=num_copies)
         case = LayerCase(num_tokens_W=(70, 90), num_experts=4, seed=seed)
-        call = run_forward(layer.forward, case, rank)
-        call.y_TD.backward(call.grad_TD)
-        _assert_values(call.values(), case, rank)
+        check_values(train(layer.forward, case, rank), case, rank)
     workspaces.close()
 
 
@@ -83,40 +68,28 @@ def test_forward_runs_again_if_it_saves_more_rows_than_expected(run_ranks: RunRa
     run_ranks(_expect_too_few, 2)
 
 
-def test_values_and_bits(run_ranks: RunRanks) -> None:
-    few = LayerCase(num_tokens_W=(7, 12), num_experts=4)
-    first = replace(few, top_k=4, skew="zipf:1.5", dtype=torch.bfloat16, seed=1)
-    others = [
-        replace(few, activation="gelu", dropped=0.4, dtype=torch.float16, seed=4),
-        replace(few, top_k=1, skew="one-hot", seed=2),
-    ]
-    run_ranks(_check, 2, [first], WAYS)
-    run_ranks(_check, 2, others, WAYS[1:3])
+TWO = LayerCase(num_tokens_W=(7, 12), num_experts=4)
+SKEWED = replace(TWO, skew="zipf:1.5", seed=1)
+SHARED = replace(SKEWED, num_tokens_W=(4, 0, 3, 2), tp_size=2, top_k=3, dropped=0.2, seed=7)
+FEW = LayerCase(num_tokens_W=(0, 9), num_experts=2, top_k=1)
+CASES = {
+    "bfloat16": (WAYS, replace(SKEWED, top_k=4, dtype=torch.bfloat16)),
+    "float16": (WAYS[1:3], replace(TWO, activation="gelu", dropped=0.4, dtype=torch.float16)),
+    "one takes all": (WAYS[1:3], replace(TWO, top_k=1, skew="one-hot", seed=2)),
+    "four ranks": (WAYS[:2], replace(SKEWED, num_tokens_W=(6, 0, 3, 5))),
+    "all ranks share all experts": (WAYS[:3], replace(SKEWED, num_tokens_W=(7, 5), tp_size=2)),
+    "pairs share experts": (WAYS[1:3], replace(SHARED, activation="gelu", dtype=torch.bfloat16)),
+    "a rank without tokens": (WAYS[:3], FEW),
+    "ranks without tokens": (WAYS[:3], replace(FEW, num_tokens_W=(0, 0))),
+    "no slot has an expert": (WAYS[1:3], replace(FEW, num_tokens_W=(3, 4), dropped=1.0)),
+    "one rank without tokens": (WAYS[:2], replace(FEW, num_tokens_W=(0,))),
+}
 
 
-def test_values_and_bits_on_four_ranks(run_ranks: RunRanks) -> None:
-    case = LayerCase(num_tokens_W=(6, 0, 3, 5), num_experts=4, skew="zipf:1.5", seed=5)
-    run_ranks(_check, 4, [case], WAYS[:2])
-
-
-def test_values_where_all_ranks_share_all_experts(run_ranks: RunRanks) -> None:
-    case = LayerCase(num_tokens_W=(7, 5), num_experts=4, tp_size=2, skew="zipf:1.5", seed=1)
-    run_ranks(_check, 2, [case], WAYS[:3])
-
-
-def test_values_where_pairs_of_ranks_share_experts(run_ranks: RunRanks) -> None:
-    case = LayerCase(
-        num_tokens_W=(4, 0, 3, 2),
-        num_experts=4,
-        tp_size=2,
-        top_k=3,
-        skew="zipf:1.5",
-        dropped=0.2,
-        activation="gelu",
-        dtype=torch.bfloat16,
-        seed=7,
-    )
-    run_ranks(_check, 4, [case], WAYS[1:3])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_bits(run_ranks: RunRanks, name: str) -> None:
+    ways, case = CASES[name]
+    run_ranks(_check, len(case.num_tokens_W), case, ways)
 
 
 def _compare_with_shards(rank: int, num_ranks: int, case: LayerCase) -> None:
@@ -140,13 +113,6 @@ def test_shards_have_the_bits_of_separate_experts(run_ranks: RunRanks) -> None:
     run_ranks(_compare_with_shards, 2, case)
 
 
-def test_ranks_without_tokens_and_slots_without_experts(run_ranks: RunRanks) -> None:
-    few = LayerCase(num_tokens_W=(0, 9), num_experts=2, top_k=1)
-    run_ranks(_check, 2, [few, replace(few, num_tokens_W=(0, 0))], WAYS[:3])
-    run_ranks(_check, 2, [replace(few, num_tokens_W=(3, 4), dropped=1.0)], WAYS[1:3])
-    run_ranks(_check, 1, [replace(few, num_tokens_W=(0,))], WAYS[:2])
-
-
 def _run_in_flight(
     rank: int, num_ranks: int, cases: list[LayerCase], order: list[int], save: Save
 ) -> list[int]:
@@ -162,7 +128,7 @@ def _run_in_flight(
     for index in order:
         calls[index].y_TD.backward(calls[index].grad_TD)
     for case, call in zip(cases, calls, strict=True):
-        _assert_values(call.values(), case, rank)
+        check_values(call.values(), case, rank)
     capacities = [workspace.context().send_buffer.local.shape[1] for workspace in workspaces.all()]
     workspaces.close()
     return capacities
@@ -219,24 +185,17 @@ def _run_checkpointed(rank: int, num_ranks: int, use_reentrant: bool) -> None:
     layers = [build(workspaces, save=save) for save in ("all", "recompute")]
     case = LayerCase(num_tokens_W=(9, 4)[:num_ranks], num_experts=4)
 
-    def run(*, is_checkpointed: bool) -> dict[str, torch.Tensor]:
-        x_TD, routing, grad_TD = make_tokens(case, rank)
-        experts = local_experts_of(case, rank)
-        y_TD = x_TD
+    def run_layers(y_TD: Any, *args: Any) -> torch.Tensor:
         for layer in layers:
-            if is_checkpointed:
-                y_TD = checkpoint(
-                    layer.forward, y_TD, routing, experts, use_reentrant=use_reentrant
-                )
-            else:
-                y_TD = layer.forward(y_TD, routing, experts)
-            assert isinstance(y_TD, torch.Tensor)
-        y_TD.backward(grad_TD)
-        leaves = {"x": x_TD, "weights": routing.topk_weights_TK, "up_LGD": experts.up_LGD}
-        leaves["down_LDF"] = experts.down_LDF
-        return Call(y_TD=y_TD, leaves=leaves, grad_TD=grad_TD).values()
+            y_TD = layer.forward(y_TD, *args)
+        return y_TD
 
-    want, got = run(is_checkpointed=False), run(is_checkpointed=True)
+    def run_checkpointed(y_TD: Any, *args: Any) -> torch.Tensor:
+        for layer in layers:
+            y_TD = checkpoint(layer.forward, y_TD, *args, use_reentrant=use_reentrant)
+        return y_TD
+
+    want, got = train(run_layers, case, rank), train(run_checkpointed, case, rank)
     assert len(got) == len(want) == 5
     assert_same(got, want, "checkpointed")
     workspaces.close()

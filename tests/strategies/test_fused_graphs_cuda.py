@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from halley.core.types import Experts, Routing, Save
+from halley.core.types import Save
 from halley.fused.buffer_cache import Workspaces
-from halley.tools.layer_bench import captured
+from halley.tools.timer import captured
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
 from tests.strategies.fused_case import build
-from tests.strategies.layer_case import LayerCase, local_experts_of, make_tokens
+from tests.strategies.layer_case import LayerCase, make_inputs, make_tokens
 
 
 TOKENS = (200, 120, 0, 77)
@@ -31,19 +31,11 @@ class Layer:
     """One rank's part of a layer, in tensors whose addresses a CUDA graph can use again."""
 
     def __init__(self, case: LayerCase, rank: int, workspaces: Workspaces, save: Save) -> None:
-        device = workspaces.device
         self.case, self.rank = case, rank
         self.strategy = build(workspaces, save=save)
-        x_TD, routing, grad_TD = make_tokens(case, rank)
-        self.x_TD, self.grad_TD = (part.detach().to(device) for part in (x_TD, grad_TD))
-        self.idx_TK = routing.topk_idx_TK.to(device)
-        self.weights_TK = routing.topk_weights_TK.detach().to(device)
-        experts = local_experts_of(case, rank)
-        up, down = (w.detach().to(device) for w in (experts.up_LGD, experts.down_LDF))
-        self.experts: Experts = dataclasses.replace(experts, up_LGD=up, down_LDF=down)
-        self.leaves = (self.x_TD, self.weights_TK, up, down)
-        for leaf in self.leaves:
-            leaf.requires_grad_()
+        self.inputs = make_inputs(case, rank, device=workspaces.device)
+        self.grad_TD = make_tokens(case, rank)[2].to(workspaces.device)
+        self.idx_TK = self.inputs.routing.topk_idx_TK
         self.out: list[torch.Tensor] = []
 
     def load(self, skew: str, seed: int) -> None:
@@ -51,16 +43,15 @@ class Layer:
         case = dataclasses.replace(self.case, skew=skew, seed=seed)
         x_TD, routing, grad_TD = make_tokens(case, self.rank)
         with torch.no_grad():
-            self.x_TD.copy_(x_TD)
-            self.weights_TK.copy_(routing.topk_weights_TK)
+            self.inputs.x_TD.copy_(x_TD)
+            self.inputs.routing.topk_weights_TK.copy_(routing.topk_weights_TK)
         self.idx_TK.copy_(routing.topk_idx_TK)
         self.grad_TD.copy_(grad_TD)
 
     def run(self) -> None:
         """Run forward and backward into ``out``."""
-        routing = Routing(topk_idx_TK=self.idx_TK, topk_weights_TK=self.weights_TK)
-        y_TD = self.strategy.forward(self.x_TD, routing, self.experts)
-        self.out = [y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.grad_TD)]
+        y_TD, leaves = self.strategy.forward(*self.inputs), list(self.inputs.leaves().values())
+        self.out = [y_TD.detach(), *torch.autograd.grad(y_TD, leaves, self.grad_TD)]
 
 
 def _case(num_ranks: int, *, times: int = 1) -> LayerCase:

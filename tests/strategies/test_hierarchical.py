@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -17,9 +17,16 @@ from halley.ops.wire import WireDtype
 from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.strategies.part_orders import PIPELINES, SPLIT, Pipeline
 from halley.strategies.registry import build_strategy
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.rank_pool import RunRanks
-from tests.strategies.layer_case import SIZES, LayerCase, expected, make_tokens, run_forward
+from tests.strategies.fused_case import assert_same
+from tests.strategies.layer_case import (
+    SIZES,
+    LayerCase,
+    check_values,
+    make_tokens,
+    run_forward,
+    train,
+)
 
 
 CPU = torch.device("cpu")
@@ -31,47 +38,26 @@ def _build(
     ranks_per_node: int,
     tp_size: int = 1,
     pipeline: Pipeline = SPLIT,
-    has_fixed_sizes: bool = False,
+    **options: Any,
 ) -> HierarchicalStrategy:
     group, recorder = dist.group.WORLD, Recorder(CPU, enabled=False)
     nodes = find_nodes(group, ranks_per_node=ranks_per_node)
     strategy = build_strategy(inner, nodes.local, recorder=recorder, device=CPU, tp_size=tp_size)
     return HierarchicalStrategy(
-        group,
-        nodes=nodes,
-        inner=strategy,
-        recorder=recorder,
-        pipeline=pipeline,
-        has_fixed_sizes=has_fixed_sizes,
+        group, nodes=nodes, inner=strategy, recorder=recorder, pipeline=pipeline, **options
     )
-
-
-def _run(strategy: HierarchicalStrategy, case: LayerCase, rank: int) -> dict[str, torch.Tensor]:
-    call = run_forward(strategy.forward, case, rank)
-    call.y_TD.backward(call.grad_TD)
-    return call.values()
 
 
 def _check(
     rank: int, num_ranks: int, cases: list[LayerCase], inner: str, ranks_per_node: int
 ) -> None:
     pipelines = PIPELINES if inner == "sequential" else PIPELINES[1::2]
-    keys = itertools.product(pipelines, dict.fromkeys(case.tp_size for case in cases))
-    strategies = {
-        (pipeline, tp_size): _build(
-            inner, ranks_per_node=ranks_per_node, tp_size=tp_size, pipeline=pipeline
-        )
-        for pipeline, tp_size in keys
-    }
-    for case, pipeline in itertools.product(cases, pipelines):
-        strategy = strategies[pipeline, case.tp_size]
-        got = _run(strategy, case, rank)
-        for name, want in expected(case, rank).items():
-            error = relative_error(got[name], want)
-            assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}: {case}"
-        again = _run(strategy, case, rank)
-        for name, value in got.items():
-            assert torch.equal(value, again[name]), f"{name} of a second run: {case}"
+    options: Any = {"ranks_per_node": ranks_per_node, "tp_size": cases[0].tp_size}
+    strategies = [_build(inner, pipeline=pipeline, **options) for pipeline in pipelines]
+    for case, strategy in itertools.product(cases, strategies):
+        got = train(strategy.forward, case, rank)
+        check_values(got, case, rank)
+        assert_same(train(strategy.forward, case, rank), got, f"second run: {case}")
 
 
 UNEVEN = LayerCase(num_tokens_W=(9, 5, 14, 0), num_experts=16)
@@ -101,14 +87,17 @@ def test_values_equal_the_reference_and_repeat(
     run_ranks(_check, num_ranks, cases, inner, ranks_per_node)
 
 
-def test_nodes_with_fewer_experts_than_choices(run_ranks: RunRanks) -> None:
-    case = LayerCase(num_tokens_W=(9, 5), num_experts=4, top_k=3, dropped=0.2)
-    run_ranks(_check, 2, [case], "sequential", 1)
+FEWER_EXPERTS = LayerCase(num_tokens_W=(9, 5), num_experts=4, top_k=3, dropped=0.2)
+SHARED = LayerCase(num_tokens_W=(9, 5, 0, 7), tp_size=2, top_k=3, skew="zipf:1.2", dropped=0.2)
 
 
-def test_values_where_ranks_of_a_node_share_experts(run_ranks: RunRanks) -> None:
-    case = LayerCase(num_tokens_W=(9, 5, 0, 7), tp_size=2, top_k=3, skew="zipf:1.2", dropped=0.2)
-    run_ranks(_check, 4, [case], "sequential", 2)
+@pytest.mark.parametrize(
+    ("case", "ranks_per_node"),
+    [(FEWER_EXPERTS, 1), (SHARED, 2)],
+    ids=["fewer experts in a node than choices", "ranks of a node share experts"],
+)
+def test_values_of_other_layers(run_ranks: RunRanks, case: LayerCase, ranks_per_node: int) -> None:
+    run_ranks(_check, len(case.num_tokens_W), [case], "sequential", ranks_per_node)
 
 
 def _check_fixed(rank: int, num_ranks: int, cases: list[LayerCase], ranks_per_node: int) -> None:
@@ -118,13 +107,10 @@ def _check_fixed(rank: int, num_ranks: int, cases: list[LayerCase], ranks_per_no
         )
         fewer = replace(case, num_tokens_W=tuple(count // 2 for count in case.num_tokens_W))
         for each in (case, fewer):
-            got = _run(strategy, each, rank)
-            for name, want in expected(each, rank).items():
-                error = relative_error(got[name], want)
-                assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}"
+            check_values(train(strategy.forward, each, rank), each, rank)
     more = replace(cases[-1], num_tokens_W=(40,) * num_ranks)
     with pytest.raises(ValueError, match=r"num_tokens \(40\) must be at most 14, the largest"):
-        _run(strategy, more, rank)
+        train(strategy.forward, more, rank)
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (4, 2), (3, 1)])
@@ -140,14 +126,7 @@ def _differ(rank: int, num_ranks: int) -> None:
     strategy = _build("sequential", ranks_per_node=1)
     with pytest.raises(ValueError, match=r"top_k \(2 on rank 0, 3 on rank 1\) must be the same"):
         run_forward(strategy.forward, LayerCase(num_tokens_W=(9, 5), top_k=2 + rank), rank)
-    wires: tuple[WireDtype, WireDtype] = ("", "float8")
-    strategy = HierarchicalStrategy(
-        strategy.group,
-        nodes=strategy.nodes,
-        inner=strategy.inner,
-        recorder=strategy.recorder,
-        wire_dtype=wires[rank],
-    )
+    strategy = _build("sequential", ranks_per_node=1, wire_dtype=("", "float8")[rank])
     with pytest.raises(ValueError, match=r"wire_dtype \(.* on rank 0, .* on rank 1\) must be"):
         run_forward(strategy.forward, LayerCase(num_tokens_W=(9, 5)), rank)
 
@@ -169,7 +148,7 @@ def _count_rows(rank: int, num_ranks: int, case: LayerCase, ranks_per_node: int)
         return launch(exchange, rows, backward=backward)
 
     with mock.patch.object(Exchange, "launch", counted):
-        _run(strategy, case, rank)
+        train(strategy.forward, case, rank)
     per_node = case.num_experts * ranks_per_node // num_ranks
 
     def count_pairs(sender: int, node: int) -> int:
@@ -181,12 +160,8 @@ def _count_rows(rank: int, num_ranks: int, case: LayerCase, ranks_per_node: int)
     peers = list(range(strategy.nodes.local_rank, num_ranks, ranks_per_node))
     out = sum(count_pairs(rank, n) for n in range(len(peers)) if n != own)
     arrived = sum(count_pairs(peer, own) for peer in peers if peer != rank)
-    assert sent == {
-        ("dispatch", False): out,
-        ("combine", False): arrived,
-        ("combine", True): out,
-        ("dispatch", True): arrived,
-    }
+    forward = {("dispatch", False): out, ("combine", False): arrived}
+    assert sent == forward | {("combine", True): out, ("dispatch", True): arrived}
     assert out > 0 or not case.num_tokens_W[rank]
     if ranks_per_node == 1:  # else the exchanges inside the node are counted too
         row_bytes, slot_bytes = SIZES["hidden_size"] * case.dtype.itemsize, 4 * case.top_k
@@ -258,13 +233,7 @@ def _compare_wires(rank: int, num_ranks: int, hidden_size: int, num_tokens_W: li
         return [y_TD.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     plain = _build("sequential", ranks_per_node=1)
-    float8 = HierarchicalStrategy(
-        plain.group,
-        nodes=plain.nodes,
-        inner=plain.inner,
-        recorder=plain.recorder,
-        wire_dtype="float8",
-    )
+    float8 = _build("sequential", ranks_per_node=1, wire_dtype="float8")
     least_db = {"y": 28.0, "x.grad": 26.0, "weights.grad": 25.0, "up.grad": 25.0, "down.grad": 25.0}
     for name, want, got in zip(least_db, run(plain), run(float8), strict=True):
         if not want.any():  # no tokens, or no token for the experts of this rank
@@ -285,13 +254,8 @@ def test_tokens_in_8_bits_lose_little_accuracy(
 
 
 def test_unknown_wire_dtype_is_an_error() -> None:
-    recorder = Recorder(CPU, enabled=False)
+    recorder, wire_dtype = Recorder(CPU, enabled=False), cast(WireDtype, "fp4")
     inner = build_strategy("sequential", None, recorder=recorder, device=CPU)
+    parts: Any = {"nodes": find_nodes(None), "inner": inner, "recorder": recorder}
     with pytest.raises(ValueError, match=r"wire_dtype \('fp4'\) must be one of '', 'float8'"):
-        HierarchicalStrategy(
-            None,
-            nodes=find_nodes(None),
-            inner=inner,
-            recorder=recorder,
-            wire_dtype=cast(WireDtype, "fp4"),
-        )
+        HierarchicalStrategy(None, wire_dtype=wire_dtype, **parts)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from halley.core.types import Experts
+from halley.core.types import Experts, Routing
 from halley.fused.buffer_cache import Workspaces
-from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from tests.strategies.fused_case import CPU, build
 from tests.strategies.layer_case import (
@@ -16,17 +15,19 @@ from tests.strategies.layer_case import (
     expected,
     gradients,
     local_experts_of,
+    make_inputs,
     make_tokens,
 )
 
 
 CASE = LayerCase(num_tokens_W=(9,), num_experts=4)
+Forward = Callable[[torch.Tensor, Routing, Experts], torch.Tensor]
 
 
-def _microbatch(layer: FusedStrategy, experts: Experts, case: LayerCase) -> torch.Tensor:
+def _microbatch(forward: Forward, experts: Experts, case: LayerCase) -> torch.Tensor:
     """Run a layer forward and backward with the given experts; return the tokens' gradient."""
     x_TD, routing, grad_TD = make_tokens(case, 0)
-    layer.forward(x_TD, routing, experts).backward(grad_TD)
+    forward(x_TD, routing, experts).backward(grad_TD)
     assert x_TD.grad is not None
     return x_TD.grad
 
@@ -53,14 +54,14 @@ def _check(grads: dict[str, torch.Tensor]) -> None:
 
 
 def test_main_grad_is_added_to() -> None:
-    layer = build(Workspaces(None, CPU))
+    forward = build(Workspaces(None, CPU)).forward
     cases = [LayerCase(num_tokens_W=t, num_experts=4, dtype=torch.bfloat16) for t in ((9,), (3,))]
     alone: list[dict[str, torch.Tensor]] = []
     for case in cases:
         plain, experts = local_experts_of(case, 0), local_experts_of(case, 0)
         buffers = _add_main_grad(experts)
-        dx_TD = _microbatch(layer, plain, case)
-        assert torch.equal(_microbatch(layer, experts, case), dx_TD)
+        dx_TD = _microbatch(forward, plain, case)
+        assert torch.equal(_microbatch(forward, experts, case), dx_TD)
         for name, grad in gradients(plain).items():
             assert torch.equal(buffers[name].bfloat16(), grad)  # the same sum before its rounding
             assert not torch.equal(buffers[name], grad.float())
@@ -68,7 +69,7 @@ def test_main_grad_is_added_to() -> None:
     experts = local_experts_of(cases[0], 0)
     buffers = _add_main_grad(experts)
     for case in cases:
-        _microbatch(layer, experts, case)
+        _microbatch(forward, experts, case)
     assert all(map(_is_added, experts.tensors().values()))
     wants = [expected(case, 0) for case in cases]
     for name, buffer in buffers.items():
@@ -78,10 +79,9 @@ def test_main_grad_is_added_to() -> None:
 
 
 def test_main_grad_of_one_projection() -> None:
-    layer = build(Workspaces(None, CPU))
     experts = local_experts_of(CASE, 0)
     buffers = _add_main_grad(experts, "down_LDF")
-    _microbatch(layer, experts, CASE)
+    _microbatch(build(Workspaces(None, CPU)).forward, experts, CASE)
     assert _is_added(experts.down_LDF)
     assert experts.up_LGD.grad is not None
     _check({"up_LGD": experts.up_LGD.grad, **buffers})
@@ -102,22 +102,20 @@ def _offloaded(run: Callable[[], torch.Tensor]) -> torch.Tensor:
 def test_main_grad_of_weights_that_autograd_returns_as_other_tensors(
     how: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
 ) -> None:
-    layer = build(Workspaces(None, CPU))
-    (x_TD, routing, grad_TD), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
-    buffers = _add_main_grad(experts)
-    how(lambda: layer.forward(x_TD, routing, experts)).backward(grad_TD)
-    assert all(map(_is_added, experts.tensors().values()))
+    layer, inputs = build(Workspaces(None, CPU)), make_inputs(CASE, 0)
+    buffers = _add_main_grad(inputs.experts)
+    how(lambda: layer.forward(*inputs)).backward(make_tokens(CASE, 0)[2])
+    assert all(map(_is_added, inputs.experts.tensors().values()))
     _check(buffers)
 
 
 def test_compiled_layer_does_not_add_to_main_grad() -> None:
     """It returns gradients, and the flag tells that they are not in ``main_grad``."""
-    layer = build(Workspaces(None, CPU))
-    (x_TD, routing, grad_TD), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
+    layer, experts = build(Workspaces(None, CPU)), local_experts_of(CASE, 0)
     buffers = _add_main_grad(experts)
     torch.compiler.reset()
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
-    compiled(x_TD, routing, experts).backward(grad_TD)
+    _microbatch(compiled, experts, CASE)
     _check(gradients(experts))
     for name, weight in experts.tensors().items():
         assert not vars(weight)["grad_added_to_main_grad"]
@@ -137,8 +135,7 @@ def test_compiled_layer_does_not_add_to_main_grad() -> None:
 def test_unsupported_main_grad_buffer_is_an_error(
     make: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    layer = build(Workspaces(None, CPU))
-    (x_TD, routing, _), experts = make_tokens(CASE, 0), local_experts_of(CASE, 0)
-    vars(experts.down_LDF)["main_grad"] = make(experts.down_LDF)
+    inputs = make_inputs(CASE, 0)
+    vars(inputs.experts.down_LDF)["main_grad"] = make(inputs.experts.down_LDF)
     with pytest.raises(ValueError, match=r"main_grad \(torch.*must be contiguous, begin on a"):
-        layer.forward(x_TD, routing, experts)
+        build(Workspaces(None, CPU)).forward(*inputs)

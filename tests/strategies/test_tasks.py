@@ -16,18 +16,13 @@ from halley.strategies.all_to_all import all_to_all_tasks, choose_num_chunks
 from halley.strategies.fused import fused_tasks
 from halley.strategies.registry import build_strategy
 from tests.rank_pool import RunRanks
-from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
+from tests.strategies.layer_case import SIZES, LayerCase, make_inputs, train
 
 
 CPU = torch.device("cpu")
 CASE = LayerCase(num_tokens_W=(40, 40))
 SHAPE = LayerShape(
-    num_tokens=8192,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_experts=32,
-    top_k=2,
-    ep_size=4,
+    num_tokens=8192, hidden_size=4096, intermediate_size=14336, num_experts=32, top_k=2, ep_size=4
 )
 # A link that takes no time, and a link so slow that communication takes most of the time.
 FREE = dataclasses.replace(H200, link_bytes_per_s=1e30, link_latency_us=0.0)
@@ -170,8 +165,7 @@ def _record(rank: int, num_ranks: int, name: str, num_chunks: int) -> list[str]:
     recorder = Recorder(CPU, rank=rank)
     options: dict[str, Any] = {"recorder": recorder, "device": CPU, "num_chunks": num_chunks}
     strategy = build_strategy(name, dist.group.WORLD, **options)
-    x_TD, routing, grad_TD = make_tokens(CASE, rank)
-    strategy.forward(x_TD, routing, local_experts_of(CASE, rank)).backward(grad_TD)
+    train(strategy.forward, CASE, rank)
     return [span.name for span in recorder.collect() if not span.name.startswith("route")]
 
 
@@ -208,10 +202,8 @@ def test_fused_layer_is_recorded_as_one_span() -> None:
     recorder = Recorder(CPU)
     strategy = build_strategy("fused", None, recorder=recorder, device=CPU)
     case = LayerCase(num_tokens_W=(5,), num_experts=2)
-    x_TD, routing, grad_TD = make_tokens(case, 0)
-    experts = local_experts_of(case, 0)
     with torch.no_grad():
-        strategy.forward(x_TD, routing, experts)
+        strategy.forward(*make_inputs(case, 0))
     assert [span.name for span in recorder.collect()] == ["fused_experts"]
-    strategy.forward(x_TD, routing, experts).backward(grad_TD)
+    train(strategy.forward, case, 0)
     assert [span.name for span in recorder.collect()] == ["fused_experts"]

@@ -11,9 +11,9 @@ from halley.strategies.traceable import TraceableStrategy, find_one_rank_problem
 from tests.strategies.layer_case import (
     LayerCase,
     check_values,
-    gradients,
     make_experts,
-    make_tokens,
+    make_inputs,
+    train,
 )
 from tests.strategies.test_values import check_layers
 
@@ -34,13 +34,11 @@ def test_values_on_two_ranks_and_on_one(run_ranks) -> None:
 
 
 def test_biases_are_refused() -> None:
-    case = LayerCase(num_tokens_W=(4,), bias=True)
-    experts = make_experts(case)
+    inputs = make_inputs(LayerCase(num_tokens_W=(4,), bias=True), 0)
     strategy = TraceableStrategy(None)
-    assert strategy.find_problem(experts, top_k=2) == "experts have biases"
-    x_TD, routing, _ = make_tokens(case, 0)
+    assert strategy.find_problem(inputs.experts, top_k=2) == "experts have biases"
     with pytest.raises(ValueError, match=r"expert_bias \(true\) must be false for the functional"):
-        strategy.forward(x_TD, routing, experts)
+        strategy.forward(*inputs)
 
 
 @pytest.fixture
@@ -52,14 +50,10 @@ def undefined_is_nan() -> Iterator[None]:
 
 
 def _run_one_rank(case: LayerCase, *, compiled: bool) -> dict[str, torch.Tensor]:
-    (x_TD, routing, grad_TD), experts = make_tokens(case, 0), make_experts(case)
     run: Any = run_on_one_rank
     if compiled:
         run = torch.compile(run, fullgraph=True, backend="aot_eager")
-    y_TD = run(x_TD, routing, experts)
-    y_TD.backward(grad_TD)
-    grads = {"x": x_TD.grad, "weights": routing.topk_weights_TK.grad, **gradients(experts)}
-    return {"y": y_TD, **{f"{name}.grad": grad for name, grad in grads.items()}}
+    return train(run, case, 0)
 
 
 @pytest.mark.usefixtures("undefined_is_nan")
@@ -83,6 +77,5 @@ def test_problems_of_one_rank_are_named() -> None:
     assert find_one_rank_problem(experts) == ""
     assert find_one_rank_problem(make_experts(replace(case, bias=True))) == "experts have biases"
     odd = replace(experts, down_LDF=experts.down_LDF[:, :, :6])
-    assert find_one_rank_problem(odd).startswith(
-        "intermediate_size (6) must be a multiple of 4 for"
-    )
+    problem = "intermediate_size (6) must be a multiple of 4 for"
+    assert find_one_rank_problem(odd).startswith(problem)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.ops.exchange import Exchange
 from halley.strategies.registry import build_strategy
-from tests.strategies.layer_case import LayerCase, check_values, run_forward
+from tests.strategies.layer_case import LayerCase, check_values, train
 
 
 CPU = torch.device("cpu")
@@ -28,9 +28,7 @@ def run_layer(
     sizes: dict[str, Any] = {"tp_size": case.tp_size, "num_chunks": num_chunks}
     recorder = Recorder(CPU, enabled=False)
     layer = build_strategy(strategy, group, recorder=recorder, device=CPU, **sizes)
-    call = run_forward(layer.forward, case, rank)
-    call.y_TD.backward(call.grad_TD)
-    return call.values()
+    return train(layer.forward, case, rank)
 
 
 def check_layers(rank: int, num_ranks: int, cases: list[LayerCase], strategy: str) -> None:
@@ -43,11 +41,7 @@ def check_layers(rank: int, num_ranks: int, cases: list[LayerCase], strategy: st
 @each_strategy
 @pytest.mark.parametrize(
     ("num_tokens_W", "top_k", "dtype"),
-    [
-        ((7,), 2, torch.float32),
-        ((7, 12), 8, torch.bfloat16),
-        ((7, 12, 17, 22), 1, torch.bfloat16),
-    ],
+    [((7,), 2, torch.float32), ((7, 12), 8, torch.bfloat16), ((7, 12, 17, 22), 1, torch.bfloat16)],
     ids=["one rank", "2 ranks", "4 ranks"],
 )
 def test_values_by_number_of_ranks(run_ranks, strategy, num_tokens_W, top_k, dtype):
@@ -77,14 +71,8 @@ def test_values_by_skew_and_kind_of_expert(run_ranks, strategy):
     ids=["2 ranks", "4 ranks"],
 )
 def test_values_where_ranks_share_experts(run_ranks, strategy, num_tokens_W, activation):
-    sizes: dict[str, Any] = {
-        "tp_size": 2,
-        "top_k": 3,
-        "skew": "zipf:1.2",
-        "dropped": 0.2,
-        "seed": 5,
-    }
-    case = LayerCase(num_tokens_W=num_tokens_W, activation=activation, **sizes)
+    sizes: dict[str, Any] = {"num_tokens_W": num_tokens_W, "tp_size": 2, "top_k": 3, "seed": 5}
+    case = LayerCase(activation=activation, skew="zipf:1.2", dropped=0.2, **sizes)
     run_ranks(check_layers, len(num_tokens_W), [case], strategy)
 
 
@@ -113,7 +101,7 @@ def _run_in_subgroups(rank: int, num_ranks: int, case: LayerCase, strategy: str)
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("strategy", ["chunked", "all_gather"])
+@pytest.mark.parametrize("strategy", ["chunked", "all_gather", "fused"])
 def test_values_in_subgroups(run_ranks, strategy):
     run_ranks(_run_in_subgroups, 4, LayerCase(num_tokens_W=(8, 5)), strategy)
 

@@ -127,11 +127,11 @@ def check_failed_allocation(heap: AbstractSymmHeap) -> None:
     """Check that all ranks refuse a tensor that is too large, and that the heap stays usable."""
     kept = heap.zeros((heap.num_ranks,), torch.int32)
     held = heap.num_bytes
-    with pytest.raises(
-        MemoryError,
-        match=rf"rank 0 of {heap.num_ranks} has no {TOO_MANY} bytes of memory "
-        rf"besides the {held} symmetric ones it holds: .+",
-    ):
+    message = (
+        rf"rank 0 of {heap.num_ranks} has no {TOO_MANY} bytes of memory "
+        rf"besides the {held} symmetric ones it holds: .+"
+    )
+    with pytest.raises(MemoryError, match=message):
         heap.zeros((TOO_MANY,), torch.uint8)
     assert heap.num_bytes == held
     check_all_to_all(heap, kept)

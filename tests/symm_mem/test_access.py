@@ -1,7 +1,7 @@
 """Peer access between ranks: for memory locations written by hand, and on this machine."""
 
 import ctypes
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,22 +17,16 @@ from halley.tools import diagnosis as doctor
 CPU = MemoryLocation(host="ada", boot_id="1f", device="cpu", shm_id=24)
 UUIDS = ("a", "b", "c", "d")
 GPUS = [
-    MemoryLocation(
-        host="ada",
-        boot_id="1f",
+    replace(
+        CPU,
         device=f"cuda:{index}",
+        shm_id=None,
         uuid=uuid,
         reachable=tuple(other for other in UUIDS if other != uuid),
     )
     for index, uuid in enumerate(UUIDS)
 ]
-
-
-def _with(place: MemoryLocation, **changes: object) -> MemoryLocation:
-    return dataclasses.replace(place, **changes)  # pyright: ignore[reportArgumentType]
-
-
-SHARED = [_with(GPUS[0], may_share=True)] * 2
+SHARED = [replace(GPUS[0], may_share=True)] * 2
 
 
 @pytest.mark.parametrize("locations", [[CPU] * 3, GPUS[:1], [GPUS[2], GPUS[0]], SHARED])
@@ -43,35 +37,29 @@ def test_ranks_with_access_have_no_problem(locations: list[MemoryLocation]) -> N
 @pytest.mark.parametrize(
     ("locations", "problem"),
     [
-        ([CPU, _with(CPU, shm_id=None)], "rank 1 has no shared memory: ada has no /dev/shm"),
+        ([CPU, replace(CPU, shm_id=None)], "rank 1 has no shared memory: ada has no /dev/shm"),
         (
-            [CPU, CPU, _with(CPU, shm_id=25)],
+            [CPU, CPU, replace(CPU, shm_id=25)],
             "ranks 0 and 2 have different /dev/shm: they are in different containers",
         ),
-        ([CPU, _with(CPU, host="bob")], "ranks 0 and 1 are on different hosts, ada and bob"),
+        ([CPU, replace(CPU, host="bob")], "ranks 0 and 1 are on different hosts, ada and bob"),
         (
-            [GPUS[0], GPUS[1], _with(GPUS[2], boot_id="2e")],
+            [GPUS[0], GPUS[1], replace(GPUS[2], boot_id="2e")],
             "ranks 0 and 2 are on different hosts, ada and ada",
         ),
+        ([CPU, GPUS[1]], "ranks 0 and 1 are on different kinds of device, cpu and cuda:1"),
         (
-            [CPU, GPUS[1]],
-            "ranks 0 and 1 are on different kinds of device, cpu and cuda:1",
-        ),
-        (
-            [GPUS[0], GPUS[1], _with(GPUS[1], device="cuda:0")],
+            [GPUS[0], GPUS[1], replace(GPUS[1], device="cuda:0")],
             "ranks 0 and 2 both call their GPU cuda:0: let every rank see all GPUs "
             "(CUDA_VISIBLE_DEVICES)",
         ),
         (
-            [GPUS[0], _with(GPUS[0], device="cuda:1")],
+            [GPUS[0], replace(GPUS[0], device="cuda:1")],
             "ranks 0 and 1 share one GPU, cuda:0 and cuda:1",
         ),
+        ([SHARED[0], GPUS[0]], "ranks 0 and 1 share one GPU, cuda:0 and cuda:0"),
         (
-            [_with(GPUS[0], may_share=True), GPUS[0]],
-            "ranks 0 and 1 share one GPU, cuda:0 and cuda:0",
-        ),
-        (
-            [GPUS[0], GPUS[1], GPUS[2], _with(GPUS[3], reachable=("a", "c"))],
+            [*GPUS[:3], replace(GPUS[3], reachable=("a", "c"))],
             "no peer access from cuda:3 of rank 3 to cuda:1 of rank 1",
         ),
     ],

@@ -50,17 +50,12 @@ def _check(rank: int, num_ranks: int, number: int) -> None:
 
 
 @needs_gpu
-def test_heap_contract_of_a_group_of_one(run_ranks) -> None:
-    for number in range(len(CHECKS) + 1):
-        run_ranks(_check, 1, number)
-
-
-@needs_gpu
+@pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize(
     "number", range(len(CHECKS) + 1), ids=[check.__name__ for check in (*CHECKS, check_close)]
 )
-def test_heap_contract(run_ranks, number: int) -> None:
-    run_ranks(_check, 4, number)
+def test_heap_contract(run_ranks, number: int, num_ranks: int) -> None:
+    run_ranks(_check, num_ranks, number)
 
 
 def _wait_for_work(rank: int, num_ranks: int) -> None:

@@ -1,9 +1,11 @@
 """The heap in shared memory: checks of all heaps, sub-groups, hooks, and no leaked files."""
 
+import contextlib
 import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,17 +16,11 @@ from halley.interpreter import registered_memory
 from halley.symm_mem import heap as shared
 from halley.symm_mem.access import SHM
 from halley.symm_mem.heap import SharedHeap, open_heap
-from tests.symm_mem.heap_case import (
-    check_all_to_all,
-    check_heap,
-    read,
-    segments,
-    subgroups,
-)
+from tests.symm_mem.heap_case import check_all_to_all, check_heap, read, segments, subgroups
 
 
 def _check(rank: int, num_ranks: int) -> None:
-    heap = SharedHeap(dist.group.WORLD)
+    heap = SharedHeap(dist.group.WORLD if num_ranks > 1 else None)
     assert (heap.rank, heap.num_ranks, heap.device) == (rank, num_ranks, torch.device("cpu"))
     check_heap(heap)
     del heap
@@ -36,11 +32,7 @@ def test_heap_passes_the_checks_of_all_heaps(run_ranks) -> None:
 
 
 def test_single_process_needs_no_group() -> None:
-    heap = SharedHeap(None)
-    assert (heap.rank, heap.num_ranks) == (0, 1)
-    check_heap(heap)
-    del heap
-    assert segments() == (0, 0)
+    _check(0, 1)
 
 
 def _check_subgroups(rank: int, num_ranks: int) -> None:
@@ -113,18 +105,14 @@ def test_mappings_end_with_the_tensors(run_ranks) -> None:
 def _fail_on_rank_1(rank: int, num_ranks: int, name: str) -> None:
     heap = SharedHeap(dist.group.WORLD)
 
-    def fail(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(shared, name, fail)
-        with pytest.raises(
-            MemoryError,
-            match=r"rank 1 of 2 has no 24 bytes of memory besides the 0 symmetric ones it holds: "
-            r"\[Errno 28\] No space left on device",
-        ):
-            heap.zeros((2, 3), torch.float32)
+    message = (
+        r"rank 1 of 2 has no 24 bytes of memory besides the 0 symmetric ones it holds: "
+        r"\[Errno 28\] No space left on device"
+    )
+    fail = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    failing = mock.patch.object(shared, name, fail) if rank == 1 else contextlib.nullcontext()
+    with failing, pytest.raises(MemoryError, match=message):
+        heap.zeros((2, 3), torch.float32)
     assert segments() == (0, 0)
     check_all_to_all(heap, heap.zeros((2, 3), torch.float32))
     heap.close()
@@ -171,11 +159,6 @@ def _die_in_zeros(rank: int, num_ranks: int, folder: str) -> None:
         del kept, heap
 
 
-def _wait_twice(heap: SharedHeap) -> None:
-    heap.barrier()
-    heap.barrier()
-
-
 def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
     """Kill rank 1 after the mappings; rank 0 can still use the memory of rank 1."""
     heap = SharedHeap(dist.group.WORLD)
@@ -185,8 +168,9 @@ def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
     if rank == 1:
         heap.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError):
-        _wait_twice(heap)  # the first call may already fail
+    with pytest.raises(RuntimeError):  # noqa: PT012
+        heap.barrier()  # may already fail
+        heap.barrier()
     of_rank_1 = read(tensor.local, tensor.ptrs_W.tolist()[1])
     assert (of_rank_1.min().item(), of_rank_1.max().item()) == (2, 2)
     Path(folder, "was here").touch()

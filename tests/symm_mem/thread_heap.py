@@ -1,8 +1,6 @@
 """A symmetric heap whose ranks are threads of one process, for tests of kernels."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, cast, final
 
 import torch
@@ -12,28 +10,12 @@ from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, Segment
 
 T = TypeVar("T")
 
-TIMEOUT_S = 30.0
-
 
 @final
 class ThreadWorld:
-    """The ranks of one process, and their heaps.
+    """The ranks of one process, and their heaps; ``barrier`` waits for all threads."""
 
-    Args:
-        num_ranks: number of threads.
-        barrier: waits for all threads.
-
-    Raises:
-        ValueError: ``num_ranks`` is below 1.
-    """
-
-    def __init__(
-        self,
-        num_ranks: int,
-        barrier: Callable[[], object],
-    ) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks ({num_ranks}) must be at least 1")
+    def __init__(self, num_ranks: int, barrier: Callable[[], object]) -> None:
         self.num_ranks = num_ranks
         self.barrier = barrier
         self.slots: list[object] = [None] * num_ranks  # by which the ranks exchange values
@@ -59,8 +41,7 @@ class ThreadHeap(AbstractSymmHeap):
 
     def _allocate(self, num_bytes: int) -> Segment:
         local = self.on_all_ranks(num_bytes, lambda: _aligned_zeros(num_bytes))
-        addresses = self._gather(local.data_ptr())
-        return Segment(local=local, addresses_W=addresses)
+        return Segment(local=local, addresses_W=self._gather(local.data_ptr()))
 
     def _gather(self, value: T) -> list[T]:
         slots = self._world.slots
@@ -75,27 +56,3 @@ def _aligned_zeros(num_bytes: int) -> torch.Tensor:
     padded = torch.zeros(num_bytes + ALIGNMENT - 1, dtype=torch.uint8)
     start = -padded.data_ptr() % ALIGNMENT
     return padded[start : start + num_bytes]
-
-
-def run_threads(fn: Callable[[int], T], num_ranks: int, barrier: threading.Barrier) -> list[T]:
-    """Return ``fn(rank)`` of one thread per rank; a failure ends the waits of the others."""
-
-    def run(rank: int) -> T:
-        try:
-            return fn(rank)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        futures = [pool.submit(run, rank) for rank in range(num_ranks)]
-    errors = [error for future in futures if (error := future.exception())]
-    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-        raise error
-    return [future.result() for future in futures]
-
-
-def thread_world(num_ranks: int) -> tuple[ThreadWorld, threading.Barrier]:
-    """Return a world without hooks and its barrier, which has a timeout."""
-    barrier = threading.Barrier(num_ranks, timeout=TIMEOUT_S)
-    return ThreadWorld(num_ranks, barrier.wait), barrier

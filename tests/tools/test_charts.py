@@ -8,7 +8,7 @@ import pytest
 
 from halley.fused.config import TunedConfig, TunedShape
 from halley.tools.charts import draw_layer_bench, draw_sweeps, draw_timelines, gains
-from tests.tools.spans import span
+from tests.core.test_timeline import span
 
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -10,7 +10,7 @@ from halley.tools import diagnosis as doctor
 from halley.tools.diagnosis import Device, Link, check_strategy, parse_topology
 
 
-CPU = Device(name="a cpu", kind="cpu", memory_bytes=2**30, compute_capability=None, num_cores=2)
+CPU = Device(name="a [cpu]", kind="cpu", memory_bytes=2**30, compute_capability=None, num_cores=2)
 H200 = Device(
     name="NVIDIA H200", kind="cuda", memory_bytes=140 * 2**30, compute_capability="9.0",
     num_cores=132,

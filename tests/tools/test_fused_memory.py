@@ -1,4 +1,4 @@
-"""The predicted memory of a fused layer equals the bytes that it allocates, for every ``save``."""
+"""Memory of a fused layer: predicted and allocated for every ``save``, and buffers by hand."""
 
 import gc
 import weakref
@@ -9,17 +9,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.core.types import Activation, LayerShape, Save
+from halley.distributed.mesh import build_groups
 from halley.fused.buffer_cache import Workspaces
 from halley.fused.buffers import round_up_rows
 from halley.fused.kernels.launches import num_dweight_columns
 from halley.strategies.fused import FusedStrategy
-from halley.tools.choice import LayerMemory, layer_memory
+from halley.strategies.registry import build_strategy
+from halley.tools.choice import LayerMemory, layer_memory, measure_buffers
+from halley.tools.layer_case import LayerCase as BenchCase
+from halley.tools.layer_case import make_tensors, outputs_of
+from tests.moe.model_case import CPU, destroy
+from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import SIZES, LayerCase, local_experts_of, make_tokens
-
-
-CPU = torch.device("cpu")
 
 
 class Tracker(TorchDispatchMode):
@@ -98,3 +102,38 @@ def test_prediction_equals_the_allocated_bytes(save: Save, activation: Activatio
         plan_words=workspace.layout.plan_words,
         num_parts=num_dweight_columns(SIZES["intermediate_size"], workspace.config),
     ) == LayerMemory(saved=saved, peak=tracker.peak)
+
+
+def _measure_buffers(rank: int, num_ranks: int) -> dict[str, float]:
+    groups = build_groups(0, device_type="cpu")
+    case = BenchCase(model=find_model("tiny"), num_tokens=64, dtype=torch.float32)
+    workspaces = Workspaces(groups.ep, CPU)
+    strategy = build_strategy(
+        "fused", groups.ep, recorder=Recorder(CPU, enabled=False), device=CPU,
+        workspaces=workspaces,
+    )  # fmt: skip
+    outputs_of(strategy, make_tensors(case, groups, device=CPU), backward=False)
+    (buffers,) = [measure_buffers(each) for each in workspaces.all()]
+    workspaces.close()
+    destroy(groups)
+    return buffers
+
+
+def test_buffers_of_fused_on_two_ranks(run_ranks: RunRanks) -> None:
+    """Tiny: 128 floats a token, 8 experts on 2 ranks, 2 experts a token; 32 tokens are a block."""
+    buffers, other = run_ranks(_measure_buffers, 2)
+    assert buffers == other
+    # In words: header, 10 columns of 2 blocks padded to 32, packed, weights.
+    record = 16 + 32 + 128 + 128
+    routing = 4 * (16 + 2 * 64 + 16 + 16 + 16 + 2 * 2 * record)
+    send, combine, weight_grads = 2 * 64 * 128 * 4, 2 * 64 * 128 * 4, 2 * 64 * 2 * 4
+    rows = (128 * 5 // 4 + 4 * 16) * 128 * 4
+    assert 0 < buffers.pop("plan_mib") < 1
+    assert buffers == {
+        "routing_mib": routing / 2**20,
+        "send_mib": send / 2**20,
+        "combine_mib": combine / 2**20,
+        "weight_grads_mib": weight_grads / 2**20,
+        "symm_mib": (routing + send + combine + weight_grads) / 2**20,
+        "rows_mib": rows / 2**20,
+    }

@@ -21,8 +21,8 @@ from halley.tools.tracing import (
     time_by_part,
     trace_step,
 )
+from tests.core.test_timeline import span
 from tests.rank_pool import RunRanks
-from tests.tools.spans import span
 
 
 def test_time_by_part_excludes_nested_parts() -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from halley.cli.train import read_config
 from halley.core.config import (
@@ -26,6 +29,7 @@ from halley.distributed.mesh import ParallelGroups, World
 from halley.train import trainer as loop
 from halley.train.step import TrainingRun, build_run
 from tests.moe.model_case import MODELS, destroy
+from tests.rank_pool import RunRanks
 
 
 SMALL = dataclasses.replace(MODELS["softmax"], vocab_size=256)
@@ -94,6 +98,11 @@ def make_config(
     )
 
 
+def change_training(config: RunConfig, **changes: Any) -> RunConfig:
+    """Return the run with other settings under ``train``."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
 def make_world(rank: int = 0, num_ranks: int = 1) -> World:
     """Return the place of a rank whose process group the test has already made."""
     return World(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
@@ -115,11 +124,7 @@ def command_line(config: RunConfig) -> list[str]:
 def train_on_ranks(
     rank: int, num_ranks: int, config: RunConfig, signal_at: tuple[int, int] = (-1, 0)
 ) -> list[int]:
-    """Train on the ranks of the default group; return the steps taken.
-
-    Args:
-        signal_at: a rank and the step before which it gets SIGTERM.
-    """
+    """Train on the default group; a rank gets SIGTERM before a step. Return the steps taken."""
     groups: list[ParallelGroups] = []
 
     def build(config: RunConfig, world: World) -> TrainingRun:
@@ -168,6 +173,18 @@ def checkpoint_of(config: RunConfig, step: int) -> Path:
     return Path(config.output, "checkpoints", f"step-{step:08d}")
 
 
+def go_on_in_a_copy(
+    run_ranks: RunRanks, old: RunConfig, new: RunConfig, num_ranks: int
+) -> list[float]:
+    """Train with ``new`` from a copy of the files of ``old``; return all losses."""
+    output = Path(old.output)
+    copy = Path(tempfile.mkdtemp(dir=output.parent), "run")
+    shutil.copytree(output, copy)
+    new = dataclasses.replace(new, output=str(copy))
+    run_ranks(train_on_ranks, num_ranks, new)
+    return losses_of(new)
+
+
 def train_here(config: RunConfig) -> list[int]:
     """Train in this process; return the steps taken."""
     steps: list[int] = []
@@ -180,3 +197,21 @@ def truncate(path: Path) -> int:
     file = path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     return file.stat().st_size
+
+
+def make_state(value: int) -> dict[str, Any]:
+    """Return nested tensors that differ by ``value``."""
+    return {
+        "model": {"weight": torch.full((2, 3), float(value))},
+        "optimizer": {"moments": {"0": torch.full((3,), value + 0.5)}},
+        "step": torch.tensor(value),
+    }
+
+
+def change_manifest(path: Path, **changes: object) -> None:
+    """Change fields of a checkpoint's manifest and give it a right checksum again."""
+    table = json.loads((path / "manifest.json").read_text()) | changes
+    del table["xxh3_128"]
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    table["xxh3_128"] = xxhash.xxh3_128_hexdigest(text.encode())
+    (path / "manifest.json").write_text(json.dumps(table))

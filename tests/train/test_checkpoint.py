@@ -6,7 +6,6 @@ import resource
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from halley.train.checkpoint import (
 )
 from halley.train.manifest import compute_checksum, read_manifest
 from tests.damage import flip_bytes
+from tests.hostile.cases import fill, read_cases
 from tests.rank_pool import RunRanks
-from tests.train.checkpoint_case import change_manifest, make_state
+from tests.train.run_case import change_manifest, make_state
 
 
 def _names(folder: Path) -> list[str]:
@@ -180,7 +180,7 @@ def test_ranks_agree_and_rank_0_warns(run_ranks: RunRanks, tmp_path: Path):
     run_ranks(_save_sharded, 2, tmp_path)
     newer = tmp_path / "step-00000006"
     shutil.copytree(tmp_path / "step-00000005", newer)
-    change_manifest(step=6)(newer)
+    change_manifest(newer, step=6)
     assert run_ranks(_find_damaged, 2, tmp_path) == [(newer, 0)] * 2
     for name in ("__0_0.distcp", "__1_0.distcp"):  # each read by another rank
         flip_bytes(newer / name, num_bytes=4)
@@ -250,89 +250,34 @@ def test_unwritable_folder_fails_on_all_ranks(run_ranks: RunRanks, tmp_path: Pat
     assert run_ranks(_unwritable, 2, folder) == [message] * 2
 
 
-def _replace(name: str, content: bytes) -> Callable[[Path], None]:
-    def replace(path: Path) -> None:
-        (path / name).write_bytes(content)
-
-    return replace
-
-
-def _unlink(name: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).unlink()
-
-
-def _link(name: str) -> Callable[[Path], None]:
-    def link(path: Path) -> None:
-        (path / name).rename(path.parent / "elsewhere")
-        (path / name).symlink_to(path.parent / "elsewhere")
-
-    return link
-
-
-def _flip_step(path: Path) -> None:
-    file = path / "manifest.json"
-    file.write_text(file.read_text().replace('"step": 2', '"step": 1'))
+def _damage(file: Path, kind: str, value: Any) -> None:
+    """Damage a file of a checkpoint as a disk, a stranger or another program would."""
+    match kind:
+        case "remove":
+            file.unlink()
+        case "write":
+            file.write_bytes(value.encode("latin-1"))
+        case "edit":
+            file.write_text(file.read_text().replace(*value))
+        case "flip":
+            flip_bytes(file, num_bytes=value)
+        case "link":
+            file.rename(file.parents[1] / "elsewhere")
+            file.symlink_to(file.parents[1] / "elsewhere")
+        case "change":  # with a right checksum
+            change_manifest(file.parent, **value)
 
 
-# What a manifest holds, with a right checksum, and why it is damaged.
-MANIFESTS: list[tuple[dict[str, object], str]] = [
-    ({"step": "2"}, "step ('2') must be an integer of at least 0"),
-    ({"step": -2}, "step (-2) must be an integer of at least 0"),
-    ({"notes": 3}, "notes must be an object"),
-    ({"files": {}}, "files must be an object with at least one file"),
-    *(
-        ({"files": {name: 3}}, f"the file name {name!r} must be a plain name inside the folder")
-        for name in ("../step-00000001/__0_0.distcp", "/etc/passwd", "..")
-    ),
-    (
-        {"files": {"__0_0.distcp": True}},
-        "the size of __0_0.distcp (True) must be an integer of at least 0",
-    ),
-    (
-        {"files": {"__0_0.distcp": {"num_bytes": 3}}},
-        "the checksum of __0_0.distcp must be a string",
-    ),
-]
-DAMAGED = "manifest.json is damaged: "
-DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (_unlink("manifest.json"), "manifest.json is missing"),
-    (
-        _replace("manifest.json", b'{"step": 2'),
-        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be JSON: Expecting ',' delimiter: "
-        "line 1 column 11 (char 10)",
-    ),
-    (_replace("manifest.json", b'["step"]'), f"{DAMAGED}it must be an object"),
-    (
-        _replace("manifest.json", b"\x80\x04"),
-        f"{DAMAGED}the manifest ({{path}}/manifest.json) must be UTF-8 text: the byte at offset 0 "
-        "is not",
-    ),
-    (_flip_step, f"{DAMAGED}its content does not have its checksum"),
-    (_link("manifest.json"), "manifest.json is a link"),
-    (change_manifest(step=1), "its manifest is of step 1"),
-    *((change_manifest(**changes), f"{DAMAGED}{defect}") for changes, defect in MANIFESTS),
-    (_unlink("__0_0.distcp"), "__0_0.distcp is missing"),
-    (_replace("__0_0.distcp", b"123"), "__0_0.distcp has 3 bytes instead of {num_bytes}"),
-    (
-        lambda path: flip_bytes(path / "__0_0.distcp", num_bytes=1),
-        "__0_0.distcp is damaged: its checksum is not that of manifest.json",
-    ),
-    (_link("__0_0.distcp"), "__0_0.distcp is missing"),
-    (_unlink(".metadata"), ".metadata is missing"),
-]
-
-
-@pytest.mark.parametrize(("damage", "defect"), DAMAGE)
+@pytest.mark.parametrize(("kind", "name", "value", "defect"), read_cases("checkpoints"))
 def test_a_damaged_checkpoint_is_passed_over(
-    tmp_path: Path, damage: Callable[[Path], None], defect: str
+    tmp_path: Path, kind: str, name: str, value: Any, defect: str
 ):
     paths = [save_checkpoint(tmp_path, make_state(step), step=step, keep=2) for step in (1, 2)]
     assert find_newest_checkpoint(tmp_path) == paths[1]
     num_bytes = (paths[1] / "__0_0.distcp").stat().st_size
-    damage(paths[1])
-    report = (
-        f"checkpoint {paths[1]} is damaged: {defect.format(path=paths[1], num_bytes=num_bytes)}"
-    )
+    _damage(paths[1] / name, kind, value)
+    words = {"path": str(paths[1]), "num_bytes": str(num_bytes)}
+    report = f"checkpoint {paths[1]} is damaged: {fill(defect, words)}"
     with pytest.warns(UserWarning, match="is damaged") as caught:
         assert find_newest_checkpoint(tmp_path) == paths[0]
     assert [str(warning.message) for warning in caught] == [

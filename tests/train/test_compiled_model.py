@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,17 +14,14 @@ from halley.core.config import RunConfig
 from halley.cost.hardware import default_path
 from halley.train import optim
 from halley.train.optim import ModelOptimizer
-from halley.train.step import StepResult, _find_profiles, check_passes, train_step
-from tests.compiler.model_case import AllToAllCalls
+from halley.train.step import StepResult, _find_profiles, train_step
+from tests.compiler.model_case import AllToAllCalls, whole_graphs
 from tests.train.run_case import SMALL, built, make_config, write_text
 
 
 def _take_steps(rank: int, num_ranks: int, config: RunConfig) -> list[StepResult]:
-    with built(config, rank=rank, num_ranks=num_ranks) as run, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of how it traces
-        results = [train_step(run, step) for step in range(2)]
-    torch._dynamo.reset()
-    return results
+    with built(config, rank=rank, num_ranks=num_ranks) as run, whole_graphs():
+        return [train_step(run, step) for step in range(2)]
 
 
 def test_passes_change_no_step_and_plan_by_measured_times(run_ranks, tmp_path: Path) -> None:
@@ -88,26 +84,3 @@ def test_sums_of_gradients_run_beside_backward(run_ranks, tmp_path: Path) -> Non
         for events in run_ranks(_find_events, 2, passed, timeout_s=120.0):
             last = len(events) - events[::-1].index("all-to-all")
             assert events.count("sum") > events[:last].count("sum") > 3, passes
-
-
-def test_passes_want_a_whole_graph(tmp_path: Path) -> None:
-    config = dataclasses.replace(make_config(write_text(tmp_path)), passes="wgrad")
-    for strategy in ("planned", "functional, fused:inputs", "unfused"):
-        check_passes(dataclasses.replace(config, strategy=strategy))
-    moe = dataclasses.replace(config.model.moe, expert_bias=True)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"strategy": "sequential"}, r"\(sequential\) must be functional, unfused or fused"),
-        ({"strategy": "fused,chunked"}, r"\(chunked\) must be functional, unfused or fused"),
-        (
-            {"train": dataclasses.replace(config.train, activation_checkpointing=True)},
-            r"activation_checkpointing \(true\) must be false",
-        ),
-        (
-            {"model": dataclasses.replace(config.model, moe=moe)},
-            r"model.moe.expert_bias \(true\) must be false",
-        ),
-        ({"placement": "placement.json"}, r"placement \(.*\) must be '' for passes wgrad"),
-    ]
-    for changes, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            check_passes(dataclasses.replace(config, **{"strategy": "functional", **changes}))

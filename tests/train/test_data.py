@@ -43,21 +43,6 @@ def test_default_is_the_standard_library():
     assert Corpus(files, window=65).num_windows > 10_000
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("nowhere", "must be a file or a folder"),
-        ("none", "must hold at least one byte"),
-        ("none/empty.txt", "must hold at least one byte"),
-    ],
-)
-def test_no_text_is_an_error(tmp_path: Path, name: str, rule: str):
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "empty.txt").touch()
-    with pytest.raises(ValueError, match=rf"text \(.*{name}\) {rule}"):
-        find_text_files(tmp_path / name)
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     texts=st.lists(st.binary(min_size=1, max_size=6), min_size=1, max_size=5),
@@ -116,19 +101,19 @@ def test_targets_are_the_next_bytes(corpus: Corpus):
     assert int(targets.max()) < VOCAB_SIZE
 
 
-def _windows(loader: BatchLoader, *, step: int, num_microbatches: int) -> list[list[int]]:
+def _windows(loader: BatchLoader, *, step: int, num_microbatches: int = 1) -> list[list[int]]:
     batches = [loader.batch(step, microbatch)[0] for microbatch in range(num_microbatches)]
     return [(tokens[:, 0] // 10).tolist() for tokens in batches]
 
 
 def test_each_epoch_visits_each_window_once_in_its_own_order(corpus: Corpus):
     loader = _load(corpus, batch_size=5)
-    steps = [_windows(loader, step=step, num_microbatches=1)[0] for step in range(4)]
+    steps = [_windows(loader, step=step)[0] for step in range(4)]
     epochs = [steps[0] + steps[1], steps[2] + steps[3]]
     assert [sorted(epoch) for epoch in epochs] == [list(range(NUM_WINDOWS))] * 2
     assert epochs[0] != epochs[1]
     other = _load(corpus, batch_size=5, seed=1)
-    assert _windows(other, step=0, num_microbatches=1)[0] != steps[0]
+    assert _windows(other, step=0)[0] != steps[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -153,18 +138,16 @@ def test_batch_is_the_same_after_any_other(corpus: Corpus):
 
 def test_steps_of_another_size_read_on_where_the_others_ended(corpus: Corpus):
     order = _load(corpus)
-    windows = [_windows(order, step=step, num_microbatches=1)[0][0] for step in range(30)]
+    windows = [_windows(order, step=step)[0][0] for step in range(30)]
     before = _load(corpus, batch_size=3, num_microbatches=2)
     assert [before.num_read(step) for step in (0, 1, 2)] == [0, 6, 12]
     later = [_load(corpus, batch_size=2, rank=rank, num_ranks=2) for rank in range(2)]
     for loader in later:
         loader.resume(2, num_read=before.num_read(2))
         assert [loader.num_read(step) for step in (2, 3)] == [12, 16]
-    dealt = [
-        _windows(loader, step=step, num_microbatches=1)[0] for step in (2, 3) for loader in later
-    ]
+    dealt = [_windows(loader, step=step)[0] for step in (2, 3) for loader in later]
     assert [window for batch in dealt for window in batch] == windows[12:20]
     last = _load(corpus, batch_size=5)
     for _ in range(2):  # the second says nothing new
         last.resume(4, num_read=later[1].num_read(4))
-        assert _windows(last, step=4, num_microbatches=1)[0] == windows[20:25]
+        assert _windows(last, step=4)[0] == windows[20:25]

@@ -27,7 +27,6 @@ from halley.train.hf_export import (
     check_family,
     export_run,
     hf_config,
-    read_run_config,
 )
 from halley.train.optim import ModelOptimizer
 from tests.moe.model_case import MODELS as SMALL_MODELS
@@ -82,40 +81,14 @@ def _write_run(folder: Path, family: str, **train: str) -> MoETransformer:
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_names_and_values(family: str, tmp_path: Path):
-    """The logits test shows that transformers knows all names, where it is installed."""
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path):
     model = _write_run(tmp_path / "run", family)
-    export = export_run(tmp_path / "run", tmp_path / "hf")
+    export = export_run(tmp_path / "run", tmp_path / "whole")
     assert (export.step, export.family) == (7, family)
     assert export.files == ["config.json", "model.safetensors"]
-    tensors = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
     assert export.num_bytes == sum(4 * p.numel() for p in model.parameters())
-    assert export.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
-    parameters = dict(model.named_parameters())
-    layer = 2 if family == "qwen3_moe" else 1
-    start = f"model.layers.{layer}.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}"
-    gate, up, down = (
-        ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    )
-    stack = parameters[f"layers.{layer}.mlp.experts.gate_up_proj"]
-    wanted = {
-        "lm_head.weight": parameters["lm_head.weight"],
-        "model.embed_tokens.weight": parameters["embed_tokens.weight"],
-        "model.norm.weight": parameters["norm.weight"],
-        f"{start}.gate.weight": parameters[f"layers.{layer}.mlp.router.weight"],
-        f"{start}.experts.3.{gate}.weight": stack[3, :8],
-        f"{start}.experts.3.{up}.weight": stack[3, 8:],
-        f"{start}.experts.3.{down}.weight": parameters[f"layers.{layer}.mlp.experts.down_proj"][3],
-    }
-    for name, value in wanted.items():
-        assert torch.equal(tensors[name], value), name
-
-
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
-    model = _write_run(tmp_path / "run", family)
     export_run(tmp_path / "run", tmp_path / "hf", max_shard_bytes=4000)
     other, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True
@@ -184,26 +157,10 @@ def test_experts_of_all_ranks_come_together(run_ranks: RunRanks, tmp_path: Path)
             assert torch.equal(tensors[name], down_EDF[e])
 
 
-def test_read_run_config(tmp_path: Path):
-    config = _run_config(MODELS["qwen2_moe"], dtype="bfloat16")
-    _write_config(tmp_path, config)
-    assert read_run_config(tmp_path) == config
-    for text in ("[]", "{", '{"model": {"name": "x"}}'):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(
-            ValueError, match=r"config.json\) must be|model\.vocab_size is required"
-        ):
-            read_run_config(tmp_path)
-
-
 def test_wrong_folders_and_a_missing_package_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = tmp_path / "run"
-    _write_config(run, _run_config(MODELS["olmoe"]))
-    with pytest.raises(ValueError, match=r"must hold a whole checkpoint in checkpoints/"):
-        export_run(run, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
     _write_run(run, "olmoe")
     with pytest.raises(ValueError, match=r"run\) must be empty, or not there yet"):
         export_run(run, run)
@@ -237,40 +194,3 @@ def test_families_of_named_models(name: str):
         return
     with pytest.raises(ValueError, match=rf"hf_family \(''\).* {name} differs in: "):
         check_family(model)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "wanted"),
-    [
-        ("mixtral", {"attention_bias": True}, "attention_bias is True, not False"),
-        ("mixtral", {"qk_norm": "head"}, "qk_norm is 'head', not 'none'"),
-        ("qwen3_moe", {"qk_norm": "full"}, "qk_norm is 'full', not 'head'"),
-        ("olmoe", {"head_dim": 8}, "head_dim is 8, not 4"),
-        (
-            "olmoe",
-            {"num_dense_layers": 1, "dense_intermediate_size": 8},
-            "number of dense layers is 1, not 0",
-        ),
-        (
-            "qwen2_moe",
-            {"moe": MOE},
-            "moe.shared_gate is False, not True; "
-            "moe.shared_intermediate_size is 0, not 'at least 1'",
-        ),
-        (
-            "mixtral",
-            {"moe": dataclasses.replace(MOE, router=NOT_NORMALIZED)},
-            "moe.router.normalize is False, not True",
-        ),
-        (
-            "mixtral",
-            {"moe": dataclasses.replace(MOE, activation="gelu", expert_bias=True)},
-            "moe.activation is 'gelu', not 'swiglu'; moe.expert_bias is True, not False",
-        ),
-    ],
-)
-def test_parts_that_differ(family: str, changes: dict[str, object], wanted: str):
-    model = dataclasses.replace(MODELS[family], **changes)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=rf"^model.hf_family \({family}\) must have") as caught:
-        check_family(model)
-    assert str(caught.value).endswith(f"equations: {wanted}")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,24 +29,17 @@ NUM_STEPS = 40
 START_LIMIT_S = 90.0
 END_LIMIT_S = 60.0
 
-Start = Callable[[list[str]], subprocess.Popen[str]]
 
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Return the function that starts ``halley`` in a process; kill what is left at the end."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(argv: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "halley.cli", *argv]
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
+@contextlib.contextmanager
+def _started(config: RunConfig) -> Iterator[subprocess.Popen[str]]:
+    """Yield the launcher of two ranks in a process; kill it if it is left."""
+    command = [sys.executable, "-m", "halley.cli", *command_line(config), "--nproc=2"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
 
 
 def _wait_for_step(output: Path, step: int) -> None:
@@ -71,53 +64,44 @@ def _is_running(pid: int) -> bool:
     return False
 
 
-def _curve(config: RunConfig) -> list[tuple[int, float, float, float]]:
-    rows = read_metrics(config)
-    return [(row["step"], row["loss"], row["router_loss"], row["grad_norm"]) for row in rows]
-
-
-def _last_checkpoint(config: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
-    path = Path(config.output, "last.pt")
-    dcp_to_torch_save(checkpoint_of(config, NUM_STEPS), path)
-    return torch.load(path, weights_only=True)
-
-
-def _newest_step(output: Path) -> int:
-    folders = output.glob("checkpoints/step-????????")
-    return max(int(path.name.removeprefix("step-")) for path in folders)
-
-
 def _assert_same_run(config: RunConfig, whole: RunConfig) -> None:
     """Compare all losses and the last checkpoint bit for bit."""
-    curve = _curve(config)
+    curves, states = [], []
+    for run in (config, whole):
+        names = ("step", "loss", "router_loss", "grad_norm")
+        curves.append([[row[name] for name in names] for row in read_metrics(run)])
+        path = Path(run.output, "last.pt")
+        dcp_to_torch_save(checkpoint_of(run, NUM_STEPS), path)
+        states.append(torch.load(path, weights_only=True))
+    curve, want = curves
     assert [step for step, *_ in curve] == list(range(1, NUM_STEPS + 1))
-    assert curve == _curve(whole)
+    assert curve == want
     assert curve[-1][1] < curve[0][1] - 0.5
-    got, want = _last_checkpoint(config), _last_checkpoint(whole)
-    assert set(want) == {"parameters", "exp_avg", "exp_avg_sq"}
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert set(states[1]) == {"parameters", "exp_avg", "exp_avg_sq"}
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_rank_zero_killed_under_the_launcher(start: Start, run_ranks: RunRanks, tmp_path: Path):
+def test_rank_zero_killed_under_the_launcher(run_ranks: RunRanks, tmp_path: Path):
     num_steps = f"train.num_steps={NUM_STEPS}"
     config, whole = (read_settings(tmp_path, num_steps, name=name) for name in ("killed", "whole"))
     output = Path(config.output)
-    launcher = start([*command_line(config), "--nproc=2"])
-    _wait_for_step(output, 5)
-    first, second = _find_ranks(launcher.pid, output)
-    os.kill(first, signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=END_LIMIT_S)
+    with _started(config) as launcher:
+        _wait_for_step(output, 5)
+        first, second = _find_ranks(launcher.pid, output)
+        os.kill(first, signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=END_LIMIT_S)
     assert launcher.returncode == 128 + signal.SIGKILL
     assert not _is_running(second)
     assert "\nhalley: failed on rank 1: rank 1 lost rank 0" in errors
     assert "\nhalley: rank 0 was killed by SIGKILL\n" in errors
-    step = _newest_step(output)
+    folders = output.glob("checkpoints/step-????????")
+    step = max(int(path.name.removeprefix("step-")) for path in folders)
     assert 3 <= step < NUM_STEPS
 
-    again = start([*command_line(config), "--nproc=2"])
-    run_ranks(train_on_ranks, 2, whole)
-    _, errors = again.communicate(timeout=START_LIMIT_S)
+    with _started(config) as again:
+        run_ranks(train_on_ranks, 2, whole)
+        _, errors = again.communicate(timeout=START_LIMIT_S)
     assert again.returncode == 0, errors
     assert f", resumed after step {step}\n" in errors
     _assert_same_run(config, whole)

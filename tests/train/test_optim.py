@@ -35,6 +35,14 @@ def _backward(model: nn.Module, value: float, optimizer: ModelOptimizer | None =
     loss.backward() if optimizer is None else optimizer.backward(loss)
 
 
+def _apply(optimizer: ModelOptimizer, rate: float) -> torch.Tensor:
+    """Take a step; return the norm of the gradients before clipping."""
+    optimizer.sync()
+    norm = optimizer.clip()
+    optimizer.step(rate)
+    return norm
+
+
 @pytest.mark.parametrize(
     ("warmup_steps", "final_fraction", "num_steps", "want"),
     [
@@ -61,9 +69,7 @@ def test_applied_gradient_has_the_norm_of_clipping(clip_norm: float, want: float
     optimizer = _optimizer(model, clip_norm=clip_norm)
     before = model.weight.detach().clone()
     _backward(model, math.sqrt(3.0), optimizer)  # of 12 elements: the norm is 6
-    optimizer.sync()
-    norm = optimizer.clip()
-    optimizer.step(1.0)
+    norm = _apply(optimizer, 1.0)
     assert float(norm) == pytest.approx(6.0)
     assert float((before - model.weight.detach()).norm()) == pytest.approx(want, rel=1e-5)
     assert model.weight.grad is None
@@ -93,9 +99,7 @@ def test_matrices_alone_decay(kind: str):
         for parameter in model.parameters():
             parameter.fill_(8.0)
     _backward(model, 0.0, optimizer)
-    optimizer.sync()
-    optimizer.clip()
-    optimizer.step(0.25)
+    _apply(optimizer, 0.25)
     got = {name: parameter.unique().tolist() for name, parameter in model.named_parameters()}
     assert got == {
         "norm.weight": [8.0],
@@ -122,9 +126,7 @@ def test_adamw_is_that_of_torch():
         peer.zero_grad()
         _backward(peer, float(step - 2))
         _backward(model, float(step - 2), optimizer)
-        optimizer.sync()
-        optimizer.clip()
-        optimizer.step(0.5 / step)
+        _apply(optimizer, 0.5 / step)
         torch_optimizer.step()
     torch.testing.assert_close(model.state_dict(), peer.state_dict(), rtol=0, atol=0)
 

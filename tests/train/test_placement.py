@@ -19,6 +19,8 @@ from tests.train.run_case import (
     SIGMOID,
     SMALL,
     built,
+    change_training,
+    go_on_in_a_copy,
     losses_of,
     make_config,
     make_world,
@@ -120,22 +122,15 @@ def test_a_run_goes_on_under_another_placement(run_ranks: RunRanks, tmp_path: Pa
     losses = losses_of(plain)
     assert losses_of(placed) == pytest.approx(losses, rel=1e-6)
 
-    alone = dataclasses.replace(config.train, num_microbatches=4)
-    half = dataclasses.replace(config.train, num_microbatches=2)
-    goes_on = [
-        (placed, placed, 4),
-        (placed, dataclasses.replace(_place(config, ON_TWO, name="two.json"), train=half), 2),
-        (placed, dataclasses.replace(config, train=alone), 1),
+    assert go_on_in_a_copy(run_ranks, placed, placed, 4) == losses_of(placed)
+    on_two = _place(config, ON_TWO, name="two.json")
+    for old, new, num_ranks in (
+        (placed, change_training(on_two, num_microbatches=2), 2),
+        (placed, change_training(config, num_microbatches=4), 1),
         (plain, placed, 4),
-    ]
-    for index, (old, new, num_ranks) in enumerate(goes_on):
-        output = tmp_path / f"copy{index}"
-        shutil.copytree(old.output, output)
-        copy = dataclasses.replace(new, output=str(output))
-        run_ranks(train_on_ranks, num_ranks, copy)
-        assert losses_of(copy) == pytest.approx(losses, rel=1e-6), index
-        if index == 0:  # bit for bit
-            assert losses_of(copy) == losses_of(placed)
+    ):
+        got = go_on_in_a_copy(run_ranks, old, new, num_ranks)
+        assert got == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_checkpoint_holds_an_expert_once(run_ranks: RunRanks, tmp_path: Path) -> None:

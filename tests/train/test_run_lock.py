@@ -48,39 +48,35 @@ def test_a_second_run_is_told_the_owner_until_it_is_killed(tmp_path: Path):
             assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 
-def _write_foreign_owner(folder: Path) -> Path:
-    """Leave the file as an owner on another host does whose lock this host does not see."""
-    path = folder / "run.lock"
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of an owner on another host, whose lock this host does not see."""
+    monkeypatch.setattr(module, "RENEW_S", 0.1)
+    path = tmp_path / "run.lock"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "started": "2026-11-25 10:00:00"}))
     return path
 
 
-def test_an_owner_on_another_host_that_renews_its_lock_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(module, "RENEW_S", 0.1)
-    path = _write_foreign_owner(tmp_path)
+def test_an_owner_on_another_host_that_renews_its_lock_is_named(foreign: Path):
     renew = "import os, sys, time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.1)"
     message = "process 7 on host elsewhere, started 2026-11-25 10:00:00, is training in it"
-    with subprocess.Popen([sys.executable, "-c", renew, path]) as renewer:
+    with subprocess.Popen([sys.executable, "-c", renew, foreign]) as renewer:
         try:
-            with pytest.raises(ValueError, match=message), run_lock(tmp_path):
+            with pytest.raises(ValueError, match=message), run_lock(foreign.parent):
                 pass
         finally:
             renewer.kill()
 
 
 def test_an_owner_on_another_host_that_is_gone_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    foreign: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "_WATCH_S", 0.3)
-    monkeypatch.setattr(module, "RENEW_S", 0.1)
-    path = _write_foreign_owner(tmp_path)
-    with run_lock(tmp_path):
-        assert json.loads(path.read_text())["pid"] == os.getpid()
-        renewed_ns = path.stat().st_mtime_ns
+    with run_lock(foreign.parent):
+        assert json.loads(foreign.read_text())["pid"] == os.getpid()
+        renewed_ns = foreign.stat().st_mtime_ns
         time.sleep(0.3)
-        assert path.stat().st_mtime_ns > renewed_ns  # so that other hosts see that it lives
+        assert foreign.stat().st_mtime_ns > renewed_ns  # so that other hosts see that it lives
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff" * 5000, b'{"host": 3}'])

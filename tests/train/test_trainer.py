@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +14,16 @@ from halley.cli.main import main
 from halley.train.data import Corpus
 from halley.train.trainer import train
 from tests.damage import flip_bytes, hash_tree
+from tests.hostile.cases import fill, read_cases
 from tests.rank_pool import RunRanks
-from tests.train.checkpoint_case import change_manifest
 from tests.train.run_case import (
     ADAMW,
     SIGMOID,
+    change_manifest,
+    change_training,
     checkpoint_of,
     command_line,
+    go_on_in_a_copy,
     losses_of,
     make_config,
     make_world,
@@ -76,9 +78,7 @@ def test_a_finished_run_says_so_and_keeps_its_files(
     files = [Path(config.output, name) for name in ("config.json", "metrics.jsonl")]
     before = [file.read_text() for file in files]
     capsys.readouterr()
-    shorter = dataclasses.replace(config.train, num_steps=num_steps, log_every=1)
-    again = dataclasses.replace(config, train=shorter)
-    assert train_here(again) == []
+    assert train_here(change_training(config, num_steps=num_steps, log_every=1)) == []
     assert [file.read_text() for file in files] == before
     assert capsys.readouterr().err == (
         f"run ({config.output}) is done already: it is at step 3 of train.num_steps "
@@ -86,28 +86,7 @@ def test_a_finished_run_says_so_and_keeps_its_files(
     )
 
 
-ANOTHER = (
-    "{} must be {}, as in checkpoint {{path}} from which the run would go on; with another output "
-    "it starts anew"
-)
-
-
-@pytest.mark.parametrize(
-    ("setting", "num_steps", "message"),
-    [
-        ("model.moe.top_k=1", 4, ANOTHER.format("model.moe.top_k (1)", 2)),
-        ("model.rope_theta=500.0", 3, ANOTHER.format("model.rope_theta (500.0)", 10000.0)),
-        (
-            *("model.moe.router.kind=sigmoid", 4),
-            ANOTHER.format("model.moe.router.kind ('sigmoid')", "'softmax'"),
-        ),
-        ("optimizer.kind=sgd", 3, ANOTHER.format("optimizer.kind ('sgd')", "'adamw'")),
-        (
-            *("checkpoint.resume=false", 4),
-            "checkpoint.resume (false) must have an output without checkpoints: {path} is there",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("setting", "num_steps", "message"), read_cases("resumes"))
 def test_a_run_does_not_go_on_with_another_model(
     tmp_path: Path, setting: str, num_steps: int, message: str
 ):
@@ -117,7 +96,7 @@ def test_a_run_does_not_go_on_with_another_model(
     before = [file.read_text() for file in files]
     with pytest.raises(ValueError, match=r"must") as caught:
         train_here(read_settings(tmp_path, setting, f"train.num_steps={num_steps}"))
-    assert str(caught.value) == message.format(path=checkpoint_of(config, 3))
+    assert str(caught.value) == fill(message, {"path": str(checkpoint_of(config, 3))})
     assert [file.read_text() for file in files] == before
 
 
@@ -148,22 +127,16 @@ def test_a_run_goes_on_with_another_ep_size(run_ranks: RunRanks, tmp_path: Path)
     assert run_ranks(train_on_ranks, 4, config) == [list(range(1, 9))] * 4
     losses = losses_of(config)
     shutil.rmtree(checkpoint_of(config, 8))
-    alone = dataclasses.replace(config.train, num_microbatches=4)
-    changes: list[tuple[int, dict[str, Any]]] = [
-        (4, {}),
-        (4, {"ep_size": 1}),
-        (4, {"ep_size": 4, "expert_tp_size": 2}),
-        (1, {"ep_size": 0, "train": alone}),
-    ]
-    for index, (num_ranks, change) in enumerate(changes):
-        copy = dataclasses.replace(config, output=str(tmp_path / f"copy{index}"), **change)
-        shutil.copytree(config.output, copy.output)
-        run_ranks(train_on_ranks, num_ranks, copy)
-        got = losses_of(copy)
+    assert go_on_in_a_copy(run_ranks, config, config, 4) == losses
+    alone = dataclasses.replace(change_training(config, num_microbatches=4), ep_size=0)
+    for new, num_ranks in (
+        (dataclasses.replace(config, ep_size=1), 4),
+        (dataclasses.replace(config, ep_size=4, expert_tp_size=2), 4),
+        (alone, 1),
+    ):
+        got = go_on_in_a_copy(run_ranks, config, new, num_ranks)
         assert got[:4] == losses[:4]
         assert got == pytest.approx(losses, rel=1e-6)
-        if not change:
-            assert got == losses
 
 
 def test_a_run_goes_on_behind_what_other_ranks_and_batches_have_read(
@@ -180,10 +153,10 @@ def test_a_run_goes_on_behind_what_other_ranks_and_batches_have_read(
 
     monkeypatch.setattr(Corpus, "read_window", record)
     for sizes in ({"num_steps": 5, "batch_size": 3}, {"num_steps": 6, "num_microbatches": 2}):
-        train_here(dataclasses.replace(config, train=dataclasses.replace(config.train, **sizes)))
-    whole = dataclasses.replace(config.train, num_steps=11)  # of 2 sequences
+        train_here(change_training(config, **sizes))
+    whole = change_training(config, num_steps=11)  # of 2 sequences
     goes_on, read[:] = list(read), []
-    train_here(dataclasses.replace(config, train=whole, output=str(tmp_path / "whole")))
+    train_here(dataclasses.replace(whole, output=str(tmp_path / "whole")))
     assert len(read) == 3 * 2 * 2 + 2 * 3 + 1 * 2 * 2
     assert goes_on == read[12:]
 
@@ -192,9 +165,8 @@ def test_another_order_of_the_text_is_a_warning(tmp_path: Path):
     config = make_config(write_text(tmp_path), num_steps=2)
     train_here(config)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=8))
-    longer = dataclasses.replace(config.train, num_steps=3, seed=5)
     with pytest.warns(UserWarning, match="was") as caught:
-        assert train_here(dataclasses.replace(config, train=longer)) == [3]
+        assert train_here(change_training(config, num_steps=3, seed=5)) == [3]
     end = (
         " up to step 2: the order of the text changes, so this epoch repeats some of it and leaves "
         "some out"
@@ -204,7 +176,7 @@ def test_another_order_of_the_text_is_a_warning(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("default")
-def test_damaged_checkpoints_are_one_line_for_the_user(
+def test_damaged_checkpoints_are_one_line_for_the_user_and_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     config = read_settings(tmp_path, "train.num_steps=9")
@@ -213,6 +185,7 @@ def test_damaged_checkpoints_are_one_line_for_the_user(
     losses = losses_of(config)
     checkpoint_of(config, 9).joinpath("manifest.json").unlink()
     num_bytes = truncate(checkpoint_of(config, 6))
+    damaged = [hash_tree(checkpoint_of(config, step)) for step in (6, 9)]
     capsys.readouterr()
     assert main([*argv, "--nproc=1"]) == 0
     assert losses_of(config) == losses
@@ -225,20 +198,10 @@ def test_damaged_checkpoints_are_one_line_for_the_user(
         "newest complete checkpoint"
     )
     assert lines[1].endswith(", resumed after step 3")
-
-
-def test_damaged_checkpoints_stay_when_the_run_reaches_their_step_again(tmp_path: Path):
-    config = make_config(write_text(tmp_path), num_steps=9, every_steps=3, optimizer=ADAMW)
-    train_here(config)
-    losses = losses_of(config)
-    truncate(checkpoint_of(config, 9))
-    damaged = hash_tree(checkpoint_of(config, 9))
-    with pytest.warns(UserWarning, match=r"step-00000009 is damaged: __0_0\.distcp has"):
-        assert train_here(config) == [7, 8, 9]
-    assert losses_of(config) == losses
-    assert hash_tree(checkpoint_of(config, 9).with_name("step-00000009.replaced-1")) == damaged
+    kept = [folder / f"step-0000000{step}.replaced-1" for step in (6, 9)]
+    assert [hash_tree(path) for path in kept] == damaged
     discarded = Path(config.output, "metrics.discarded.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in discarded] == [7, 8, 9]
+    assert [json.loads(line)["step"] for line in discarded] == [4, 5, 6, 7, 8, 9]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_ends_and_changes_nothing(
@@ -323,6 +286,6 @@ def test_notes_of_a_wrong_type_are_an_error(tmp_path: Path, name: str, value: ob
     train_here(config)
     path = checkpoint_of(config, 2)
     notes = json.loads((path / "manifest.json").read_text())["notes"]
-    change_manifest(notes={**notes, name: value})(path)
+    change_manifest(path, notes={**notes, name: value})
     with pytest.raises(ValueError, match=f"^{re.escape(rule.format(path))}$"):
         train_here(config)
