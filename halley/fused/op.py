@@ -34,6 +34,7 @@ from halley.fused.passes import (
 from halley.fused.weight_gradients import (
     WHOLE_LAYER,
     LayerPart,
+    MainGrads,
     find_experts,
     launch_weight_gradient,
 )
@@ -101,8 +102,7 @@ def compile_fused_experts(call: LayerCall, workspaces_handle: int) -> None:
             *weights, call.topk_idx_TK,
         ]  # fmt: skip
         workspace, layout = workspaces.find_plan(int(result.plan_id))
-        main_grads = (_main_grad(call.up_LGD), _main_grad(call.down_LDF))
-        launch_backward(workspace, layout, inputs, options, main_grads)
+        launch_backward(workspace, layout, inputs, options, MainGrads(*weights).buffers())
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -111,15 +111,11 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         *_, call, workspaces, result, ctx.parts = args
-        up_LGD, down_LDF = call.up_LGD, call.down_LDF
         _save_for_backward(ctx, call, result)
         if ctx.parts is not None:
             ctx.index = ctx.parts.add(result.pre_RG.shape[0])
         ctx.workspaces = workspaces  # keeps the buffers if the layer is deleted before its backward
-        # Saved-tensor hooks may return other tensor objects, which have no ``main_grad``.
-        ctx.with_main_grad = tuple(
-            weight if _main_grad(weight) is not None else None for weight in (up_LGD, down_LDF)
-        )
+        ctx.main_grads = MainGrads(call.up_LGD, call.down_LDF)
         return result.y_TD
 
     @staticmethod
@@ -135,17 +131,13 @@ class _FusedExperts(torch.autograd.Function):
         if ctx.parts is not None:
             dx_TD, dweights_TK = _run_part_backward(ctx, int(plan_id), inputs)
             return dx_TD, dweights_TK.to(ctx.weights_dtype), *[None] * 6
-        up, down = ctx.with_main_grad
-        needs_up, needs_down = ctx.needs_input_grad[2:4]
-        main_grads = (_main_grad(up), _main_grad(down))
-        options = BackwardOptions(ctx.gated, ctx.fused, ctx.save, needs_up, needs_down)
+        needed = ctx.needs_input_grad[2:4]
+        options = BackwardOptions(ctx.gated, ctx.fused, ctx.save, *needed)
         dx_TD, dweights_TK, dup, ddown = run_backward(
-            ctx.workspaces, int(plan_id), inputs, options, main_grads
+            ctx.workspaces, int(plan_id), inputs, options, ctx.main_grads.buffers()
         )
         assert dweights_TK is not None
-        for weight, is_needed in ((up, needs_up), (down, needs_down)):
-            if weight is not None and is_needed:
-                weight.grad_added_to_main_grad = True
+        ctx.main_grads.mark_added(needed)
         return dx_TD, dweights_TK.to(ctx.weights_dtype), dup, ddown, *[None] * 4
 
 
@@ -155,9 +147,10 @@ def _run_part_backward(ctx: Any, plan_id: int, inputs: list[Any]) -> Any:
     operands = ctx.parts.begin_backward(ctx.index, plan, plan_id, dtype=saved.dtype)
     if ctx.save == "all":
         operands[3].copy_(saved)
-    del saved
+    del saved  # ``run_backward`` can then free it
+    inputs += operands
     options = BackwardOptions(ctx.gated, ctx.fused, ctx.save, False, False, keeps_operands=True)
-    return run_backward(ctx.workspaces, plan_id, inputs + operands, options, (None, None))
+    return run_backward(ctx.workspaces, plan_id, inputs, options, (None, None))
 
 
 def _save_for_backward(ctx: Any, call: LayerCall, result: LayerResult) -> None:
@@ -175,12 +168,8 @@ def _saved_input(call: LayerCall, result: LayerResult) -> torch.Tensor:
     return call.x_TD if call.save == "recompute" else result.rows
 
 
-def _main_grad(weight: Any) -> torch.Tensor | None:
-    return getattr(weight, "main_grad", None)
-
-
 def _check_main_grad(weight: torch.Tensor) -> None:
-    buffer = _main_grad(weight)
+    buffer = getattr(weight, "main_grad", None)
     if buffer is None:
         return
     is_like = buffer.shape == weight.shape and buffer.device == weight.device

@@ -18,9 +18,6 @@ from halley.fused.kernels.layout import Layout
 from halley.ops.kernels.weight_gemm import weight_gemm
 
 
-MAX_PARTS = 4  # of the rows of an expert, see ops/kernels/weight_gemm.py
-
-
 class ExpertRows(NamedTuple):
     """First row and number of rows of each expert in the operands of a weight gradient, int32.
 
@@ -68,6 +65,35 @@ def launch_weight_gradient(
 
 
 @final
+class MainGrads:
+    """The buffers ``main_grad`` of a layer's two projections, to which Megatron adds gradients.
+
+    It keeps no weight alive that has no such buffer.
+
+    Args:
+        up_LGD, down_LDF: the projections as the user passed them. Saved-tensor hooks may return
+            other tensor objects, which have no ``main_grad``.
+    """
+
+    def __init__(self, up_LGD: torch.Tensor, down_LDF: torch.Tensor) -> None:
+        self._weights: list[Any] = [
+            weight if getattr(weight, "main_grad", None) is not None else None
+            for weight in (up_LGD, down_LDF)
+        ]
+
+    def buffers(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the buffer of each projection, or None."""
+        up, down = (getattr(weight, "main_grad", None) for weight in self._weights)
+        return up, down
+
+    def mark_added(self, needed: tuple[bool, bool]) -> None:
+        """Set ``grad_added_to_main_grad`` of the projections that have a buffer and a gradient."""
+        for weight, is_needed in zip(self._weights, needed, strict=True):
+            if weight is not None and is_needed:
+                weight.grad_added_to_main_grad = True
+
+
+@final
 class LayerParts:
     """Buffers that collect the operands of the weight gradients of all parts of one layer call.
 
@@ -85,7 +111,7 @@ class LayerParts:
         self._num_rows: list[int] = []
         self._operands: list[torch.Tensor] = []
         self._experts: dict[int, ExpertRows] = {}
-        self._plan_id = 0
+        self._workspace: Workspace | None = None
 
     def add(self, num_rows: int) -> int:
         """Count a part, with ``num_rows`` rows, after its forward pass; return its index."""
@@ -102,33 +128,34 @@ class LayerParts:
                 torch.empty(total, width, dtype=dtype, device=plan.device) for width in self._widths
             ]
         first = sum(self._num_rows[:index])
-        layout = self._workspaces.find_plan(plan_id)[1]
+        self._workspace, layout = self._workspaces.find_plan(plan_id)
         experts = find_experts(layout, plan, num_experts=self._num_experts)
         self._experts[index] = ExpertRows(experts.begin + first, experts.num_rows)
-        self._plan_id = plan_id
         return [each[first : first + self._num_rows[index]] for each in self._operands]
 
     def weight_gradients(
-        self, needed: tuple[bool, bool], main_grads: tuple[torch.Tensor | None, torch.Tensor | None]
+        self, needed: tuple[bool, bool], main_grads: MainGrads
     ) -> list[torch.Tensor | None]:
         """Return the gradients of both projections, and release the operands.
 
-        Args:
-            needed: whether each projection needs its gradient.
-            main_grads: for each projection, the buffer to which its gradient is added, or None.
+        The gradient of a projection is None if ``needed`` is false, or if it was added to the
+        buffer of ``main_grads``.
         """
         (dpre, weighted, dy, rows), self._operands = self._operands, []
         parts, self._experts = [self._experts[i] for i in range(len(self._num_rows))], {}
         experts = ExpertRows(*(torch.stack(column) for column in zip(*parts, strict=True)))
-        workspace = self._workspaces.find_plan(self._plan_id)[0]
-        return [
+        workspace = self._workspace
+        assert workspace is not None, "no part has run its backward"
+        gradients = [
             launch_weight_gradient(grad, inputs, main_grad, experts=experts, workspace=workspace)
             if is_needed
             else None
             for is_needed, main_grad, grad, inputs in zip(
-                needed, main_grads, (dpre, dy), (rows, weighted), strict=True
+                needed, main_grads.buffers(), (dpre, dy), (rows, weighted), strict=True
             )
         ]
+        main_grads.mark_added(needed)
+        return gradients
 
 
 class LayerPart(NamedTuple):
@@ -160,21 +187,9 @@ class JoinParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, up_LGD: torch.Tensor, down_LDF: torch.Tensor, parts: LayerParts) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.parts = parts
-        # Backward only reads ``main_grad`` of these weights. Weights without it are not kept alive.
-        ctx.with_main_grad = tuple(
-            weight if getattr(weight, "main_grad", None) is not None else None
-            for weight in (up_LGD, down_LDF)
-        )
+        ctx.parts, ctx.main_grads = parts, MainGrads(up_LGD, down_LDF)
         return up_LGD.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, _: None) -> Any:
-        up, down = ctx.with_main_grad
-        needed = ctx.needs_input_grad[:2]
-        main_grads = (getattr(up, "main_grad", None), getattr(down, "main_grad", None))
-        gradients = ctx.parts.weight_gradients(needed, main_grads)
-        for weight, is_needed in zip((up, down), needed, strict=True):
-            if weight is not None and is_needed:
-                weight.grad_added_to_main_grad = True
-        return *gradients, None
+        return *ctx.parts.weight_gradients(ctx.needs_input_grad[:2], ctx.main_grads), None

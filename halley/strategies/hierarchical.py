@@ -45,12 +45,7 @@ from halley.distributed.nodes import Nodes
 from halley.distributed.peers import all_gather_objects
 from halley.ops.crossing import Crossing, NodeTables, cross_all, plan_crossing
 from halley.ops.wire import Wire, WireDtype
-from halley.strategies.base import (
-    AbstractStrategy,
-    Lockstep,
-    PartRunner,
-    check_inputs,
-)
+from halley.strategies.base import AbstractStrategy, Lockstep, PartRunner, check_inputs
 from halley.strategies.part_orders import SPLIT, Pipeline, list_tasks
 
 
@@ -150,10 +145,8 @@ class HierarchicalStrategy(AbstractStrategy):
     ) -> tuple[torch.Tensor, Routing, Crossing]:
         """Pad the tokens to the fixed number, with tokens that have no experts."""
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
-        num_tokens, kind = (
-            len(x_TD),
-            (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts),
-        )
+        num_tokens = len(x_TD)
+        kind = (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts)
         if kind not in self._fixed:
             counts = all_gather_objects(
                 num_tokens, group=self.group, operation="the first call with fixed sizes"

@@ -6,9 +6,8 @@ call of its inner strategy, which works inside one node.
 
 from dataclasses import dataclass, replace
 
-from halley.core.types import LayerShape
+from halley.core.types import LayerShape, Task
 from halley.cost.hardware import Predictor
-from halley.cost.simulate import Task
 from halley.distributed.nodes import Nodes
 from halley.strategies.base import AbstractStrategy, comm_task, share_of_tokens
 
@@ -34,7 +33,7 @@ class Pipeline:
     then the tokens of other nodes, then the other half while the results of those tokens return.
 
     Attributes:
-        name: by which options select the order and results report it.
+        name: the order's name in results and in the reasons of ``AutoStrategy``.
         parts: at most 4.
     """
 
@@ -93,7 +92,8 @@ def list_tasks(
             after=listed[-1].name,
             suffix=".backward" if backward else "",
         )
-    weights_us = sum(task.duration_us for task in parts[0][2])
+    weights = _list_part(shape, 1.0, predictor, nodes, inner)[2]  # one GEMM for all parts
+    weights_us = sum(task.duration_us for task in weights)
     compute = Task(name="weights", stream="compute", duration_us=weights_us)
     listed.insert(len(listed) - 1, compute)  # the last task waits for the gradients of the tokens
     return listed

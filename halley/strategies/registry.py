@@ -171,9 +171,7 @@ def build_pipelines(
     max_load: float = 0.0,
     timeout_s: float = 600.0,
 ) -> dict[str, HierarchicalStrategy]:
-    """Return one "hierarchical" or "deduplicated" strategy for each order of ``PIPELINES``.
-
-    They share buffers.
+    """Return a strategy across nodes for each order of ``PIPELINES``; all share buffers.
 
     Inside a node they run "fused" where GPUs can address each other's memory, else "sequential".
     Collective.

@@ -15,6 +15,7 @@ from halley.distributed.mesh import ParallelGroups
 from halley.planner.expert_balance import max_over_mean
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
+from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.tools.candidates import (
     GRAPH,
     bound_gemms,
@@ -290,6 +291,8 @@ def _row(
 ) -> Row:
     """Return a benchmark's result line that describes the workload, before times are added."""
     strategy, _, setting = name.partition(" ")
+    is_across = isinstance(candidate, HierarchicalStrategy)
+    num_nodes = candidate.nodes.num_nodes if is_across else 1
     return {
         "case": "layer",
         "model": case.model.name,
@@ -304,7 +307,7 @@ def _row(
         "passes": "none",
         "direction": direction,
         "setting": setting or None,
-        "num_nodes": getattr(getattr(candidate, "nodes", None), "num_nodes", 1),
+        "num_nodes": num_nodes,
         "wire_bytes": None,
         "median_us": None,
         "p10_us": None,

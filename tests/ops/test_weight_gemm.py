@@ -93,6 +93,14 @@ def test_rows_in_several_parts_are_summed(num_parts: int, run: int) -> None:
     assert torch.equal(out_LMN, torch.stack([_expected(part) for part in parts]).sum(0))
 
 
+def test_too_many_parts_are_an_error() -> None:
+    sides = _make([5, 17], 16, 32, torch.float32)
+    for name in ("expert_begin", "expert_rows"):
+        sides[name] = sides[name].expand(5, 2).contiguous()
+    with pytest.raises(ValueError, match=r"expert_begin \(5 parts\) must have at most 4 parts"):
+        _run(torch.empty(2, 16, 32), sides, num_programs=1, run=1)
+
+
 @pytest.mark.parametrize("rows_L", ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("run", [1, 2])
 def test_gradient_is_added_to_float32(rows_L: list[int], run: int) -> None:

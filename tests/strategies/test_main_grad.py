@@ -78,6 +78,21 @@ def test_main_grad_is_added_to() -> None:
         assert relative_error(buffer, want) <= RELATIVE_TOLERANCE[torch.bfloat16], name
 
 
+def test_main_grad_of_a_layer_in_parts() -> None:
+    """Each buffer gets one gradient, summed over the rows of both parts."""
+    experts = local_experts_of(CASE, 0)
+    buffers = _add_main_grad(experts)
+    x_TD, routing, grad_TD = make_tokens(CASE, 0)
+    run = build(Workspaces(None, CPU)).open_parts(experts)
+    y_parts: list[torch.Tensor] = []
+    for part in (slice(0, 4), slice(4, 9)):
+        idx_TK, weights_TK = routing.topk_idx_TK[part], routing.topk_weights_TK[part]
+        y_parts.append(run(x_TD[part], Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)))
+    torch.cat(y_parts).backward(grad_TD)
+    assert all(map(_is_added, experts.tensors().values()))
+    _check(buffers)
+
+
 def test_main_grad_of_one_projection() -> None:
     experts = local_experts_of(CASE, 0)
     buffers = _add_main_grad(experts, "down_LDF")

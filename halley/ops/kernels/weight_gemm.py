@@ -220,6 +220,7 @@ def _store_block(
 
 
 _launch = Launcher(weight_gemm_kernel)
+_MOST_PARTS = 4  # that the kernel goes through
 
 
 def weight_gemm(
@@ -250,6 +251,9 @@ def weight_gemm(
         accumulate: True adds to ``out_LMN``.
     """
     num_experts, num_m, num_n = out_LMN.shape
+    num_parts = expert_begin.numel() // num_experts
+    if num_parts > _MOST_PARTS:
+        raise ValueError(f"expert_begin ({num_parts} parts) must have at most {_MOST_PARTS} parts")
     is_wide = out_LMN.dtype == torch.float32
     is_plain = not (is_wide or accumulate)
     tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
@@ -261,7 +265,7 @@ def weight_gemm(
         (describe_rows(grad_RM, block_rows=tile.block_k, block_columns=block_m),
          describe_rows(rows_RN, block_rows=tile.block_k, block_columns=tile.block_n),
          describe(out_LMN, out_block), expert_begin, expert_rows),
-        (num_experts, expert_begin.numel() // num_experts, triton.cdiv(num_m, block_m),
+        (num_experts, num_parts, triton.cdiv(num_m, block_m),
          triton.cdiv(num_n, tile.block_n), block_m, tile.block_n, tile.block_k, tile.group,
          tile.run, in_halves, accumulate),
         dtypes=(rows_RN.dtype, out_LMN.dtype),
