@@ -133,10 +133,11 @@ def _launch_all() -> dict[str, tuple[Any, ...]]:
     route.sort_slots(idx_TK, NUM_EXPERTS)
     route.take_slots(idx_TK, counts_WL.flatten(), NUM_TOKENS)
     route.group_rows(counts_WL, len(rows.x_RD))
+    ranges_L = torch.empty(num_local, dtype=torch.int32)
     for accumulate, out_LDF in ((False, down_LDF), (True, down_LDF.float())):
         function = f"weight_gemm{'_add' * accumulate}"
         weight_gemm(
-            out_LDF, rows.x_RD, rows.h_RF, expert_begin=rank.plan, expert_rows=rank.plan,
+            out_LDF, rows.x_RD, rows.h_RF, expert_begin=ranges_L, expert_rows=ranges_L,
             tile=CASE.config.weight, num_programs=NUM_SMS, accumulate=accumulate,
         )  # fmt: skip
     return launches
