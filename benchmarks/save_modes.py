@@ -17,7 +17,7 @@ from benchmarks.plain_layer import MODELS, NUM_TOKENS, PlainStrategy
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups, join_world
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.tools.candidates import build_candidates, measure_link
 from halley.tools.choice import choose_strategy
 from halley.tools.layer_bench import bench_layer

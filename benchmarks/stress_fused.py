@@ -20,7 +20,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, Routing
 from halley.distributed.mesh import build_groups, join_world
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.ops.kernels.launch import compile_only
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy

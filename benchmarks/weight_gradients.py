@@ -16,7 +16,7 @@ import torch
 from halley.core.models import find_model
 from halley.distributed.mesh import ParallelGroups, build_groups, join_world
 from halley.fused.config import KernelConfig
-from halley.ops.kernels.weight_gemm import weight_gemm
+from halley.ops.kernels.tiles import weight_gemm
 from halley.tools.layer_case import RELATIVE_TOLERANCE, LayerCase, relative_error
 from halley.tools.timer import Row, machine_keys, time_interleaved, write_rows
 

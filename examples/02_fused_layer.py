@@ -10,7 +10,7 @@ import torch
 
 import halley
 from halley.distributed.mesh import join_world
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 
 
 NUM_TOKENS, HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 256, 128

@@ -22,14 +22,8 @@ def build_layer(num_ranks: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.spec_utils import build_module
 
     from halley.integrations.megatron import enable
-
-    class Router(TopKRouter):  # Megatron's router moves its weights to a GPU
-        def gating(self, input: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(input, self.weight)
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
@@ -50,9 +44,11 @@ def build_layer(num_ranks: int) -> Any:
         use_cpu_initialization=True,
     )
     spec = get_moe_module_spec(use_te=False, num_experts=NUM_EXPERTS)
-    spec.submodules.router = Router
     torch.manual_seed(0)  # the same router on all ranks
-    return build_module(enable(spec, strategy="sequential"), config=config)
+    layer = enable(spec, strategy="sequential")(config=config)
+    # Megatron's own gating moves the router's weights to a GPU.
+    layer.router.gating = lambda x_SBD: torch.nn.functional.linear(x_SBD, layer.router.weight)
+    return layer
 
 
 def train(num_ranks: int) -> list[str]:

@@ -12,9 +12,9 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when first imported
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HALLEY_KERNEL_CONFIG"] = os.devnull  # ignore kernels that a user tuned on this machine
-# Torch then looks for GPUs with NVML. Initialized CUDA could not be used in forked ranks.
+# Let torch look for GPUs with NVML, because forked ranks cannot use an initialized CUDA.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# With this, torch raises if the result of an operator shares memory with an input.
+# With "CI", torch raises an error if the result of an operator shares memory with an input.
 os.environ["CI"] = "1"
 # The loopback device needs no host name that resolves.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

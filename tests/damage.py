@@ -1,4 +1,4 @@
-"""Damage files as a disk or a stranger would, and tell whether a folder has changed."""
+"""Damage files as a disk or an attacker would, and detect changes of a folder."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class MakesFile:
-    """Creates a file when it is unpickled: the harmless stand-in of a harmful pickle."""
+    """Creates a folder when it is unpickled, as a harmless substitute of a harmful pickle."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -23,7 +23,7 @@ def pickle_bomb(marker: Path, *, protocol: int | None = None) -> bytes:
 
 
 def flip_bytes(path: Path, *, num_bytes: int) -> None:
-    """Invert all bits of the bytes in the middle of a file; its size stays."""
+    """Invert all bits of some bytes in the middle of a file."""
     content = bytearray(path.read_bytes())
     start = max(0, (len(content) - num_bytes) // 2)
     for place in range(start, min(len(content), start + num_bytes)):

@@ -1,4 +1,4 @@
-"""Run a test's function on several ranks: processes of one gloo group that tests share."""
+"""Run a test's function on several ranks, processes of a gloo group that tests share."""
 
 import contextlib
 import faulthandler
@@ -12,7 +12,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -29,53 +28,47 @@ from torch.distributed.tensor.debug import (
 
 
 T = TypeVar("T")
-RunRanks = Callable[..., list[Any]]  # the type of the fixture run_ranks
+RunRanks = Callable[..., list[Any]]  # type of the fixture ``run_ranks``
 
-# The fork server imports these once for all ranks. Without that, the first assert_close of a rank
-# would import torch modules for a second.
+# The fork server imports these modules once for all ranks. Otherwise the first assert_close of a
+# rank would import torch modules for a second.
 _PRELOAD = ("torch.distributed.tensor", "torch.testing", "pytest", "tests.rank_pool")
-# Imported only if the tests have imported them, because each takes seconds.
+# Frameworks that ranks import only if the tests have, because each takes seconds.
 _FRAMEWORKS = ("transformers.modeling_utils",)
-_KEEP_GROUPS = ("deepspeed", "megatron")  # these create their groups once per process
+_NEWER_FRAMEWORK = ".* is newer than .*, the newest that Halley is tested with"  # a warning
+_KEEP_GROUPS = ("deepspeed", "megatron")  # frameworks that create groups once per process
 _START_TIMEOUT_S = 120.0
-_GRACE_S = 2.0  # after a failure, the time in which other ranks can report theirs
-_STACK_S = 0.3  # after the signal, the time in which a rank can write its stack
-_GROUP_TIMEOUT = timedelta(minutes=5)  # ends ranks whose test process was killed
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    process: ForkServerProcess
-    connection: Connection
+_GRACE_S = 2.0  # time in which other ranks can report failures after a first one
+_STACK_S = 0.3  # time in which a rank can write its stack after SIGUSR1
+_GROUP_TIMEOUT = timedelta(minutes=5)  # limit after which ranks of a killed test process end
 
 
 @final
 class RankPool:
-    """The processes of one gloo group, started at the first ``run`` and again after a failure."""
+    """The processes of a gloo group, started at the first ``run`` and again after a failure."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._ranks: list[_Rank] = []
+        self._ranks: list[tuple[ForkServerProcess, Connection]] = []
         self._folder = ""
 
     def run(self, fn: Callable[..., T], *args: object, timeout_s: float = 60.0) -> list[T]:
         """Call ``fn(rank, num_ranks, *args)`` on every rank and return the results by rank.
 
         Each rank runs it in the default group (gloo). Arguments and results are pickled. So a rank
-        gets copies, and ``fn`` must be a function of a module. In each call, warnings are errors
-        and torch is seeded with the rank. The start of the processes has a time limit of its own.
+        gets copies, and ``fn`` must be a function of a module. In each call, torch is seeded with
+        the rank, and warnings are errors, except those of untested framework versions.
 
-        Raises:
-            AssertionError: a rank raised an error, died, or did not return in time. The message has
-                the traceback, exit code or stack of each such rank. All ranks are killed.
+        If a rank raises an error, dies, or does not return in time, all ranks are killed. The
+        AssertionError has the traceback, exit code or stack of each such rank.
         """
         __tracebackhide__ = True  # the message contains the traceback of the rank
         request = pickle.dumps((fn, args))
         if not self._ranks:
             self._start()
-        for rank in self._ranks:
+        for _, connection in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # _collect reports ranks that have died
-                rank.connection.send_bytes(request)
+                connection.send_bytes(request)
         values, failures = self._collect(timeout_s)
         if failures:
             self.close()
@@ -84,16 +77,16 @@ class RankPool:
 
     def close(self) -> None:
         """Kill the processes of this pool."""
-        for rank in self._ranks:
-            rank.process.kill()
-            rank.process.join()
-            rank.connection.close()
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
         self._ranks = []
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
         context = get_context("forkserver")
-        # Only modules that the tests have imported: an error during an import here would end the
+        # Modules are those that the tests have imported: an error during an import would end the
         # fork server without a message.
         halley = sorted(name for name in sys.modules if name.split(".")[0] == "halley")
         frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
@@ -106,7 +99,7 @@ class RankPool:
             )
             process.start()
             rank_end.close()
-            self._ranks.append(_Rank(process=process, connection=own_end))
+            self._ranks.append((process, own_end))
         _, failures = self._collect(_START_TIMEOUT_S)
         if failures:
             self.close()
@@ -116,7 +109,7 @@ class RankPool:
         """Return the values and the failures by rank, the first failure first."""
         values: dict[int, object] = {}
         failures: dict[int, str] = {}
-        waiting = {rank.connection: i for i, rank in enumerate(self._ranks)}
+        waiting = {connection: index for index, (_, connection) in enumerate(self._ranks)}
         begin = time.monotonic()
         end = begin + timeout_s
         while waiting:
@@ -137,16 +130,16 @@ class RankPool:
         return values, failures
 
     def _receive(self, index: int) -> tuple[bool, object]:
-        rank = self._ranks[index]
+        process, connection = self._ranks[index]
         try:
-            return pickle.loads(rank.connection.recv_bytes())
+            return pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            rank.process.join(_GRACE_S)
-            return False, f"died with exit code {rank.process.exitcode}"
+            process.join(_GRACE_S)
+            return False, f"died with exit code {process.exitcode}"
 
     def _dump_stacks(self, indices: list[int]) -> dict[int, str]:
         for index in indices:
-            pid = self._ranks[index].process.pid
+            pid = self._ranks[index][0].pid
             with contextlib.suppress(ProcessLookupError):
                 os.kill(cast(int, pid), signal.SIGUSR1)
         if indices:
@@ -202,6 +195,7 @@ def _call(rank: int, num_ranks: int, request: bytes) -> bytes:
         torch.manual_seed(rank)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", _NEWER_FRAMEWORK)
             return pickle.dumps((True, fn(rank, num_ranks, *args)))
     except BaseException:  # also SystemExit and pytest.fail, because the pool must answer
         return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))

@@ -142,12 +142,12 @@ class Workshop:
         except for the graph cache: the scheduler synchronises its estimates across ranks, so a rank
         with a cache hit would let the others hang.
         """
-        from halley.compiler.inductor import DecomposePass  # imports Triton
+        from halley.compiler.inductor import decompose  # imports Triton
 
         options: dict[str, Any] = {
             "aten_distributed_optimizations.enable_overlap_scheduling": True,
             "fx_graph_cache": False,
-            "post_grad_custom_post_pass": DecomposePass(),
+            "post_grad_custom_post_pass": decompose,
         }
         compiled = torch.compile(
             self.subject.whole, backend="inductor", fullgraph=True, options=options

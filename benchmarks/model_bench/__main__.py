@@ -94,9 +94,7 @@ def model(
     for case in cases:
         check_memory(case, num_ranks=num_ranks, memory_bytes=memory_bytes)
     check_output(output, case="model", device=device, num_ranks=num_ranks, has_chart=False)
-    code = launch_ranks(nproc, device=device)
-    if code is not None:
-        return code
+    launch_ranks(nproc, device=device)
 
     with joined(device) as (world, _):
         groups = build_groups(0, device_type=world.device.type)

@@ -12,8 +12,8 @@ from torch import nn
 
 from halley.core.config import ModelConfig, RouterConfig
 from halley.core.models import find_model
-from halley.core.routing import local_experts
 from halley.core.timeline import Recorder
+from halley.core.types import local_experts
 from halley.distributed.mesh import ParallelGroups, global_norm, sync_gradients
 from halley.moe.dense import next_token_loss
 from halley.moe.layer import MoELayer, grouped_experts
@@ -217,6 +217,7 @@ class Subject:
             hook.remove()
         return [
             LayerTensors(
+                groups=self.groups,
                 x_TD=x_TD,
                 routing=routed.routing,
                 experts=layer.local_experts(),

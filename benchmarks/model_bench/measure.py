@@ -35,7 +35,7 @@ from halley.tools.timer import (
 
 
 if TYPE_CHECKING:
-    from halley.fused.buffer_cache import Workspaces
+    from halley.fused.buffers import Workspaces
 
 
 MakeOptimizer = Callable[[MoETransformer], TrainingOptimizer]
@@ -69,7 +69,7 @@ def measure_models(
         MemoryError: this rank has too little memory; names model, layers and strategy.
     """
     # Imported here so that commands without kernels also run where Triton is missing.
-    from halley.fused.buffer_cache import Workspaces
+    from halley.fused.buffers import Workspaces
 
     link = measure_link(groups, device=device)
     machine = machine_keys(groups, device=device, commit=commit)
@@ -185,7 +185,7 @@ def _lower_bounds(
     gemm_us = total_wire_us = floor_us = 0.0
     deviations: list[float] = []
     for tensors in subject.layers():
-        gemms = bound_gemms(tensors, groups)
+        gemms = bound_gemms(tensors)
         timings = time_interleaved(
             gemms,
             device=device,
@@ -194,7 +194,7 @@ def _lower_bounds(
             on_progress=on_progress,
         )
         layer_gemm_us = 3 * min(timing.median_us for timing in timings.values())
-        layer_wire_us = 4 * wire_us(tensors, groups, link_bytes_per_s=link_bytes_per_s)
+        layer_wire_us = 4 * wire_us(tensors, link_bytes_per_s=link_bytes_per_s)
         gemm_us += layer_gemm_us
         total_wire_us += layer_wire_us
         floor_us += max(layer_gemm_us, layer_wire_us)

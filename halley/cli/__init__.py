@@ -1,4 +1,4 @@
-"""The command line; ``halley --help``."""
+"""The commands of the program ``halley``, which ``halley --help`` lists."""
 
 from halley.cli.main import main
 

@@ -1,4 +1,4 @@
-"""``python -m halley.cli``: what the launcher starts on each rank."""
+"""Entry point of ``python -m halley.cli``, which the launcher starts on each rank."""
 
 import sys
 

@@ -68,9 +68,9 @@ def _compare_loads(
     num_ranks: int,
     model: ModelConfig | None,
 ) -> tuple[Table, dict[str, object]]:
-    """Return a table of the loads of all ranks, and the keys of the JSON line."""
+    """Compare the loads of ranks without and with placements; return a table and JSON keys."""
     num_experts = len(counts_ME[0])
-    before_MW: list[list[float]] = []  # empty if the ranks do not divide the experts
+    before_MW: list[list[float]] = []  # empty if E % W is not 0
     if num_experts % num_ranks == 0:
         plain = ExpertPlacement.plain(num_experts, num_ranks=num_ranks)
         before_MW = [rank_loads(plain, counts_E) for counts_E in counts_ME]
@@ -117,7 +117,7 @@ def _expert_bytes(config: ModelConfig) -> int:
 
 
 def _overall(loads_MW: Sequence[Sequence[float]]) -> float | None:
-    """Return the sum over layers of the largest load, over the sum over layers of the mean."""
+    """Return the largest load of a rank over the mean load, both summed over the layers."""
     if not loads_MW:
         return None
     total = math.fsum(math.fsum(loads) for loads in loads_MW)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -27,7 +27,7 @@ from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, ste
 from halley.core.models import find_model
 from halley.distributed.mesh import World, build_groups, pick_device
 from halley.strategies.registry import STRATEGIES, check_strategy
-from halley.tools.candidates import check_case_memory
+from halley.tools.candidates import check_memory
 from halley.tools.charts import draw_layer_bench
 from halley.tools.layer_bench import measure_layers
 from halley.tools.layer_case import LayerCase
@@ -39,8 +39,7 @@ app = typer.Typer(help="Measure MoE layers.", no_args_is_help=True)
 
 _BENCH_MODELS = "mixtral-8x7b,phi-3.5-moe,qwen2-moe,qwen3-30b-a3b,deepseek-v3"
 _CAPTURED = ("fused", "unfused", "deduplicated", "hierarchical")
-_PLAIN_CASE = "layer"  # the only case with a chart
-_MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}
+_PLAIN_CASE = "layer"  # the only value of the key "case" with a chart
 
 OutputOption = Annotated[
     Path | None,
@@ -74,30 +73,32 @@ CommitOption = Annotated[
 DeviceOption = Annotated[
     str, typer.Option(help="cpu or cuda; auto is cuda if there is a GPU, else cpu.")
 ]
+
 _SkewOption = Annotated[
     str,
     typer.Option(
-        help="Loads to measure, comma-separated, out of: balanced; std:X, shares of the experts "
-        "with standard deviation X; cv:X, shares with standard deviation X times their mean; "
-        "zipf:X, shares proportional to 1 / (index of the expert) ^ X; one-hot, one expert that "
-        "every token chooses."
+        help="Loads to measure, comma-separated, out of: balanced; std:X, shares of the "
+        "experts with standard deviation X; cv:X, shares with standard deviation X times their "
+        "mean; zipf:X, shares proportional to 1 / (index of the expert) ^ X; one-hot, one "
+        "expert that every token chooses."
     ),
 ]
 _TpSizeOption = Annotated[
-    str, typer.Option(help="Ranks that share each expert (tensor parallelism), comma-separated.")
+    str,
+    typer.Option(help="Ranks that share each expert (tensor parallelism), comma-separated."),
 ]
 _MaxLoadOption = Annotated[
     float,
     typer.Option(
-        help="Also measure unfused, fused and strategies across nodes as CUDA graphs, with buffers "
-        "for this multiple of the balanced load; 0: off."
+        help="Also measure unfused, fused and strategies across nodes as CUDA graphs, with "
+        "buffers for this multiple of the balanced load; 0: off."
     ),
 ]
 _SpareOption = Annotated[
     int | None,
     typer.Option(
-        help="Plan a placement with replicas for the load, in which a rank holds at most this many "
-        "experts beyond an even share; default: no replicas."
+        help="Plan a placement with replicas for the load, in which a rank holds at most this "
+        "many experts beyond an even share; default: no replicas."
     ),
 ]
 
@@ -132,15 +133,14 @@ def layer(
     check_samples(samples)
     _check_graphs(max_load, names, device=device)
     tp_sizes = split_integers(tp_size, option="tp_size")
-    where = {"device": device, "num_ranks": num_ranks}
+    memory_bytes = rank_memory_bytes(num_ranks, device=device)
     for size in tp_sizes:
-        check_memory(cases, tp_size=size, backward=True, **where)
+        check_memory(cases, ep_size=num_ranks, memory_bytes=memory_bytes, tp_size=size)
     case_name = _case_name(cases, names, tp_sizes, max_load)
     has_chart = case_name == _PLAIN_CASE
+    where = {"device": device, "num_ranks": num_ranks}
     check_output(output, case=case_name, has_chart=has_chart, **where)
-    code = launch_ranks(nproc, device=device)
-    if code is not None:
-        return code
+    launch_ranks(nproc, device=device)
 
     with (
         joined(device) as (world, _),
@@ -162,17 +162,6 @@ def layer(
     return 0
 
 
-@app.command("model", hidden=True, context_settings=_MOVED)
-@app.command("graph", hidden=True, context_settings=_MOVED)
-def moved(context: typer.Context) -> None:
-    """Refuse a command of an earlier version, and name the script that replaces it."""
-    name = context.info_name
-    raise ValueError(
-        f"halley bench {name} is now a script: run `python -m benchmarks.{name}_bench` with the "
-        "same options in a checkout of Halley's repository"
-    )
-
-
 def layer_cases(
     models: str,
     tokens: str,
@@ -183,9 +172,9 @@ def layer_cases(
     spare: int | None = None,
     device: str,
 ) -> list[LayerCase]:
-    """Return one case for each combination of model, number of tokens and load.
+    """Return one layer to measure for each combination of model, number of tokens and load.
 
-    Raise ``ValueError`` if a name, number or load is wrong. The arguments are options of commands.
+    The arguments are options of commands; a wrong one is a ``ValueError``.
     """
     on_gpu = pick_device(device).type == "cuda"
     options = {"dtype": read_dtype(dtype, on_gpu=on_gpu), "seed": seed, "spare": spare}
@@ -205,15 +194,6 @@ def layer_cases(
     ]
 
 
-def check_memory(
-    cases: Sequence[LayerCase], *, num_ranks: int, device: str, tp_size: int = 1, backward: bool
-) -> None:
-    """Raise ``ValueError`` if a layer does not fit the ranks, or the memory of a rank."""
-    limits = {"memory_bytes": rank_memory_bytes(num_ranks, device=device), "backward": backward}
-    for case in cases:
-        check_case_memory(case, ep_size=num_ranks, tp_size=tp_size, **limits)
-
-
 def split_strategy_names(text: str) -> list[str]:
     """Split a comma-separated list of strategies; raise ``ValueError`` if one is unknown."""
     names = split_names(text, option="strategies")
@@ -225,7 +205,7 @@ def split_strategy_names(text: str) -> list[str]:
 def _case_name(
     cases: list[LayerCase], strategies: list[str], tp_sizes: list[int], max_load: float
 ) -> str:
-    """Return the value of the key "case": "layer", then the options that differ from defaults."""
+    """Return the key "case" of result lines: "layer", then the options that are not the default."""
     kinds = {name.partition(":")[0] for name in strategies}
     differs = {
         "nodes": bool(kinds & {"deduplicated", "hierarchical"}),
@@ -256,10 +236,7 @@ def _check_graphs(max_load: float, strategies: list[str], *, device: str) -> Non
 def check_output(
     output: Path | None, *, case: str, device: str, num_ranks: int, has_chart: bool
 ) -> None:
-    """Raise ``ValueError`` unless result lines, and perhaps a chart, can be written into a folder.
-
-    The key "case" of the lines is the name of the file; device and ranks name the subfolder.
-    """
+    """Raise ``ValueError`` unless result lines, and perhaps a chart, can be written to a folder."""
     if output is None:
         return
     if has_chart:
@@ -276,8 +253,8 @@ def check_output(
 def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row]], None]]:
     """Yield a function that saves the result lines so far, so that an interrupt loses one case.
 
-    Only the first rank writes and prints. Without a folder ``output``, the lines are printed if an
-    error or an interrupt ends the block.
+    Without a folder ``output``, the lines are printed if an error or an interrupt ends the block.
+    Only the first rank writes and prints.
     """
     rows: list[Row] = []
 
@@ -295,10 +272,7 @@ def saved_rows(world: World, output: Path | None) -> Iterator[Callable[[list[Row
 
 
 def print_rows(table: Table, rows: list[Row], *, width: int = 140) -> None:
-    """Print a table of result lines, then the lines as JSON.
-
-    The table has ``width`` characters per line if standard output is not a terminal.
-    """
+    """Print a table, of ``width`` characters unless on a terminal, and result lines as JSON."""
     Console(width=None if Console().is_terminal else width).print(table)
     _print_json(rows)
 
@@ -309,7 +283,7 @@ def _print_json(rows: list[Row]) -> None:
 
 
 def layer_table(rows: list[Row]) -> Table:
-    """Return a table of result lines of the layer benchmark, with times in microseconds."""
+    """Return a table of the layer benchmark's result lines, with times in microseconds."""
     gpu, count = rows[0]["gpu"], rows[0]["num_gpus"]
     table = Table(
         title=f"MoE layer on {count} x {gpu}: slowest rank, us",
@@ -323,7 +297,7 @@ def layer_table(rows: list[Row]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         median, bound = row["median_us"], row["floor_us"]
-        # For example "zipf:1.2 +1 /2".
+        # The column "routing" shows, for example, "zipf:1.2 +1 /2".
         placed = "" if row.get("spare") is None else f" +{row['spare']}"
         shared = "" if row["tp_size"] == 1 else f" /{row['tp_size']}"
         table.add_row(
@@ -345,10 +319,10 @@ def layer_table(rows: list[Row]) -> Table:
 
 
 def format_ms(duration_us: object) -> str:
-    """Return microseconds as milliseconds with two digits; "" for None."""
+    """Return a time in microseconds as a text in milliseconds with two digits; "" for None."""
     return "" if duration_us is None else f"{to_float(duration_us) / 1e3:.2f}"
 
 
 def format_number(value: object) -> str:
-    """Return a number without decimals, with commas between thousands; "" for None."""
+    """Return a number as a text without decimals, with commas between thousands; "" for None."""
     return "" if value is None else f"{to_float(value):,.0f}"

@@ -19,7 +19,7 @@ MAX_PLANNED_RANKS = 65536
 CHART = {"what": "a chart of Halley's", "start": b"\x89PNG\r\n\x1a\n", "inside": b"Matplotlib"}
 
 _MAX_COUNT = 10**6  # samples or steps: more would run for days
-_MAX_SEED = 2**63 // 1_000_003 - 1  # ranks multiply the seed by this factor, in 64 bits
+_MAX_SEED = 2**63 // 1_000_003 - 1  # each rank multiplies a seed by 1_000_003, in 64 bits
 _HEAD_BYTES = 4096
 
 
@@ -33,7 +33,7 @@ def check_package(name: str, *, extra: str, option: str) -> None:
 
 
 def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
-    """Return the dtype of that name; "default" is bfloat16 on GPUs and float32 on CPUs."""
+    """Return the torch dtype of a name; "default" is bfloat16 on GPUs and float32 on CPUs."""
     if name == "default":
         return torch.bfloat16 if on_gpu else torch.float32
     if name not in DTYPES:
@@ -42,7 +42,7 @@ def read_dtype(name: str, *, on_gpu: bool) -> torch.dtype:
 
 
 def check_range(value: int, least: int, most: float = math.inf, *, option: str) -> None:
-    """Raise ``ValueError`` unless a number is between ``least`` and ``most``."""
+    """Raise ``ValueError`` unless the number of an option is between ``least`` and ``most``."""
     if value < least:
         raise ValueError(f"{option} ({value}) must be at least {least}")
     if value > most:
@@ -85,7 +85,7 @@ def _check_distinct(values: Sequence[object], *, text: str, option: str) -> None
 
 
 def check_known(names: Sequence[str], allowed: Sequence[str], *, option: str) -> None:
-    """Raise ``ValueError`` if a name is not among the allowed ones."""
+    """Raise ``ValueError`` if a name in the list of an option is not among the allowed ones."""
     if unknown := sorted(set(names) - set(allowed)):
         raise ValueError(f"{option} ({', '.join(unknown)}) must be of {', '.join(allowed)}, or all")
 
@@ -115,15 +115,10 @@ def check_readable(path: Path, *, option: str) -> None:
 def check_replaceable(
     path: Path, *, option: str, what: str, start: bytes = b"", inside: bytes = b""
 ) -> None:
-    """Raise ``ValueError`` unless a file can be written and is new, or a file of Halley.
+    """Raise ``ValueError`` unless a file can be written, and is new or was written by Halley.
 
-    Creates the folder of the file. Does not change the file.
-
-    Args:
-        path: the file that the command writes at its end.
-        option: the option of the command line.
-        what: the content of such files of Halley, for the error.
-        start, inside: bytes at the start of such a file, and bytes among its first 4096.
+    Creates the folder of the file, and does not change the file. ``what`` names the content of such
+    files in the error. They begin with ``start`` and have ``inside`` in their first 4096 bytes.
     """
     head = b""
     try:
@@ -145,7 +140,7 @@ def check_replaceable(
 
 
 def check_chart(path: Path | None, *, option: str) -> None:
-    """Raise ``ValueError`` unless a chart can be drawn into a file: a new .png, or an old chart."""
+    """Raise ``ValueError`` unless a chart can be written: to a new .png, or over an old chart."""
     if path is None:
         return
     check_package("matplotlib", extra="plot", option=f"{option} ({path})")

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -15,18 +15,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from halley.cli.bench import DeviceOption, DtypeOption, check_memory
-from halley.cli.checks import check_range, read_dtype
+from halley.cli.bench import DeviceOption, DtypeOption
+from halley.cli.checks import check_range, rank_memory_bytes, read_dtype
 from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.models import find_model
 from halley.distributed.launcher import tell_failure
 from halley.distributed.mesh import build_groups, pick_device
+from halley.tools.candidates import check_memory
 from halley.tools.choice import LayerChoice, choose_strategy
 from halley.tools.diagnosis import OPTIONAL_PACKAGES, Link, Machine, StrategyState, examine_machine
 from halley.tools.layer_case import LayerCase
 
 
-_MAX_TIME_LIMIT_S = 10**7  # 116 days; waits of the threading module overflow soon above
+_MAX_TIME_LIMIT_S = 10**7  # 116 days; timers of the threading module overflow soon above
 
 # Keys of ``measure_buffers`` with the text that the table shows.
 _BUFFERS = {
@@ -75,7 +76,7 @@ def doctor(
         machine = examine_machine()
         Console().print(machine_table(machine))
         typer.echo(json.dumps(dataclasses.asdict(machine)))
-        return 0 if machine.can_run else 1
+        return 0 if any(not each.problems for each in machine.strategies) else 1
     if not 0 < time_limit <= _MAX_TIME_LIMIT_S:
         raise ValueError(
             f"time_limit ({time_limit:g}) must be above 0 and at most {_MAX_TIME_LIMIT_S} s"
@@ -88,13 +89,14 @@ def doctor(
         dtype=read_dtype(dtype, on_gpu=on_gpu),
     )
     check_range(case.num_tokens, 1, option="tokens")
-    check_memory([case], num_ranks=num_ranks, device=device, backward=False)
-    code = launch_ranks(nproc, device=device)
-    return _try_layer(case, device=device, limit_s=time_limit) if code is None else code
+    memory_bytes = rank_memory_bytes(num_ranks, device=device)
+    check_memory([case], ep_size=num_ranks, memory_bytes=memory_bytes, backward=False)
+    launch_ranks(nproc, device=device)
+    return _try_layer(case, device=device, limit_s=time_limit)
 
 
 def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
-    """Run the layer on this rank; rank 0 prints the machine and the choice of "auto"."""
+    """Run an MoE layer on this rank; rank 0 prints the machine and the choice of "auto"."""
     texts = ["waiting for the other ranks"]
     layer = f"(model {case.model.name}, {case.num_tokens} tokens a rank)"
     advice = "lower --tokens, choose a smaller --model or raise --time-limit"
@@ -107,7 +109,7 @@ def _try_layer(case: LayerCase, *, device: str, limit_s: float) -> int:
 
         groups = build_groups(0, device_type=world.device.type)
         machine = examine_machine() if world.is_first else None
-        if machine is not None:  # Print it before the layer runs, because the layer may fail.
+        if machine is not None:  # Print the machine first, because the layer may fail.
             Console().print(machine_table(machine))
         choice = choose_strategy(case, groups=groups, device=world.device, on_progress=on_progress)
         if machine is not None:
@@ -140,60 +142,58 @@ def _time_limit(limit_s: float, *, explain: Callable[[], str]) -> Iterator[None]
 
 
 def choice_table(choice: LayerChoice) -> Table:
-    """Return a table of the choice of "auto"; a problem with peer memory access is red."""
-    table = _empty_table(
-        f"MoE layer of {choice.model}, forward: {choice.num_tokens} tokens a rank, "
-        f"{choice.dtype}, ep_size {choice.num_ranks}"
-    )
+    """Return a table of the strategy that "auto" chose; missing access to peer memory is red."""
     times = [(escape(name), f"{time_us:,.0f} us") for name, time_us in choice.times_us.items()]
     reason = ("why", escape(choice.reason))
-    _add_section(table, "strategy auto", [("picks", escape(choice.strategy)), *times, reason])
     problem = f"[red]no: {escape(choice.access_problem)}[/red]"
-    access = problem if choice.access_problem else "yes"
-    _add_section(table, "memory of peers", [("addressed", access)])
     buffers = [("", escape(f"not measured: {choice.no_buffers}"))]
     if choice.buffers is not None:
         buffers = [(text, f"{choice.buffers[key]:.3f} MiB") for key, text in _BUFFERS.items()]
-    _add_section(table, "buffers of fused", buffers)
     memory: list[tuple[str, str]] = []
     for save, each in choice.memory.items():
         saved, peak = each.saved / 2**20, each.peak / 2**20
         memory.append((f"save={save}", f"saves {saved:,.1f} MiB a layer, peak {peak:,.1f} MiB"))
-    _add_section(table, "training with fused", memory)
-    return table
+    title = f"MoE layer of {choice.model}, forward: {choice.num_tokens} tokens a rank, "
+    return _table(
+        f"{title}{choice.dtype}, ep_size {choice.num_ranks}",
+        {
+            "strategy auto": [("picks", escape(choice.strategy)), *times, reason],
+            "memory of peers": [("addressed", problem if choice.access_problem else "yes")],
+            "buffers of fused": buffers,
+            "training with fused": memory,
+        },
+    )
 
 
 def machine_table(machine: Machine) -> Table:
     """Return a table of the facts about a machine; each problem of a strategy is red."""
-    sections = {
-        "versions": [(name, version or "-") for name, version in machine.versions.items()],
-        "devices": _devices(machine),
-        "links": _links(machine.links),
-        "backends": [(name, _mark(there)) for name, there in machine.backends.items()],
-        "packages": [
-            (name, version or f"- pip install '.[{OPTIONAL_PACKAGES[name]}]'")
-            for name, version in machine.packages.items()
-        ],
-    }
-    table = _empty_table("Halley on this machine")
-    for section, rows in sections.items():
-        _add_section(table, section, [(escape(what), escape(state)) for what, state in rows])
-    states = [(escape(each.name), _strategy(each)) for each in machine.strategies]
-    _add_section(table, "strategies", states)
-    notes = [("", f"[yellow]{escape(note)}[/yellow]") for note in machine.notes]
-    _add_section(table, "notes", notes)
-    return table
+    packages = [
+        (name, version or escape(f"- pip install '.[{OPTIONAL_PACKAGES[name]}]'"))
+        for name, version in machine.packages.items()
+    ]
+    return _table(
+        "Halley on this machine",
+        {
+            "versions": [(name, version or "-") for name, version in machine.versions.items()],
+            "devices": _devices(machine),
+            "links": _links(machine.links),
+            "backends": [(name, _mark(there)) for name, there in machine.backends.items()],
+            "packages": packages,
+            "strategies": [(escape(each.name), _strategy(each)) for each in machine.strategies],
+            "notes": [("", f"[yellow]{escape(note)}[/yellow]") for note in machine.notes],
+        },
+    )
 
 
-def _empty_table(title: str) -> Table:
+def _table(title: str, sections: dict[str, list[tuple[str, str]]]) -> Table:
+    """Return a table whose sections are lists of two cells in rich's markup."""
     columns = [Column(name, overflow="fold") for name in ("", "what", "state")]
-    return Table(*columns, title=title)
-
-
-def _add_section(table: Table, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    for index, row in enumerate(rows):
-        table.add_row("" if index else title, *row)
-    table.add_section()
+    table = Table(*columns, title=title)
+    for section, rows in sections.items():
+        for index, row in enumerate(rows):
+            table.add_row("" if index else section, *row)
+        table.add_section()
+    return table
 
 
 def _devices(machine: Machine) -> list[tuple[str, str]]:
@@ -203,12 +203,12 @@ def _devices(machine: Machine) -> list[tuple[str, str]]:
         on_gpu = f"{memory}, compute capability {each.compute_capability}, {each.num_cores} SMs"
         is_cpu = each.kind == "cpu"
         state = f"{each.num_cores} cores, {memory}" if is_cpu else on_gpu
-        rows.append(("cpu" if is_cpu else f"cuda:{index}", f"{each.name}, {state}"))
+        rows.append(("cpu" if is_cpu else f"cuda:{index}", escape(f"{each.name}, {state}")))
     return rows
 
 
 def _links(links: list[Link]) -> list[tuple[str, str]]:
-    """Return one row for all pairs of GPUs with the same kind of link."""
+    """Return table rows for links, one row for all pairs of GPUs with the same kind of link."""
     pairs: dict[str, list[str]] = defaultdict(list)
     for link in links:
         access = f"peer access {_mark(link.peer_access)}"

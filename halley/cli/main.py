@@ -1,4 +1,4 @@
-"""Define the ``halley`` command, run a subcommand or a script, print an error as one line."""
+"""The ``halley`` command: run a subcommand, or a script, and print an error as one line."""
 
 import contextlib
 import difflib
@@ -23,12 +23,12 @@ from halley.strategies.registry import STRATEGIES, check_strategy
 
 INTERRUPTED = 130  # the shell's convention: 128 plus the number of SIGINT
 _KINDS = {"int_parsing": "an integer", "float_parsing": "a number"}  # pydantic's names of errors
-_MIN_SIMILARITY = 0.8  # difflib ratio: do not suggest --seed for --nonsense
+_MIN_SIMILARITY = 0.8  # difflib ratio of a suggested option: no --seed for --nonsense
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A Python script with its arguments, which runs after the command line has been parsed."""
+    """A Python script and its arguments, which ``main`` runs after the command ``halley run``."""
 
     path: Path
     arguments: list[str]
@@ -36,8 +36,7 @@ class Script:
     def run(self) -> int:
         """Run the script in this process; return the exit code that ``python script.py`` has.
 
-        Tracebacks begin in the script. If ``halley`` started several ranks, ranks with the same
-        error print it once.
+        Tracebacks begin in the script. Ranks with the same error print it once.
         """
         sys.argv = [str(self.path), *self.arguments]
         sys.path.insert(0, str(self.path.resolve().parent))
@@ -71,7 +70,7 @@ def check_script(path: Path) -> None:
         raise ValueError(f"script ({path}) must be a readable file: {problem}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run of the script repeats these warnings
+            warnings.simplefilter("ignore")  # Python repeats these warnings when the script runs
             compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"script ({path}) must be Python: {error}") from error
@@ -97,8 +96,8 @@ def run(
 ) -> int | Script:
     """Run a Python script that uses transformers; Halley runs the experts of its models.
 
-    Halley runs the experts of models that the script loads with expert parallelism and without
-    another experts implementation.
+    These are models that the script loads with expert parallelism and without another experts
+    implementation.
 
     Options of halley must come before the script. With torchrun, the command is
     `torchrun --nproc-per-node 8 -m halley.cli run train.py`.
@@ -106,9 +105,7 @@ def run(
     check_script(script)
     check_strategy(strategy)
     check_package("transformers", extra="hf", option="halley run")
-    code = launch_ranks(nproc, device="auto")
-    if code is not None:
-        return code
+    launch_ranks(nproc, device="auto")
     # Imported here, because the import of transformers takes seconds.
     from halley.integrations.transformers import enable
 
@@ -125,7 +122,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # it joins the lines of a paragraph, unlike the default
+    rich_markup_mode="markdown",  # markdown joins the lines of a paragraph
 )
 app.command("train")(train.run)
 app.add_typer(bench.app, name="bench")
@@ -147,10 +144,9 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run)
 def main(
     argv: list[str] | None = None, *, commands: typer.Typer = app, module: str = "halley.cli"
 ) -> int:
-    """Run one command and return its exit code.
+    """Run one command; return 0 for success, 1 for a failure, 2 for a mistake of the user.
 
-    The code is 0 for success, 1 for a failure, 2 for a mistake of the user, and 130 for an
-    interrupt. Only the process that started the ranks reports an interrupt.
+    The exit code of an interrupt is 130; only the process that started the ranks reports it.
 
     Args:
         argv: arguments without the program's name; None takes those of this process.
@@ -165,7 +161,7 @@ def main(
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = commands(arguments, prog_name=commands.info.name, standalone_mode=False)
-        # A full disk must give exit code 1. The flush at exit would only print a message.
+        # A full disk must give exit code 1. The flush at Python's exit would only print a message.
         _flush_output()
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -180,14 +176,14 @@ def main(
                 _discard_output()
         return _report(error, details=traceback.format_exc() if debug else "")
     if isinstance(code, Script):
-        return code.run()  # Outside of the try: Python reports errors and warnings of a script.
+        return code.run()  # Outside of the try: Python reports errors and warnings of the script.
     if code == INTERRUPTED and not is_launched():
         sys.stderr.write("halley: interrupted\n")
     return code if isinstance(code, int) else 0
 
 
 def _remove_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments without --debug, and whether --debug was given.
+    """Return the arguments without --debug, and whether --debug was given to ``halley``.
 
     After ``run``, all arguments may belong to a script, so a --debug there is not removed.
     """
@@ -198,7 +194,7 @@ def _remove_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _check_arguments(arguments: list[str]) -> None:
-    """Raise ``ValueError`` if an argument is empty, has a NUL byte, or is not UTF-8.
+    """Raise ``ValueError`` if an argument of a command is empty, has a NUL byte, or is not UTF-8.
 
     The arguments of ``run`` are not checked, because a script may accept any of these.
     """
@@ -215,7 +211,7 @@ def _check_arguments(arguments: list[str]) -> None:
 
 
 def _report(error: Exception, *, details: str) -> int:
-    """Print ``details``, then the error as one line; return the exit code."""
+    """Print ``details``, then an error of a command as one line; return the exit code."""
     usage = _usage_text(error)
     is_mistake = usage is not None or isinstance(error, ValueError)
     text = str(error) or type(error).__name__ if usage is None else usage
@@ -225,9 +221,9 @@ def _report(error: Exception, *, details: str) -> int:
 
 
 def _usage_text(error: Exception) -> str | None:
-    """Return the message of a usage error, or None for any other error."""
-    # Usage errors are recognised by their methods: the class is in click or in typer, depending on
-    # typer's version.
+    """Return the message of a usage error of typer, or None for any other error."""
+    # The class of usage errors is in click or in typer, depending on typer's version. So an error
+    # is recognised by its methods.
     text = getattr(error, "format_message", None)
     if not callable(text):
         return None
@@ -251,7 +247,7 @@ def _flush_output() -> None:
 
 
 def _discard_output() -> None:
-    """Send buffered output to the null device, because its flush at exit would fail again."""
+    """Send buffered output to the null device: Python's flush at exit would fail again."""
     # Standard output may be closed, or may have no file descriptor.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)

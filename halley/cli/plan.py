@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -23,7 +23,8 @@ from halley.cli.checks import (
 from halley.cli.ranks import joined, launch_ranks, step_progress
 from halley.cli.train import ConfigOption, SetOption, check_groups, read_config
 from halley.core.config import RunConfig
-from halley.core.routing import local_experts
+from halley.core.timeline import Span
+from halley.core.types import local_experts
 from halley.cost.hardware import find_environment, find_hardware
 from halley.cost.profiles import ProfileTable
 from halley.planner.step_plan import (
@@ -36,7 +37,7 @@ from halley.planner.step_plan import (
 from halley.strategies.registry import PLANNED, describe_strategies, split_strategies
 from halley.tools.charts import draw_timelines
 from halley.tools.timer import Progress
-from halley.tools.tracing import GraphMeasure, measure_graphs, simulated_step
+from halley.tools.tracing import measure_graphs, simulated_step
 from halley.train.step import check_passes
 
 
@@ -44,12 +45,8 @@ if TYPE_CHECKING:
     from halley.compiler import OrderReport
 
 _DEVICE = "NVIDIA H200"  # the default of --device
+_PASSES = "wgrad"
 
-_PassesOption = Annotated[
-    str,
-    typer.Option(help="Compiler passes: wgrad (run weight-gradient GEMMs under all-to-alls)."),
-]
-_RanksOption = Annotated[int, typer.Option(help="Number of ranks of the predicted run.")]
 _DeviceOption = Annotated[
     str, typer.Option(help="GPU of the predicted run; Halley must know its rates.")
 ]
@@ -92,8 +89,7 @@ _MeasureOption = Annotated[
 def graph(
     config: ConfigOption = None,
     overrides: SetOption = None,
-    passes: _PassesOption = "wgrad",
-    ranks: _RanksOption = 8,
+    ranks: Annotated[int, typer.Option(help="Number of ranks of the predicted run.")] = 8,
     device: _DeviceOption = _DEVICE,
     link: _LinkOption = 0.0,
     memory_margin: _MemoryMarginOption = 0.02,
@@ -105,19 +101,23 @@ def graph(
 ) -> int:
     """Predict the changes of the compiler passes to the graphs of a model, and the time of a step.
 
-    Chooses the strategy of each MoE layer by predicted time, unless `--set strategy=NAME` is given.
-    Prints tables, then one JSON line.
+    The pass is wgrad, which runs weight-gradient GEMMs under all-to-alls. Chooses the strategy of
+    each MoE layer by predicted time, unless `--set strategy=NAME` is given. Prints tables, then one
+    JSON line.
     """
     run_config = read_config(config, overrides)
-    # As ``halley.compiler.options`` does, without loading torch's compiler.
+    # The check of ``halley.compiler.options``, here without the import of torch's compiler.
     if not 0.0 <= memory_margin < math.inf:
         raise ValueError(f"memory_margin ({memory_margin}) must be finite and at least 0")
-    _check(run_config, passes=passes, ranks=ranks, measure=measure, device=device, link=link)
-    run_config = _with_passes(run_config, passes, strategy="functional" if measure else PLANNED)
+    _check(run_config, ranks=ranks, measure=measure, device=device, link=link)
+    strategy = run_config.strategy
+    if strategy == RunConfig.strategy:  # the default strategy cannot be part of a graph
+        strategy = "functional" if measure else PLANNED
+    run_config = dataclasses.replace(run_config, passes=_PASSES, strategy=strategy)
+    check_strategies(run_config)
+    check_passes(run_config)
     check_chart(timeline, option="timeline")
-    options: dict[str, Any] = {"passes": passes, "memory_margin": memory_margin}
-    if measure and (profiles or fill):
-        raise ValueError("profiles and fill must be left out with measure, which has its own")
+    options: dict[str, Any] = {"passes": _PASSES, "memory_margin": memory_margin}
     if not measure:
         hardware = find_hardware(device)
         if link and not 0.001 <= link < math.inf:
@@ -134,32 +134,22 @@ def graph(
             reports = trace_step(run_config, strategies, **options)
         _show(reports, timeline=timeline, plan=plan)
         return 0
-    code = launch_ranks(ranks, device=run_config.device)
-    if code is not None:
-        return code
+    if profiles or fill:
+        raise ValueError("profiles and fill must be left out with measure, which has its own")
+    launch_ranks(ranks, device=run_config.device)
     with joined(run_config.device) as (world, _), step_progress(world) as show:
-        found = measure_graphs(
+        reports, measured_us, spans = measure_graphs(
             run_config, options=options, device=world.device, num_steps=measure, on_progress=show
         )
     if world.is_first:
-        _show(found.reports, timeline=timeline, measured=found)
+        _show(reports, timeline=timeline, measured_us=measured_us, measured=spans)
     return 0
-
-
-def _with_passes(config: RunConfig, passes: str, *, strategy: str) -> RunConfig:
-    """Return the run with these passes; replace the default strategy, which is not traceable."""
-    config = dataclasses.replace(config, passes=cast(Any, passes))
-    if config.strategy == RunConfig.strategy:
-        config = dataclasses.replace(config, strategy=strategy)
-    check_strategies(config)
-    check_passes(config)
-    return config
 
 
 def _plan(
     config: RunConfig, options: dict[str, Any], *, peer_access: bool, show: Progress
 ) -> tuple[tuple[str, ...], StepPlan | None]:
-    """Return the strategy of each layer, and the plan unless the user names the strategies."""
+    """Return the strategy of each MoE layer, and the plan if the user names no strategies."""
     if config.strategy != PLANNED:
         return split_strategies(config.strategy, num_layers=config.model.num_moe_layers), None
     problem = "" if peer_access else "ranks do not address each other's memory"
@@ -169,12 +159,8 @@ def _plan(
     return plan.strategies, plan
 
 
-def _check(
-    config: RunConfig, *, passes: str, ranks: int, measure: int, device: str, link: float
-) -> None:
+def _check(config: RunConfig, *, ranks: int, measure: int, device: str, link: float) -> None:
     """Raise ``ValueError`` if an option has a wrong value, before the model is traced."""
-    if passes != "wgrad":
-        raise ValueError(f"passes ({passes}) must be wgrad")
     if ranks < 2:
         raise ValueError(f"ranks ({ranks}) must be at least 2: one rank has no all-to-alls")
     check_range(ranks, 2, MAX_PLANNED_RANKS, option="ranks")
@@ -223,9 +209,10 @@ def _show(
     *,
     timeline: Path | None,
     plan: StepPlan | None = None,
-    measured: GraphMeasure | None = None,
+    measured_us: float = 0.0,
+    measured: Sequence[Span] = (),
 ) -> None:
-    """Print the tables and the JSON line, and draw the timeline."""
+    """Print the tables and the JSON line of a plan, and draw its timeline."""
     console = Console(stderr=True)
     found: dict[str, object] = {}
     for direction, report in zip(("forward", "backward"), reports, strict=False):
@@ -237,8 +224,8 @@ def _show(
         "simulated, without passes": simulated_step(reports, passed=False),
         "simulated, with passes": simulated_step(reports, passed=True),
     }
-    if measured is not None:
-        measured_us, predicted_us = measured.measured_us, measured.predicted_us
+    if measured_us:
+        predicted_us = sum(report.time_after.makespan_us for report in reports)
         ratio = predicted_us / measured_us
         console.print(
             f"a step: {measured_us / 1e3:.2f} ms measured, {predicted_us / 1e3:.2f} ms predicted, "
@@ -248,10 +235,17 @@ def _show(
             "measured_us": measured_us, "predicted_us": predicted_us,
             "predicted_over_measured": ratio,
         }  # fmt: skip
-        timelines["measured, with passes"] = list(measured.measured)
+        timelines["measured, with passes"] = list(measured)
     if plan is not None:
         found["plan"] = dataclasses.asdict(plan)
-        console.print(_plan_table(plan))
+        table = Table("strategies", title="a step by the strategies of its layers, predicted")
+        table.add_column("step", justify="right", no_wrap=True)
+        rows = {f"chosen: {describe_strategies(plan.strategies)}": plan.step_us}
+        rows |= {f"all {name}": us for name, us in plan.uniform_us.items()}
+        rows |= {f"all {name}, without passes": us for name, us in plan.unpassed_us.items()}
+        for name, us in rows.items():
+            table.add_row(name, f"{us / 1e3:.2f} ms")
+        console.print(table)
         for name, why in plan.problems.items():
             console.print(f"- not {name}: {why}", highlight=False, soft_wrap=True)
     if timeline is not None:
@@ -259,20 +253,8 @@ def _show(
     typer.echo(json.dumps(found))
 
 
-def _plan_table(plan: StepPlan) -> Table:
-    """Return the predicted step of the chosen strategies, and of each strategy for all layers."""
-    table = Table("strategies", title="a step by the strategies of its layers, predicted")
-    table.add_column("step", justify="right", no_wrap=True)
-    rows = {f"chosen: {describe_strategies(plan.strategies)}": plan.step_us}
-    rows |= {f"all {name}": us for name, us in plan.uniform_us.items()}
-    rows |= {f"all {name}, without passes": us for name, us in plan.unpassed_us.items()}
-    for name, us in rows.items():
-        table.add_row(name, f"{us / 1e3:.2f} ms")
-    return table
-
-
 def _graph_table(direction: str, report: "OrderReport") -> Table:
-    """Return a table of the GEMMs under all-to-alls."""
+    """Return a table of the GEMMs that a compiler pass runs under each all-to-all of a graph."""
 
     def place(name: str) -> str:
         module = report.modules.get(name, "")

@@ -30,26 +30,23 @@ NprocOption = Annotated[
 ]
 
 
-def launch_ranks(nproc: int, *, device: str) -> int | None:
-    """Run this command on new processes, unless this process is a rank or one is enough.
+def launch_ranks(nproc: int, *, device: str) -> None:
+    """Run this command on several ranks, unless this process is a rank or one rank is enough.
 
-    Returns:
-        The exit code of the ranks, or None if the caller must do the work in this process.
+    When the ranks have ended, this process exits with their code (``typer.Exit``).
     """
     num_processes = count_ranks(nproc, device=device)
-    if is_launched() or num_processes == 1:
-        return None
-    return launch([sys.executable, "-m", *COMMAND.get()], num_processes=num_processes)
+    if not is_launched() and num_processes > 1:
+        raise typer.Exit(
+            launch([sys.executable, "-m", *COMMAND.get()], num_processes=num_processes)
+        )
 
 
 def count_ranks(nproc: int, *, device: str) -> int:
-    """Return this command's number of ranks: that of torchrun if it runs us, else from ``nproc``.
+    """Return the number of ranks of this command: that of torchrun under torchrun, else ``nproc``.
 
-    The number 0 means one rank per GPU, or 2 without GPUs. Under torchrun, its environment gives
-    the number. The device is "auto", "cpu" or "cuda".
-
-    Raises:
-        ValueError: the device does not exist, or there are fewer GPUs than ranks.
+    ``nproc`` 0 means one rank per GPU, or 2 without GPUs. The device is "auto", "cpu" or "cuda". A
+    device that does not exist, or fewer GPUs than ranks, are a ``ValueError``.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device (cuda) must be one that torch finds: it finds no GPU")
@@ -70,7 +67,7 @@ def count_ranks(nproc: int, *, device: str) -> int:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
-    """Join the ranks of this command; yield them, and the watchdog if there are several."""
+    """Join the process group of this command; yield its ranks, and the watchdog of several."""
     with join_world(device) as world:
         if world.store is None:
             yield world, None
@@ -81,16 +78,16 @@ def joined(device: str) -> Iterator[tuple[World, Watchdog | None]]:
 
 @contextmanager
 def step_progress(world: World | None = None) -> Iterator[Progress]:
-    """Yield a function that shows a text, the steps done and the total; a total of 0 is unknown.
+    """Yield a function that shows progress: a text, the steps done and the total; 0: unknown.
 
-    Only calls of that function redraw the bar, between samples. A thread that redraws it would hold
-    the global interpreter lock while a sample is timed. Only the first rank of a world shows it.
+    Only the first rank of a world shows progress. Only calls of the function redraw the bar: a
+    thread that redraws it would hold the global interpreter lock while a sample is timed.
     """
     if world is not None and not world.is_first:
         yield lambda text, done, total: None
         return
     console = Console(stderr=True)
-    if not console.is_interactive:  # a file, a pipe or a terminal that cannot move its cursor
+    if not console.is_interactive:  # stderr is a file, a pipe or a terminal without a cursor
         yield line_progress()
         return
     with ProgressBar(console=console, transient=True, auto_refresh=False) as progress:
@@ -104,7 +101,7 @@ def step_progress(world: World | None = None) -> Iterator[Progress]:
 
 
 def line_progress(now_s: Callable[[], float] = time.monotonic) -> Progress:
-    """Return a function that prints each new text at once, and a repeated one every ten seconds."""
+    """Return a function that prints progress: a new text at once, an old one every 10 seconds."""
     texts: set[str] = set()
     next_s = 0.0
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,9 @@ from halley.cli.checks import check_chart, check_package, check_replaceable, che
 from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.core.config import RunConfig
 from halley.core.models import load_config
-from halley.core.routing import chunk_sizes, local_experts, shard_size
+from halley.core.routing import chunk_sizes, shard_size
 from halley.core.timeline import write_chrome_trace
-from halley.core.types import DTYPES
+from halley.core.types import DTYPES, local_experts
 from halley.ops.expert_rows import check_alignment
 from halley.planner.step_plan import check_strategies
 from halley.strategies.registry import PLANNED, STRATEGIES
@@ -25,7 +25,7 @@ from halley.tools.charts import draw_timelines
 from halley.tools.timer import to_float
 from halley.train.checkpoint import check_writable
 from halley.train.compare import EXPOSED, OTHER, STEP, compare_strategies
-from halley.train.data import check_vocabulary, open_corpus
+from halley.train.data import open_corpus
 from halley.train.hf_export import export_run
 from halley.train.step import check_passes, read_placements
 from halley.train.trainer import CHECKPOINTS_FOLDER, train
@@ -62,14 +62,6 @@ SetOption = Annotated[
         "given several times.",
     ),
 ]
-_StrategyOption = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}, or {PLANNED} for "
-        "the predicted fastest one of each layer. Several names, separated by commas, are for one "
-        f"MoE layer each. Default: that of the configuration, or else {RunConfig.strategy}."
-    ),
-]
 
 
 def run(
@@ -77,7 +69,15 @@ def run(
     overrides: SetOption = None,
     data: Annotated[str | None, typer.Option(help="Text file or folder to train on.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder for all files of the run.")] = None,
-    strategy: _StrategyOption = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Strategy that runs the routed experts: {', '.join(STRATEGIES)}, or {PLANNED} "
+            "for the predicted fastest one of each layer. Several names, separated by commas, are "
+            "for one MoE layer each. Default: that of the configuration, or else "
+            f"{RunConfig.strategy}."
+        ),
+    ] = None,
     restart: Annotated[
         bool,
         typer.Option(
@@ -100,9 +100,7 @@ def run(
     run_config = read_config(config, overrides, data=data, output=output, strategy=strategy)
     check_config(run_config, nproc=nproc)
     check_writable(Path(run_config.output) / CHECKPOINTS_FOLDER)
-    code = launch_ranks(nproc, device=run_config.device)
-    if code is not None:
-        return code
+    launch_ranks(nproc, device=run_config.device)
     with joined(run_config.device) as (world, watchdog):
 
         def on_step(step: int) -> None:
@@ -118,15 +116,14 @@ def run(
 def read_config(path: Path | None, overrides: list[str] | None, **options: str | None) -> RunConfig:
     """Return the configuration of a run; ``options`` override ``overrides`` and the file."""
     config = load_config(path, overrides=overrides or [])
-    data = options.pop("data", None)
-    if data is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data))
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if "data" in given:
+        given["data"] = dataclasses.replace(config.data, path=given["data"])
     return dataclasses.replace(config, **given)
 
 
 def check_config(config: RunConfig, *, nproc: int) -> None:
-    """Raise ``ValueError`` before ranks start if a value is invalid or the text is missing."""
+    """Raise ``ValueError`` before ranks start if a run has an invalid value or no text."""
     check_strategies(config)
     check_passes(config)
     ep_size = check_groups(config, num_ranks=count_ranks(nproc, device=config.device))
@@ -146,7 +143,6 @@ def check_config(config: RunConfig, *, nproc: int) -> None:
         )
     own_size = shard_size(model.moe.intermediate_size, tp_size=tp_size)
     check_alignment(own_size, name="model.moe.intermediate_size", dtype=dtype)
-    check_vocabulary(config)
     if config.train.tensorboard:
         check_package("tensorboard", extra="tensorboard", option="train.tensorboard (true)")
     open_corpus(config)
@@ -210,9 +206,7 @@ def trace(
     paths = {name: folder / f"trace-{name}.json.gz" for name in names}
     for path in paths.values():
         check_replaceable(path, option="output", what="a trace of Halley's", start=b"\x1f\x8b")
-    code = launch_ranks(nproc, device=run_config.device)
-    if code is not None:
-        return code
+    launch_ranks(nproc, device=run_config.device)
 
     with joined(run_config.device) as (world, _), step_progress(world) as on_progress:
         profiles = compare_strategies(
@@ -232,7 +226,7 @@ def trace(
 
 
 def _step_table(profiles: Mapping[str, Mapping[str, float | None]]) -> Table:
-    """Return a table with a column per strategy, from the microseconds of each part of a step."""
+    """Return a table of the time of each part of a training step, with a column per strategy."""
     table = Table(title="A training step by part: mean of ranks, median of steps, ms")
     table.add_column("part")
     for name in profiles:

@@ -13,7 +13,6 @@ from halley.cli.bench import (
     DtypeOption,
     ModelsOption,
     TokensOption,
-    check_memory,
     layer_cases,
     print_rows,
 )
@@ -23,34 +22,34 @@ from halley.cli.checks import (
     check_readable,
     check_replaceable,
     check_samples,
+    rank_memory_bytes,
     split_names,
 )
 from halley.cli.ranks import NprocOption, count_ranks, joined, launch_ranks, step_progress
 from halley.distributed.mesh import build_groups, pick_device
+from halley.tools.candidates import check_memory
 
 
 if TYPE_CHECKING:
     from halley.fused.config import ConfigTable
-
 
 _SettingsOption = Annotated[
     str,
     typer.Option(
         "--settings",
         "--knobs",
-        help="Groups of kernel settings to tune, comma-separated, or 'all'. --knobs is the name of "
-        "an earlier version.",
+        help="Groups of kernel settings to tune, comma-separated, or 'all'. --knobs is the "
+        "name of an earlier version.",
     ),
 ]
 _TpSizeOption = Annotated[
     int, typer.Option(help="Ranks that share each expert (tensor parallelism).")
 ]
-_SamplesOption = Annotated[int, typer.Option(help="Timed runs of each configuration.")]
 _PathOption = Annotated[
     Path | None,
     typer.Option(
-        help="File of tuned kernel configurations; default: $HALLEY_KERNEL_CONFIG, or a file in "
-        "the user's cache folder."
+        help="File of tuned kernel configurations; default: $HALLEY_KERNEL_CONFIG, or a file "
+        "in the user's cache folder."
     ),
 ]
 _ShowOption = Annotated[
@@ -74,7 +73,7 @@ def tune(
     settings: _SettingsOption = "all",
     dtype: DtypeOption = "default",
     tp_size: _TpSizeOption = 1,
-    samples: _SamplesOption = 7,
+    samples: Annotated[int, typer.Option(help="Timed runs of each configuration.")] = 7,
     path: _PathOption = None,
     show: _ShowOption = False,
     merge: _MergeOption = [],  # noqa: B006
@@ -84,8 +83,7 @@ def tune(
 ) -> int:
     """Measure kernel settings of the strategy fused, and store the fastest for later runs.
 
-    Stores the result of each layer as soon as it is measured. Prints a table, then one JSON line
-    per layer.
+    Stores each result as soon as it is measured. Prints a table, then one JSON line per layer.
     """
     # Imported here so that other commands also run where Triton is missing.
     from halley.fused.config import ConfigTable, config_path, merge_tables, tuning_environment
@@ -108,13 +106,14 @@ def tune(
     check_known(names, list(SPACE), option="settings")
     check_samples(samples)
     cases = layer_cases(models, tokens, dtype=dtype, device=device)
-    check_memory(cases, num_ranks=num_ranks, device=device, tp_size=tp_size, backward=True)
-    with warnings.catch_warnings(action="ignore"):  # the ranks warn, not this process
+    memory_bytes = rank_memory_bytes(num_ranks, device=device)
+    check_memory(cases, ep_size=num_ranks, memory_bytes=memory_bytes, tp_size=tp_size)
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # the ranks print these warnings, not this process
         ConfigTable(file, environment)
     check_replaceable(file, option="path", what="tuned kernel configurations")
-    code = launch_ranks(nproc, device=device)
-    if code is not None:
-        return code
+    launch_ranks(nproc, device=device)
     with joined(device) as (world, _), step_progress(world) as on_progress:
         groups = build_groups(0, device_type=world.device.type, tp_size=tp_size)
         table = ConfigTable(file, environment)

@@ -4,7 +4,7 @@ Start reading in ``pipeline.py``, which lists all changes to a graph in order. `
 the entry points. docs/lancet.md explains the method.
 """
 
-from halley import interpreter as interpreter  # before Inductor, which imports triton
+from halley import interpreter as interpreter  # must run before Inductor imports Triton
 
 
 # isort: split

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from halley.compiler.gradient_ready import GradientHooks
 from halley.compiler.graph_analysis import NodeKind, node_kind
-from halley.compiler.graph_memory import StepPeak
+from halley.compiler.graph_memory import StepPartitioner
 from halley.compiler.options import Options, parse_options
 from halley.compiler.pipeline import (
     device_of,
@@ -40,18 +40,12 @@ Compiled = Callable[..., Any]
 
 
 def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> OrderReport | None:
-    """Run the passes of ``pipeline.py`` over a graph, in place; a collective of its groups.
+    """Run the compiler passes over a graph in place; return a report, as ``run_passes`` does.
 
     Use it for graphs that come from elsewhere: a training step traced by ``make_fx``, or the
-    forward or backward graph of another backend.
-
-    Args:
-        gm: module with functional collectives.
-        options: as for the backend. ``inner`` names the compiler that the graph will go to, which
-            decides the predicted times.
-
-    Returns:
-        The report of the changes, or None if the graph keeps its order.
+    forward or backward graph of another backend. All ranks of the graph's process groups must call
+    it. Option ``inner`` names the compiler that the graph will go to, which decides the predicted
+    times.
 
     Raises:
         RuntimeError: the ranks' collectives differ, or a rank is missing.
@@ -68,12 +62,9 @@ def run(gm: fx.GraphModule, *, options: dict[str, object] | None = None) -> Orde
 class Backend:
     """Compiles the graphs that Dynamo traces, after changing them by the passes of ``pipeline.py``.
 
-    Args:
-        plans_only: do not run the inner compiler, only predict its times. Graphs that no pass
-            changes have reports, too.
-
-    Attributes:
-        reports: of the graphs that the passes changed, oldest first.
+    ``reports`` has the reports of the graphs that the passes changed, oldest first. With
+    ``plans_only``, the inner compiler does not run, and graphs that no pass changes have reports,
+    too.
     """
 
     def __init__(self, *, plans_only: bool = False) -> None:
@@ -85,7 +76,7 @@ class Backend:
         self.begin()
 
     def begin(self) -> None:
-        """Start a new model: graphs compiled from now on belong to it."""
+        """Start a new model: graphs that are compiled from now on belong to it."""
         self._num_pending_before = _num_pending_frames()
         self._frames.clear()
 
@@ -96,11 +87,7 @@ class Backend:
         *,
         options: dict[str, object] | None = None,
     ) -> Compiled:
-        """Compile one graph that Dynamo has traced.
-
-        Raises:
-            ValueError: an option is unknown, or its value is not allowed.
-        """
+        """Compile one graph that Dynamo has traced; wrong options are a ``ValueError``."""
         parsed = parse_options(options)
         self._warn_of_graph_break(gm)
         hooks = GradientHooks(example_inputs)
@@ -124,13 +111,17 @@ class Backend:
         *,
         hooks: GradientHooks,
     ) -> Compiled:
-        """Compile a graph whose operators run one by one: the changes of ``pipeline.py``."""
-        split = hooks.wrap_split(min_cut_rematerialization_partition)
-        step_peak = StepPeak(options.unknown_size, split)
+        """Make the changes of ``pipeline.py`` to a graph whose operators will run one by one."""
+        partitioner = StepPartitioner(
+            split=min_cut_rematerialization_partition,
+            hooks=hooks,
+            unknown_size=options.unknown_size,
+            fuses=False,
+        )
 
         def compile_graph(half: fx.GraphModule, _: Sequence[Any]) -> Compiled:
             backward = is_backward(half.graph)
-            report = run_passes(half.graph, options, step_peak=step_peak.num_bytes)
+            report = run_passes(half.graph, options, step_peak=partitioner.num_bytes)
             if report is not None:
                 reserve_sms(half.graph, report.sm_margins, in_all=backward and hooks.has_any)
             elif self._plans_only:
@@ -144,7 +135,7 @@ class Backend:
         compiler = aot_autograd(
             fw_compiler=compile_graph,
             bw_compiler=compile_graph,
-            partition_fn=step_peak,
+            partition_fn=partitioner,
             # Fused layers write to their ordering token in forward and in backward. Each write must
             # stay in its graph.
             keep_inference_input_mutations=True,
@@ -154,14 +145,14 @@ class Backend:
     def _warn_of_graph_break(self, gm: fx.GraphModule) -> None:
         """Warn once if a graph with collectives is not the whole model.
 
-        Two signs: graphs of several frames (a graph break starts a new frame), or a frame that
-        Dynamo gave up. Dynamo skips a frame with a break in a loop, and compiles the functions that
-        it calls. A recompilation has the frame of its first compilation.
+        Two signs: graphs of several Python frames (a graph break starts a new one; a recompilation
+        does not), or a frame that Dynamo gave up. Dynamo skips a frame with a break in a loop, and
+        compiles the functions that it calls.
         """
         compile_id = CompileContext.current_compile_id()
         self._communicates = self._communicates or _communicates(gm.graph)
         self._frames.add(0 if compile_id is None else compile_id.frame_id or 0)
-        # One pending frame is that of this graph. Any other is one that Dynamo gave up.
+        # The frame of this graph is pending. Dynamo has given up any other pending frame.
         is_part = len(self._frames) > 1 or _num_pending_frames() - self._num_pending_before > 1
         if is_part and self._communicates and not self._has_warned:
             self._has_warned = True
@@ -176,8 +167,7 @@ class Backend:
 def register() -> Backend:
     """Return the backend of ``torch.compile(model, backend="halley")``, which has the reports.
 
-    Registers its name, for a package that runs without being installed. A further call starts a new
-    model, as ``Backend.begin`` does.
+    It registers the name, for a package that is not installed, and calls ``Backend.begin``.
     """
     BACKEND.begin()
     if NAME not in list_backends():
@@ -198,7 +188,7 @@ def _num_pending_frames() -> int:
 
 @final
 class _ProfiledInterpreter(fx.Interpreter):
-    """Runs a graph node by node, with a profiler record for each node that computes."""
+    """Interprets a graph node by node, with a profiler record for each node that computes."""
 
     def run_node(self, n: fx.Node) -> Any:
         if node_kind(n) not in (NodeKind.COMPUTE, NodeKind.FUSED):
@@ -208,13 +198,12 @@ class _ProfiledInterpreter(fx.Interpreter):
 
 
 def _make_callable(gm: fx.GraphModule) -> Compiled:
-    """Return a function that runs a graph on a list of arguments, and empties the list.
+    """Return a function that runs a graph on a list of arguments, which it empties to free them.
 
-    Emptying the list frees each argument after its last use. The operators skip the autograd
-    dispatch key: autograd records nothing here, and for collectives and Halley's operators that key
-    runs Python code. The function runs generated code, because an interpreter would cost the host
-    about 10 us for each node. Only under a profiler on a CPU it interprets the graph, to record
-    each node; on a GPU the profiler sees the kernels.
+    The operators skip the autograd dispatch key: autograd records nothing here, and for collectives
+    and Halley's operators that key runs Python code. The function runs generated code, because an
+    interpreter would cost the host about 10 us for each node. Only under a profiler on a CPU it
+    interprets the graph, to record each node; on a GPU the profiler sees the kernels.
     """
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()

@@ -7,151 +7,130 @@ of the group reads all texts and writes one verdict: traffic is linear in the nu
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast, final
 
+from torch import fx
 from torch._C._distributed_c10d import (
     Store,
     _resolve_process_group,  # pyright: ignore[reportPrivateUsage]
 )
 
-from halley.compiler.graph_collectives import Signature
+from halley.compiler.graph_collectives import Signature, graph_groups, signature
 
 
 # Other ranks wait longer than rank 0, so that they read its verdict, which names the missing ranks.
 _VERDICT_MARGIN_S = 10.0
-_POLL_S = 0.05
 _T = TypeVar("_T")
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class Consensus:
     """Lets the ranks of one process group compare and share values while they compile one graph.
 
-    Args:
-        store: of the group.
-        group_name: name of the group in functional collectives.
-        rank: in the group.
-        num_ranks: of the group.
-        timeout_s: time that rank 0 waits for the other ranks, in seconds.
+    Rank and number of ranks are those of the group.
     """
 
-    def __init__(
-        self, store: Store, *, group_name: str, rank: int, num_ranks: int, timeout_s: float
-    ) -> None:
-        self.group_name = group_name
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self._store = store
-        self._timeout_s = timeout_s
+    store: Store  # key-value store of the process group
+    group_name: str  # name of the process group in functional collectives
+    rank: int
+    num_ranks: int
+    timeout_s: float  # seconds that rank 0 waits for the other ranks
+
+    def __post_init__(self) -> None:
         # Each rank counts its own graphs. Ranks compile their graphs in the same order, so graphs
         # of one number belong together.
-        self._number = store.add(f"halley/graphs/{rank}", 1)
+        self._number = self.store.add(f"halley/graphs/{self.rank}", 1)
 
     def compare(self, signature: Signature) -> tuple[int, ...]:
         """Compare the ranks' graphs; return the ranks whose structure differs from rank 0's.
 
-        All ranks get the same result.
-
-        Raises:
-            RuntimeError: the collectives of a rank differ, on all ranks; or a rank is missing.
+        All ranks get the same result, or raise a ``RuntimeError`` if the collectives of a rank
+        differ or a rank is missing.
         """
         text = json.dumps([signature.collectives, signature.structure])
-        self._store.set(self._key(f"graph/{self.rank}"), text)
-        if self.rank == 0:
-            keys = [self._key(f"graph/{rank}") for rank in range(self.num_ranks)]
-            others: list[int] = []
-            if missing := self._find_missing(keys, self._timeout_s):
-                error = (
-                    f"ranks {missing} compiled no graph with collectives in {self._timeout_s:g} s: "
-                    "all ranks must compile the same graphs, recompilations included"
-                )
-            else:
-                graphs = [json.loads(self._store.get(key)) for key in keys]
-                error = _difference([tuple(graph[0]) for graph in graphs])
-                others = [rank for rank, graph in enumerate(graphs) if graph[1] != graphs[0][1]]
-            self._store.set(self._key("verdict"), json.dumps({"error": error, "others": others}))
-        verdict = self._read("verdict")
-        if verdict["error"]:
-            raise RuntimeError(f"graph {self._number}: {verdict['error']}")
-        return tuple(cast(list[int], verdict["others"]))
+        self.store.set(self._key(f"graph/{self.rank}"), text)
+        error, others = self.share("verdict", self._judge)
+        if error:
+            raise RuntimeError(f"graph {self._number}: {error}")
+        return tuple(others)
+
+    def _judge(self) -> tuple[str, list[int]]:
+        """Return why ranks must not run their graphs, or "", and the ranks that differ from rank 0.
+
+        The second result has the ranks with the same collectives but another structure.
+        """
+        keys = [self._key(f"graph/{rank}") for rank in range(self.num_ranks)]
+        if missing := self._find_missing(keys, self.timeout_s):
+            return (
+                f"ranks {missing} compiled no graph with collectives in {self.timeout_s:g} s: "
+                "all ranks must compile the same graphs, recompilations included"
+            ), []
+        graphs = [json.loads(self.store.get(key)) for key in keys]
+        others = [rank for rank, graph in enumerate(graphs) if graph[1] != graphs[0][1]]
+        return _difference([graph[0] for graph in graphs]), others
 
     def share(self, what: str, make: Callable[[], _T]) -> _T:
-        """Call ``make`` on rank 0, and return its result on all ranks.
+        """Make a value on rank 0, send it as JSON, and return it on all ranks of the group.
 
-        Args:
-            what: name of the result; each name is used once for a graph.
-            make: called on rank 0 only; its result is sent as JSON.
-
-        Raises:
-            RuntimeError: ``make`` failed on rank 0; raised on all ranks.
+        ``what`` names the result; each name is used once for a graph. If ``make`` fails, all ranks
+        raise a ``RuntimeError``.
         """
+        failure: Exception | None = None
         if self.rank == 0:
             try:
-                self._store.set(self._key(what), json.dumps({"made": make()}))
+                self.store.set(self._key(what), json.dumps({"made": make()}))
             except Exception as error:
-                self._store.set(self._key(what), json.dumps({"error": repr(error)}))
-                raise RuntimeError(self._failure(what, repr(error))) from error
+                failure = error
+                self.store.set(self._key(what), json.dumps({"error": repr(error)}))
         found = self._read(what)
         if "error" in found:
-            raise RuntimeError(self._failure(what, found["error"]))
+            message = f"graph {self._number}: rank 0 made no {what}: {found['error']}"
+            raise RuntimeError(message) from failure
         return cast(_T, found["made"])
 
     def all_gather(self, what: str, value: int) -> list[int]:
         """Return the value of each rank, in the order of ranks, on all ranks.
 
-        Args:
-            what: name of the value; each name is used once for a graph.
-            value: of this rank.
-
-        Raises:
-            RuntimeError: a rank sent no value in time.
+        ``what`` names the value, as in ``share``. A rank that sends none in time is an error.
         """
         keys = [self._key(f"{what}/{rank}") for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], str(int(value)))
-        if missing := self._find_missing(keys, self._timeout_s + _VERDICT_MARGIN_S):
+        self.store.set(keys[self.rank], str(int(value)))
+        if missing := self._find_missing(keys, self.timeout_s + _VERDICT_MARGIN_S):
             raise RuntimeError(
-                f"graph {self._number}: ranks {missing} sent no {what} in {self._timeout_s:g} s"
+                f"graph {self._number}: ranks {missing} sent no {what} in {self.timeout_s:g} s"
             )
-        return [int(self._store.get(key)) for key in keys]
+        return [int(self.store.get(key)) for key in keys]
 
     def _find_missing(self, keys: list[str], timeout_s: float) -> list[int]:
         """Wait for the keys of all ranks; return the ranks whose keys are still missing."""
         try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
+            self.store.wait(keys, timedelta(seconds=timeout_s))
             return []
         except RuntimeError:
-            return [rank for rank, key in enumerate(keys) if not self._has(key)]
-
-    def _has(self, key: str) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=_POLL_S))
-        except RuntimeError:
-            return False
-        return True
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
     def _read(self, what: str) -> dict[str, object]:
         key = self._key(what)
         try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s + _VERDICT_MARGIN_S))
+            self.store.wait([key], timedelta(seconds=self.timeout_s + _VERDICT_MARGIN_S))
         except RuntimeError:
             raise RuntimeError(
-                f"graph {self._number}: rank 0 gave no {what} in {self._timeout_s:g} s"
+                f"graph {self._number}: rank 0 gave no {what} in {self.timeout_s:g} s"
             ) from None
-        return cast(dict[str, object], json.loads(self._store.get(key)))
-
-    def _failure(self, what: str, error: object) -> str:
-        return f"graph {self._number}: rank 0 made no {what}: {error}"
+        return cast(dict[str, object], json.loads(self.store.get(key)))
 
     def _key(self, what: str) -> str:
         return f"halley/graph/{self._number}/{what}"
 
 
 def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
-    """Return a ``Consensus`` over the store of a process group; arguments as for ``Consensus``."""
+    """Return a ``Consensus`` of the ranks of a process group, for one graph."""
     group = _resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
     return Consensus(
-        group.get_group_store(),
+        store=group.get_group_store(),
         group_name=group_name,
         rank=group.rank(),
         num_ranks=group.size(),
@@ -159,7 +138,45 @@ def open_consensus(group_name: str, *, timeout_s: float) -> Consensus:
     )
 
 
-def _difference(collectives: Sequence[tuple[str, ...]]) -> str:
+def compare_graphs(*graphs: fx.Graph, timeout_s: float) -> tuple[list[Consensus], tuple[int, ...]]:
+    """Compare the graphs of this rank with those of all ranks in each of their process groups.
+
+    Returns:
+        One ``Consensus`` for each process group, the largest first. Then the ranks whose
+        computation differs from that of rank 0, so that no plan fits all ranks.
+
+    Raises:
+        RuntimeError: the ranks' collectives differ, or a rank is missing; on all ranks.
+    """
+    groups = [open_consensus(name, timeout_s=timeout_s) for name in graph_groups(*graphs)]
+    groups.sort(key=lambda consensus: -consensus.num_ranks)
+    own = signature(*graphs)
+    # A rank compares in all its groups, even after a difference: the other ranks wait for it.
+    differing = [consensus.compare(own) for consensus in groups]
+    return groups, tuple(sorted({rank for ranks in differing for rank in ranks}))
+
+
+def share_in_groups(groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:
+    """Make a value on rank 0 of the largest process group, and return it on all ranks.
+
+    ``groups`` is a result of ``compare_graphs``; without groups, this process plans alone. Raises a
+    ``RuntimeError`` if ranks of a smaller group get different results, because no group of the
+    graph holds all of them.
+    """
+    if not groups:
+        return make()
+    made = groups[0].share(what, make)
+    # A rank answers in all its groups, even after a difference: the other ranks wait for it.
+    others = [consensus.share(f"same {what}", lambda: made) for consensus in groups[1:]]
+    if any(other != made for other in others):
+        raise RuntimeError(
+            "ranks of two groups would run a graph in different orders: the largest group "
+            "of a graph must hold all ranks that take part in it"
+        )
+    return made
+
+
+def _difference(collectives: Sequence[list[str]]) -> str:
     """Return a text: the ranks whose collectives differ from rank 0's, and the first difference.
 
     "" if all are equal.

@@ -41,22 +41,16 @@ _MIN_SPLIT_ROWS = 1024  # Inductor splits a sum over at least so many rows into 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Memory that one node reads and writes if Inductor fuses it into a kernel with other nodes.
+    """The memory that a node reads and writes if Inductor fuses it into a kernel with others."""
 
-    Attributes:
-        reads: inputs that the kernel loads from memory for this node. An input that several nodes
-            of the kernel share is listed at the first of them only.
-        inside: nodes of the same kernel whose results this node reads, directly or through views.
-        writes: whether a node outside of the kernel reads the result.
-    """
-
+    # Inputs that the kernel loads for this node. An input that several nodes of the kernel share is
+    # listed at the first of them only.
     reads: frozenset[fx.Node]
-    inside: frozenset[fx.Node]
-    writes: bool
+    writes: bool  # whether a node outside of the kernel reads the result
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Return whether Inductor generates the kernel of a node, fused with adjacent nodes.
+    """Return whether Inductor generates a kernel for a node, fused with adjacent nodes.
 
     Inductor calls all other operators as they are: GEMMs, attention, sorts, scans, collectives,
     operators outside of PyTorch, and operators that write to their arguments.
@@ -79,8 +73,8 @@ def is_concat(node: fx.Node) -> bool:
 def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
     """Return whether Inductor computes a sum over rows in two kernels, as for a bias gradient.
 
-    The first kernel is fused with adjacent nodes and makes partial sums. The second one adds the
-    partial sums, and the host launches it like an operator that is not fused.
+    The first kernel, which is fused with adjacent nodes, makes partial sums. The second one adds
+    them, and the host launches it like an operator that is not fused.
     """
     if operator_name(node) != "aten::sum" or len(node.args) < 2:
         return False
@@ -99,10 +93,8 @@ def is_split_sum(node: fx.Node, sizes: Sizes) -> bool:
 def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
     """Return, for each node of a graph that Inductor fuses, the memory that it reads and writes.
 
-    A result stays inside of a kernel if two conditions hold:
-
-    1. Its reader is fused too.
-    2. No other path from the result to the reader passes a node that is not fused.
+    A result stays inside of a kernel if its reader is fused too, and no other path from the result
+    to the reader passes a node that is not fused.
 
     Example: in ``x = a + b; y = gelu(mm(x, w)) + x`` the last sum reads ``x`` from memory, because
     the GEMM separates the two kernels. Kernels are assumed as large as these conditions allow.
@@ -110,11 +102,10 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
     nodes = list(graph.nodes)
     fused = {node: at for at, node in enumerate(nodes) if is_fused(node)}
     # Bit masks over ``nodes``: sets of ancestors would take quadratic memory in large graphs.
-    ancestors = dict.fromkeys(nodes, 0)  # fused ones only
-    separated = dict.fromkeys(nodes, 0)  # ancestors with an unfused node on a path in between
+    ancestors = dict.fromkeys(nodes, 0)  # masks of the fused ancestors
+    separated = dict.fromkeys(nodes, 0)  # fused ancestors behind a node that is not fused
     readers: dict[fx.Node, list[fx.Node]] = {}
     reads: dict[fx.Node, set[fx.Node]] = {node: set() for node in fused}
-    inside: dict[fx.Node, set[fx.Node]] = {node: set() for node in fused}
     written: set[fx.Node] = set()
     for node in nodes:
         for source in node.all_input_nodes:
@@ -129,8 +120,7 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
         for source in filter(_has_tensors, node.all_input_nodes):
             root = _root(source)
             if node in fused and root in fused and not separated[node] >> fused[root] & 1:
-                inside[node].add(root)
-                continue
+                continue  # one kernel computes both nodes
             if root in fused:
                 written.add(root)
             if node in fused:
@@ -141,15 +131,13 @@ def find_boundaries(graph: fx.Graph, sizes: Sizes) -> dict[fx.Node, Boundary]:
                     reads[node].add(source)
                 earlier.append(node)
     return {
-        node: Boundary(
-            reads=frozenset(found), inside=frozenset(inside[node]), writes=node in written
-        )
+        node: Boundary(reads=frozenset(found), writes=node in written)
         for node, found in reads.items()
     }
 
 
 def inside_kernels(boundaries: Mapping[fx.Node, Boundary]) -> frozenset[fx.Node]:
-    """Return the nodes whose results stay in registers: no kernel writes them to memory."""
+    """Return the nodes whose results stay in registers, as no kernel writes them to memory."""
     return frozenset(node for node, boundary in boundaries.items() if not boundary.writes)
 
 
@@ -159,14 +147,11 @@ def fused_us(
     """Predict the time of a fused node or of a concat from the bytes that it moves.
 
     A node that writes to memory takes at least the time of the shortest kernel. Other nodes of its
-    kernel add the time of their loads only.
-
-    Args:
-        boundaries: of the graph. A node without an entry is a kernel alone.
-        predictor: rates of the device.
+    kernel add the time of their loads only. A node without an entry in ``boundaries`` is a kernel
+    alone.
     """
     if is_concat(node):
-        # The inputs that their kernels do not write in place.
+        # Kernels of Inductor write their results into the concat; other inputs are copied.
         inputs = (each for each in node.all_input_nodes if not is_fused(_root(each)))
         copied = sum(sizes.num_bytes(result_of(each)) for each in inputs)
         return predictor.memory_us(2 * copied) if copied else 0.0
@@ -188,7 +173,7 @@ def fused_us(
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return the node that a node is a view of, or itself."""
+    """Return the node whose memory a node's result is a view of; the node itself if it is none."""
     while node.op == "call_function" and _has_tensors(node) and node_kind(node) is NodeKind.VIEW:
         if not node.all_input_nodes:
             break

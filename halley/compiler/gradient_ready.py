@@ -1,23 +1,21 @@
 """Call gradient-ready hooks of parameters while a compiled backward graph runs.
 
 Autograd returns the gradients of a compiled backward graph when the whole graph has ended. A hook
-receives a gradient as soon as the graph has computed it. It can start an all-reduce that overlaps
-the rest of backward, and the memory of the gradient is free once the hook has returned.
+receives a gradient as soon as the graph has computed it, and can start an all-reduce that overlaps
+the rest of backward. The memory of the gradient is free once the hook has returned.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from collections.abc import Sequence
+from typing import cast, final
 
 import torch
 from torch import fx
 
-from halley.compiler.graph_memory import Halves
 from halley.ops.gradient_hook import find_gradient_hook, run_gradient_hook
 
 
-SplitJointGraph = Callable[..., Halves]
-# Key in the meta of an output node: positions of the results whose strides Inductor keeps. Inductor
-# of torch 2.11 fails if a listed result is None.
+# Key in the meta of an output node, for positions of the results whose strides Inductor keeps.
+# Inductor of torch 2.11 fails if a listed result is None.
 _VISIBLE = "user_visible_output_idxs"
 
 
@@ -27,9 +25,6 @@ class GradientHooks:
 
     Forward saves these parameters for backward at each call, because several modules may share one
     compiled graph.
-
-    Args:
-        example_inputs: of the graph.
     """
 
     def __init__(self, example_inputs: Sequence[object]) -> None:
@@ -40,23 +35,11 @@ class GradientHooks:
 
     @property
     def has_any(self) -> bool:
-        """Whether the backward graph calls any hook."""
+        """Whether the backward graph calls any gradient-ready hook."""
         return bool(self._names)
 
-    def wrap_split(self, split: SplitJointGraph) -> SplitJointGraph:
-        """Return ``split``, a partitioner of joint graphs, extended to save the parameters."""
-
-        def run(gm: fx.GraphModule, inputs: Sequence[object], **kwargs: Any) -> Halves:
-            forward, backward = split(gm, inputs, **kwargs)
-            self._save_parameters(
-                forward.graph, backward.graph, num_outputs=kwargs["num_fwd_outputs"]
-            )
-            return forward, backward
-
-        return run
-
-    def _save_parameters(self, forward: fx.Graph, backward: fx.Graph, *, num_outputs: int) -> None:
-        """Add the parameters to the tensors that forward saves for backward, in place.
+    def save_parameters(self, forward: fx.Graph, backward: fx.Graph, *, num_outputs: int) -> None:
+        """Let forward save the parameters that have a hook for backward; change both graphs.
 
         The first ``num_outputs`` results of forward are its outputs, the rest is saved.
         """
@@ -68,9 +51,9 @@ class GradientHooks:
         with_gradient = [at for at in self._positions if gradients[at] is not None]
         results = _results(forward)
         first = next(iter(results[num_outputs:]), None)
-        # Saved tensors come before saved sizes, so the first one is a tensor if there is any.
         if not with_gradient or first is None:
             return
+        # Saved tensors come before saved sizes, so the first one is a tensor if there is any.
         if not isinstance(first.meta.get("val"), torch.Tensor):
             return
         known = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -82,10 +65,9 @@ class GradientHooks:
         forward.output_node().args = ((*results[:num_outputs], *missing, *results[num_outputs:]),)
 
     def insert(self, backward: fx.Graph) -> None:
-        """Add a hook call behind each node that computes a gradient; the graph then returns None.
+        """Call the hook behind each node that computes a gradient; return None for the gradient.
 
-        Args:
-            backward: graph in its final order; changed in place.
+        The graph must be in its final order, and is changed in place.
         """
         parameters = {node.name: node for node in backward.find_nodes(op="placeholder")}
         results = list(_results(backward))

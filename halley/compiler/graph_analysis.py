@@ -1,4 +1,4 @@
-"""Analyse a graph for the passes: kinds of nodes, sizes of results, dependencies, legal orders."""
+"""Analyse a graph of operators: kinds of nodes, sizes of results, dependencies, legal orders."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from halley.compiler.graph_collectives import (
 
 
 class NodeKind(Enum):
-    """Work that a node does when the graph runs."""
+    """The kind of work that a graph node does when the graph runs."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -31,26 +31,21 @@ class NodeKind(Enum):
     COMPUTE = "compute"
 
 
-_ATEN = torch.ops.aten
-_GEMMS = frozenset(
-    getattr(_ATEN, name).default
-    for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"
-    )
-)  # fmt: skip
-# Compared by name, so that this file does not import the packages that define the operators.
-_GEMM_NAMES = frozenset(
-    f"halley::{name}"
-    for name in ("weight_gemm", "expert_gemm", "expert_weight_gemm", "gemm_with_carveout")
-)
-_EMPTY_NAMES = frozenset(
+# Operators are compared by name, so that this file does not import the packages that define them.
+_GEMMS = frozenset({
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
+    "aten::_grouped_mm", "aten::_scaled_mm", "aten::_scaled_grouped_mm",
+    "halley::weight_gemm", "halley::expert_gemm", "halley::expert_weight_gemm",
+    "halley::gemm_with_carveout",
+})  # fmt: skip
+_EMPTY = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 )
 
 
 def result_of(node: fx.Node) -> object:
-    """Return the example result that tracing stored in a node: fake tensors, a number, or None."""
+    """Return the example result that tracing stored in a node: fake tensors, a number or None."""
     return node.meta.get("val")
 
 
@@ -63,9 +58,8 @@ def without_values() -> FakeTensorMode:
 class Sizes:
     """Gives shapes and bytes of results; assumes a value for sizes known only when the graph runs.
 
-    Args:
-        unknown: value to assume for a size that depends on data, the same on all ranks. A sum of
-            such sizes has this value too.
+    The value ``unknown`` is assumed for a size that depends on data, the same on all ranks, and for
+    a sum of such sizes.
     """
 
     def __init__(self, unknown: int) -> None:
@@ -77,10 +71,10 @@ class Sizes:
         return self._unknown if known is None else known
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a tensor.
+        """Return the shape of a tensor, with an assumed value for a size that depends on data.
 
-        The first size that depends on data is a number of rows. A second one is assumed to be 1: in
-        results of fused layers it counts the few tiles of a row.
+        The first such size is a number of rows. A second one is assumed to be 1: in results of
+        fused layers it counts the few tiles of a row.
         """
         shape = cast(Sequence[int | torch.SymInt], tensor.shape)
         unknown = [at for at, size in enumerate(shape) if _known_size(size) is None]
@@ -96,28 +90,25 @@ class Sizes:
 
 
 def _known_size(size: int | torch.SymInt) -> int | None:
-    """Return a size, as it was in the traced example; None if it depends on data."""
+    """Return a tensor size as it was in the traced example; None if it depends on data."""
     known: object = size if isinstance(size, int) else getattr(cast(Any, size).node, "hint", None)
     return known if isinstance(known, int) else None
 
 
 def is_gemm(node: fx.Node) -> bool:
-    """Return whether a node is a GEMM: dense, batched or grouped."""
-    return find_operator(node) in _GEMMS or operator_name(node) in _GEMM_NAMES
+    """Return whether a graph node is a GEMM: dense, batched or grouped."""
+    return operator_name(node) in _GEMMS
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the path of the ``nn.Module`` whose code a node computes; "" if unknown.
-
-    Example: "layers.1.mlp". Dynamo records the path in ``node.meta``.
-    """
+    """Return the path of the ``nn.Module`` that a node belongs to, as "layers.1.mlp", or ""."""
     stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = [*stack.values()][-1][0] if stack else ""
-    return path.partition("].")[2] or path  # without the prefix "L['self']."
+    return path.partition("].")[2] or path  # Dynamo's paths begin with "L['self']."
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Yield the positions of the ones in ``mask``, ascending."""
+    """Yield the positions of the one bits of an integer, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -125,13 +116,13 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def mask_of(indices: Iterable[int]) -> int:
-    """Return the bit mask of different indices, the inverse of ``bits``."""
+    """Return the integer whose one bits have the given, different positions."""
     return sum(1 << index for index in indices)
 
 
 @final
 class GraphAnalysis:
-    """The nodes of a graph by index: their kinds, and the order that dependencies demand.
+    """The nodes of a graph of operators by index: kinds, and the order that dependencies demand.
 
     A node must come after the nodes whose results it reads. Three rules add dependencies:
 
@@ -142,9 +133,6 @@ class GraphAnalysis:
 
     Sets of nodes are bit masks: bit i is the node of index i. One ``&`` then intersects the
     ancestors of a node with any other set, also in graphs of thousands of nodes.
-
-    Args:
-        graph: of operators, as aot_autograd makes it.
 
     Attributes:
         nodes: in the order of the graph.
@@ -171,11 +159,11 @@ class GraphAnalysis:
                 self.descendants[need] |= below
 
     def find(self, *kinds: NodeKind) -> list[int]:
-        """Return the indices of all nodes of the given kinds, ascending."""
+        """Return the indices of all nodes of some kinds, ascending."""
         return [index for index, kind in enumerate(self.kinds) if kind in kinds]
 
     def find_collectives(self, *kinds: Kind) -> list[int]:
-        """Return the indices of the nodes that start collectives of the given kinds, ascending."""
+        """Return the indices of the nodes that start collectives of some kinds, ascending."""
         return [index for index, kind in enumerate(self.collectives) if kind in kinds]
 
     def find_waits(self, start: int) -> list[int]:
@@ -187,11 +175,10 @@ class GraphAnalysis:
         return range(start + 1, min(self.find_waits(start), default=start + 1))
 
     def check_order(self, order: Sequence[int]) -> None:
-        """Check that the graph may run in an order of indices.
+        """Raise a ``RuntimeError`` unless the graph may run in an order of node indices.
 
-        Raises:
-            RuntimeError: the order does not contain each node once, has a node before one of its
-                ancestors, or moves an input or the output.
+        The order must have each node once and after its ancestors, the inputs first and in their
+        own order, and the output last.
         """
         if sorted(order) != list(range(len(self.nodes))):
             raise RuntimeError("an order must have each node of its graph once")
@@ -206,18 +193,8 @@ class GraphAnalysis:
             raise RuntimeError("inputs must come first, in their order, and the output last")
 
 
-def apply_order(graph: fx.Graph, order: Sequence[int]) -> None:
-    """Move the nodes of a graph into a legal order."""
-    nodes = list(graph.nodes)
-    cursor = nodes[order[0]]
-    for index in order[1:]:
-        if cursor.next is not nodes[index]:
-            cursor.append(nodes[index])
-        cursor = nodes[index]
-
-
 def node_kind(node: fx.Node) -> NodeKind:
-    """Return the kind of a node."""
+    """Return the kind of work that a graph node does."""
     if node.op == "placeholder":
         return NodeKind.INPUT
     if node.op == "output":
@@ -230,12 +207,12 @@ def node_kind(node: fx.Node) -> NodeKind:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node launches no kernel: its result is a view or not a tensor."""
+    """Return whether a graph node launches no kernel: its result is a view or not a tensor."""
     operator = find_operator(node)
     if operator is None:
-        return node.op in ("get_attr", "call_function")  # getitem, arithmetic of sizes
-    # Both return a view where strides allow it, but their schemas declare no alias.
-    if operator in (_ATEN.reshape.default, _ATEN._unsafe_view.default):
+        return node.op in ("get_attr", "call_function")  # such as getitem and arithmetic on sizes
+    # These return a view where strides allow it, although their schemas declare no alias.
+    if operator_name(node) in ("aten::reshape", "aten::_unsafe_view"):
         return True
     returns = operator._schema.returns  # pyright: ignore[reportPrivateUsage]
     aliases = [result.alias_info for result in returns]
@@ -246,11 +223,12 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tuple[int, ...]]:
+    """Return the indices of the nodes that each node directly depends on, see ``GraphAnalysis``."""
     position = {node: index for index, node in enumerate(nodes)}
     found: list[tuple[int, ...]] = []
     barrier: set[int] = set()  # the last node that wrote to an argument
     last_random: set[int] = set()
-    last_ordered: set[int] = set()  # the last collective of a kind that keeps its order
+    last_ordered: set[int] = set()  # the last collective whose kind must keep its order
     for index, node in enumerate(nodes):
         if node.op == "placeholder":
             found.append(())
@@ -271,18 +249,18 @@ def _find_needs(nodes: list[fx.Node], collectives: list[Kind | None]) -> list[tu
 
 
 def is_empty(node: fx.Node) -> bool:
-    """Return whether a node allocates memory and neither reads nor writes it."""
-    return operator_name(node) in _EMPTY_NAMES
+    """Return whether a graph node allocates memory and neither reads nor writes it."""
+    return operator_name(node) in _EMPTY
 
 
 def mutates_arguments(node: fx.Node) -> bool:
-    """Return whether a node writes to its arguments, so that data alone does not order it."""
+    """Return whether a graph node writes to its arguments, so that data alone does not order it."""
     operator = find_operator(node)
     return operator is not None and operator._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether a node draws random numbers. Attention without dropout does not."""
+    """Return whether a graph node draws random numbers; attention without dropout does not."""
     operator = find_operator(node)
     if operator is None or torch.Tag.nondeterministic_seeded not in operator.tags:
         return False

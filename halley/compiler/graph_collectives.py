@@ -1,7 +1,7 @@
 """Find the collectives of a graph, and describe them so that ranks can compare their graphs."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -33,36 +33,36 @@ _KINDS: dict[str, Kind] = {
     "halley::fused_experts": "fused",
     "halley::fused_experts_backward": "fused",
 }
-# Other operators of these namespaces communicate, but Halley does not know how.
+# Operators of these namespaces communicate. Halley does not know how, unless ``_KINDS`` has them.
 _COMMUNICATING = (
     _FUNCTIONAL, "c10d", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"
 )  # fmt: skip
 
 
 def find_operator(node: fx.Node) -> "OpOverload[..., Any] | None":
-    """Return the operator that a node calls; None if it calls none."""
+    """Return the operator that a graph node calls; None if it calls none."""
     target: object = node.target
     return cast("OpOverload[..., Any]", target) if isinstance(target, OpOverload) else None
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return ``namespace::name`` of the operator that a node calls, "" if it calls none."""
+    """Return ``namespace::name`` of the operator that a graph node calls, "" if it calls none."""
     operator = find_operator(node)
     return "" if operator is None else operator._schema.name  # pyright: ignore[reportPrivateUsage]
 
 
 def collective_kind(node: fx.Node) -> Kind | None:
-    """Return the kind of the collective that a node starts, or None."""
+    """Return the kind of the collective that a graph node starts, or None."""
     return _KINDS.get(operator_name(node))
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether a node waits for a collective that another node started."""
+    """Return whether a graph node waits for a collective that another node started."""
     return operator_name(node) == WAIT
 
 
 def remove_repeated_waits(graph: fx.Graph) -> None:
-    """Remove each wait whose input is the result of another wait.
+    """Remove each wait of a graph whose input is the result of another wait.
 
     A traced functional collective contains a wait, and a model may call a second one. Each wait
     takes the host about 10 us.
@@ -73,20 +73,14 @@ def remove_repeated_waits(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def unknown_collectives(graph: fx.Graph) -> list[str]:
-    """Return the names of a graph's operators that communicate in a way unknown to Halley."""
-    names = (operator_name(node) for node in graph.nodes)
-    return sorted(
-        {
-            name
-            for name in names
-            if name.partition("::")[0] in _COMMUNICATING and name not in _KINDS and name != WAIT
-        }
-    )
+def unknown_collectives(nodes: Iterable[fx.Node]) -> list[str]:
+    """Return the names of the nodes' operators that communicate in a way unknown to Halley."""
+    names = {operator_name(node) for node in nodes} - _KINDS.keys() - {WAIT}
+    return sorted(name for name in names if name.partition("::")[0] in _COMMUNICATING)
 
 
 def group_of(node: fx.Node) -> str | None:
-    """Return the name of a collective's process group, or None for other nodes.
+    """Return the name of the process group of a node's collective, or None for other nodes.
 
     The last argument of a functional collective is the name. Since torch 2.13 it may be an object
     with a name instead, an attribute of the graph's module.
@@ -103,9 +97,9 @@ def group_of(node: fx.Node) -> str | None:
     return str(name) if name is not None else None
 
 
-def graph_groups(graph: fx.Graph) -> list[str]:
-    """Return the names of the process groups of a graph's collectives, in order of first use."""
-    groups = (group_of(node) for node in graph.nodes if collective_kind(node))
+def graph_groups(*graphs: fx.Graph) -> list[str]:
+    """Return the names of the process groups of the graphs' collectives, in order of first use."""
+    groups = (group_of(node) for graph in graphs for node in graph.nodes if collective_kind(node))
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 
@@ -116,35 +110,34 @@ def group_sizes(graph: fx.Graph) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """Description of a graph that ranks compare before they run it together.
+    """Description of a rank's graph, which ranks compare before they run their graphs together.
 
-    Attributes:
-        collectives: one line for each collective, in order. Ranks whose lines differ would wait for
-            each other for ever.
-        structure: hash of all operators and of the edges between them, without sizes. A plan is a
-            list of indices of nodes, so it is valid only for graphs of one structure.
+    Ranks whose lines of ``collectives``, one for each collective, differ would wait for each other
+    for ever. ``structure`` is a hash of all operators and of the edges between them, without sizes.
+    A plan is a list of indices of nodes, so it is valid only for graphs of one structure.
     """
 
     collectives: tuple[str, ...]
     structure: str
 
 
-def signature(graph: fx.Graph) -> Signature:
-    """Return the signature of a graph of operators.
+def signature(*graphs: fx.Graph) -> Signature:
+    """Return one signature of some graphs of operators, such as forward and backward.
 
     The numbers of rows that ranks send and receive may differ. Of an all-to-all, only dtype and row
     shape are compared. Groups are numbered by first use: a group's name may differ between ranks.
     """
-    groups = {name: index for index, name in enumerate(graph_groups(graph))}
-    position = {node: index for index, node in enumerate(graph.nodes)}
+    groups = {name: index for index, name in enumerate(graph_groups(*graphs))}
+    nodes = [node for graph in graphs for node in graph.nodes]
+    position = {node: index for index, node in enumerate(nodes)}
     lines: list[str] = []
     digest = hashlib.sha256()
-    for node in graph.nodes:
+    for node in nodes:
         inputs = ",".join(str(position[source]) for source in node.all_input_nodes)
         digest.update(f"{node.op} {_target(node)} {inputs}\n".encode())
         if kind := collective_kind(node):
             group = groups.get(group_of(node) or "")
-            # Of an all-to-all or all-gather, the number of rows may differ between ranks.
+            # The number of rows of an all-to-all or all-gather may differ between ranks.
             first = 0 if kind == "reduce" else 1
             sources = " ".join(_operand(each, first=first) for each in node.all_input_nodes)
             lines.append(f"{_target(node)} {sources} group {group}")
@@ -160,7 +153,7 @@ def _target(node: fx.Node) -> str:
     return getattr(node.target, "__qualname__", type(node.target).__qualname__)
 
 
-def _operand(node: fx.Node, *, first: int = 0) -> str:
+def _operand(node: fx.Node, *, first: int) -> str:
     """Return dtype and sizes of a node's result from dimension ``first`` on; "" for no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):

@@ -1,11 +1,14 @@
 """Count the live bytes of a graph in a given order, and the peak of a training step."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from halley.compiler.fusion import find_boundaries, inside_kernels
+from halley.compiler.gradient_ready import GradientHooks
 from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, Sizes, result_of
 
 
@@ -14,30 +17,20 @@ class LiveBytes:
     """Counts the live bytes of a graph for any order of its nodes.
 
     A buffer is alive from the node that makes it to the last node that reads it or a view of it.
-    Exceptions:
-
-    - The operand of a collective is alive until the wait has ended.
-    - The caller owns parameters and inputs of the model, so they count as 0 bytes.
-    - Activations saved for backward are inputs too. They are freed after their last reader.
-    - Outputs are alive until the end.
-
-    Args:
-        analysis: of the graph.
-        sizes: bytes of results.
-        inside: nodes whose results stay inside of a kernel. They have no buffer, and a node that
-            reads one keeps the buffers alive from which the kernel computes it.
-
-    Attributes:
-        readers: for each node the indices of the nodes that keep its buffer alive, ascending.
-        num_bytes: of the buffer of each node, 0 if it has none.
+    The operand of a collective is alive until the wait has ended, an output until the end.
+    Activations saved for backward are inputs, freed after their last reader. The caller owns
+    parameters and inputs of the model, so they count as 0 bytes. The results of nodes in ``inside``
+    stay inside of a kernel and have no buffer: a node that reads one keeps the buffers alive from
+    which the kernel computes it.
     """
 
     def __init__(
         self, analysis: GraphAnalysis, sizes: Sizes, *, inside: Collection[fx.Node] = frozenset()
     ) -> None:
         self._analysis = analysis
+        # For each node the indices of the nodes that keep its buffer alive, ascending.
         self.readers: list[list[int]] = [[] for _ in analysis.nodes]
-        self.num_bytes = [0] * len(analysis.nodes)
+        self.num_bytes = [0] * len(analysis.nodes)  # size of each node's buffer, 0 if it has none
         position = {node: index for index, node in enumerate(analysis.nodes)}
         held: list[set[int]] = []  # for each node the buffers that a reader of its result needs
         for index, node in enumerate(analysis.nodes):
@@ -45,11 +38,12 @@ class LiveBytes:
             for buffer in read:
                 self.readers[buffer].append(index)
             kind = analysis.kinds[index]
-            if kind is NodeKind.WAIT:  # the result is the buffer of the start, the operand is free
+            if kind is NodeKind.WAIT:  # returns the buffer of the start and frees the operand
                 held.append({buffer for buffer in read if analysis.kinds[buffer] is NodeKind.START})
             elif kind is NodeKind.START:
                 held.append({index} | read)
-            # Neither has a buffer: readers keep the buffers alive that it is made from.
+            # Views and results inside of a kernel have no buffer: their readers keep the buffers
+            # alive from which they are made.
             elif kind is NodeKind.VIEW or node in inside:
                 held.append(read)
                 continue
@@ -61,11 +55,11 @@ class LiveBytes:
                 self.num_bytes[index] = sizes.num_bytes(result_of(node))
 
     def peak(self, order: Sequence[int]) -> int:
-        """Return the most live bytes in an order of nodes."""
+        """Return the largest number of live bytes while the nodes run in an order."""
         return max(self.alive(order), default=0)
 
     def alive(self, order: Sequence[int]) -> list[int]:
-        """Return the live bytes while each node of ``order`` runs."""
+        """Return the number of live bytes while each node of an order runs."""
         place = {index: at for at, index in enumerate(order)}
         # -1: a buffer without readers is freed by the node that makes it.
         last = [max((place[r] for r in readers), default=-1) for readers in self.readers]
@@ -86,37 +80,34 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @final
-class StepPeak:
-    """A partition function for aot_autograd that also counts the peak memory of a training step.
+@dataclass(eq=False, kw_only=True)
+class StepPartitioner(CustomPartitionerFn):
+    """Splits a joint graph into forward and backward, and counts the peak memory of the step.
 
-    The peak of a step is mostly at the beginning of backward, when all saved activations are alive.
-    A pass may raise the peak of forward up to that of backward without need for more memory.
-
-    Args:
-        unknown_size: assumed for sizes that depend on data.
-        divide: partition function that divides a joint graph into forward and backward.
-        fuses: whether the inner compiler fuses nodes into kernels, as Inductor does.
-
-    Attributes:
-        num_bytes: the larger peak of forward and backward. It is 0 before the call, and where no
-            joint graph exists because nothing needs a gradient.
+    The peak ``num_bytes`` is the larger one of forward and backward. It is mostly at the beginning
+    of backward, when all saved activations are alive. A pass may raise the peak of forward up to it
+    without need for more memory. It is 0 before the call, and where no joint graph exists because
+    nothing needs a gradient.
     """
 
-    def __init__(
-        self, unknown_size: int, divide: Callable[..., Halves], *, fuses: bool = False
-    ) -> None:
-        self.num_bytes = 0
-        self._unknown_size = unknown_size
-        self._divide = divide
-        self._fuses = fuses
+    split: Callable[..., Halves]  # partitioner of aot_autograd that does the split
+    hooks: GradientHooks  # forward saves the hooks' parameters for backward
+    unknown_size: int  # assumed for sizes that depend on data
+    fuses: bool  # whether the inner compiler fuses nodes into kernels, as Inductor does
+    num_bytes: int = 0
+
+    def uuid(self) -> None:
+        """Return None: Inductor caches no graph that this partitioner has split."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
-        """Return forward and backward as ``divide`` does, and set ``num_bytes``."""
-        halves = self._divide(gm, joint_inputs, **kwargs)
-        sizes = Sizes(self._unknown_size)
+        """Return the forward and the backward graph of a joint graph, and set ``num_bytes``."""
+        forward, backward = halves = self.split(gm, joint_inputs, **kwargs)
+        num_outputs = kwargs["num_fwd_outputs"]
+        self.hooks.save_parameters(forward.graph, backward.graph, num_outputs=num_outputs)
+        sizes = Sizes(self.unknown_size)
         for half in halves:
             analysis = GraphAnalysis(half.graph)
-            boundaries = find_boundaries(half.graph, sizes) if self._fuses else {}
+            boundaries = find_boundaries(half.graph, sizes) if self.fuses else {}
             live = LiveBytes(analysis, sizes, inside=inside_kernels(boundaries))
             self.num_bytes = max(self.num_bytes, live.peak(range(len(analysis.nodes))))
         return halves

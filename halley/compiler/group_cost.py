@@ -1,4 +1,4 @@
-"""Measure all-to-alls in the process groups of a graph, alone and beside GEMMs; a collective."""
+"""Measure all-to-alls in the process groups of a graph, alone and beside GEMMs, on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,15 +21,15 @@ from halley.cost.simulate import Contention
 from halley.ops.sm_carveout import gemm_with_carveout, has_sm_carveout
 
 
-_MIN_BYTES = 4096  # of a measured all-to-all: the time of smaller ones is latency
-# Contention is measured with GEMMs of (side, inner) x (inner, side) beside an all-to-all of that
-# many bytes. A GEMM takes tenths of a millisecond, the all-to-all some milliseconds.
-# GEMMs must be as large as those of a model, because small ones suffer more from SMs that the
-# collective occupies: with 4 of the 132 SMs of an H200 occupied, a GEMM with a side of 2048 takes
-# 1.9 times as long, with 4096 1.55 times, with 8192 1.25 times.
+_MIN_BYTES = 4096  # of the smallest measured all-to-all: below it, the time is latency
+# Contention is measured with GEMMs of (side, inner) x (inner, side), which take tenths of a
+# millisecond, beside an all-to-all of that many bytes, which takes some milliseconds. GEMMs must be
+# as large as those of a model, because small ones suffer more from SMs that the collective
+# occupies: with 4 of the 132 SMs of an H200 occupied, a GEMM with a side of 2048 takes 1.9 times as
+# long, with 4096 1.55 times, with 8192 1.25 times.
 _CPU_SIDE, _CPU_INNER, _CPU_BYTES = 128, 128, 4 * 2**20
 _GPU_SIDE, _GPU_INNER, _GPU_BYTES = 8192, 2048, 256 * 2**20
-_NUM_EXPERTS = 8  # of the grouped GEMM
+_NUM_EXPERTS = 8  # of the measured grouped GEMM
 _SM_MARGINS = (0, 2, 4, 8, 16, 24, 32)  # numbers of SMs that GEMMs leave free, to try
 
 
@@ -44,34 +44,30 @@ def measure_groups(
 ) -> None:
     """Measure all-to-all times and contention that the table of profiles on rank 0 lacks.
 
-    All ranks of the groups must call this together.
+    All ranks of the groups must call this together. The first group is the largest, and contention
+    is measured in it. All-to-alls have up to the bytes of the graph's collectives.
 
     Args:
-        graph: measure all-to-alls of up to the bytes of its collectives.
-        consensus_groups: one for each group of the graph, the largest first. Contention is measured
-            in the largest group.
         table: of this rank, gets the results. That of rank 0 has a file.
-        keys: key of the curve of each group, from ``curve_keys``.
-        sizes: bytes of results.
-        device: device of the measured tensors.
+        keys: result of ``curve_keys``.
     """
     largest = consensus_groups[0]
 
     def measure() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # the current device is a property of the thread
+            torch.cuda.set_device(device)  # each thread has its own current device
         for at, consensus in enumerate(consensus_groups):
             key = keys[consensus.group_name]
             # Rank 0 decides: a rank that has the curve must take part if rank 0 lacks it.
             lacks = largest.share(f"curve {at}", lambda key=key: table.curve(key) is None)
-            # Without a group that holds all ranks, ranks of a group may follow different rank 0s.
+            # Ranks of a group may follow different rank 0s if no group holds all ranks.
             if any(consensus.all_gather(f"lacks curve {at}", lacks)):
                 curve = _measure_all_to_all(graph, consensus, sizes=sizes, device=device)
                 table.add_curve(key, curve)
         if largest.share("contention", lambda: table.contention is None):
             table.add_contention(_measure_contention(largest, device))
 
-    # A thread of its own, because the calling thread traces: there, one of four runs hung in a
+    # In another thread, because the calling thread traces: in that one, one of four runs hung in a
     # collective of gloo.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(measure).result()
@@ -81,14 +77,8 @@ def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
     """Return, by group name, the key of each group's all-to-all times in a table of profiles.
 
     Names of groups differ between runs. A key therefore holds the number of ranks and their first
-    and last rank in the largest group: links inside of a host differ from links between hosts.
-
-    Args:
-        consensus_groups: one for each group of a graph, the largest first. Call this once for a
-            graph.
-
-    Raises:
-        RuntimeError: a rank of a group did not answer in time.
+    and last rank in the largest group: links inside of a host differ from links between hosts. All
+    ranks of the groups, the largest of which is the first, must call this once for a graph.
     """
     keys: dict[str, str] = {}
     for consensus in consensus_groups:
@@ -102,6 +92,7 @@ def curve_keys(consensus_groups: Sequence[Consensus]) -> dict[str, str]:
 
 
 def _measure_contention(consensus: Consensus, device: torch.device) -> Contention:
+    """Measure how GEMMs and an all-to-all of a process group slow each other down."""
     on_gpu = device.type == "cuda"
     shape = (_GPU_SIDE, _GPU_INNER, _GPU_BYTES) if on_gpu else (_CPU_SIDE, _CPU_INNER, _CPU_BYTES)
     side, inner, num_bytes = shape
@@ -134,7 +125,7 @@ def _measure_contention(consensus: Consensus, device: torch.device) -> Contentio
 def _measure_all_to_all(
     graph: fx.Graph, consensus: Consensus, *, sizes: Sizes, device: torch.device
 ) -> Curve:
-    """Measure a group's all-to-alls by bytes, up to the group's largest collective in a graph.
+    """Measure a process group's all-to-alls of 4 KiB up to the largest collective in a graph.
 
     Other collectives count as all-to-alls of the same bytes on the wire, up to the bytes that
     contention is measured with: an all-reduce of all gradients would take too long to measure.

@@ -1,7 +1,7 @@
-"""Run the passes of ``pipeline.py`` in Inductor, and make its scheduler keep the order of nodes."""
+"""Run Halley's compiler passes in Inductor, and make its scheduler keep the order of GEMMs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -9,7 +9,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.output_code import CompiledFxGraph, OutputCode
@@ -19,7 +18,7 @@ from torch.utils._ordered_set import OrderedSet
 from halley.compiler.gradient_ready import GradientHooks
 from halley.compiler.graph_analysis import GraphAnalysis, is_gemm
 from halley.compiler.graph_collectives import operator_name
-from halley.compiler.graph_memory import Halves, StepPeak
+from halley.compiler.graph_memory import StepPartitioner
 from halley.compiler.options import Options
 from halley.compiler.pipeline import is_backward, reserve_sms, run_passes
 from halley.compiler.wgrad.schedule import OrderReport
@@ -27,7 +26,7 @@ from halley.ops.library import DECOMPOSITIONS
 
 
 def decompose(graph: fx.Graph) -> None:
-    """Replace Halley's operators on a GPU by the ATen operators that they consist of, in place.
+    """Replace Halley's operators in a graph for a GPU by equivalent ATen operators.
 
     Inductor can then fuse them with other operators, and calls kernels instead of operators that
     are written in Python. Operators on a CPU stay: there, the expert GEMM reads group sizes.
@@ -51,7 +50,7 @@ def _is_traceable_gemm(gemm: fx.Node) -> bool:
 
 
 def _inline(node: fx.Node, run: Any) -> None:
-    """Replace a node by the trace of ``run`` on its operands."""
+    """Replace a graph node by the traced nodes of a function with the same result."""
     assert not node.kwargs, f"{node.name} has arguments by name"
     sources = list(node.all_input_nodes)
 
@@ -66,14 +65,14 @@ def _inline(node: fx.Node, run: Any) -> None:
         traced = make_fx(torch.func.functionalize(call), select_decomp_table())(*values)
     traced.graph.eliminate_dead_code()
     inputs = traced.graph.find_nodes(op="placeholder")
-    copies = dict(zip(inputs, sources, strict=True))  # graph_copy adds all other nodes
+    copies = dict(zip(inputs, sources, strict=True))  # graph_copy copies all other nodes
     with node.graph.inserting_before(node):
         made = node.graph.graph_copy(traced.graph, cast(Any, copies))
     if isinstance(made, fx.Node):
         node.replace_all_uses_with(made)
     else:
         results = cast(tuple[fx.Node, ...], made)
-        for user in list(node.users):  # each is a getitem
+        for user in list(node.users):  # the users of a tuple are getitem nodes
             user.replace_all_uses_with(results[cast(int, user.args[1])])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
@@ -104,22 +103,32 @@ def compile_by_inductor(
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor, which runs the passes of ``pipeline.py`` before it lowers.
 
-    ``add_report`` is called with the report of each graph that the passes change.
-
-    Raises:
-        RuntimeError: Inductor's configuration has a custom pass already where Halley sets its own.
+    ``add_report`` is called with the report of each graph that the passes change. If Inductor's
+    configuration has a custom pass already where Halley sets its own, this is a ``RuntimeError``.
     """
     name = "post_grad_custom_post_pass"
     if getattr(config, name) is not None:
         raise RuntimeError(f"torch._inductor.config.{name} must be None: halley sets it")
     split = config.custom_partitioner_fn or min_cut_rematerialization_partition
-    step_peak = StepPeak(options.unknown_size, hooks.wrap_split(split), fuses=True)
-    patches: dict[str, Any] = {
-        "post_grad_custom_post_pass": InductorPass(
-            options, step_peak=step_peak, hooks=hooks, add_report=add_report
-        ),
-        "custom_partitioner_fn": _Partitioner(step_peak),
-    }
+    partitioner = StepPartitioner(
+        split=split, hooks=hooks, unknown_size=options.unknown_size, fuses=True
+    )
+
+    def change(graph: fx.Graph) -> None:
+        """Make changes 2 to 7 of ``pipeline.py`` to a forward or backward graph."""
+        backward = is_backward(graph)
+        report = run_passes(graph, options, step_peak=partitioner.num_bytes)
+        decompose(graph)  # change 4
+        if report is not None:
+            reserve_sms(graph, report.sm_margins, in_all=backward and hooks.has_any)  # change 5
+            add_control_dependencies(graph)  # change 6
+            add_report(report)
+        if backward:
+            hooks.insert(graph)  # change 7
+
+    # Inductor caches no graph that a plain function changes. A rank that found a graph in its cache
+    # would not run the passes, and the other ranks would wait for it.
+    patches: dict[str, Any] = {name: change, "custom_partitioner_fn": partitioner}
     if config.cpp_wrapper:
         patches["unbacked_symint_fallback"] = max(1, options.unknown_size // _ROWS_SHARE)
     return compile_fx(  # pyright: ignore[reportReturnType]
@@ -128,7 +137,7 @@ def compile_by_inductor(
 
 
 def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
-    """Compile a graph so that its operators skip the autograd dispatch key.
+    """Compile a graph by Inductor so that its operators skip the autograd dispatch key.
 
     Autograd records nothing inside a compiled graph. For collectives and Halley's operators that
     key runs Python code, which takes the host as long as a kernel.
@@ -142,75 +151,6 @@ def _compile_below_autograd(*args: Any, **kwargs: Any) -> OutputCode:
 
         compiled.current_callable = call
     return compiled
-
-
-class _UncachedPass(CustomGraphPass):
-    """A custom pass of Inductor that turns Inductor's graph cache off.
-
-    A rank that finds a graph in its cache does not run the passes, and the other ranks wait for it.
-    """
-
-    def uuid(self) -> object | None:
-        """Return None: the graph has no key in the cache."""
-        return None
-
-
-@final
-class InductorPass(_UncachedPass):
-    """Custom pass of Inductor: runs the passes of ``pipeline.py`` right before lowering to kernels.
-
-    ``step_peak`` has counted the live bytes of the step when the joint graph was split.
-    """
-
-    def __init__(
-        self,
-        options: Options,
-        *,
-        step_peak: StepPeak,
-        hooks: GradientHooks,
-        add_report: Callable[[OrderReport], None],
-    ) -> None:
-        self._options = options
-        self._step_peak = step_peak
-        self._hooks = hooks
-        self._add_report = add_report
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Make changes 2 to 7 of ``pipeline.py`` to a forward or backward graph."""
-        backward = is_backward(graph)
-        report = run_passes(graph, self._options, step_peak=self._step_peak.num_bytes)
-        decompose(graph)  # change 4
-        if report is not None:
-            reserve_sms(graph, report.sm_margins, in_all=backward and self._hooks.has_any)  # 5
-            add_control_dependencies(graph)  # change 6
-            self._add_report(report)
-        if backward:
-            self._hooks.insert(graph)  # change 7
-
-
-@final
-class DecomposePass(_UncachedPass):
-    """Custom pass of Inductor that only decomposes Halley's operators, for benchmarks."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Change one graph in place."""
-        decompose(graph)
-
-
-@final
-class _Partitioner(CustomPartitionerFn):
-    """Adapts a function that splits a joint graph to Inductor's interface."""
-
-    def __init__(self, split: StepPeak) -> None:
-        self._split = split
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Halves:
-        """Return forward and backward."""
-        return self._split(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> object | None:
-        """Return None: the graph has no key in the cache."""
-        return None
 
 
 def add_control_dependencies(graph: fx.Graph) -> None:

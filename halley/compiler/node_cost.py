@@ -1,10 +1,10 @@
-"""Return the time of each node of a graph: measured if a profile has it, else predicted."""
+"""Price each node of a graph in microseconds: measured if a profile has it, else predicted."""
 
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import torch
@@ -36,15 +36,12 @@ from halley.compiler.graph_collectives import (
 )
 from halley.cost.hardware import Predictor
 from halley.cost.profiles import Curve, ProfileTable, operation_key
-from halley.cost.simulate import NO_CONTENTION, Operation, Role
+from halley.cost.simulate import NO_CONTENTION, Contention, Operation, Role
 
 
 _INDEX_STEP = 7919  # a prime, so that consecutive indices are far apart in the table
 NodeCost = Callable[[fx.Node], float]
 _ROLES: dict[NodeKind, Role] = {
-    NodeKind.INPUT: "free",
-    NodeKind.OUTPUT: "free",
-    NodeKind.VIEW: "free",
     NodeKind.START: "start",
     NodeKind.WAIT: "wait",
     NodeKind.FUSED: "compute",
@@ -53,87 +50,68 @@ _ROLES: dict[NodeKind, Role] = {
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class ProfiledCost:
-    """Gives the time of a node from a table, else by a measurement, else by a prediction.
-
-    Args:
-        predictor: for nodes that are not in the table.
-        sizes: shapes and bytes of results.
-        boundaries: of the nodes that Inductor fuses in the graph. Such nodes cost the bytes that
-            cross kernel boundaries, and are never measured. None prices each operator alone.
-        table: measured times. None predicts all nodes.
-        device: where to measure nodes that are not in the table. None never measures.
-        curve_keys: key of the all-to-all curve of each group in the table, by group name. The curve
-            of the largest group serves groups without a curve.
+    """Gives the time of a graph node from a table, else by a measurement or a prediction.
 
     Attributes:
+        boundaries: of the nodes that Inductor fuses in the graph. Such nodes cost the bytes that
+            cross kernel boundaries, and are never measured. None prices each operator alone.
+        curve_keys: key of the all-to-all curve of each group in the table, by group name. The curve
+            of the largest group serves groups without a curve.
         predicted: keys of operations that were predicted although a table could have them. Nodes
             that Inductor fuses are not among them.
-        boundaries: as given.
-        measuring_s: seconds spent on measurements.
-        contention: of the table, or ``NO_CONTENTION``.
     """
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        *,
-        sizes: Sizes,
-        boundaries: Mapping[fx.Node, Boundary] | None = None,
-        table: ProfileTable | None = None,
-        device: torch.device | None = None,
-        curve_keys: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self.predicted: set[str] = set()
-        self.boundaries = boundaries
-        self.measuring_s = 0.0
-        self.contention = (table and table.contention) or NO_CONTENTION
-        self._predictor = predictor
-        self._sizes = sizes
-        self._table = table
-        self._device = device
-        self._curve_keys = curve_keys
+    predictor: Predictor = field(kw_only=False)
+    sizes: Sizes
+    boundaries: Mapping[fx.Node, Boundary] | None = None
+    table: ProfileTable | None = None  # None predicts all nodes
+    device: torch.device | None = None  # None never measures
+    curve_keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    predicted: set[str] = field(default_factory=set[str])
+    measuring_s: float = 0.0  # spent on measurements
 
     def __call__(self, node: fx.Node) -> float:
-        """Return the microseconds of a node that computes or starts a collective."""
+        """Return the device microseconds of a node that computes or starts a collective."""
         if (group := group_of(node)) is not None:
-            curve, sent = self._find_curve(group), exchanged_bytes(node, self._sizes)
-            return self._predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
+            curve, sent = self._find_curve(group), exchanged_bytes(node, self.sizes)
+            return self.predictor.all_to_all_us(sent) if curve is None else curve.at(sent)
         if is_read(node):
-            return self._predictor.hardware.read_us
+            return self.predictor.hardware.read_us
         results = (*map(result_of, node.all_input_nodes), result_of(node))
         if not any(isinstance(result, torch.Tensor | tuple | list) for result in results):
             return 0.0  # arithmetic on sizes, on the host
         if self.boundaries is not None and (is_fused(node) or is_concat(node)):
-            return fused_us(node, self.boundaries, predictor=self._predictor, sizes=self._sizes)
-        key = node_key(node, self._sizes)
-        if self._table is not None:
-            known, may = self._table.time_us(key), not self._table.offline
-            if known is None and may and self._device is not None and key not in self.predicted:
-                known = self._measure(node, key, self._table, self._device)
+            return fused_us(node, self.boundaries, predictor=self.predictor, sizes=self.sizes)
+        key = node_key(node, self.sizes)
+        if self.table is not None:
+            known, may = self.table.time_us(key), not self.table.offline
+            if known is None and may and self.device is not None and key not in self.predicted:
+                known = self._measure(node, key, self.table, self.device)
             if known is not None:
                 return known
         self.predicted.add(key)
-        return _predict_us(node, self._predictor, self._sizes)
+        return _predict_us(node, self.predictor, self.sizes)
+
+    @property
+    def contention(self) -> Contention:
+        """Measured contention of computation and communication, or ``NO_CONTENTION``."""
+        return (self.table and self.table.contention) or NO_CONTENTION
 
     @property
     def inside(self) -> frozenset[fx.Node]:
         """Nodes whose results stay in registers of a fused kernel and take no memory."""
         return frozenset() if self.boundaries is None else inside_kernels(self.boundaries)
 
-    @property
-    def graph_us(self) -> float:
-        """Host microseconds from the call of the graph to its first node."""
-        return self._predictor.hardware.graph_us
-
     def host_us(self, node: fx.Node) -> float:
-        """Return the host microseconds to launch a node."""
-        hardware = self._predictor.hardware
+        """Return the host microseconds to launch the work of a node."""
+        hardware = self.predictor.hardware
         if group_of(node) is not None:
             return hardware.collective_us
         if self.boundaries is None or not (is_fused(node) or is_concat(node)):
             return hardware.call_us
-        if is_split_sum(node, self._sizes):
+        if is_split_sum(node, self.sizes):
             return hardware.call_us
         boundary = self.boundaries.get(node)
         # One node of each kernel writes: the launch of the kernel counts there.
@@ -141,25 +119,25 @@ class ProfiledCost:
         return hardware.call_us / 3 if is_launched else 0.0
 
     def _find_curve(self, group: str) -> Curve | None:
-        if self._table is None:
+        if self.table is None:
             return None
-        own = self._table.curve(self._curve_keys.get(group, ALL_TO_ALL))
-        return own or self._table.curve(ALL_TO_ALL)
+        own = self.table.curve(self.curve_keys.get(group, ALL_TO_ALL))
+        return own or self.table.curve(ALL_TO_ALL)
 
     def _measure(
         self, node: fx.Node, key: str, table: ProfileTable, device: torch.device
     ) -> float | None:
         operator = find_operator(node)
         # Operators outside of PyTorch may wait for other ranks. An operator without a result checks
-        # values: example arguments fail such checks, and on a GPU that ends the process.
+        # values: example arguments fail such a check, which on a GPU ends the process.
         if operator is None or operator.namespace != "aten" or result_of(node) is None:
             return None
         begin_s = time.perf_counter()
         found = None
         try:
-            # Run on real tensors, although a compiler traces without values around this call.
+            # Run on real tensors, although the compiler traces without values around this call.
             with unset_fake_temporarily(), torch.no_grad():
-                args, kwargs = example_arguments(node, device, self._sizes)
+                args, kwargs = example_arguments(node, device, self.sizes)
                 found = table.measure(key, lambda: operator(*args, **kwargs), device=device)
         # The operator refuses the examples, or memory is full. Raising would block the other ranks,
         # which wait for the plan of this one.
@@ -174,13 +152,13 @@ class ProfiledCost:
 def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
     """Return the nodes of a graph as operations of the simulator, in the order of the graph.
 
-    Only ``ProfiledCost`` knows host times. The host enters the graph before the first launch.
+    Only ``ProfiledCost`` gives host times. The host enters the graph before the first launch.
     """
     found: list[Operation] = []
     host = cost if isinstance(cost, ProfiledCost) else None
-    begin_us = host.graph_us if host else 0.0
+    begin_us = host.predictor.hardware.graph_us if host else 0.0
     for node, kind, needs in zip(analysis.nodes, analysis.kinds, analysis.needs, strict=True):
-        role = _ROLES[kind]
+        role = _ROLES.get(kind, "free")
         duration_us = cost(node) if role in ("compute", "start") else 0.0
         found.append(
             Operation(
@@ -198,7 +176,7 @@ def operations(analysis: GraphAnalysis, cost: NodeCost) -> list[Operation]:
 
 def is_read(node: fx.Node) -> bool:
     """Return whether a node copies from a GPU to host memory, so that the host waits for it."""
-    # A plan for another device has no CUDA tensors: this operator always reads.
+    # A plan for another device has no CUDA tensors, but this operator always reads.
     if operator_name(node) == "halley::read_counts":
         return True
     sources, result = map(result_of, node.all_input_nodes), result_of(node)
@@ -213,7 +191,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def node_key(node: fx.Node, sizes: Sizes) -> str:
-    """Return the key of a node in a table of profiles.
+    """Return the key of a node's time in a table of profiles.
 
     All attention operators share one key, because PyTorch chooses among them by the device on which
     it traces, and a plan may be made on another device than it is for.
@@ -231,7 +209,7 @@ def node_key(node: fx.Node, sizes: Sizes) -> str:
 
 
 def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
-    """Predict a node by a roofline: the arithmetic of GEMMs, or the bytes that a node moves."""
+    """Predict a node's microseconds by a roofline: the FLOPs of GEMMs, or the bytes it moves."""
     if collective_kind(node) == "fused":
         return _fused_layer_us(node, predictor, sizes)
     kernel_us = predictor.hardware.kernel_us
@@ -247,7 +225,7 @@ def _predict_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
 
 
 def exchanged_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Return how many bytes per rank an all-to-all has that takes as long as this collective.
+    """Return the bytes per rank of an all-to-all that takes as long as a node's collective.
 
     In a ring, an all-gather moves the bytes of its result, and an all-reduce moves those of its
     operand twice. Source: the bus bandwidth factors of nccl-tests.
@@ -266,12 +244,9 @@ def example_arguments(
     Floats are random: an H200 multiplies matrices of ones an eighth faster, presumably with less
     power. Indices into a table are spread over it, as most are in training: additions to the same
     row would wait for each other on a GPU. Other integers are 0.
-
-    Raises:
-        ValueError: an input is a tuple of tensors.
     """
     table_sizes = _indexed_sizes(node, sizes)
-    generator = torch.Generator(device).manual_seed(0)  # leaves the generator of training alone
+    generator = torch.Generator(device).manual_seed(0)  # not the generator of training
 
     def example(source: fx.Node) -> Any:
         result = result_of(source)
@@ -315,8 +290,8 @@ def _indexed_sizes(node: fx.Node, sizes: Sizes) -> dict[fx.Node, int]:
 def _fused_layer_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
     """Predict a pass of a fused layer: two GEMMs, each overlapped with dispatch or combine.
 
-    A half takes the longer of the two. Rows are counted as if this rank received as many as its
-    tokens have choices, and as if each choice sent a row.
+    Each half takes the longer of GEMM and link. Rows are counted as if this rank received as many
+    as its tokens have choices, and as if each choice sent a row.
     """
     arguments = _named_arguments(node)
     up_LGD, down_LDF, topk_idx_TK = (
@@ -333,7 +308,7 @@ def _fused_layer_us(node: fx.Node, predictor: Predictor, sizes: Sizes) -> float:
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the positional arguments of a node by the names in the schema of its operator."""
+    """Return a node's positional arguments by their names in the schema of its operator."""
     operator = find_operator(node)
     assert operator is not None
     arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
@@ -341,7 +316,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
-    """Return 2 FLOPs for each element of the left operand and each column of the right one.
+    """Return the FLOPs of a GEMM: 2 for each element of the left and each column of the right side.
 
     This holds for dense, batched and grouped GEMMs, with groups along rows or the inner dimension.
     Attention has 2 batched GEMMs (queries by keys, scores by values), and its backward has 5. A
@@ -349,7 +324,7 @@ def _gemm_flops(node: fx.Node, sizes: Sizes) -> float:
     """
     if _is_attention(node):
         is_backward = operator_name(node).endswith("_backward")
-        inputs = node.all_input_nodes[is_backward : is_backward + 2]  # after the gradient
+        inputs = node.all_input_nodes[is_backward : is_backward + 2]  # a gradient comes first
         query, key = (cast(torch.Tensor, result_of(each)) for each in inputs)
         share = 0.5 if _named_arguments(node).get("is_causal", False) else 1.0
         pairs = math.prod(sizes.shape(query)) * sizes.shape(key)[-2]

@@ -1,27 +1,25 @@
 """Run the compiler passes over one graph: ranks compare it, rank 0 plans, every rank applies.
 
-Every change that Halley makes to a graph, in the order of execution. "Each" is the forward and the
-backward graph. Changes 2 and 3 are ``run_passes``. ``backend.py`` (inner compiler "eager") and
-``inductor.py`` (inner compiler "inductor") call it, and then make the changes below it.
+Every change that Halley makes to a graph, in the order of execution. Changes 2 and 3 are
+``run_passes``. ``backend.py`` (inner compiler "eager") and ``inductor.py`` (inner compiler
+"inductor") call it, and then make the changes below it. A change is made to the forward and to the
+backward graph, for both inner compilers, unless the list says otherwise. "Lint" is the check of
+torch that a graph is well formed.
 
-    change                       file                 graph              inner compiler
- 1  save hooked parameters       gradient_ready.py    joint              both
- 2  remove repeated waits        graph_collectives.py each               both
- 3  schedule weight gradients    wgrad/               each               both
- 4  decompose operators          inductor.py          each               inductor, on a GPU
- 5  reserve SMs                  pipeline.py          each               both, on a GPU
- 6  add control dependencies     inductor.py          each               inductor
- 7  insert gradient-ready hooks  gradient_ready.py    backward           both
-
- 1  May add outputs to forward and inputs to backward: parameters that have a hook. Runs when torch
-    splits the joint graph. Changes nothing unless backward has one gradient for each input.
- 2  May remove a wait for a result that another wait has returned already.
- 3  May reorder nodes: weight gradients, all-reduces of gradients and waits move. Checked: each node
-    is there once, after everything it needs; the same operators and outputs.
- 4  May replace an operator of Halley by ATen operators. Checked: the graph is well formed (lint).
- 5  May replace a GEMM by the same GEMM with an SM carve-out, if one was measured. Checked: lint.
- 6  May wrap the nodes of an overlap window so that Inductor keeps them in it. Checked: lint.
- 7  May return None for a gradient and call the parameter's hook with it instead. Checked: lint.
+ 1  Save parameters that have a gradient-ready hook (gradient_ready.py). May add outputs to forward
+    and inputs to backward. Runs when torch splits the joint graph. Changes nothing unless backward
+    has one gradient for each input.
+ 2  Remove repeated waits (graph_collectives.py), whose result another wait has returned already.
+ 3  Schedule weight gradients (wgrad/). May reorder nodes: weight gradients, all-reduces of
+    gradients and waits move. Checked: each node is there once, after everything it needs; lint.
+ 4  Decompose operators (inductor.py; inductor on a GPU only). May replace an operator of Halley by
+    ATen operators. Checked: lint.
+ 5  Reserve SMs (this file; on a GPU only). May replace a GEMM by the same GEMM with an SM
+    carve-out, if one was measured. Checked: lint.
+ 6  Add control dependencies (inductor.py; inductor only). May wrap the nodes of an overlap window
+    so that Inductor keeps them in it. Checked: lint.
+ 7  Insert gradient-ready hooks (gradient_ready.py; backward only). May return None for a gradient
+    and call the parameter's hook with it instead. Checked: lint.
 
 Changes 5 and 6 are made only if ``run_passes`` returned a report. Rank 0 makes the plans of changes
 3 and 5, and all ranks use them. Before that, the ranks compare their graphs (``consensus.py``).
@@ -29,24 +27,22 @@ Changes 5 and 6 are made only if ``run_passes`` returned a report. Rank 0 makes 
 
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from halley.compiler.consensus import Consensus, open_consensus
+from halley.compiler.consensus import Consensus, compare_graphs, share_in_groups
 from halley.compiler.fusion import find_boundaries
-from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, Sizes, apply_order
+from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, Sizes
 from halley.compiler.graph_collectives import (
-    graph_groups,
     group_sizes,
     operator_name,
     remove_repeated_waits,
-    signature,
     unknown_collectives,
 )
 from halley.compiler.graph_memory import LiveBytes
@@ -54,36 +50,23 @@ from halley.compiler.group_cost import curve_keys, measure_groups
 from halley.compiler.node_cost import ProfiledCost, operations
 from halley.compiler.options import Options
 from halley.compiler.wgrad.schedule import OrderReport, plan_wgrad, report_order
-from halley.cost.hardware import (
-    CPU,
-    H200,
-    Environment,
-    Hardware,
-    Predictor,
-    find_environment,
-    find_hardware,
-)
+from halley.cost.hardware import Environment, Predictor, find_environment, predictor_of
 from halley.cost.profiles import ProfileTable
 from halley.cost.simulate import graph_time
 from halley.ops.sm_carveout import gemm_with_carveout
 
 
-_T = TypeVar("_T")
-
-
 def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> OrderReport | None:
-    """Run the passes that the options name on a graph; a collective of the graph's groups.
+    """Run the compiler passes on a graph; all ranks of the graph's process groups must call this.
 
     A graph keeps its order if it has no all-to-all. It also does, after a warning, if it calls a
-    collective that Halley does not know, or if the ranks' graphs differ in their computation.
+    collective that Halley does not know, or if the ranks' graphs differ in their computation. The
+    result is then None, else a report of the changes.
 
     Args:
         graph: of operators, from aot_autograd or Inductor; changed in place.
         step_peak: peak of live bytes of the step to which the graph belongs; 0 if unknown.
             ``memory_margin`` is relative to it or to the graph's own peak, whichever is higher.
-
-    Returns:
-        The report of the changes, or None if the graph keeps its order.
 
     Raises:
         RuntimeError: the ranks' collectives differ, or a rank is missing; no rank runs the graph.
@@ -99,17 +82,18 @@ def run_passes(graph: fx.Graph, options: Options, *, step_peak: int = 0) -> Orde
     sizes = Sizes(options.unknown_size)
     cost = _build_cost(graph, options, groups, sizes=sizes)
     contention = cost.contention
-
-    def find_order() -> list[int]:
-        return _find_order(analysis, cost, sizes, margin=options.memory_margin, step_peak=step_peak)
-
-    order = _share(groups, "order", find_order)
+    order, (dense, grouped) = share_in_groups(
+        groups,
+        "plan",
+        lambda: [
+            _find_order(analysis, cost, sizes, margin=options.memory_margin, step_peak=step_peak),
+            [contention.sm_margin, contention.grouped_sm_margin],
+        ],
+    )
     reorder(graph, analysis, order)  # change 3
     report = report_order(
         analysis, order, cost=cost, sizes=sizes, contention=contention, inside=cost.inside
     )
-    margins = [contention.sm_margin, contention.grouped_sm_margin]
-    dense, grouped = _share(groups, "margins", lambda: margins)
     return _add_planning_time(replace(report, sm_margins=(dense, grouped)), cost, begin_s=begin_s)
 
 
@@ -120,17 +104,16 @@ def reorder(graph: fx.Graph, analysis: GraphAnalysis, order: Sequence[int]) -> N
         RuntimeError: the order is not legal; the graph is not changed.
     """
     analysis.check_order(order)
-    calls = Counter(str(node.target) for node in analysis.nodes)
-    outputs = analysis.nodes[-1].args
-    apply_order(graph, order)
-    assert [analysis.nodes[index] for index in order] == list(graph.nodes)
-    assert Counter(str(node.target) for node in graph.nodes) == calls
-    assert graph.output_node().args == outputs
+    nodes = [analysis.nodes[index] for index in order]
+    for before, node in pairwise(nodes):
+        if before.next is not node:
+            before.append(node)
+    assert nodes == list(graph.nodes)
     graph.lint()
 
 
 def report_unchanged(graph: fx.Graph, options: Options) -> OrderReport:
-    """Return the report of a graph that no pass has changed, with predicted times."""
+    """Return a report with the predicted times of a graph that no pass has changed."""
     begin_s = time.perf_counter()
     analysis, sizes = GraphAnalysis(graph), Sizes(options.unknown_size)
     cost = _build_cost(graph, options, [], sizes=sizes)
@@ -148,7 +131,7 @@ def _add_planning_time(report: OrderReport, cost: ProfiledCost, *, begin_s: floa
 
 
 def is_backward(graph: fx.Graph) -> bool:
-    """Return whether a graph is a backward graph: aot_autograd names its gradients tangents."""
+    """Return whether a graph of aot_autograd is a backward graph, with inputs named "tangents"."""
     inputs = graph.find_nodes(op="placeholder")
     return any(node.name.startswith("tangents") for node in inputs)
 
@@ -163,12 +146,12 @@ def device_of(graph: fx.Graph) -> torch.device:
 def _open_consensus(
     graph: fx.Graph, analysis: GraphAnalysis, options: Options
 ) -> list[Consensus] | None:
-    """Compare a graph in each of its process groups; return one ``Consensus`` for each group.
+    """Compare a graph in each of its process groups; return their ``Consensus`` objects.
 
-    The largest group comes first. None, after a warning, if the graph must stay as it is; None also
-    if it has no collective, and then no rank is asked.
+    Returns None, after a warning, if the graph must stay as it is; None also if it has no
+    collective, and then no rank is asked.
     """
-    if unknown := unknown_collectives(graph):
+    if unknown := unknown_collectives(graph.nodes):
         warnings.warn(
             "halley does not change a graph, because it does not know how these operators "
             f"communicate: {', '.join(unknown)}",
@@ -177,13 +160,10 @@ def _open_consensus(
         return None
     if not analysis.find(NodeKind.START, NodeKind.FUSED):
         return None
-    names = graph_groups(graph) if options.agree else []
-    groups = [open_consensus(name, timeout_s=options.timeout_s) for name in names]
-    groups.sort(key=lambda consensus: -consensus.num_ranks)
-    own = signature(graph)
-    # Compare in every group, also after a difference: its other ranks wait for this rank.
-    differing = [consensus.compare(own) for consensus in groups]
-    if any(differing):
+    if not options.agree:
+        return []
+    groups, differing = compare_graphs(graph, timeout_s=options.timeout_s)
+    if differing:
         warnings.warn(
             "halley does not change a graph: the ranks have the same collectives in it, but "
             "different computation, so no plan fits all ranks",
@@ -193,31 +173,10 @@ def _open_consensus(
     return groups
 
 
-def _share(groups: Sequence[Consensus], what: str, make: Callable[[], _T]) -> _T:
-    """Call ``make`` on rank 0 of the largest group, and return its result on all ranks.
-
-    Without groups, this process plans alone.
-
-    Raises:
-        RuntimeError: the ranks of a smaller group got different results, because no group of the
-            graph holds all of them.
-    """
-    if not groups:
-        return make()
-    made = groups[0].share(what, make)
-    for consensus in groups[1:]:
-        if consensus.share(f"same {what}", lambda: made) != made:
-            raise RuntimeError(
-                "ranks of two groups would run a graph in different orders: the largest group "
-                "of a graph must hold all ranks that take part in it"
-            )
-    return made
-
-
 def _find_order(
     analysis: GraphAnalysis, cost: ProfiledCost, sizes: Sizes, *, margin: float, step_peak: int
 ) -> list[int]:
-    """Return the node order of the weight-gradient pass, or the graph's if that is as fast."""
+    """Return the node order of the weight-gradient pass, or the graph's own if that is as fast."""
     unchanged, tasks = list(range(len(analysis.nodes))), operations(analysis, cost)
     peak = max(LiveBytes(analysis, sizes, inside=cost.inside).peak(unchanged), step_peak)
     order = plan_wgrad(
@@ -237,9 +196,10 @@ def _find_order(
 def _build_cost(
     graph: fx.Graph, options: Options, groups: Sequence[Consensus], *, sizes: Sizes
 ) -> ProfiledCost:
-    """Return the cost model of the graph's nodes; only the planning rank reads profiles."""
+    """Return the cost model of a graph's nodes; only the planning rank reads profiles."""
     device = device_of(graph)
-    predictor = Predictor(options.hardware or _hardware_of(device))
+    own = predictor_of(device if device.type == "cuda" else "cpu")
+    predictor = Predictor(options.hardware) if options.hardware else own
     boundaries = find_boundaries(graph, sizes) if options.inner == "inductor" else None
     if not options.profiles:
         return ProfiledCost(predictor, sizes=sizes, boundaries=boundaries)
@@ -277,23 +237,13 @@ def _build_cost(
     return cost
 
 
-def _hardware_of(device: torch.device) -> Hardware:
-    if device.type != "cuda":
-        return CPU
-    try:
-        return find_hardware(torch.cuda.get_device_name(device))
-    except ValueError:  # a GPU whose rates Halley does not know: strategies assume an H200, too
-        return H200
-
-
 def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = False) -> None:
     """Make the GEMMs in the overlap windows of all-to-alls leave SMs free.
 
-    Nodes keep their identity and place. A GEMM with unusual arguments, or inside another operator,
-    is not changed.
+    The graph must be in its final order, and GEMMs keep their node and its place. A GEMM with
+    unusual arguments, or inside another operator, is not changed.
 
     Args:
-        graph: in its final order; changed in place.
         sm_margins: number of SMs that dense and grouped GEMMs leave free; 0 changes nothing.
         in_all: change all GEMMs, because collectives outside of the graph may run at any time.
     """
@@ -311,19 +261,20 @@ def reserve_sms(graph: fx.Graph, sm_margins: tuple[int, int], *, in_all: bool = 
         else:
             continue
         node.target, node.kwargs = gemm_with_carveout, {}
-        node.meta.pop("eager_input_vals", None)  # these describe the arguments of the old operator
+        node.meta.pop("eager_input_vals", None)  # describes arguments of the replaced operator
     graph.lint()
 
 
 def _find_dense(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return bias, left and right of a dense GEMM; None for other nodes."""
-    if operator_name(node) not in ("aten::addmm", "aten::mm") or node.kwargs:
-        return None
-    return node.args if len(node.args) == 3 else (None, *node.args)
+    """Return bias, left and right of a dense GEMM without other arguments; else None."""
+    name, args = operator_name(node), node.args
+    if name == "aten::mm" and len(args) == 2 and not node.kwargs:
+        return (None, *args)
+    return args if name == "aten::addmm" and len(args) == 3 and not node.kwargs else None
 
 
 def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
-    """Return left, right and the ends of the groups of a grouped GEMM; None for other nodes."""
+    """Return left, right and group ends of a grouped GEMM without other arguments; else None."""
     name, args = operator_name(node), node.args
     if name == "aten::_grouped_mm":
         ends = args[2] if len(args) == 3 else node.kwargs.get("offs")
@@ -333,7 +284,7 @@ def _find_grouped(node: fx.Node) -> tuple[Any, ...] | None:
         return args
     if name == "halley::expert_weight_gemm":
         with node.graph.inserting_before(node):
-            # Not aten.t: Inductor has decomposed all of these already and cannot lower a new one.
+            # Not aten.t, which Inductor has decomposed before this pass and cannot lower after it.
             transposed = node.graph.call_function(torch.ops.aten.permute.default, (args[0], [1, 0]))
         transposed.meta["val"] = cast(fx.Node, args[0]).meta["val"].permute(1, 0)
         return transposed, *args[1:]

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses that check their fields when they are created."""
+"""The configuration of a run, as frozen dataclasses that check their fields when created."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -42,7 +42,7 @@ def _require_divisible(config: object, name: str, divisor: int, *, divisor_name:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How tokens choose experts.
+    """How the router of an MoE layer chooses the experts of a token, and the router's losses.
 
     Attributes:
         kind: "softmax" (Mixtral, Qwen), "sigmoid" (DeepSeek-V3: groups and a selection bias),
@@ -50,7 +50,7 @@ class RouterConfig:
         normalize: divide the weights of a token's experts by their sum, for softmax and sigmoid.
             switch never does this, top2 always.
         capacity_factor: an expert accepts at most ``capacity_factor * T * K / E`` slots of a rank's
-            microbatch. Further slots are dropped. 0 drops none.
+            microbatch, and further slots are dropped; 0 drops none.
         priority: the slots that an expert with a capacity accepts first: those of earlier tokens
             ("order"), or those with a larger weight ("weight", batch prioritized routing).
         num_groups, num_limited_groups: sigmoid only. Experts are chosen from the best
@@ -117,7 +117,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only MoE transformer.
+    """The sizes and variants of a decoder-only MoE transformer.
 
     Attributes:
         name: the named model that the sizes come from.
@@ -173,7 +173,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The training text."""
+    """The training text of a run and the length of its sequences."""
 
     path: str | None = None  # a file or folder; None for the sources of Python's standard library
     seq_len: int = 256  # bytes per sequence
@@ -186,7 +186,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or plain SGD with linear warm-up, then cosine decay."""
+    """The optimizer of a run: AdamW or plain SGD with linear warm-up, then cosine decay."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 1e-3
@@ -213,24 +213,21 @@ class TrainConfig:
     """Batch sizes, number of steps, dtype and other settings of the training loop.
 
     Attributes:
-        batch_size: sequences in one rank's microbatch.
-        num_microbatches: microbatches whose gradients are accumulated per step.
         dtype: dtype of parameters and activations; the optimizer state is always float32.
         activation_checkpointing: save only each layer's input and recompute the layer in backward,
             its communication included.
         deterministic: give the same bits in every run. On GPUs this selects a slower kernel for
             the gradient of attention, because the usual one adds in varying order.
-        log_every: steps between log lines where stderr is not a terminal.
     """
 
     num_steps: int = 300
-    batch_size: int = 8
-    num_microbatches: int = 1
+    batch_size: int = 8  # sequences in one rank's microbatch
+    num_microbatches: int = 1  # microbatches whose gradients are accumulated per step
     dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     activation_checkpointing: bool = False
     deterministic: bool = False
-    log_every: int = 10
+    log_every: int = 10  # steps between log lines where stderr is not a terminal
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
@@ -243,15 +240,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written to ``<output>/checkpoints``.
+    """When a run writes checkpoints to ``<output>/checkpoints``.
 
-    One is also written at the end of a run, and before SIGINT or SIGTERM ends it.
+    It also writes one at its end, and before SIGINT or SIGTERM ends it.
     """
 
     every_minutes: float = 10.0  # 0 writes none by time
     every_steps: int = 0  # 0 writes none by steps
-    keep: int = 2  # complete checkpoints
-    resume: bool = True  # from the newest complete one; false refuses a folder that has any
+    keep: int = 2  # number of complete checkpoints to keep
+    resume: bool = True  # from the newest complete checkpoint; false refuses a folder with any
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="checkpoint.")
@@ -314,9 +311,9 @@ class RunConfig:
 
 
 def num_even_rows(config: RunConfig) -> int:
-    """Return the rows of a rank's experts in one layer, if balanced: T * K * expert_tp_size.
+    """Return the rows that a rank's experts receive in one layer if the load is balanced.
 
-    A rank then receives as many rows as it sends: K for each token, to all ranks of an expert.
+    These are as many as the rank sends: K for each token, to all ranks of an expert.
     """
     num_tokens = config.train.batch_size * config.data.seq_len
     return num_tokens * config.model.moe.top_k * config.expert_tp_size

@@ -3,9 +3,9 @@
 A comment at an entry says where Halley's model lacks a part of the published model. Such an entry
 has no ``hf_family``: it serves benchmarks, and its weights cannot be exported.
 
-Balance coefficients are the published ones, but they have another effect here. Halley's loss is 1
-for each balanced layer. Hugging Face pools the layers and counts each of the K choices. For an
-equal effect, multiply the coefficient by K and divide it by the number of layers.
+Balance coefficients are the published ones. Halley's loss is 1 for each balanced layer, while
+Hugging Face pools the layers and counts each of the K choices. For an equal effect, multiply the
+coefficient by K and divide it by the number of layers.
 """
 
 import dataclasses
@@ -111,18 +111,14 @@ def find_model(name: str) -> ModelConfig:
 
 
 def load_config(path: Path | None, *, overrides: list[str]) -> RunConfig:
-    """Read the configuration of a run.
+    """Read the configuration of a run from a TOML file; None gives defaults and the tiny model.
 
     ``model`` is a table with ``name``, one of ``NAMED_MODELS``, and any fields to change. A string
-    is short for a table with that name.
+    is short for a table with that name. ``overrides`` are texts such as ``"train.num_steps=100"``;
+    a value that is not TOML is a string.
 
-    Args:
-        path: a TOML file; None for defaults and the tiny model.
-        overrides: texts such as ``"train.num_steps=100"``. A value that is not TOML is a string.
-
-    Raises:
-        ValueError: the file is missing or not TOML, a key is unknown (the message suggests a
-            similar one), a value has the wrong type or breaks a rule.
+    A file that is missing or not TOML, an unknown key (the message suggests a similar one), and a
+    value that has the wrong type or breaks a rule are a ``ValueError``.
     """
     table: Table = {} if path is None else _read_toml(path)
     for text in overrides:

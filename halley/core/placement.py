@@ -1,8 +1,8 @@
 """Expert placement: which experts each rank holds, and which replica each token is sent to.
 
-A replica is one copy of an expert on one rank. An expert may have replicas on several ranks.
-Strategies treat replicas as experts. Replicas are numbered rank by rank, and each rank holds the
-same number of them. In this file, C is the number of replicas that a rank may choose from.
+A replica is the copy of an expert on one of several ranks. Strategies treat replicas as experts.
+Replicas are numbered rank by rank, and each rank holds the same number of them. In this file, C is
+the number of replicas that a rank may choose from.
 """
 
 import json
@@ -14,19 +14,19 @@ from typing import cast
 
 import torch
 
-from halley.core.routing import local_experts
-from halley.core.types import DROPPED, MAX_EXPERTS
+from halley.core.types import DROPPED, MAX_EXPERTS, local_experts
 from halley.core.validation import (
+    Record,
+    Table,
     build_record,
     check_fields,
     check_type,
-    check_version,
     read_json,
     show,
 )
 
 
-_VERSION = 1  # of both kinds of files
+_VERSION = 1  # of the files of counts and of placements
 _MAX_BYTES = 16 * 2**20  # 61 layers of 32,767 replicas take 13 MB
 
 
@@ -41,7 +41,7 @@ class _CountsFile:
 def write_counts(
     path: Path, counts_ME: Sequence[Sequence[int]], *, first_step: int, last_step: int
 ) -> None:
-    """Write the number of slots of each expert of each MoE layer in some steps (from 1) as JSON."""
+    """Write the number of slots of each expert of each MoE layer in a range of steps as JSON."""
     steps = {"first_step": first_step, "last_step": last_step}
     table = {"version": _VERSION, **steps, "counts": [list(counts_E) for counts_E in counts_ME]}
     draft = path.with_name(f"{path.name}.tmp")
@@ -50,22 +50,16 @@ def write_counts(
 
 
 def read_counts(path: Path) -> list[list[float]]:
-    """Return the number of routed slots of each expert of each MoE layer, ``(M, E)``.
+    """Read the number of slots of each expert of each MoE layer, ``(M, E)``, from a file.
 
-    Args:
-        path: a file of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
-            numbers (one list per layer).
-
-    Raises:
-        ValueError: the file is missing or malformed, a count is negative, the layers have
-            different numbers of experts, or all counts of a layer are 0.
+    The file is one of ``write_counts``, or a JSON list of numbers (one layer) or of lists of
+    numbers (one list per layer). A negative count, layers with different numbers of experts, and a
+    layer without any slot are a ``ValueError``.
     """
     where = f"counts ({path})"
     found = read_json(path, what="counts", max_bytes=_MAX_BYTES)
     if isinstance(found, dict):
-        table = check_version(cast(object, found), version=_VERSION, where=where)
-        rule = f"{where} must be as halley train writes it:"
-        found = build_record(_CountsFile, table, where=rule).counts
+        found = _build(_CountsFile, cast(object, found), where=where, command="train").counts
     layers = cast(list[object], found) if isinstance(found, list) else []
     if not any(isinstance(layer, list) for layer in layers):
         layers = [layers]
@@ -166,11 +160,9 @@ class ExpertPlacement:
 def replica_choices(placement: ExpertPlacement, *, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each expert, the replicas to which a rank may send its tokens.
 
-    A rank that holds an expert uses only its own replica, so that no row crosses the link.
-
-    Returns:
-        ``choices_EC``, the replicas of each expert, ``(E + 1, C)`` int64, whose last row is for
-        ``DROPPED``; and the number of valid columns of each row, ``(E + 1,)`` int64.
+    A rank that holds an expert uses only its own replica, so that no row crosses the link. The
+    first result is ``(E + 1, C)`` int64, with a last row for ``DROPPED``, the second one the number
+    of valid columns of each row, ``(E + 1,)`` int64.
     """
     choices: list[list[int]] = []
     for expert in range(placement.num_experts):
@@ -197,10 +189,7 @@ def choose_replicas(
 
     Tokens use the replicas of an expert round-robin by token index, and each rank starts with
     another replica. If all ranks send an expert equally many tokens, its replicas get equally many.
-
-    Args:
-        topk_idx_TK: expert ids, or ``DROPPED``, which is returned unchanged.
-        choices_EC, num_choices_E: results of ``replica_choices`` for this rank.
+    ``choices_EC`` and ``num_choices_E`` are the results of ``replica_choices`` for this rank.
     """
     start_T1 = torch.arange(rank, rank + topk_idx_TK.shape[0], device=topk_idx_TK.device)[:, None]
     # DROPPED is -1, so it selects the last row.
@@ -223,16 +212,12 @@ def load_placements(
 ) -> list[ExpertPlacement]:
     """Read a file of ``save_placements``; return one placement per MoE layer of a model.
 
-    If the file has one layer, it is used for all ``num_layers`` MoE layers.
-
-    Raises:
-        ValueError: the file is missing, damaged, of another version, or does not match the sizes.
+    If the file has one layer, it is used for all ``num_layers`` MoE layers. A file that is damaged,
+    of another version, or does not match the sizes is a ``ValueError``.
     """
     where = f"placement ({path})"
     value = read_json(path, what="placement", max_bytes=_MAX_BYTES)
-    table = check_version(value, version=_VERSION, where=where)
-    rule = f"{where} must be as halley plan balance writes it:"
-    record = build_record(_PlacementFile, table, where=rule)
+    record = _build(_PlacementFile, value, where=where, command="plan balance")
     if record.num_experts != num_experts:
         raise ValueError(
             f"{where} must be for num_experts {num_experts} and is for {record.num_experts}"
@@ -254,6 +239,17 @@ def load_placements(
             )
         placements.append(placement)
     return placements * num_layers if len(placements) == 1 else placements
+
+
+def _build(cls: type[Record], value: object, *, where: str, command: str) -> Record:
+    """Build the record of a JSON file that a command of halley has written in this version."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a table with a version")
+    version = cast(Table, value).get("version")
+    if type(version) is not int or version != _VERSION:
+        raise ValueError(f"{where} must be of version {_VERSION} and is of {show(version)}")
+    rule = f"{where} must be as halley {command} writes it:"
+    return build_record(cls, cast(object, value), where=rule)
 
 
 def _check_num_experts(num_experts: int) -> None:

@@ -7,16 +7,9 @@ from halley.core.types import Activation, Experts, Routing
 
 
 def activate(h_RG: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply an expert's activation to the output of its first GEMM.
+    """Apply an expert's activation to the output of its first GEMM; return ``(R, F)``.
 
-    Args:
-        h_RG: ``(R, 2F)`` with the gate's columns first for "swiglu", ``(R, F)`` for "gelu".
-
-    Returns:
-        ``(R, F)``, same dtype.
-
-    Raises:
-        ValueError: the activation is unknown.
+    ``h_RG`` is ``(R, 2F)`` with the gate's columns first for "swiglu", ``(R, F)`` for "gelu".
     """
     if activation == "swiglu":
         gate_RF, up_RF = h_RG.chunk(2, dim=-1)
@@ -42,15 +35,13 @@ def moe_reference(
     It runs one expert at a time and sums in float32, in order of expert. Autograd gives the
     gradients of ``x_TD``, of the routing weights and of the experts' weights.
 
+    The result is ``(T, D)`` in float32, not rounded to the dtype of ``x_TD``.
+
     Args:
         x_TD: tokens. Each expert rounds them to the dtype of its weights. So the gradients of
             float32 tokens are summed over the experts in float32.
-        routing: experts and weights of each token; dropped slots add nothing.
         experts: experts ``first_expert`` to ``first_expert + L``. If these are not all experts, the
             result is a partial sum. The sum over all ranks is the layer's output.
-
-    Returns:
-        ``(T, D)`` in float32, not rounded to the dtype of ``x_TD``.
     """
     y_TD = x_TD.new_zeros(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, torch.float32))
     for index in range(experts.num_local_experts):

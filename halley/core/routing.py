@@ -1,15 +1,10 @@
 """Compute slot orders, row counts and dispatch plans from routing; divide experts into shards.
 
-Nothing here communicates.
-
-**Routing**: counts, sort orders and the dispatch plan.
-
-**Tensor parallelism**: several ranks share an expert, each with a shard of its weights. A shard is
-a slice of the intermediate size, and is itself an expert. Each token goes to all shards of its
-experts with the same weight. The sum of the shards' outputs is the output of the expert. So a layer
-of E experts, each shared by P ranks, runs as a layer of E * P experts with K * P experts per token.
-
-Source: Megatron-LM (arXiv:1909.08053), section 3, for a network of two matrices.
+Nothing here communicates. With tensor parallelism, several ranks share an expert, each with a shard
+of its weights: a slice of the intermediate size, which is itself an expert. Each token goes to all
+shards of its experts with the same weight, and the sum of their outputs is the output of the
+expert. So a layer of E experts, each shared by P ranks, runs as a layer of E * P experts with K * P
+experts per token. Source: Megatron-LM (arXiv:1909.08053), section 3, for a network of two matrices.
 """
 
 from dataclasses import dataclass
@@ -17,78 +12,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from halley.core.types import DROPPED, MAX_EXPERTS, DispatchPlan, Routing
-from halley.core.validation import check_type
+from halley.core.types import DROPPED, MAX_EXPERTS, DispatchPlan, Routing, local_experts
 
 
 _BYTE = 256  # number of values of a one-byte key
 
 
-def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:
-    """Raise a ``ValueError`` for wrong shapes, dtypes or top-k, and on CPUs for wrong expert ids.
-
-    The ids are not checked on a GPU, because the host would wait for it, nor inside
-    ``torch.compile``, which traces without values.
-    """
-    idx, weights = routing.topk_idx_TK, routing.topk_weights_TK
-    if idx.ndim != 2 or idx.shape[0] != num_tokens:
-        raise ValueError(
-            f"topk_idx {tuple(idx.shape)} must be (num_tokens, top_k) with num_tokens {num_tokens}"
-        )
-    if weights.shape != idx.shape:
-        raise ValueError(
-            f"topk_weights {tuple(weights.shape)} must have topk_idx's shape {tuple(idx.shape)}"
-        )
-    if idx.dtype != torch.int64:
-        raise ValueError(f"topk_idx dtype ({idx.dtype}) must be torch.int64")
-    if not weights.dtype.is_floating_point:
-        raise ValueError(f"topk_weights dtype ({weights.dtype}) must be a floating dtype")
-    if idx.shape[1] > num_experts:
-        raise ValueError(f"top_k ({idx.shape[1]}) must be at most num_experts ({num_experts})")
-    if not idx.is_cuda and not torch.compiler.is_compiling() and idx.numel():
-        least, largest = int(idx.min()), int(idx.max())
-        if least < DROPPED or largest >= num_experts:
-            wrong = least if least < DROPPED else largest
-            raise ValueError(
-                f"topk_idx ({wrong}) must be an expert below num_experts ({num_experts}), or "
-                f"{DROPPED} where dropped"
-            )
-
-
-def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return the number of experts that each of ``ep_size`` ranks holds, L.
-
-    With a ``tp_size`` above 1, each expert is shared by that many ranks.
-
-    Raises:
-        ValueError: the experts do not divide evenly over the ranks.
-    """
-    if ep_size < 1:
-        raise ValueError(f"ep_size ({ep_size}) must be at least 1")
-    if tp_size < 1 or ep_size % tp_size:
-        raise ValueError(f"tp_size ({tp_size}) must divide ep_size ({ep_size})")
-    if num_experts * tp_size % ep_size != 0:
-        sharing = f" / tp_size ({tp_size})" if tp_size > 1 else ""
-        raise ValueError(
-            f"num_experts ({num_experts}) must be divisible by ep_size ({ep_size}){sharing}"
-        )
-    return num_experts * tp_size // ep_size
-
-
 def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the number of routed rows per expert, ``(E,)`` int64, without dropped slots.
+    """Return the number of slots of each expert, ``(E,)`` int64, without dropped slots.
 
     Example: with idx [[0, 2], [2, -1]] and 4 experts the counts are [1, 0, 2, 0].
     """
     idx_N = topk_idx_TK.flatten()
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=idx_N.device)
     # Not index_add_: Inductor lowers it to a serial sum, half a millisecond on a GPU.
-    counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))  # DROPPED -> E
+    counts_E.scatter_add_(0, idx_N % (num_experts + 1), torch.ones_like(idx_N))  # DROPPED goes to E
     return counts_E[:num_experts]
 
 
 def chunk_sizes(num_local_experts: int, num_chunks: int) -> list[int]:
-    """Divide the local experts into chunks as evenly as possible; larger chunks come first."""
+    """Return the sizes of ``num_chunks`` chunks of a rank's experts, which differ by at most 1."""
     if not 1 <= num_chunks <= num_local_experts:
         raise ValueError(
             f"num_chunks ({num_chunks}) must be between 1 and num_local_experts "
@@ -103,12 +46,7 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 
     Returns:
         The sorted keys, ``(N,)``: expert ids, and a larger value for dropped slots. Then the slots
-        in that order, ``(N,)`` int64.
-
-    Raises:
-        ValueError: there are more than ``MAX_EXPERTS`` experts.
-
-    Example: idx [[0, 2], [2, 1]] gives the slots 0, 3, 1, 2.
+        in that order, ``(N,)`` int64. Example: idx [[0, 2], [2, 1]] gives the slots 0, 3, 1, 2.
     """
     if num_experts > MAX_EXPERTS:
         raise ValueError(
@@ -116,7 +54,7 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
             f"{MAX_EXPERTS}"
         )
     key_N = topk_idx_TK.flatten()
-    # The radix sort on a GPU makes one pass per byte of the key, so the narrowest dtype is fastest.
+    # The radix sort of a GPU makes one pass per byte of the key, so the narrowest dtype is fastest.
     # As uint8, DROPPED (-1) becomes 255, the largest key.
     if num_experts < _BYTE:
         key_N = key_N.to(torch.uint8)
@@ -129,15 +67,11 @@ def sort_keys(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 def order_by_chunk(
     slots_N: torch.Tensor, starts_E1: np.ndarray, *, ep_size: int, num_chunks: int
 ) -> torch.Tensor:
-    """Reorder slots sorted by expert into the order of chunk, then destination rank, then expert.
+    """Reorder the slots of ``sort_keys`` by chunk, then destination rank, then expert.
 
-    Dropped slots stay last. Example: with 4 experts, 2 ranks and 2 chunks, experts 0 and 2 are the
-    first chunk.
-
-    Args:
-        slots_N: slots as ``sort_keys`` returns them.
-        starts_E1: their ``expert_starts``, on the host.
-        num_chunks: chunks of local experts (``chunk_sizes``), the same on each rank.
+    Chunks are ``chunk_sizes`` of the local experts. Dropped slots stay last. ``starts_E1`` are the
+    ``expert_starts`` of the slots, on the host. Example: with 4 experts, 2 ranks and 2 chunks,
+    experts 0 and 2 are the first chunk.
     """
     num_local = local_experts(len(starts_E1) - 1, ep_size=ep_size)
     starts = starts_E1.tolist()
@@ -153,22 +87,17 @@ def order_by_chunk(
 def expert_starts(keys_N: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return where each expert's slots begin among sorted slots, then the end of the last expert's.
 
-    A binary search finds them, without atomics and without a read by the host. The result is
-    ``(E + 1,)`` int64: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give [0, 1, 1, 3, 3].
+    It is ``(E + 1,)`` int64: keys [0, 2, 2, 4] and 4 experts (4 is a dropped slot) give
+    [0, 1, 1, 3, 3]. A binary search needs neither atomics nor a read by the host.
     """
     experts = torch.arange(num_experts + 1, dtype=keys_N.dtype, device=keys_N.device)
     return torch.searchsorted(keys_N, experts)
 
 
 def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> list[DispatchPlan]:
-    """Compute how many rows this rank sends and receives, for each chunk of the local experts.
+    """Compute how many rows a rank sends and receives, for each chunk of its local experts.
 
-    Args:
-        starts_WE1: ``expert_starts`` of each source rank, ``(W, E + 1)``.
-        rank: this rank's index in the expert-parallel group.
-
-    Raises:
-        ValueError: the experts do not divide over the ranks, or the chunks over the experts.
+    ``starts_WE1`` are the ``expert_starts`` of each source rank, ``(W, E + 1)``.
     """
     num_local = local_experts(starts_WE1.shape[1] - 1, ep_size=starts_WE1.shape[0])
     own = rank * num_local
@@ -192,10 +121,9 @@ def plan_dispatch(starts_WE1: np.ndarray, rank: int, *, num_chunks: int = 1) -> 
 def order_by_expert(
     plan: DispatchPlan, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the permutation that sorts received rows by expert, and its inverse, for a plan.
+    """Return the permutation that sorts the received rows of a plan by expert, and its inverse.
 
-    Args:
-        out: memory for the results, ends first, ``(L + 2 * R,)`` int32; allocated if None.
+    If ``out``, ``(L + 2 * R,)`` int32, is given, the results are views of it, ends first.
 
     Returns:
         orders: ``(2, R)`` int32. Row 0 gives the arrival index of each row in order of expert.
@@ -222,20 +150,9 @@ def order_by_expert(
     return orders, ends_L
 
 
-def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
-    """Raise a ``ValueError`` unless ``num_ranks`` ranks divide into groups of ``tp_size`` ranks."""
-    check_type(tp_size, int, name="tp_size")
-    if tp_size < 1 or num_ranks % tp_size:
-        rule = f"at least 1 and divide the ranks of the group ({num_ranks})"
-        raise ValueError(f"tp_size ({tp_size}) must be {rule}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardedDim:
-    """The dimension of an expert weight along which tensor-parallel ranks divide the weight.
-
-    This is the dimension of the intermediate size F.
-    """
+    """The dimension, of size F, along which tensor-parallel ranks divide an expert weight."""
 
     dim: int  # counted from the end, below 0
     parts: int  # matrices stacked in it (2 for gate and up); each of them is divided
@@ -257,7 +174,7 @@ class ShardedDim:
 
 
 def sharded_dims(*, parts: int) -> tuple[ShardedDim, ShardedDim]:
-    """Return the sharded dimensions of the two stacked weights of experts.
+    """Return the sharded dimension of the first and of the second stacked weight of experts.
 
     ``parts`` is 2 if the first weight is gate and up, else 1.
     """
@@ -274,13 +191,11 @@ def shard_size(intermediate_size: int, *, tp_size: int) -> int:
 
 
 def route_to_shards(routing: Routing, *, num_local: int, tp_size: int) -> Routing:
-    """Replace each chosen expert by its shards; the result is differentiable in the weights.
+    """Replace each chosen expert of a routing by its shards; differentiable in the weights.
 
     Ranks ``[g * tp_size, (g + 1) * tp_size)`` share experts ``[g * L, (g + 1) * L)``. Shards are
-    numbered by rank: rank r has shards ``[r * L, (r + 1) * L)``.
-
-    Returns:
-        ``(T, K * tp_size)``; the shards of one choice are adjacent.
+    numbered by rank: rank r has shards ``[r * L, (r + 1) * L)``. The result is
+    ``(T, K * tp_size)``; the shards of one choice are adjacent.
 
     Example: with 2 experts per rank and 2 shards, expert 3 is the second expert of ranks 2 and 3.
     So its shards are 2 * 2 + 1 and 3 * 2 + 1.

@@ -1,8 +1,7 @@
 """Spans, which are named intervals of time of a rank, and functions that measure overlap on them.
 
-The simulator, the profiler and ``Recorder`` all produce spans, so the same functions measure
-overlap and write Chrome traces.
-``CURRENT_OPERATION`` is the operation of this process, for messages about ranks that wait.
+The simulator, the profiler and ``Recorder`` all produce spans. ``CURRENT_OPERATION`` is the
+operation that this process runs, for messages about ranks that wait.
 """
 
 import gzip
@@ -28,12 +27,11 @@ _POLL_LASTS_S = 1.0  # a process counts as waiting for this time after a poll
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One piece of work on one stream of one rank; times in microseconds.
+    """The time that a piece of work took on one stream of one rank, in microseconds.
 
-    Attributes:
-        stream: row of the timeline: "compute", "comm", "exposed" (the rank waits for
-            communication), or any other name. Further compute streams are "compute 7" and so on.
-        start_us: start time; all spans of one timeline have the same origin.
+    ``stream`` is a row of the timeline: "compute", "comm", "exposed" (the rank waits for
+    communication), or any other name. Further compute streams are "compute 7" and so on. All spans
+    of one timeline have the same origin of time.
     """
 
     name: str
@@ -48,26 +46,23 @@ class Span:
 
 
 @final
+@dataclass(eq=False)
 class CurrentOperation:
     """The operation that this process runs, so that its watchdog can report it to other ranks.
 
-    Attributes:
-        name: the operation that began last; "" before the first.
-        num_operations: how many operations have begun. Ranks that run the same program have the
-            same number at the same point.
-        wait_depth: how many ``waiting`` contexts are open, one inside the other.
+    ``num_operations`` is the number of operations that have begun. Ranks that run the same program
+    have the same number at the same point.
     """
 
-    def __init__(self) -> None:
-        self.name = ""
-        self.num_operations = 0
-        self.wait_depth = 0
-        self._polled_s = -_POLL_LASTS_S
+    name: str = ""  # of the operation that began last
+    num_operations: int = 0
+    wait_depth: int = 0  # number of open ``waiting`` contexts, one inside the other
+    polled_s: float = -_POLL_LASTS_S  # clock at the last ``poll``
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the process is inside a ``waiting`` block or has just called ``poll``."""
-        return self.wait_depth > 0 or time.monotonic() - self._polled_s < _POLL_LASTS_S
+        """Whether this process is inside a ``waiting`` context or has just called ``poll``."""
+        return self.wait_depth > 0 or time.monotonic() - self.polled_s < _POLL_LASTS_S
 
     def begin(self, name: str) -> None:
         """Record that this process begins an operation, which all ranks must run."""
@@ -86,34 +81,33 @@ class CurrentOperation:
     def poll(self) -> None:
         """Count this process as waiting for another rank during the next second.
 
-        The interpreter calls this when a kernel reads the clock. Kernels read it only while they
+        The interpreter calls this when a kernel reads the clock, which kernels do only while they
         wait for a flag that another rank has not yet set.
         """
-        self._polled_s = time.monotonic()
+        self.polled_s = time.monotonic()
 
 
 @final
+@dataclass(eq=False)
 class _Wait:
-    # A class, because a ``contextmanager`` takes longer to enter, and each collective enters one.
-
-    def __init__(
-        self, operation: CurrentOperation, name: str, inside: AbstractContextManager[object]
-    ) -> None:
-        self._operation, self._name, self._inside = operation, name, inside
+    # A class, because a generator context takes longer to enter, and each collective enters one.
+    operation: CurrentOperation
+    name: str
+    inside: AbstractContextManager[object]
 
     def __enter__(self) -> object:
-        if self._operation.wait_depth == 0:  # an inner wait belongs to the outer operation
-            self._operation.begin(self._name)
-        self._operation.wait_depth += 1
-        return self._inside.__enter__()
+        if self.operation.wait_depth == 0:  # an inner wait belongs to the outer operation
+            self.operation.begin(self.name)
+        self.operation.wait_depth += 1
+        return self.inside.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        self._operation.wait_depth -= 1
-        return self._inside.__exit__(*error)
+        self.operation.wait_depth -= 1
+        return self.inside.__exit__(*error)
 
 
-# Global, because no caller could pass it on: PyTorch calls the custom operators and starts the
-# autograd threads that write it. The watchdog reads it, and only error messages contain it.
+# Global, because PyTorch calls the custom operators and starts the autograd threads that write this
+# object: no caller could pass it on. The watchdog reads it, and only error messages contain it.
 CURRENT_OPERATION: Final = CurrentOperation()
 
 
@@ -125,11 +119,8 @@ class Recorder:
     shows the same spans as ``halley::<name>``. Any thread may mark spans, also the thread that runs
     backward.
 
-    Args:
-        device: the device that runs the work, a CPU or a CUDA device, or its name.
-        rank: the rank written into the spans.
-        enabled: if false, spans are shown to the profiler but not recorded. It may be changed
-            between steps.
+    If ``enabled`` is false, spans are shown to the profiler but not recorded. It may be changed
+    between steps.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0, enabled: bool = True) -> None:
@@ -138,15 +129,15 @@ class Recorder:
         check_type(enabled, bool, name="enabled")
         self._rank = rank
         self.enabled = enabled
-        self.sent_bytes = 0  # by all exchanges of rows so far, to other ranks
+        self.sent_bytes = 0  # to other ranks, by all exchanges of rows so far
         self._marks: list[tuple[str, str, _Moment, _Moment]] = []  # name, stream, start, end
 
     def span(self, name: str, *, stream: str = "compute") -> AbstractContextManager[object]:
         """Return a context that records the ``with`` block as one span.
 
-        Names of waits end in ".wait". Nothing is recorded inside ``torch.compile``. Inside a CUDA
-        graph capture, only the profiler shows the span. In both cases the ``with`` block runs at
-        another time than its work.
+        Names of waits end in ".wait". The ``with`` block runs at another time than its work inside
+        ``torch.compile``, where nothing is recorded, and inside a CUDA graph capture, where only
+        the profiler shows the span.
         """
         if torch.compiler.is_compiling():
             return nullcontext()
@@ -157,21 +148,21 @@ class Recorder:
         is_gpu = self._device.type == "cuda"
         if self.enabled and not (is_gpu and torch.cuda.is_current_stream_capturing()):
             return self._timed(name, stream)
-        # record_function takes some microseconds of host time even without a profiler. PyTorch has
-        # no public function that tells whether a profiler runs.
+        # record_function takes some microseconds of host time even without a profiler, and PyTorch
+        # has no public function that tells whether a profiler runs.
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return record_function(f"halley::{name}")
         return nullcontext()
 
     def collect(self) -> list[Span]:
-        """Return the spans since the last call, by start time from 0; waits for the device."""
+        """Return the spans since the last call by start time, from 0; wait for the device."""
         marks, self._marks = self._marks, []
         if not marks:
             return []
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         origin = marks[0][2]
-        # Starts and ends are both measured from one origin. So rounding cannot move the end of an
+        # Starts and ends are measured from one origin, so that rounding cannot move the end of an
         # inner span past the end of the outer span.
         times_us = [(_elapsed_us(origin, a), _elapsed_us(origin, b)) for _, _, a, b in marks]
         first_us = min(times_us)[0]
@@ -199,12 +190,12 @@ class Recorder:
 
 
 def total_us(spans: Iterable[Span]) -> float:
-    """Return the sum of all durations; overlapping time counts more than once."""
+    """Return the sum of the durations of spans; overlapping time counts more than once."""
     return sum(span.duration_us for span in spans)
 
 
 def union(spans: Iterable[Span]) -> list[Interval]:
-    """Return the time intervals in which at least one span runs, disjoint and in order."""
+    """Return the disjoint time intervals in which at least one span runs, in order."""
     merged: list[Interval] = []
     for start_us, end_us in sorted((span.start_us, span.end_us) for span in spans):
         if merged and start_us <= merged[-1][1]:
@@ -220,7 +211,7 @@ def union_us(spans: Iterable[Span]) -> float:
 
 
 def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
-    """Return the pieces of ``intervals`` outside of ``cover``; both as ``union`` returns them."""
+    """Return the parts of time intervals that ``cover`` leaves; both are results of ``union``."""
     uncovered: list[Interval] = []
     first = 0  # a cover that ends before an interval ends before the later intervals too
     for start_us, end_us in intervals:
@@ -240,9 +231,8 @@ def subtract(intervals: list[Interval], cover: list[Interval]) -> list[Interval]
 def waited_us(spans: Iterable[Span]) -> float | None:
     """Return how long a rank waited for communication, or None if its layers do not mark waits.
 
-    Layers that communicate inside kernels, or inside a compiled graph, mark no waits. Their step
-    still marks the waits for gradient sums and replicas. These alone would be misleading, so the
-    result is None.
+    Layers that communicate inside kernels, or inside a compiled graph, mark no waits. The waits of
+    their step for gradient sums and replicas alone would be misleading.
     """
     waits = [span for span in spans if span.stream == "exposed"]
     is_known = any(not span.name.startswith(("gradients", "replicas")) for span in waits)
@@ -255,10 +245,10 @@ def exposed_us(comm: Iterable[Span], compute: Iterable[Span]) -> float:
 
 
 def innermost(spans: Iterable[Span]) -> list[Span]:
-    """Cut nested spans of one thread into pieces, so that inner and outer spans do not overlap.
+    """Cut nested spans of one thread into pieces that do not overlap.
 
-    Each moment belongs to the innermost span. Where two spans overlap without nesting, it belongs
-    to the span that starts later.
+    Each moment belongs to the innermost span, or to the later one of two spans that overlap without
+    nesting.
     """
     pieces: list[Span] = []
     stack: list[Span] = []
@@ -285,7 +275,7 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
 
 
 def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
-    """Return the spans as a Chrome trace with one process per rank and one row per stream.
+    """Return spans as a Chrome trace with one process per rank and one row per stream.
 
     A viewer shows the events of a row as nested calls. Spans of a stream that overlap without
     nesting therefore get further rows, "comm (2)" and so on.
@@ -313,7 +303,7 @@ def to_chrome_trace(spans: Iterable[Span]) -> dict[str, object]:
 
 
 def write_chrome_trace(spans: Iterable[Span], path: str | Path) -> None:
-    """Write the spans as a Chrome trace that Perfetto opens, gzipped if the name ends in .gz."""
+    """Write spans as a Chrome trace, which Perfetto opens; gzip it if the name ends in .gz."""
     content = json.dumps(to_chrome_trace(spans)).encode()
     try:
         Path(path).write_bytes(gzip.compress(content) if str(path).endswith(".gz") else content)

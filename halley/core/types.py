@@ -1,4 +1,4 @@
-"""The types that the whole package shares: routing, experts, the dispatch plan and layer sizes.
+"""The types that the whole package shares, and checks that routing and numbers of ranks fit.
 
 Shape letters, used as suffixes of tensor names in the whole package (x_TD is (T, D)):
 
@@ -27,13 +27,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from halley.core.validation import check_choice
+from halley.core.validation import check_choice, check_type
 
 
 Activation = Literal["swiglu", "gelu"]
-# Activations that a fused layer saves for backward. "all": the input rows of the experts and the
-# input of the activation. "inputs": each received row once. "recompute": none, so backward
-# dispatches the rows again.
+# Activations that a fused layer saves for backward: "all" is the input rows of the experts and the
+# input of the activation, "inputs" each received row once, "recompute" none (backward dispatches
+# the rows again).
 Save = Literal["all", "inputs", "recompute"]
 MAX_EXPERTS = 2**15 - 1  # sort keys are int16
 DROPPED = -1  # expert id of a slot beyond an expert's capacity
@@ -85,13 +85,13 @@ class Experts:
         return self.up_LGD.shape[0]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights, and the biases that exist, by attribute name."""
+        """Return the experts' weights, and the biases that exist, by attribute name."""
         names = ("up_LGD", "down_LDF", "up_bias_LG", "down_bias_LD")
         found: dict[str, torch.Tensor | None] = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "Experts":
-        """Return a copy in which the given attributes have other tensors."""
+        """Return a copy of the experts in which some attributes have other tensors."""
         changes: dict[str, Any] = dict(tensors)
         return replace(self, **changes)
 
@@ -104,16 +104,15 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
-    """How many routed rows this rank sends to and receives from each rank, for some local experts.
+    """How many rows this rank sends to and receives from each rank, for a range of local experts.
 
-    The local experts are a contiguous range, the same on every rank. A rank sends its rows sorted
-    by expert, which is also the order of destination ranks. Rows arrive sorted by source rank, then
-    by expert. A grouped GEMM needs the rows of each expert to be contiguous:
-    ``routing.order_by_expert`` gives that order. Dispatch, combine and backward use the same plan.
+    The range is the same on every rank. A rank sends its rows sorted by expert, which is also the
+    order of destination ranks. Rows arrive sorted by source rank, then by expert. A grouped GEMM
+    needs the rows of each expert to be contiguous: ``routing.order_by_expert`` gives that order.
+    Dispatch, combine and backward use the same plan.
 
-    Attributes:
-        starts_WL1: int64. For each source rank, it holds the index of each expert's first row among
-            all rows that the source sends, then the end of the last expert's rows.
+    ``starts_WL1``, int64, has for each source rank the index of each expert's first row among all
+    rows that the source sends, then the end of the last expert's rows.
     """
 
     num_local: int  # local experts in the range
@@ -154,7 +153,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A piece of work for the simulator.
+    """A piece of work that the simulator schedules.
 
     ``stream`` is "compute", "comm" or "host". Tasks of one stream of one rank run one at a time.
     """
@@ -164,3 +163,60 @@ class Task:
     duration_us: float  # the time that the task takes alone
     needs: tuple[str, ...] = ()  # names of tasks, of any rank, that end before this one starts
     rank: int = 0
+
+
+def check_routing(routing: Routing, *, num_tokens: int, num_experts: int) -> None:
+    """Raise a ``ValueError`` for wrong shapes, dtypes or top-k, and on CPUs for wrong expert ids.
+
+    The ids are not checked on a GPU, because the host would wait for it, nor inside
+    ``torch.compile``, which traces without values.
+    """
+    idx, weights = routing.topk_idx_TK, routing.topk_weights_TK
+    if idx.ndim != 2 or idx.shape[0] != num_tokens:
+        raise ValueError(
+            f"topk_idx {tuple(idx.shape)} must be (num_tokens, top_k) with num_tokens {num_tokens}"
+        )
+    if weights.shape != idx.shape:
+        raise ValueError(
+            f"topk_weights {tuple(weights.shape)} must have topk_idx's shape {tuple(idx.shape)}"
+        )
+    if idx.dtype != torch.int64:
+        raise ValueError(f"topk_idx dtype ({idx.dtype}) must be torch.int64")
+    if not weights.dtype.is_floating_point:
+        raise ValueError(f"topk_weights dtype ({weights.dtype}) must be a floating dtype")
+    if idx.shape[1] > num_experts:
+        raise ValueError(f"top_k ({idx.shape[1]}) must be at most num_experts ({num_experts})")
+    if not idx.is_cuda and not torch.compiler.is_compiling() and idx.numel():
+        least, largest = int(idx.min()), int(idx.max())
+        if least < DROPPED or largest >= num_experts:
+            wrong = least if least < DROPPED else largest
+            raise ValueError(
+                f"topk_idx ({wrong}) must be an expert below num_experts ({num_experts}), or "
+                f"{DROPPED} where dropped"
+            )
+
+
+def local_experts(num_experts: int, *, ep_size: int, tp_size: int = 1) -> int:
+    """Return the number of experts that each of ``ep_size`` ranks holds, L.
+
+    With a ``tp_size`` above 1, each expert is shared by that many ranks. Raises a ``ValueError`` if
+    the experts do not divide evenly over the ranks.
+    """
+    if ep_size < 1:
+        raise ValueError(f"ep_size ({ep_size}) must be at least 1")
+    if tp_size < 1 or ep_size % tp_size:
+        raise ValueError(f"tp_size ({tp_size}) must divide ep_size ({ep_size})")
+    if num_experts * tp_size % ep_size != 0:
+        sharing = f" / tp_size ({tp_size})" if tp_size > 1 else ""
+        raise ValueError(
+            f"num_experts ({num_experts}) must be divisible by ep_size ({ep_size}){sharing}"
+        )
+    return num_experts * tp_size // ep_size
+
+
+def check_tp_size(tp_size: int, *, num_ranks: int) -> None:
+    """Raise a ``ValueError`` unless ``num_ranks`` ranks divide into groups of ``tp_size`` ranks."""
+    check_type(tp_size, int, name="tp_size")
+    if tp_size < 1 or num_ranks % tp_size:
+        rule = f"at least 1 and divide the ranks of the group ({num_ranks})"
+        raise ValueError(f"tp_size ({tp_size}) must be {rule}")

@@ -2,8 +2,7 @@
 
 The configuration classes call ``check_fields`` when they are created. ``build`` creates them, and
 the records of Halley's JSON files, from a parsed TOML or JSON table. Files are read with limits on
-size and nesting. Errors are ValueErrors of one line. Those of a file name its purpose, its path and
-the broken rule.
+size and nesting. Errors are ValueErrors of one line, and name the purpose and path of a file.
 """
 
 import dataclasses
@@ -58,26 +57,22 @@ def check_choice(value: object, choices: typing.Iterable[object], *, name: str) 
 def check_fields(record: object, *, prefix: str = "") -> None:
     """Check that each field of a dataclass instance has the type of its annotation.
 
-    An int is accepted for a float. A bool is not accepted for a number.
+    An int is accepted for a float, a bool is not accepted for a number. A field of another type, a
+    value that is not in its ``Literal``, and a float that is not finite are a ``ValueError``.
 
-    Args:
-        prefix: prefix of the field names in messages, such as "train.".
-
-    Raises:
-        ValueError: a field has another type, has a value that is not in its ``Literal``, or is a
-            float that is not finite.
+    ``prefix``, such as "train.", precedes the field names in messages.
     """
     for name, kind in _hints(type(record)).items():
         check_type(getattr(record, name), kind, name=prefix + name)
 
 
 def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
-    """Check that a value has the type of an annotation; see ``check_fields``."""
+    """Check that a value has the type of an annotation, by the rules of ``check_fields``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         check_choice(value, arguments, name=name)
     elif origin is types.UnionType or origin is typing.Union:  # str | None
-        if value is not None:
+        if not isinstance(value, arguments[1:]):
             check_type(value, arguments[0], name=name)
     elif origin is tuple:
         if not isinstance(value, tuple):
@@ -100,16 +95,13 @@ def check_type(value: typing.Any, kind: typing.Any, *, name: str) -> None:
 
 
 def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
-    """Build a dataclass, and the dataclasses inside it, from a table of its fields.
+    """Build a dataclass, and the dataclasses inside it, from a table parsed from TOML or JSON.
 
-    Args:
-        table: usually parsed from TOML or JSON. Lists become tuples, ints floats, and tables
-            dataclasses, where the annotations say so.
-        prefix: prefix of the field names in messages, such as "model.moe.".
+    Lists become tuples, ints floats, and tables dataclasses, where the annotations say so. An
+    unknown or missing key, a value of a wrong type, and a value that the class refuses are a
+    ``ValueError``.
 
-    Raises:
-        ValueError: ``table`` is no table, a key is unknown or missing, a value has the wrong type,
-            or the class refuses a value.
+    ``prefix``, such as "model.moe.", precedes the field names in messages.
     """
     if not isinstance(table, dict):
         name = prefix.removesuffix(".") or "value"
@@ -129,7 +121,7 @@ def build(cls: type[Record], table: object, *, prefix: str = "") -> Record:
 
 
 def build_record(cls: type[Record], table: object, *, where: str) -> Record:
-    """Build a dataclass as ``build`` does; ``where`` is the start of each message."""
+    """Build a dataclass as ``build`` does; each message starts with ``where``."""
     try:
         return build(cls, table)
     except ValueError as error:
@@ -139,9 +131,9 @@ def build_record(cls: type[Record], table: object, *, where: str) -> Record:
 def unknown_name(
     name: str, known: typing.Iterable[str], *, prefix: str = "", what: str = "key"
 ) -> str:
-    """Return the message for an unknown name; it suggests a known name with similar spelling.
+    """Return the message for an unknown name, with a known name of similar spelling.
 
-    ``prefix``, such as "train.", precedes all names in the message. Spelling is compared without.
+    ``prefix``, such as "train.", precedes all names in the message.
     """
     known = list(known)
     is_short = len(name) <= _MAX_SHOWN  # difflib takes quadratic time
@@ -152,7 +144,7 @@ def unknown_name(
 
 
 def _convert(value: typing.Any, kind: typing.Any, *, name: str) -> object:
-    """Return a parsed value converted to the type of a field."""
+    """Convert a parsed TOML or JSON value to the type of a dataclass field."""
     if dataclasses.is_dataclass(kind):
         return build(cast(type[object], kind), value, prefix=f"{name}.")
     if typing.get_origin(kind) is tuple:
@@ -167,7 +159,7 @@ def _convert(value: typing.Any, kind: typing.Any, *, name: str) -> object:
 def _items(
     values: typing.Sequence[object], kinds: tuple[object, ...], *, name: str
 ) -> typing.Iterator[tuple[object, object, str]]:
-    """Yield each item of a tuple field with its type and its name, such as "sizes[2]"."""
+    """Yield each item of a tuple with its annotation and its name, such as "sizes[2]"."""
     if kinds[-1] is Ellipsis:
         kinds = kinds[:1] * len(values)
     if len(values) != len(kinds):
@@ -185,44 +177,35 @@ def _is_finite(value: float) -> bool:
 
 @cache
 def _hints(cls: type[object]) -> dict[str, object]:
-    """Return the annotation of each field, by field name."""
+    """Return the annotation of each field of a dataclass, by field name."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cast(typing.Any, cls))
     return {field.name: hints[field.name] for field in fields}
 
 
-def parse_device(
-    device: object, *, types: tuple[str, ...] = ("cpu", "cuda"), name: str = "device"
-) -> torch.device:
-    """Return the ``torch.device`` for a device or its name.
+def parse_device(device: object, *, types: tuple[str, ...] = ("cpu", "cuda")) -> torch.device:
+    """Return the ``torch.device`` for a device or its name, of one of the given types.
 
-    Raises:
-        ValueError: it is no device or name, torch does not know it, or ``types`` has not its type.
+    A name that torch does not know, or a device of another type, is a ``ValueError``.
     """
     if isinstance(device, str):
         try:
             device = torch.device(device)
         except RuntimeError as error:
             rule = f"a device of type {' or '.join(types)}"
-            raise ValueError(f"{name} ({show(device)}) must be {rule}") from error
+            raise ValueError(f"device ({show(device)}) must be {rule}") from error
     if not isinstance(device, torch.device):
-        raise ValueError(f"{name} ({show(device)}) must be a torch.device or its name")
-    check_choice(device.type, types, name=name)
+        raise ValueError(f"device ({show(device)}) must be a torch.device or its name")
+    check_choice(device.type, types, name="device")
     return device
 
 
 def read_text(path: Path, *, what: str, max_bytes: int) -> str:
     """Read a UTF-8 text file that is not larger than a limit.
 
-    The null device (``os.devnull``) reads as an empty file. Other devices, pipes and sockets are
-    an error, because reading them can block.
-
-    Args:
-        what: purpose of the file, the first word of each message, such as "placement".
-
-    Raises:
-        ValueError: the file is missing, is not a regular file, cannot be read, is larger than the
-            limit or is not UTF-8.
+    ``what``, such as "placement", is the first word of each message. The null device reads as an
+    empty file. Other devices, pipes and sockets can block, and are a ``ValueError``, as is a file
+    that is missing, cannot be read, is too large or is not UTF-8.
     """
     try:
         return _read_bytes(path, what=what, max_bytes=max_bytes).decode("utf-8")
@@ -234,16 +217,15 @@ def read_text(path: Path, *, what: str, max_bytes: int) -> str:
 
 
 def read_json(path: Path, *, what: str, max_bytes: int) -> object:
-    """Read a file of one JSON value; see ``read_text`` and ``parse_json``."""
+    """Read a file of one JSON value, by the rules of ``read_text`` and ``parse_json``."""
     return parse_json(read_text(path, what=what, max_bytes=max_bytes), where=f"{what} ({path})")
 
 
 def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[str, object]]:
-    """Read a file with one JSON value per line; a missing file has no lines.
+    """Yield the lines of a file with one JSON value per line; a missing file has no lines.
 
-    Yields:
-        For each line: the start of messages about it, such as "/a/b.jsonl:3 must be a line of
-        profiles:", and its value.
+    Each line gives the start of messages about it, such as "/a/b.jsonl:3 must be a line of
+    profiles:", and its value.
     """
     try:
         os.stat(path)
@@ -260,14 +242,10 @@ def read_json_lines(path: Path, *, what: str, max_bytes: int) -> Iterator[tuple[
 
 
 def parse_json(text: str, *, where: str) -> object:
-    """Parse one JSON value, more strictly than ``json.loads``.
+    """Parse one JSON value, more strictly than ``json.loads``; errors start with ``where``.
 
-    Args:
-        where: the start of each message, such as "placement (/a/b.json)".
-
-    Raises:
-        ValueError: the text is not JSON, an object has a key twice, a number is not finite (NaN,
-            Infinity, 1e400), or lists and objects are nested deeper than ``MAX_DEPTH``.
+    An object with a key twice, a number that is not finite (NaN, Infinity, 1e400), and lists and
+    objects nested deeper than ``MAX_DEPTH`` are a ``ValueError``.
     """
     try:
         value: object = json.loads(
@@ -283,23 +261,6 @@ def parse_json(text: str, *, where: str) -> object:
     except ValueError as error:
         raise ValueError(f"{where} must be JSON: {error}") from error
     raise ValueError(f"{where} must nest lists and objects at most {MAX_DEPTH} deep")
-
-
-def check_version(value: object, *, version: int, where: str) -> dict[str, object]:
-    """Return a JSON object after a check that its "version" is the expected number.
-
-    ``where`` is the start of each message, such as "placement (/a/b.json)".
-
-    Raises:
-        ValueError: it is not an object, or has another version.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be a table with a version")
-    table = cast(dict[str, object], value)
-    found = table.get("version")
-    if type(found) is not int or found != version:
-        raise ValueError(f"{where} must be of version {version} and is of {show(found)}")
-    return table
 
 
 def _read_bytes(path: Path, *, what: str, max_bytes: int) -> bytes:

@@ -8,7 +8,7 @@ from typing import cast, final
 import torch
 from torch.cuda import nccl
 
-from halley.core.validation import check_fields
+from halley.core.validation import check_fields, parse_device
 
 
 _MATMUL_SIZE = 4096
@@ -29,18 +29,18 @@ class Hardware:
     launch_us: float  # host time to launch one operation of an eager layer
     kernel_us: float  # time of the shortest kernel and the gap before the next one
     graph_us: float = 0.0  # host time from the call of a compiled graph to its first operator
-    # Host time of a compiled graph to call one operator. The launch of a generated kernel takes a
-    # third of it.
+    # Host time for a compiled graph to call one operator. The launch of a kernel that Inductor
+    # generates takes a third of it.
     call_us: float = 0.0
     collective_us: float = 0.0  # host time to start one collective
-    # Time of the second kernel of a sum over many rows, which adds the partial sums of the first
-    # kernel with few CTAs.
+    # A sum over many rows runs as two kernels. This is the time of the second kernel, which adds
+    # the partial sums of the first with few CTAs.
     split_sum_us: float = 0.0
     read_us: float = 0.0  # time in which the host reads a value from the device
 
 
-# Rates: measured on four GPUs of one host with torch 2.11 and NCCL 2.28, by a grouped GEMM and an
-# NCCL all-to-all of 32 MiB per peer. Peak: the vendor's data sheet (SXM, dense bfloat16).
+# Sources of the H200's numbers. Rates: measured on four GPUs of one host with torch 2.11 and
+# NCCL 2.28, by a grouped GEMM and an NCCL all-to-all of 32 MiB per peer. Peak: data sheet (SXM).
 # Host times: fitted to the forward of GPT2-L-MoE, compiled by Inductor in two microbatches (47 ms).
 # Check: six of its layers in one batch take 12.7 to 13.1 ms, and the prediction is 13.6 ms.
 # graph_us: gaps in traces before the first kernel and between forward and backward, 0.9 and 0.8 ms.
@@ -63,7 +63,8 @@ H200 = Hardware(
 )
 # The H100 is the same chip as the H200, with slower memory.
 H100 = replace(H200, name="NVIDIA H100", memory_bytes_per_s=3.0e12, fused_bytes_per_s=2.4e12)
-# Rates: data sheet times the fraction of its data sheet that an H200 reaches. Latencies: H200.
+# The A100 was not measured. Its rates are those of its data sheet, times the fraction of the data
+# sheet that an H200 reaches. Its latencies are those of the H200.
 A100 = replace(
     H200,
     name="NVIDIA A100",
@@ -73,8 +74,8 @@ A100 = replace(
     fused_bytes_per_s=1.35e12,
     link_bytes_per_s=180e9,
 )
-# One core per rank and gloo over loopback. Only the order of magnitude matters on a CPU, whose host
-# is the device.
+# Rates of a CPU core per rank, with gloo over loopback; only their order of magnitude matters. The
+# host is the device, so there are no host times.
 CPU = Hardware(
     name="cpu",
     gemm_flops_per_s=5e10,
@@ -91,11 +92,7 @@ KNOWN = (H200, H100, A100)
 
 
 def find_hardware(device: str) -> Hardware:
-    """Return the rates of "cpu" or of a name as from ``torch.cuda.get_device_name``.
-
-    Raises:
-        ValueError: the device is unknown.
-    """
+    """Return the rates of "cpu", or of a known GPU by its ``torch.cuda.get_device_name``."""
     for hardware in KNOWN:
         if device.startswith(hardware.name):
             return hardware
@@ -115,7 +112,7 @@ class Predictor:
     def grouped_gemm_us(
         self, num_rows: float, num_groups: int, *, inner: int, outer: int, itemsize: int
     ) -> float:
-        """Predict a grouped GEMM of rows with ``num_groups`` matrices ``(inner, outer)``."""
+        """Predict a grouped GEMM of rows with ``num_groups`` matrices of inner x outer values."""
         compute_s = 2.0 * num_rows * inner * outer / self.hardware.gemm_flops_per_s
         num_bytes = itemsize * (num_rows * (inner + outer) + num_groups * inner * outer)
         memory_s = num_bytes / self.hardware.memory_bytes_per_s
@@ -131,6 +128,17 @@ class Predictor:
         return max(num_bytes / self.hardware.memory_bytes_per_s * 1e6, launches_us)
 
 
+def predictor_of(device: torch.device | str) -> Predictor:
+    """Return the cost model for a device; for a GPU that Halley does not know, that of an H200."""
+    device = parse_device(device)
+    if device.type == "cpu":
+        return Predictor(CPU)
+    try:
+        return Predictor(find_hardware(torch.cuda.get_device_name(device)))
+    except ValueError:
+        return Predictor(H200)
+
+
 def peak_flops_per_s(device: torch.device) -> float | None:
     """Return the dense bfloat16 rate of a GPU, the denominator of model FLOPs utilisation (MFU).
 
@@ -138,11 +146,11 @@ def peak_flops_per_s(device: torch.device) -> float | None:
     """
     if device.type == "cpu":
         return None
-    try:
-        peak = find_hardware(torch.cuda.get_device_name(device)).peak_flops_per_s
-    except ValueError:
-        peak = None
-    return _measure_matmul(device) if peak is None else peak
+    name = torch.cuda.get_device_name(device)
+    for hardware in KNOWN:
+        if name.startswith(hardware.name):
+            return hardware.peak_flops_per_s
+    return _measure_matmul(device)
 
 
 def _measure_matmul(device: torch.device) -> float:
@@ -161,18 +169,13 @@ def _measure_matmul(device: torch.device) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The device, versions and topology on which a measured time depends.
+    """The device, versions and topology on which a measured time depends."""
 
-    Attributes:
-        device: name of the GPU, or the type of another device, such as "cpu".
-        versions: of torch, and on GPUs of CUDA and NCCL. "" matches all versions, and all devices
-            whose names start with ``device``.
-        topology: of the ranks, such as "ranks 8". Only times of collectives depend on it.
-    """
-
-    device: str
+    device: str  # name of the GPU, or the type of another device, such as "cpu"
+    # Versions of torch, and on GPUs of CUDA and NCCL. The value "" matches all versions, and all
+    # devices whose names start with ``device``.
     versions: str
-    topology: str = ""
+    topology: str = ""  # of the ranks, such as "ranks 8"; only times of collectives depend on it
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -195,5 +198,5 @@ def find_environment(device: torch.device, *, topology: str = "") -> Environment
 
 
 def default_path() -> Path:
-    """Return the path of the profiles if the user gives none."""
+    """Return the default path of the file in which measured times are kept."""
     return Path.home() / ".cache" / "halley" / "profiles.jsonl"

@@ -1,8 +1,7 @@
-"""Measure the times of operations and collectives, and keep them in a file of JSON lines.
+"""Measure the times of operators and collectives, and keep them in a file of JSON lines.
 
 Several runs may append to the file at the same time. Each line is valid for one environment
-(device, versions, topology), and a table ignores the lines of other environments. The tables that
-ship with the package are read with ``offline=True``, so that they are never extended.
+(device, versions, topology), and a table ignores the lines of other environments.
 """
 
 import json
@@ -24,13 +23,14 @@ from halley.cost.hardware import Environment
 from halley.cost.simulate import Contention
 
 
-_MAX_FILE_BYTES = 64 * 2**20  # a line has about 300 bytes
+_MAX_FILE_BYTES = 64 * 2**20  # of a file of profiles, whose lines have about 300 bytes
 _WARMUP = 10
 _COUNT = 10
 _FLUSH_BYTES = 64 * 2**20  # larger than the L2 cache of any GPU
 _BUSY_CYCLES = 1_000_000  # keep the GPU busy for 0.5 ms, so that the host launches ahead of it
 _TRIALS = 5
-# The fewest reserved SMs within 2 % of the best are chosen: more can add a wave to some GEMMs.
+# Of the numbers of reserved SMs within 2 % of the best, the fewest are chosen: with more of them,
+# some GEMMs would need one more wave of CTAs.
 _AS_GOOD = 1.02
 _GEMMS_PER_COLLECTIVE = 2  # GEMM time over collective time, so that GEMMs overlap all of it
 
@@ -79,7 +79,7 @@ class Work(Protocol):  # the used part of torch.distributed.Work
 
 
 def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
-    """Return the mean of 10 runs without the fastest and the slowest, in microseconds.
+    """Return the mean time of 10 runs without the fastest and the slowest, in microseconds.
 
     10 runs of warm-up precede them, as in Lancet's code (arXiv:2404.19429). On a GPU, CUDA events
     measure the time, and each run starts with an overwritten L2 cache. The GPU is kept busy until
@@ -87,20 +87,23 @@ def measure_us(run: Callable[[], object], *, device: torch.device) -> float:
     """
     for _ in range(_WARMUP):
         run()
-    timed = _event_us if device.type == "cuda" else _wall_us
-    samples = sorted(timed(run, device) for _ in range(_COUNT))
-    return sum(samples[1:-1]) / (_COUNT - 2)
+    samples: list[float] = []
+    for _ in range(_COUNT):
+        if device.type == "cuda":
+            torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device).zero_()
+            torch.cuda._sleep(_BUSY_CYCLES)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+        samples.append(run_us(run, device))
+    return sum(sorted(samples)[1:-1]) / (_COUNT - 2)
 
 
 def measure_curve(
     run: Callable[[int], object], sizes: Sequence[int], *, device: torch.device
 ) -> Curve:
-    """Return the times of a collective for several sizes, in ascending order. Collective.
+    """Measure the time of a collective for several sizes in bytes, ascending; call on all ranks.
 
-    ``run`` runs the collective; its argument is the number of bytes that each rank sends.
+    ``run`` runs the collective, given the number of bytes that each rank sends.
     """
-    times_us = [measure_us(partial(run, size), device=device) for size in sizes]
-    return Curve(tuple(zip(sizes, times_us, strict=True)))
+    return Curve(tuple((size, measure_us(partial(run, size), device=device)) for size in sizes))
 
 
 def measure_contention(
@@ -110,22 +113,29 @@ def measure_contention(
     device: torch.device,
     reserved_sms: Sequence[int] = (0,),
 ) -> Contention:
-    """Return the factors by which a GEMM and a collective slow each other down. Collective.
+    """Measure the factors by which GEMMs and a collective slow each other down; call on all ranks.
 
-    GEMMs run one after another while the collective is in flight. The factors divide the time of
-    one GEMM, and of the collective, by the time that it takes alone.
+    GEMMs run one after another while the collective is in flight. A factor is the time of one GEMM,
+    or of the collective, divided by the time that it takes alone: medians of five trials.
 
     Args:
-        gemm: runs one GEMM, much shorter than the collective, and leaves some SMs free.
+        gemm: runs one GEMM, much shorter than the collective, and leaves that many SMs free.
         exchange: starts the collective and returns it.
-        reserved_sms: numbers of SMs to try, ascending. The first of about the best is chosen.
+        reserved_sms: numbers of SMs to try, ascending.
     """
     gemm_us = measure_us(lambda: gemm(0), device=device)
     alone_us = measure_us(lambda: exchange().wait(), device=device)
-    most = _GEMMS_PER_COLLECTIVE * alone_us / gemm_us
+    num_gemms = max(2, round(_GEMMS_PER_COLLECTIVE * alone_us / gemm_us))
     found: list[Contention] = []
     for num_sms in reserved_sms:
-        count, both_us = _measure_overlap(partial(gemm, num_sms), exchange, most, device)
+        run, trials = partial(gemm, num_sms), list[tuple[float, float]]()
+        for _ in range(_TRIALS):
+            exchange().wait()  # synchronises the ranks: a late rank would make the next one slow
+            if device.type == "cuda":
+                trials.append(_overlap_on_gpu(run, exchange, num_gemms))
+            else:
+                trials.append(_overlap_on_cpu(run, exchange))
+        count, both_us = map(median, zip(*trials, strict=True))
         compute = max(1.0, both_us / max(1.0, count) / gemm_us)
         comm = max(1.0, both_us / alone_us)
         found.append(Contention(compute=compute, comm=comm, sm_margin=num_sms))
@@ -133,22 +143,10 @@ def measure_contention(
     return next(each for each in found if each.compute * each.comm <= _AS_GOOD * best)
 
 
-def _measure_overlap(
-    gemm: Callable[[], object], exchange: Callable[[], Work], most: float, device: torch.device
-) -> tuple[float, float]:
-    """Return how many GEMMs end during a collective, and its microseconds: medians of 5 trials."""
-    overlap = _overlap_on_gpu if device.type == "cuda" else _overlap_on_cpu
-    trials: list[tuple[float, float]] = []
-    for _ in range(_TRIALS):
-        exchange().wait()  # synchronises the ranks: a late rank would make the next one look slow
-        trials.append(overlap(gemm, exchange, most))
-    counts, times_us = zip(*trials, strict=True)
-    return median(counts), median(times_us)
-
-
 def _overlap_on_cpu(
-    gemm: Callable[[], object], exchange: Callable[[], Work], most: float
+    gemm: Callable[[], object], exchange: Callable[[], Work]
 ) -> tuple[float, float]:
+    """Return how many GEMMs end while a collective runs, and its time in microseconds."""
     begin = time.perf_counter_ns()
     work, count = exchange(), 0
     while not work.is_completed():
@@ -160,11 +158,12 @@ def _overlap_on_cpu(
 
 
 def _overlap_on_gpu(
-    gemm: Callable[[], object], exchange: Callable[[], Work], most: float
+    gemm: Callable[[], object], exchange: Callable[[], Work], num_gemms: int
 ) -> tuple[float, float]:
+    """Return how many of ``num_gemms`` end while a collective runs, and its microseconds."""
     side = torch.cuda.Stream()
     begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(max(2, round(most)))]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(num_gemms)]
     torch.cuda.synchronize()
     begin.record()
     side.wait_event(begin)
@@ -184,19 +183,17 @@ def _overlap_on_gpu(
     return count + (duration_us - before_us) / (ends_us[count] - before_us), duration_us
 
 
-def _wall_us(run: Callable[[], object], device: torch.device) -> float:
-    begin = time.perf_counter_ns()
-    run()
-    return (time.perf_counter_ns() - begin) / 1e3
-
-
-def _event_us(run: Callable[[], object], device: torch.device) -> float:
-    torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device).zero_()
-    torch.cuda._sleep(_BUSY_CYCLES)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+def run_us(run: Callable[[], object], device: torch.device) -> float:
+    """Return the microseconds of one run, by CUDA events on a GPU, else by the wall clock."""
+    if device.type != "cuda":
+        begin_ns = time.perf_counter_ns()
+        run()
+        return (time.perf_counter_ns() - begin_ns) / 1e3
+    stream = torch.cuda.current_stream(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    begin.record(stream)
     run()
-    end.record()
+    end.record(stream)
     end.synchronize()
     return begin.elapsed_time(end) * 1e3
 
@@ -210,7 +207,7 @@ def shipped_path(device_name: str) -> Path | None:
 def operation_key(
     name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *, rest: str = ""
 ) -> str:
-    """Return the key of an operation in the table, such as "aten.mm.default(float32[2,3])".
+    """Return the key of an operator in a table of times, such as "aten.mm.default(float32[2,3])".
 
     Equal keys mean equal times. ``rest`` describes the arguments that are no tensors.
     """
@@ -239,7 +236,7 @@ class _CurveLine:
     environment: Environment
 
     def __post_init__(self) -> None:
-        Curve(self.points)  # raises for wrong points
+        Curve(self.points)  # raises ``ValueError`` for wrong points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,15 +247,16 @@ class _ContentionLine:
 
 @final
 class ProfileTable:
-    """A table of times measured in one environment, read from a file and appended to it.
+    """Measured times of operators, curves of collectives and contention, of one environment.
+
+    ``contention``, and the times and curves of missing keys, are None. Added values replace earlier
+    ones, and are appended to the file.
 
     Args:
         path: the file, created at the first measurement; None keeps the times in memory only.
         environment: lines of other environments are ignored.
-        offline: never measure an operation that is missing in the file.
-
-    ``contention``, and the times and curves of missing keys, are None. Added values replace earlier
-    ones.
+        offline: never measure an operator that is missing in the file, such as the tables that ship
+            with the package.
     """
 
     def __init__(
@@ -281,7 +279,7 @@ class ProfileTable:
         return self._curves.get(key)
 
     def measure(self, key: str, run: Callable[[], object], *, device: torch.device) -> float | None:
-        """Return the time of an operation; measure it if it is missing and not ``offline``."""
+        """Return the time of an operator; measure it if it is missing and not ``offline``."""
         if key not in self._times_us and not self.offline:
             self.add_time(key, measure_us(run, device=device))
         return self._times_us.get(key)

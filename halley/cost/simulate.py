@@ -1,9 +1,9 @@
 """Discrete-event simulator: predict when tasks with dependencies run on streams of ranks."""
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Literal, get_args
 
 from halley.core.timeline import Span, exposed_us, total_us
 from halley.core.types import Task
@@ -19,16 +19,14 @@ _ROUNDING_US = 1e-6  # a task with less remaining time has ended: subtractions l
 class Contention:
     """Factors by which computation and communication of one rank slow each other down.
 
-    Both share hardware: communication uses SMs (or CPU cores) and memory bandwidth.
-
-    ``sm_margin`` and ``grouped_sm_margin`` are the SMs that dense and grouped GEMMs leave free for
-    communication (``ops.sm_carveout``). Both factors are valid for these numbers of SMs.
+    Both share SMs (or CPU cores) and memory bandwidth. The factors are valid for the two numbers of
+    reserved SMs (``ops.sm_carveout``).
     """
 
     compute: float = 1.0  # time of computation beside communication over its time alone
     comm: float = 1.0  # time of communication beside computation over its time alone
-    sm_margin: int = 0
-    grouped_sm_margin: int = 0
+    sm_margin: int = 0  # SMs that dense GEMMs leave free for communication
+    grouped_sm_margin: int = 0  # SMs that grouped GEMMs leave free for communication
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -42,7 +40,7 @@ NO_CONTENTION = Contention()
 
 
 def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[Span]:
-    """Return the span of each task, in the order of the tasks.
+    """Simulate tasks on the streams of ranks; return the span of each task, in the given order.
 
     Each stream of each rank runs its tasks in the given order, each as soon as the tasks that it
     needs have ended.
@@ -63,70 +61,57 @@ def simulate(tasks: list[Task], contention: Contention = NO_CONTENTION) -> list[
             raise ValueError(f"{task.name} needs {missing}, not listed before it")
         lane = (task.rank, task.stream)
         start_us = max([free_us[lane], *(spans[name].end_us for name in task.needs)])
-        span = spans[task.name] = _span(task, start_us=start_us, duration_us=task.duration_us)
+        span = spans[task.name] = _span(task, start_us, task.duration_us)
         free_us[lane] = span.end_us
     if contention != NO_CONTENTION:
-        return _Contended(tasks, contention).run()
+        return _simulate_contention(tasks, contention)
     return list(spans.values())
 
 
-def _span(task: Task, *, start_us: float, duration_us: float) -> Span:
+def _span(task: Task, start_us: float, duration_us: float) -> Span:
     name, rank, stream = task.name, task.rank, task.stream
     return Span(name=name, rank=rank, stream=stream, start_us=start_us, duration_us=duration_us)
 
 
-@final
-class _Contended:
-    """Simulation with contention: the speed of each task changes when another starts or ends."""
-
-    def __init__(self, tasks: Sequence[Task], contention: Contention) -> None:
-        self._tasks = tasks
-        self._rates = {True: 1.0 / contention.comm, False: 1.0 / contention.compute}
-        self._lanes: dict[tuple[int, str], deque[Task]] = defaultdict(deque)
-        for task in tasks:
-            self._lanes[task.rank, task.stream].append(task)
-        # Start and remaining time, as if it ran alone, of the running task of each lane.
-        self._starts_us: dict[tuple[int, str], float] = {}
-        self._left_us: dict[tuple[int, str], float] = {}
-        self._spans: dict[str, Span] = {}
-
-    def run(self) -> list[Span]:
-        now_us = 0.0
-        while len(self._spans) < len(self._tasks):
-            if self._begin(now_us):
-                continue
-            # All rates are constant until the next task ends.
-            rates = {lane: self._rate(lane) for lane in self._left_us}
-            step_us = min(left / rates[lane] for lane, left in self._left_us.items())
+def _simulate_contention(tasks: Sequence[Task], contention: Contention) -> list[Span]:
+    """Simulate tasks whose speed changes when a task of another stream starts or ends."""
+    waiting: dict[tuple[int, str], deque[Task]] = defaultdict(deque)  # tasks of each (rank, stream)
+    for task in tasks:
+        waiting[task.rank, task.stream].append(task)
+    # The running task of each (rank, stream): its start, and its remaining time if it ran alone.
+    starts_us: dict[tuple[int, str], float] = {}
+    left_us: dict[tuple[int, str], float] = {}
+    spans: dict[str, Span] = {}
+    now_us = 0.0
+    while len(spans) < len(tasks):
+        for lane, queue in waiting.items():
+            is_idle = queue and lane not in left_us
+            if is_idle and all(name in spans for name in queue[0].needs):
+                starts_us[lane], left_us[lane] = now_us, queue[0].duration_us
+        if all(left > _ROUNDING_US for left in left_us.values()):
+            # The speeds of all running tasks are constant until the next task ends.
+            rates = {lane: _rate(lane, left_us, contention) for lane in left_us}
+            step_us = min(left / rates[lane] for lane, left in left_us.items())
             now_us += step_us
             for lane, rate in rates.items():
-                self._left_us[lane] -= step_us * rate
-            self._end(now_us)
-        return [self._spans[task.name] for task in self._tasks]
+                left_us[lane] -= step_us * rate
+        for lane in [lane for lane, left in left_us.items() if left <= _ROUNDING_US]:
+            del left_us[lane]
+            task, start_us = waiting[lane].popleft(), starts_us[lane]
+            spans[task.name] = _span(task, start_us, now_us - start_us)
+    return [spans[task.name] for task in tasks]
 
-    def _begin(self, now_us: float) -> bool:
-        """Start all tasks that can start; return whether a task without duration has ended."""
-        for lane, waiting in self._lanes.items():
-            is_idle = waiting and lane not in self._left_us
-            if is_idle and all(name in self._spans for name in waiting[0].needs):
-                self._starts_us[lane], self._left_us[lane] = now_us, waiting[0].duration_us
-        return self._end(now_us)
 
-    def _end(self, now_us: float) -> bool:
-        done = [lane for lane, left in self._left_us.items() if left <= _ROUNDING_US]
-        for lane in done:
-            del self._left_us[lane]
-            task, start_us = self._lanes[lane].popleft(), self._starts_us[lane]
-            self._spans[task.name] = _span(task, start_us=start_us, duration_us=now_us - start_us)
-        return bool(done)
-
-    def _rate(self, lane: tuple[int, str]) -> float:
-        rank, is_comm = lane[0], lane[1] == _COMM
-        overlaps = lane[1] != HOST and any(
-            r == rank and stream != HOST and (stream == _COMM) != is_comm
-            for r, stream in self._left_us
-        )
-        return self._rates[is_comm] if overlaps else 1.0
+def _rate(
+    lane: tuple[int, str], running: Iterable[tuple[int, str]], contention: Contention
+) -> float:
+    """Return the speed of a task, given the (rank, stream) of all running tasks; 1.0 alone."""
+    rank, stream = lane
+    is_comm = stream == _COMM
+    overlaps = stream != HOST and any(
+        each == rank and other != HOST and (other == _COMM) != is_comm for each, other in running
+    )
+    return 1.0 / (contention.comm if is_comm else contention.compute) if overlaps else 1.0
 
 
 def makespan_us(tasks: list[Task]) -> float:
@@ -139,7 +124,7 @@ Role = Literal["compute", "start", "wait", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of a compiled graph, as the simulator takes it.
+    """An operation of a compiled graph: its role, predicted times and dependencies.
 
     The role "compute" occupies the compute stream. "start" starts a collective. "wait" blocks the
     compute stream until the operations in ``needs`` have ended. "free" takes no time.
@@ -153,7 +138,7 @@ class Operation:
     is_read: bool = False  # the host reads the result, so it waits for the end of the operation
 
     def __post_init__(self) -> None:
-        # A plan creates thousands of operations, so the slow check runs only for a wrong role.
+        # ``check_choice`` is too slow for the thousands of operations that a plan creates.
         if self.role not in get_args(Role):
             check_choice(self.role, get_args(Role), name="role")
 
@@ -163,12 +148,12 @@ class GraphTime:
     """Predicted times of the graph of one rank, in microseconds."""
 
     makespan_us: float  # from the start of the first to the end of the last operation
-    comm_us: float  # sum over all collectives
+    comm_us: float  # sum of the times of all collectives
     exposed_us: float  # time in which a collective runs and no computation
 
 
 def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[Task]:
-    """Return the operations as tasks of the simulator, in the order of their launch.
+    """Return simulator tasks for the operations of a graph that are launched in the given order.
 
     No operation starts before the host has launched it. At the launch of a collective, its stream
     waits for the compute stream. So it starts after all computation that was launched before, even
@@ -186,11 +171,10 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
             ends[index] = needs
             continue
         stream = _COMM if operation.role == "start" else "compute"
-        # At its launch, the stream of a collective waits for the compute stream.
         if operation.role == "start" and last_compute and last_compute not in needs:
             needs = (*needs, last_compute)
         host_us, duration_us = operation.host_us, operation.duration_us
-        if host_us or last_read:  # the host launches after it has read ``last_read``
+        if host_us or last_read:  # the host launches after it has read the result of ``last_read``
             issued, read = f"{name} issued", (last_read,) if last_read else ()
             tasks.append(Task(name=issued, stream=HOST, duration_us=host_us, needs=read))
             needs = (*needs, issued)
@@ -207,7 +191,7 @@ def graph_tasks(operations: Sequence[Operation], order: Sequence[int]) -> list[T
 def graph_spans(
     operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> list[Span]:
-    """Simulate a graph in an order; return the span of each operation on the device."""
+    """Simulate a graph with operations launched in an order; return the spans on the device."""
     spans = simulate(graph_tasks(operations, order), contention)
     return [span for span in spans if span.duration_us > 0.0 and span.stream != HOST]
 
@@ -215,12 +199,12 @@ def graph_spans(
 def graph_time(
     operations: Sequence[Operation], order: Sequence[int], contention: Contention = NO_CONTENTION
 ) -> GraphTime:
-    """Predict the time of the graph in that order; arguments as for ``graph_spans``."""
+    """Predict the times of a graph whose operations are launched in the given order."""
     return time_of(graph_spans(operations, order, contention))
 
 
 def time_of(spans: Sequence[Span]) -> GraphTime:
-    """Return the time of a graph, given the spans of its operations on one rank."""
+    """Return the times of a graph, given the simulated spans of its operations on one rank."""
     comm = [span for span in spans if span.stream == _COMM]
     compute = [span for span in spans if span.stream == "compute"]
     return GraphTime(

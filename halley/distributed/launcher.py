@@ -1,8 +1,7 @@
 """Start the ranks of one host, forward signals to them, and report the ranks that fail.
 
 The launcher passes the name of a file to its ranks. Each rank appends its failure to the file as
-one JSON line, and the launcher prints each different failure once. Without the file, the rank
-prints the failure on standard error.
+one JSON line, and the launcher prints each different failure once.
 """
 
 import json
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,16 +29,17 @@ READER_GONE = 141  # 128 + SIGPIPE: exit code after a closed output, as in `hall
 FAILURES_VARIABLE = "HALLEY_FAILURES"
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun, which prints the file
-_MAX_SHOWN = 4  # different causes, since a hundred ranks may report a hundred of them
-_MAX_DETAILS = 20_000  # characters of a traceback
+_MAX_SHOWN = 4  # causes that are printed, since a hundred ranks may report as many
+_MAX_DETAILS = 20_000  # most characters of a traceback that are reported
 _POLL_S = 0.1
-_KILL_AFTER_S = 5.0  # from SIGTERM to SIGKILL
-_SIGNAL_PATIENCE_S = 600.0  # after the user's first signal, so that ranks can save a checkpoint
-_HINT_AFTER_S = 3.0  # after a signal, until the launcher prints that it waits for the ranks
+_KILL_AFTER_S = 5.0  # time from SIGTERM to SIGKILL
+_SIGNAL_PATIENCE_S = 600.0  # time for ranks to save a checkpoint after the first signal
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)  # that ask to end or to pause
+_HINT_AFTER_S = 3.0  # time after a signal until the launcher prints that it waits
 
-# This program sets PR_SET_PDEATHSIG and then executes the rank, so that Linux kills the rank when
+# This script sets PR_SET_PDEATHSIG and then executes a rank, so that Linux kills the rank when
 # the launcher dies. The argument preexec_fn of Popen could do this too, but it is not safe with
-# threads. The launcher may die before the call of prctl, so the program compares its parent.
+# threads. The launcher may die before the call of prctl, so the script compares its parent.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -54,13 +54,13 @@ os.execv(sys.argv[2], sys.argv[2:])
 class Failure:
     """The failure that a rank reports to its launcher before it ends."""
 
-    text: str  # one line
+    text: str  # a message of one line
     rank: int | None  # None for a process without a launcher
-    is_mistake: bool = False  # another command line, configuration or file avoids it
+    is_mistake: bool = False  # the user can avoid it by another command, configuration or file
     details: str = ""  # a traceback to show above the line
 
     def format(self) -> str:
-        """Return the text for the user, with a newline at the end."""
+        """Return the failure as the text that the user sees, with a newline at the end."""
         place = "" if self.rank is None else f" on rank {self.rank}"
         kind = "error" if self.is_mistake else f"failed{place}"
         details = f"{self.details.rstrip()}\n" if self.details else ""
@@ -68,7 +68,7 @@ class Failure:
 
 
 def tell_failure_from_thread(text: str) -> None:
-    """Report a failure, given as one line, while the main thread hangs and may hold locks."""
+    """Report a failure of one line from another thread, while the main thread hangs."""
     failure = Failure(text=text, rank=_own_rank())
     if FAILURES_VARIABLE in os.environ and _tell_launcher(failure):
         return
@@ -79,14 +79,11 @@ def tell_failure_from_thread(text: str) -> None:
 def tell_failure(
     text: str, *, is_mistake: bool = False, error: BaseException | None = None, details: str = ""
 ) -> None:
-    """Report the failure of this process, to the launcher or to the user.
+    """Report the failure of this process to the launcher, or to the user if there is none.
 
-    If ``halley`` started this rank, its launcher prints the report. Under another launcher, all
-    ranks of a host make the same mistake, so only local rank 0 prints it. Failures of other local
-    ranks go to torchrun's error file, or to standard error if there is no such file.
-
-    Line ends of ``text`` become spaces. ``error`` is the exception for torchrun's error file; for
-    the other arguments see ``Failure``.
+    Under another launcher, all ranks of a host make the same mistake, so only local rank 0 prints
+    it. Other failures of other local ranks go to torchrun's error file, or to standard error if
+    there is none. ``error`` is the exception for this file; for other arguments see ``Failure``.
     """
     text, details = " ".join(text.split()), details[-_MAX_DETAILS:]
     failure = Failure(text=text, rank=_own_rank(), is_mistake=is_mistake, details=details)
@@ -104,17 +101,13 @@ def tell_failure(
 
 @final
 class FailureReader:
-    """Prints the failures that ranks append to a file, each cause once.
-
-    Attributes:
-        path: the file; the launcher passes it to its ranks in ``FAILURES_VARIABLE``.
-        ranks: ranks that have reported a failure.
-    """
+    """Prints the failures that ranks append to a file, each cause once."""
 
     def __init__(self, path: Path) -> None:
-        """Create the empty file, in a folder that exists."""
+        """Create the empty file of failures; ranks get its path in ``FAILURES_VARIABLE``."""
         path.touch()
-        self.path, self.ranks = path, set[int]()
+        self.path = path
+        self.ranks: set[int] = set()  # ranks that have reported a failure
         self._causes: set[tuple[bool, str]] = set()
         self._position = 0
 
@@ -123,23 +116,19 @@ class FailureReader:
         with self.path.open("rb") as file:
             file.seek(self._position)
             for line in file:
-                if not line.endswith(b"\n"):  # incomplete, because the disk is full
+                if not line.endswith(b"\n"):  # an incomplete line, because the disk is full
                     break
                 self._position += len(line)
-                self._show(Failure(**json.loads(line)))
-
-    def _show(self, failure: Failure) -> None:
-        if failure.rank is not None:
-            self.ranks.add(failure.rank)
-        # Ranks with the same cause have the same text, except for their own rank at its start.
-        cause = failure.is_mistake, failure.text.removeprefix(f"rank {failure.rank} ")
-        if cause in self._causes or len(self._causes) > _MAX_SHOWN:
-            return
-        self._causes.add(cause)
-        if len(self._causes) <= _MAX_SHOWN:
-            sys.stderr.write(failure.format())
-        else:
-            sys.stderr.write("halley: more ranks failed for other causes, which are not shown\n")
+                failure = Failure(**json.loads(line))
+                if failure.rank is not None:
+                    self.ranks.add(failure.rank)
+                # Ranks with the same cause have the same text, except for their rank at its start.
+                cause = failure.is_mistake, failure.text.removeprefix(f"rank {failure.rank} ")
+                if cause in self._causes or len(self._causes) > _MAX_SHOWN:
+                    continue
+                self._causes.add(cause)
+                more = "halley: more ranks failed for other causes, which are not shown\n"
+                sys.stderr.write(failure.format() if len(self._causes) <= _MAX_SHOWN else more)
 
 
 def _own_rank() -> int | None:
@@ -150,9 +139,9 @@ def _own_rank() -> int | None:
 def _tell_launcher(failure: Failure) -> bool:
     """Append a failure to the launcher's file; return whether that worked."""
     try:
-        # Without O_CREAT, which would create the file again after the launcher has deleted it.
+        # No O_CREAT, which would create the file again after the launcher has deleted it.
         descriptor = os.open(os.environ[FAILURES_VARIABLE], os.O_WRONLY | os.O_APPEND)
-        try:  # one write for the line, so that lines of two ranks do not mix
+        try:  # one write per line, so that lines of two ranks do not mix
             os.write(descriptor, f"{json.dumps(asdict(failure))}\n".encode())
         finally:
             os.close(descriptor)
@@ -162,29 +151,24 @@ def _tell_launcher(failure: Failure) -> bool:
 
 
 def launch(command: list[str], *, num_processes: int, patience_s: float = 30.0) -> int:
-    """Run a command on several ranks of this host and wait for all of them.
+    """Start a command on several ranks of this host and wait for all of them.
 
     Failures that ranks report with ``tell_failure`` are printed once per cause. The first SIGINT or
     SIGTERM is forwarded to all ranks, which then have ten minutes to end. The second kills them.
-
-    Args:
-        command: program and arguments, the same for every rank.
-        num_processes: number of ranks, at least 1.
-        patience_s: seconds that the other ranks have to end after one has failed.
-
-    Returns:
-        The exit code of the rank that failed first, 128 + n after signal n, or 0.
-
-    Raises:
-        ValueError: ``num_processes`` is too small.
-        RuntimeError: a rank could not be started.
+    After a rank has failed, the other ranks have ``patience_s`` to end. The result is the exit code
+    of the rank that failed first, 128 + n after signal n, or 0. A rank that cannot be started is a
+    RuntimeError.
     """
     if num_processes < 1:
         raise ValueError(f"num_processes ({num_processes}) must be at least 1")
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
     ranks: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="halley-") as folder, _signals_recorded() as signals:
+    signals: deque[int] = deque()
+    with (
+        tempfile.TemporaryDirectory(prefix="halley-") as folder,
+        signals_handled(_SIGNALS, lambda number, frame: signals.append(number)),
+    ):
         failures = FailureReader(Path(folder) / "failures.jsonl")
         environment = _environment(num_processes) | {FAILURES_VARIABLE: str(failures.path)}
         try:
@@ -230,7 +214,9 @@ def _wait(
         while signals:
             number = signals.popleft()
             if number == signal.SIGTSTP:
-                _pause(ranks)
+                _send(ranks, signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGSTOP)  # until the shell sends SIGCONT
+                _send(ranks, signal.SIGCONT)
                 continue
             _send(ranks, number if interrupted_by is None else signal.SIGKILL)
             if interrupted_by is None:
@@ -255,14 +241,15 @@ def _wait(
 
 
 def _find_failure(codes: list[int | None]) -> int | None:
-    # A rank that a signal killed is the cause: no rank is killed because another one failed.
+    """Return the rank that caused the failure, from the exit codes of all ranks, or None."""
+    # A rank that a signal killed is the cause: the other ranks end by errors, with codes above 0.
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     ended = [rank for rank, code in enumerate(codes) if code is not None and code > 0]
     return min(killed or ended, default=None)
 
 
 def _report(rank: int, code: int, *, is_reported: bool) -> int:
-    """Print how a rank failed; return the exit code of the launcher."""
+    """Print how a rank failed, if it has not reported it; return the exit code of the launcher."""
     if code < 0:
         name = f"signal {-code}"
         with suppress(ValueError):  # real-time signals have no name
@@ -283,13 +270,6 @@ def _send(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
         process.send_signal(number)
 
 
-def _pause(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Stop the ranks and this process, as Ctrl-Z asks, until the shell sends SIGCONT."""
-    _send(ranks, signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    _send(ranks, signal.SIGCONT)
-
-
 def _environment(num_processes: int) -> dict[str, str]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -298,7 +278,7 @@ def _environment(num_processes: int) -> dict[str, str]:
         # At the default level, torch prints long C++ stack traces when the store is lost.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "KINETO_LOG_LEVEL": "99",  # the profiler prints its messages to stdout
-        **os.environ,  # the user's own values win over those above
+        **os.environ,  # the user's variables override those above
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
@@ -307,23 +287,20 @@ def _environment(num_processes: int) -> dict[str, str]:
 
 
 def _num_cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 @contextmanager
-def _signals_recorded() -> Iterator[deque[int]]:
-    """Yield a queue of the signals that ask this process to end or to pause."""
-    signals: deque[int] = deque()
-
-    def record(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
-    before = {number: signal.signal(number, record) for number in numbers}
+def signals_handled(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Let a function handle some signals during the block, if this is the main thread."""
     try:
-        yield signals
+        before = {number: signal.signal(number, handler) for number in numbers}
+    except ValueError:  # signal handlers can be set in the main thread only
+        before = {}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old_handler in before.items():
+            signal.signal(number, old_handler)

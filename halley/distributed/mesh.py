@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from halley.core.routing import check_tp_size
+from halley.core.types import check_tp_size
 from halley.core.validation import check_choice, check_type
 
 
-# Of one all-reduce: large enough for full link bandwidth, small enough to start during backward.
+# Size of one all-reduce: enough for full link bandwidth, small enough to start during backward.
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -31,26 +31,22 @@ class ParallelGroups:
 
     Example: with 4 ranks and ``ep_size`` 2, the "ep" groups are (0, 1) and (2, 3), and the "edp"
     groups are (0, 2) and (1, 3). Groups of a single rank, and meshes of one process, are None.
-
-    Raises:
-        ValueError: a size is below 1, a rank is not below the size of its group, or ``tp_size``
-            does not divide ``ep_size``.
     """
 
-    rank: int = 0  # in the whole mesh
+    rank: int = 0  # rank in the whole mesh
     num_ranks: int = 1
-    ep_rank: int = 0  # in the "ep" group
+    ep_rank: int = 0  # rank in the "ep" group
     ep_size: int = 1
-    tp_size: int = 1  # ranks of "ep" that share each expert by its intermediate size
-    world: dist.ProcessGroup | None = None  # all ranks
+    tp_size: int = 1  # ranks of "ep" that share each expert, split along its intermediate size
+    world: dist.ProcessGroup | None = None  # group of all ranks
     ep: dist.ProcessGroup | None = None
     edp: dist.ProcessGroup | None = None
-    # All ranks again, for gradient sums. NCCL runs the collectives of a group in order. In their
-    # own group, sums overlap with all-to-alls.
+    # Group of all ranks for gradient sums. NCCL runs the collectives of a group in order, so in
+    # a group of their own, gradient sums overlap with all-to-alls.
     sums: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
-    # For expert weights. With ``tp_size`` above 1, "ep" is split into "ep" and "etp", along which
-    # ranks share experts.
+    # Mesh for expert weights. With ``tp_size`` above 1, "ep" is split into "ep" and "etp", along
+    # which ranks share experts.
     expert_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
@@ -74,13 +70,12 @@ def build_groups(ep_size: int, *, device_type: str, tp_size: int = 1) -> Paralle
     """Create the mesh over all ranks of the default process group, or for a single process.
 
     Args:
-        ep_size: size of an expert-parallel group of consecutive ranks; 0 for all ranks.
+        ep_size: size of an expert-parallel group of consecutive ranks; 0 for all ranks. It must
+            divide the number of ranks.
         device_type: "cpu" or "cuda".
-        tp_size: ranks of the group that share each expert.
+        tp_size: ranks of the group that share each expert; it must divide ``ep_size``.
 
     Raises:
-        ValueError: ``ep_size`` does not divide the number of ranks, ``tp_size`` does not divide
-            ``ep_size``, or the device type is unknown.
         RuntimeError: a launcher started several ranks, and the process group is not initialized.
     """
     check_choice(device_type, ("cpu", "cuda"), name="device_type")
@@ -125,10 +120,9 @@ def sync_gradients(
 ) -> None:
     """Average the gradients of a model over all ranks, in place. Collective.
 
-    Each rank's gradients must be those of its own mean loss. A dense gradient is summed over all
-    ranks. The gradient of an expert already contains the tokens of the whole "ep" group, so it is
-    summed over the "edp" group only. Both are divided by the number of ranks. Gradients are
-    contiguous.
+    Each rank's gradients must be contiguous and those of its own mean loss. A dense gradient is
+    summed over all ranks. The gradient of an expert already contains the tokens of the whole "ep"
+    group, so it is summed over the "edp" group only. Both are divided by the number of ranks.
     """
     check_type(groups, ParallelGroups, name="groups")
     _sum_over(dense, group=groups.world if groups.num_ranks > 1 else None, scale=groups.num_ranks)
@@ -140,10 +134,8 @@ def global_norm(
 ) -> torch.Tensor:
     """Return the norm of all gradients of the model as a float32 scalar. Collective.
 
-    Args:
-        dense: gradients that are the same on all ranks.
-        expert: gradients of this rank's experts, each expert on one rank only: with replicas, the
-            results of ``GroupedExperts.without_replicas``.
+    Dense gradients are the same on all ranks. ``expert`` has those of this rank's experts, each
+    expert on one rank only: with replicas, the results of ``GroupedExperts.without_replicas``.
     """
     dense_sum, expert_sum = _sum_of_squares(dense), _sum_of_squares(expert)
     if groups.ep is not None and expert_sum is not None:
@@ -155,7 +147,7 @@ def global_norm(
 
 
 def _sum_of_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    # In float32: a sum of many bfloat16 squares would lose most of its summands.
+    # Norms are float32: a sum of many bfloat16 squares would lose most of its summands.
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
     return torch.stack(norms).square().sum() if norms else None
 
@@ -164,44 +156,34 @@ def _sum_over(
     gradients: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None, scale: int
 ) -> None:
     """Sum gradients over the group in buckets, and divide them by ``scale``, in place."""
-    bucket: list[torch.Tensor] = []
-    num_bytes = 0
-    for gradient in gradients:
-        bucket.append(gradient)
-        num_bytes += gradient.nbytes
-        if num_bytes >= BUCKET_BYTES:
-            _sum_bucket(bucket, group=group, scale=scale)
-            bucket, num_bytes = [], 0
-    if bucket:
-        _sum_bucket(bucket, group=group, scale=scale)
-
-
-def _sum_bucket(bucket: list[torch.Tensor], *, group: dist.ProcessGroup | None, scale: int) -> None:
+    waiting = list(gradients)[::-1]
     if group is None:
-        if scale > 1:
-            torch._foreach_div_(bucket, scale)  # pyright: ignore[reportPrivateImportUsage]
+        if scale > 1 and waiting:
+            torch._foreach_div_(waiting, scale)  # pyright: ignore[reportPrivateImportUsage]
         return
-    # One all-reduce for the bucket, because each all-reduce has a fixed latency.
-    flat = torch.cat([gradient.flatten() for gradient in bucket])
-    dist.all_reduce(flat, group=group)
-    flat /= scale
-    parts = flat.split([gradient.numel() for gradient in bucket])
-    for gradient, part in zip(bucket, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    while waiting:
+        bucket: list[torch.Tensor] = []
+        num_bytes = 0
+        while waiting and num_bytes < BUCKET_BYTES:
+            bucket.append(waiting.pop())
+            num_bytes += bucket[-1].nbytes
+        # One all-reduce for the bucket, because each all-reduce has a fixed latency.
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        flat /= scale
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process as one rank of a run; ``join_world`` yields it.
-
-    Without a launcher, ``rank`` is 0, ``num_ranks`` 1 and ``store`` None. The ranks found each
-    other through the store.
-    """
+    """Rank, device and store of this process in a run; ``join_world`` yields it."""
 
     rank: int
     num_ranks: int
     device: torch.device
-    store: Store | None = None
+    store: Store | None = None  # store of the rendezvous; None without a launcher
 
     @property
     def is_first(self) -> bool:
@@ -210,7 +192,7 @@ class World:
 
 
 def is_launched() -> bool:
-    """Return whether a launcher (torchrun, halley, srun with the same names) started this rank."""
+    """Return whether a launcher (such as torchrun) set RANK and WORLD_SIZE for this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -247,18 +229,14 @@ def _read_number(name: str, *, least: int, below: int | None = None) -> int:
 
 
 def pick_device(choice: str) -> torch.device:
-    """Return this rank's device: "cpu", "cuda" (that of LOCAL_RANK), or "auto" for CUDA if any.
-
-    Raises:
-        ValueError: the choice is unknown, or there is no CUDA device for this rank.
-    """
+    """Return this rank's device: "cpu", "cuda" (that of LOCAL_RANK), or "auto" for CUDA if any."""
     if choice not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device ({choice}) must be one of auto, cpu, cuda")
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "cpu" or (choice == "auto" and num_devices == 0):
         return torch.device("cpu")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local_size > num_devices:  # the same on all ranks of a host, so all of them raise
+    if local_size > num_devices:  # equal on all ranks of a host, so that all raise
         raise ValueError(f"nproc ({local_size}) must be at most the number of GPUs ({num_devices})")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -268,11 +246,8 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
     """Initialize the process group (NCCL on CUDA, gloo on CPU), and destroy it after the block.
 
     Without a launcher there is one rank and no process group. After an error in the block, the
-    process group is not destroyed: that call would wait for lost ranks.
-
-    Args:
-        device_choice: as for ``pick_device``.
-        timeout_s: time limit of a collective.
+    process group is not destroyed: that call would wait for lost ranks. ``device_choice`` is as for
+    ``pick_device``, and ``timeout_s`` the time limit of a collective.
     """
     check_launcher()
     device = pick_device(device_choice)
@@ -286,12 +261,11 @@ def join_world(device_choice: str, *, timeout_s: float = 600.0) -> Iterator[Worl
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("world", store),  # World.store keeps the keys without prefix
+        store=PrefixStore("world", store),  # World.store has no prefix
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     yield World(rank=rank, num_ranks=num_ranks, device=device, store=store)
-    # Deliberately not in a ``finally`` block, see the docstring.
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # not in a ``finally`` block: it would wait for lost ranks

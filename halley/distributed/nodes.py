@@ -13,21 +13,13 @@ from halley.distributed.peers import all_gather_objects, rank_and_size, time_lim
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The position of this rank in a group that is divided into nodes of equal size.
-
-    Ranks are numbered node by node.
-
-    Attributes:
-        node, num_nodes: this rank's node.
-        local_rank, ranks_per_node: this rank inside its node.
-        local: the ranks of this node; None for nodes of one rank.
-    """
+    """Node and local rank of this rank, in a group whose ranks are numbered node by node."""
 
     node: int = 0
     num_nodes: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # number of this rank inside its node
     ranks_per_node: int = 1
-    local: dist.ProcessGroup | None = None
+    local: dist.ProcessGroup | None = None  # group of this node; None for nodes of one rank
 
     def splits(self, counts_N: list[int]) -> list[int]:
         """Return the splits of an all-to-all over all ranks, given the rows for each of N nodes.
@@ -40,18 +32,15 @@ class Nodes:
 
 
 def find_nodes(group: dist.ProcessGroup | None, *, ranks_per_node: int = 0) -> Nodes:
-    """Divide a group into nodes and create the groups of their ranks. Collective of all ranks.
+    """Divide a group into nodes and create the process group of each node. Collective.
 
     All ranks of the default group call it at the same time, each with the group it belongs to.
 
     Args:
         group: the ranks over which experts are spread; None for a single rank.
-        ranks_per_node: ranks of a node; 0 finds the nodes by the hosts of the ranks. A host is
-            known by its name, or by ``NCCL_HOSTID`` where that is set, as in NCCL itself.
-
-    Raises:
-        ValueError: the hosts have different numbers of ranks, the ranks of a host do not follow
-            each other, or ``ranks_per_node`` does not divide the number of ranks. On all ranks.
+        ranks_per_node: ranks of a node, which must divide the group. 0 finds the nodes by the hosts
+            of the ranks. A host is known by its name, or by ``NCCL_HOSTID``, as in NCCL itself. All
+            hosts must have the same number of ranks, which follow each other.
     """
     if group is None:
         return Nodes()
@@ -80,13 +69,8 @@ def find_nodes(group: dist.ProcessGroup | None, *, ranks_per_node: int = 0) -> N
                 local = cast(dist.ProcessGroup, made) if dist.get_rank() in members else local
     size = sizes[own]
     node, local_rank = divmod(rank_and_size(group)[0], size)
-    return Nodes(
-        node=node,
-        num_nodes=len(own) // size,
-        local_rank=local_rank,
-        ranks_per_node=size,
-        local=local,
-    )
+    position = {"node": node, "num_nodes": len(own) // size, "local_rank": local_rank}
+    return Nodes(**position, ranks_per_node=size, local=local)
 
 
 def _find_ranks_per_node(ranks: tuple[int, ...], host_of: dict[int, str]) -> int:

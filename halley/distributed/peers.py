@@ -1,21 +1,18 @@
 """Collectives whose errors name the failed ranks, and comparison of values across ranks.
 
 When ranks differ or a rank is missing, a plain collective aborts, hangs or gives wrong numbers,
-depending on the backend. These helpers find out which ranks differ or are missing. They exchange
-values through the key-value store of the group. A call of the store needs no matching call on
-other ranks, so the store works even after a collective has failed.
+depending on the backend. These helpers exchange values through the key-value store of the group
+and name the ranks. A call of the store needs no matching call on other ranks, so the store works
+even after a collective has failed.
 """
 
 import contextlib
 import json
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -27,14 +24,12 @@ from halley.core.timeline import CURRENT_OPERATION
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
-_REPORT_WAIT_S = 3.0  # after a failed collective, the time to wait for reports of other ranks
-_HOST_STAYS_S = 1.0  # rank 0 ends later than the others, because its process may host the store
-_ANSWER_WAIT_S = 10.0  # a store that does not answer within this time is lost
-_VERDICT_MARGIN_S = 2.0  # rank 0 compares the values, so the other ranks wait longer than rank 0
+_REPORT_WAIT_S = 3.0  # time to wait for other ranks' reports after a failed collective
+_HOST_STAYS_S = 1.0  # time that rank 0 ends later, because its process may host the store
+_ANSWER_WAIT_S = 10.0  # a store is lost if it does not answer within this time
+_VERDICT_MARGIN_S = 2.0  # other ranks wait longer than rank 0, which compares values
 _POLL_S = 0.02
 _FOLDER_OPERATION = "work on the run's folder"  # name of the operation in messages
-# Module of the functions of torch.distributed that block with gloo.
-_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -54,19 +49,16 @@ def group_ranks(values: Mapping[int, Key]) -> dict[Key, list[int]]:
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of a group's store, which is that of ``init_process_group``."""
-    store: Any = group.get_group_store()  # its type stubs lack the attribute
+    store: Any = group.get_group_store()  # the type stubs lack ``timeout``
     return store.timeout
 
 
 @final
 class Collective:
-    """A context for one collective: an error of the backend becomes a RuntimeError.
+    """A context for one collective: an error of NCCL or gloo becomes one that names ranks.
 
-    Its message names the ranks that failed, their operations, and the ranks that sent no report.
-
-    Args:
-        operation: name of the collective in messages.
-        group: its ranks; None for a single process.
+    The RuntimeError names the ranks that failed, their operations, and the ranks that sent no
+    report. ``operation`` names the collective; the group is None for a single process.
     """
 
     def __init__(self, operation: str, *, group: dist.ProcessGroup | None) -> None:
@@ -76,20 +68,15 @@ class Collective:
     def __enter__(self) -> None:
         self._wait.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._wait.__exit__(kind, error, trace)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._wait.__exit__(None, error, None)
         is_memory = isinstance(error, torch.OutOfMemoryError)
         if isinstance(error, RuntimeError) and not is_memory and self._group is not None:
             raise _name_failure(error, self._operation, group=self._group) from error
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks in a group; (0, 1) if the group is None.
+    """Return this rank in a group and the group's size; ``(0, 1)`` for the group None.
 
     A process that is not in the group gets a ``ValueError``.
     """
@@ -104,15 +91,10 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def default_group() -> dist.ProcessGroup | None:
-    """Return the default process group, or None if it is not initialized."""
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
 def all_gather_objects(
     value: T, *, group: dist.ProcessGroup | None, operation: str = "gather"
 ) -> list[T]:
-    """Return the values of all ranks of the group, by rank. Collective; values are pickled.
+    """Return the values of all ranks of the group, by rank; they are sent as pickles. Collective.
 
     ``operation`` names the collective in messages. The group is None for a single process.
     """
@@ -125,12 +107,11 @@ def all_gather_objects(
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Run an action on rank 0; every rank returns its result or raises its error. Collective.
+    """Run a function on rank 0; all ranks return its result or raise its error. Collective.
 
-    Raises:
-        RuntimeError: the action raised an OSError.
+    An OSError becomes a RuntimeError.
     """
-    group = default_group()
+    group = dist.group.WORLD  # None without a process group
     outcome: list[object] = [None, None]
     if rank_and_size(group)[0] == 0:
         try:
@@ -149,12 +130,11 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def on_all_ranks(action: Callable[[int], T]) -> list[T]:
-    """Run an action with the rank as its argument; every rank returns all results. Collective.
+    """Run a function of the rank on all ranks; every rank returns all results. Collective.
 
-    Raises:
-        RuntimeError: the action raised an OSError on some rank; names the first such rank.
+    An OSError on some rank becomes a RuntimeError on all ranks that names the first such rank.
     """
-    group = default_group()
+    group = dist.group.WORLD  # None without a process group
     outcome: tuple[T | None, str] = (None, "")
     try:
         outcome = (action(rank_and_size(group)[0]), "")
@@ -170,9 +150,9 @@ def on_all_ranks(action: Callable[[int], T]) -> list[T]:
 def compare_ranks(
     what: str, values: Mapping[str, object], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Check that all ranks of the group reached the same point with the same values. Collective.
+    """Check that all ranks of the group call this with the same arguments. Collective.
 
-    The values go through the store of the group, not through its backend. So a missing rank is an
+    The values go through the store of the group, not through NCCL or gloo. So a missing rank is an
     error after the time limit of the group, not a hang. Rank 0 of the group compares the values.
 
     Args:
@@ -213,10 +193,8 @@ def compare_ranks(
 
 
 def _wait_for(store: Any, keys: list[str], *, limit_s: float) -> bool:
-    """Return whether all keys are set within the limit.
-
-    It polls, because ``Store.wait`` blocks other threads that use the same connection.
-    """
+    """Return whether all keys of the store are set within the limit."""
+    # A loop polls, because ``Store.wait`` blocks other threads on the same connection.
     deadline_s, pause_s = time.monotonic() + limit_s, _POLL_S / 10
     while not store.check(keys):
         if time.monotonic() > deadline_s:
@@ -238,13 +216,13 @@ def _difference(what: str, values_W: list[dict[str, str]], *, names: list[int]) 
             shown = ", ".join(f"{v} on {name_ranks(ranks)}" for v, ranks in ranks_of.items())
             title = "the layer" if name == "what" else name
             found.append(f"{title} ({shown})")
-            if name == "what":  # the other values belong to different layers
+            if name == "what":  # values of different layers are not comparable
                 break
     return f"{'; '.join(found)} must be the same on all ranks that run {what} together"
 
 
 def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGroup) -> RuntimeError:
-    """Return the error of a collective, extended by failures and missing reports of other ranks."""
+    """Return the error of a collective, extended by the failed and the silent other ranks."""
     names, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     count = CURRENT_OPERATION.num_operations
     lines = str(error).splitlines() or [type(error).__name__]
@@ -276,18 +254,19 @@ def _name_failure(error: RuntimeError, operation: str, *, group: dist.ProcessGro
 def _collect_reports(
     group: dist.ProcessGroup, own: dict[str, object]
 ) -> dict[int, dict[str, object]]:
-    """Publish the operation in which this rank failed; return such reports of other ranks.
+    """Publish the operation in which this rank failed; return the reports of all ranks, by rank.
 
-    The result has this rank too; it is empty if the store never answered.
+    The result is empty if the store never answered.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     reports: dict[int, dict[str, object]] = {}
     stays_s = _HOST_STAYS_S if rank == 0 else 0.0
 
     def exchange() -> None:
-        with contextlib.suppress(RuntimeError):  # a store raises it when its host has ended
+        # A store raises a RuntimeError when the process that hosts it has ended.
+        with contextlib.suppress(RuntimeError):
             # A new connection, because a blocked call of another thread may hold the group's own.
-            shared: Any = group.get_group_store()  # its type stubs lack ``clone``
+            shared: Any = group.get_group_store()  # the type stubs of a store lack ``clone``
             store = shared.clone()
             store.set(f"halley/failed/{rank}", json.dumps(own))
             end_s = time.monotonic() + _REPORT_WAIT_S
@@ -299,62 +278,8 @@ def _collect_reports(
                 time.sleep(_POLL_S + 1e-3 * num_ranks)
             time.sleep(stays_s)
 
-    # In a thread with a time limit, because a call to a store whose host is stopped never returns.
+    # A thread, so that there is a time limit: calls to a store whose host is stopped never return.
     thread = threading.Thread(target=exchange, name="halley-report", daemon=True)
     thread.start()
     thread.join(_REPORT_WAIT_S + stays_s + _ANSWER_WAIT_S)
     return dict(reports)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperationReport:
-    """The operation that a rank runs.
-
-    ``num_operations`` and ``name`` are those of ``CurrentOperation``.
-    """
-
-    step: int  # of training; 0 if steps are not counted
-    num_operations: int
-    name: str
-    is_waiting: bool  # in the operation for other ranks; the rank computes nothing
-    is_busy: bool = False  # its GPU is known to have unfinished work
-
-    def describe(self, ranks: list[int]) -> str:
-        """Return a report that these ranks share, as text: "rank 3 waits in dispatch (...)"."""
-        verb = ("waits in" if len(ranks) == 1 else "wait in") if self.is_waiting else "last began"
-        step = f"step {self.step}, " if self.step else ""
-        place = f"({step}operation {self.num_operations})"
-        return f"{name_ranks(ranks)} {verb} {self.name or 'no operation'} {place}"
-
-
-def report_operation(step: int, *, busy_device: int | None = None) -> OperationReport:
-    """Return the report of this process.
-
-    If the main thread is inside a function of ``torch.distributed``, the report names it as an
-    operation that waits, because such functions block with gloo. ``busy_device`` is the index of
-    the GPU that is asked for unfinished work; None asks no GPU.
-    """
-    name, is_waiting = CURRENT_OPERATION.name, CURRENT_OPERATION.is_waiting
-    if not is_waiting:
-        main = threading.main_thread().ident
-        frame = sys._current_frames().get(main) if main is not None else None
-        if frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES:
-            name, is_waiting = f"{frame.f_code.co_name} of torch.distributed", True
-    return OperationReport(
-        step=step,
-        num_operations=CURRENT_OPERATION.num_operations,
-        name=name,
-        is_waiting=is_waiting,
-        is_busy=busy_device is not None and not torch.cuda.default_stream(busy_device).query(),
-    )
-
-
-def differ(reports: Iterable[OperationReport]) -> bool:
-    """Return whether ranks run different operations; ``is_waiting`` is not compared."""
-    return len({(report.step, report.num_operations, report.name) for report in reports}) > 1
-
-
-def describe_reports(reports: Mapping[int, OperationReport]) -> str:
-    """Return the reports of ranks in words; ranks with equal reports share one clause."""
-    groups = group_ranks(dict(sorted(reports.items())))
-    return ", ".join(report.describe(ranks) for report, ranks in groups.items())

@@ -17,35 +17,42 @@ time is enough. If only some ranks wait, it is the time limit of collectives.
 import atexit
 import json
 import os
+import sys
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
 from typing import Self, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from halley.core.timeline import CURRENT_OPERATION
 from halley.distributed.launcher import tell_failure_from_thread
-from halley.distributed.peers import (
-    OperationReport,
-    describe_reports,
-    differ,
-    rank_and_size,
-    report_operation,
-    time_limit,
-)
+from halley.distributed.peers import group_ranks, name_ranks, rank_and_size, time_limit
 
 
 EXIT_LOST_PEER = 75  # EX_TEMPFAIL of sysexits.h: the run may succeed when started again
 
-_LEFT = 1 << 40  # a rank that leaves adds this to its counter; heartbeats never reach it
-_ASK_GPU_AFTER_S = 5.0  # without a new operation, until the rank asks its GPU for unfinished work
+_LEFT = 1 << 40  # a rank that leaves adds this to its heartbeat counter, which never grows so large
+_ASK_GPU_AFTER_S = 5.0  # time without a new operation until a rank asks its GPU for unfinished work
 _LOST = "lost "  # start of a verdict about lost ranks
 _FINISHED = "its training was over"
-_NUM_BEATS_ALIVE = 4  # a rank with so many heartbeats after an error is not lost
+_COLLECTIVES = "torch.distributed.distributed_c10d"  # module of blocking functions
+_NUM_BEATS_ALIVE = 4  # heartbeats after an error that show that a rank is not lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """The operation that a rank runs, as ``core.timeline.CurrentOperation`` knows it."""
+
+    step: int  # step of training; 0 if steps are not counted
+    num_operations: int
+    name: str
+    is_waiting: bool  # the rank waits for other ranks in the operation
+    is_busy: bool = False  # the rank's GPU is known to have unfinished work
 
 
 @final
@@ -59,10 +66,8 @@ class Watchdog:
 
     A RuntimeError that leaves the block is replaced by one that names the lost rank, or the
     operation of each rank. If this rank hangs in a C++ call, the watchdog writes one line to stderr
-    and ends the process with exit code 75.
-
-    Attributes:
-        step: training step in messages, from 1; the training loop sets it.
+    and ends the process with exit code 75. A training loop sets the attribute ``step``, from 1,
+    for messages.
     """
 
     def __init__(
@@ -90,9 +95,6 @@ class Watchdog:
             stall_s: the same limit if only some ranks wait, or if GPUs have unfinished work. The
                 other ranks may compute or write a checkpoint. It should be below the time limit of
                 the process group.
-
-        Raises:
-            ValueError: a time is not above 0.
         """
         times = {"interval_s": interval_s, "timeout_s": timeout_s, "grace_s": grace_s}
         for name, value in {**times, "deadlock_s": deadlock_s, "stall_s": stall_s}.items():
@@ -102,15 +104,15 @@ class Watchdog:
         self._rank, self._num_ranks = rank, num_ranks
         self._interval_s, self._timeout_s, self._grace_s = interval_s, timeout_s, grace_s
         self._deadlock_s, self._stall_s = deadlock_s, stall_s
-        self._linger_s = 2 * interval_s + 1.0  # time for the other ranks to read the store
+        self._linger_s = 2 * interval_s + 1.0  # time for other ranks to read the store
         self._store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._beat_counters = [0] * num_ranks
-        self._num_beats = [0] * num_ranks  # rounds in which the counter had changed
-        self._num_silent = [0] * num_ranks  # rounds since the counter last changed
-        self._reports: list[OperationReport | None] = [None] * num_ranks
-        self._num_unchanged = [0] * num_ranks  # rounds since the report last changed
+        self._num_beats = [0] * num_ranks  # rounds in which a rank's counter had changed
+        self._num_silent = [0] * num_ranks  # rounds since a rank's counter last changed
+        self._reports: list[_Report | None] = [None] * num_ranks
+        self._num_unchanged = [0] * num_ranks  # rounds since a rank's report last changed
         self._num_unanswered = 0  # rounds since the store last answered
-        self._explained: BaseException | None = None  # the last result of ``explain``
+        self._explained: BaseException | None = None  # last result of ``explain``
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._exit_reasons: dict[int, str] = {}
         self._verdict: str | None = None
@@ -123,14 +125,10 @@ class Watchdog:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, **options: float) -> Self:
-        """Create the watchdog of this rank in a process group.
+        """Create the watchdog of this rank in a process group; None for the default group.
 
-        The group is the default group if None. ``options`` are those of ``Watchdog``; the default
-        of ``stall_s`` is 0.9 of the group's time limit.
-
-        Raises:
-            RuntimeError: there is no default group.
-            ValueError: this process is not in the group.
+        ``options`` are the times of ``Watchdog``; the default of ``stall_s`` is 0.9 of the group's
+        time limit. A missing default group is a RuntimeError.
         """
         if group is None and not dist.is_initialized():
             raise RuntimeError("torch.distributed.init_process_group must come before the watchdog")
@@ -141,7 +139,7 @@ class Watchdog:
         return cls(group.get_group_store(), rank=rank, num_ranks=num_ranks, **options)
 
     def __enter__(self) -> Self:
-        # All ranks enter equally often. So the count separates successive runs on one store.
+        # All ranks enter equally often, so the count separates successive runs on one store.
         start = self._store.add(f"halley/watchdog/starts/{self._rank}", 1)
         self._store = PrefixStore(f"halley/watchdog/{start}", self._store)
         self._send_report()
@@ -151,12 +149,7 @@ class Watchdog:
         self._exit_thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         explained = None
         if isinstance(error, RuntimeError) and error is not self._explained:
             explained = self.explain(error)
@@ -165,11 +158,9 @@ class Watchdog:
             raise explained from error
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop watching, and tell the other ranks why this rank leaves.
+        """Stop watching, and tell the other ranks why this rank leaves: an error, or a normal end.
 
         If there is a verdict and this rank hangs, the process still ends ``grace_s`` later.
-
-        ``error`` is the error that ended the training; None for a normal end.
         """
         if self._stopped.is_set():
             return
@@ -177,26 +168,19 @@ class Watchdog:
             self._exit_reason = _describe(error)
         self._stopped.set()
         atexit.unregister(self.stop)
-        # With a time limit, because a store that does not answer blocks the thread.
+        # The join has a time limit, because a store that does not answer blocks the thread.
         self._heartbeat_thread.join(timeout=2 * self._linger_s)
 
     def explain(self, error: Exception) -> RuntimeError:
-        """Find out whether a lost rank caused the error of a collective; takes up to ``timeout_s``.
+        """Return the error to raise in place of one of a collective; takes up to ``timeout_s``.
 
-        Returns:
-            The error to raise instead. It names the lost rank and the step. If no rank is lost, it
-            repeats ``error`` and adds the operations of all ranks.
+        It names the lost rank and the step. If no rank is lost, it repeats ``error`` and adds the
+        operations of all ranks.
         """
-        self._explained = self._explain(error)
-        return self._explained
-
-    def _explain(self, error: Exception) -> RuntimeError:
         before = list(self._num_beats)
         self._explaining = True
         deadline_s = time.monotonic() + 2 * self._timeout_s
-        while True:
-            if self._verdict is not None:
-                return RuntimeError(self._message(self._verdict))
+        while self._verdict is None:
             others_live = all(
                 self._num_beats[peer] >= before[peer] + _NUM_BEATS_ALIVE
                 for peer in range(self._num_ranks)
@@ -206,12 +190,15 @@ class Watchdog:
             if others_live or is_over:
                 break
             time.sleep(self._interval_s / 4)
-        reports = {rank: report for rank, report in enumerate(self._reports) if report is not None}
-        where = f"; {describe_reports(reports)}" if differ(reports.values()) else ""
-        return RuntimeError(
-            f"rank {self._rank} failed{self._when}, though no rank was lost: "
-            f"{_describe(error)}{where}"
-        )
+        if self._verdict is not None:
+            text = self._message(self._verdict)
+        else:
+            reports = {rank: each for rank, each in enumerate(self._reports) if each is not None}
+            where = f"; {_describe_reports(reports)}" if _differ(reports.values()) else ""
+            reason = f"though no rank was lost: {_describe(error)}{where}"
+            text = f"rank {self._rank} failed{self._when}, {reason}"
+        self._explained = RuntimeError(text)
+        return self._explained
 
     def _message(self, verdict: str) -> str:
         # A verdict about a deadlock already contains the step of each rank.
@@ -227,7 +214,7 @@ class Watchdog:
             while not self._stopped.wait(self._interval_s):
                 self._exchange()
             self._leave()
-        except RuntimeError:  # every store raises it when the connection is lost
+        except RuntimeError:  # stores raise it when the connection is lost
             # After a normal end of rank 0, its process and the store end: no rank is lost.
             expected = self._stopped.is_set() or self._exit_reasons.get(0) == _FINISHED
             if not expected and self._verdict is None:
@@ -249,23 +236,33 @@ class Watchdog:
             self._beat_counters[peer] = count
             if watches_all and has_beaten and peer not in self._exit_reasons:
                 report = json.loads(self._store.get(f"report/{peer}"))
-                self._store_report(peer, OperationReport(**report))
+                self._store_report(peer, _Report(**report))
         self._num_unanswered = 0
         if self._verdict is None:
             self._judge()
 
     def _send_report(self) -> None:
-        # The query of a stream would break a CUDA graph capture, which is over after some seconds.
-        is_unchanged = self._num_unchanged[self._rank] * self._interval_s >= _ASK_GPU_AFTER_S
-        report = report_operation(self.step, busy_device=self._gpu if is_unchanged else None)
+        """Store the operation that this process runs, and send a heartbeat."""
+        name, is_waiting, is_busy = CURRENT_OPERATION.name, CURRENT_OPERATION.is_waiting, False
+        main = threading.main_thread().ident
+        frame = None if is_waiting or main is None else sys._current_frames().get(main)
+        # Functions of torch.distributed block with gloo, so the main thread waits inside of them.
+        if frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES:
+            name, is_waiting = f"{frame.f_code.co_name} of torch.distributed", True
+        # The query of a stream breaks a CUDA graph capture; after some seconds a capture is over.
+        unchanged_s = self._num_unchanged[self._rank] * self._interval_s
+        if self._gpu is not None and unchanged_s >= _ASK_GPU_AFTER_S:
+            is_busy = not torch.cuda.default_stream(self._gpu).query()
+        operation = {"step": self.step, "num_operations": CURRENT_OPERATION.num_operations}
+        report = _Report(**operation, name=name, is_waiting=is_waiting, is_busy=is_busy)
         self._store_report(self._rank, report)
-        # The report comes first, so that every rank that sees the heartbeat finds the report.
+        # The report is set before the heartbeat, so that a rank that sees the heartbeat finds it.
         self._store.set(f"report/{self._rank}", json.dumps(asdict(report)))
         self._store.add(_beat_key(self._rank), 1)
 
-    def _store_report(self, rank: int, report: OperationReport) -> None:
+    def _store_report(self, rank: int, report: _Report) -> None:
         before = self._reports[rank]
-        is_unchanged = before is not None and not differ((before, report))
+        is_unchanged = before is not None and not _differ((before, report))
         self._num_unchanged[rank] = self._num_unchanged[rank] + 1 if is_unchanged else 0
         self._reports[rank] = report
 
@@ -280,7 +277,7 @@ class Watchdog:
             for peer in range(self._num_ranks)
             if peer not in self._exit_reasons and self._num_silent[peer] >= limit
         ]
-        # A rank that finished is lost only for ranks that still need it in a collective.
+        # A finished rank is lost only for ranks that still need it in a collective.
         departed = [
             f"rank {peer} (rank {peer} ended early: {exit_reason})"
             for peer, exit_reason in sorted(self._exit_reasons.items())
@@ -299,7 +296,7 @@ class Watchdog:
         unchanged_s = min(self._num_unchanged[rank] for rank in live) * self._interval_s
         num_waiting = sum(report.is_waiting for report in reports.values())
         someone_waits = any(report.is_waiting or report.is_busy for report in reports.values())
-        is_mixed = differ(reports.values()) or bool(self._exit_reasons)
+        is_mixed = _differ(reports.values()) or bool(self._exit_reasons)
         if self._rank != 0 or len(reports) < len(live) or not (someone_waits and is_mixed):
             return ""
         limit_s = self._deadlock_s if num_waiting == len(live) else self._stall_s
@@ -310,7 +307,7 @@ class Watchdog:
         )
         return (
             f"cannot go on, since no rank has begun another operation for {limit_s:g} s: "
-            f"{describe_reports(reports)}{ended}"
+            f"{_describe_reports(reports)}{ended}"
         )
 
     def _leave(self) -> None:
@@ -318,7 +315,7 @@ class Watchdog:
         self._store.add(_beat_key(self._rank), _LEFT)
         if self._rank != 0:
             return
-        # The store ends with this process, so the others must read it first.
+        # The store ends with this process, so the other ranks must read it first.
         deadline_s = time.monotonic() + self._linger_s
         peers = range(1, self._num_ranks)
         while time.monotonic() < deadline_s and not all(
@@ -327,7 +324,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _end_if_lost(self) -> None:
-        """End the process some time after a verdict. A thread, since the main thread may hang."""
+        """End the process ``grace_s`` after a verdict, from a thread, as the main one may hang."""
         thread = self._heartbeat_thread
         while thread.is_alive() and not self._stopped.is_set() and self._verdict is None:
             thread.join(timeout=self._interval_s)
@@ -354,3 +351,23 @@ def _store_host() -> str:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return "the launcher of rank 0, which hosts the store"
     return "rank 0, which hosts the store"
+
+
+def _differ(reports: Iterable[_Report]) -> bool:
+    """Return whether the ranks of the reports run different operations, waiting or not."""
+    return len({(report.step, report.num_operations, report.name) for report in reports}) > 1
+
+
+def _describe_reports(reports: Mapping[int, _Report]) -> str:
+    """Return the operations of ranks in words, such as "rank 3 waits in dispatch (operation 5)".
+
+    Ranks with equal reports share one clause.
+    """
+    clauses: list[str] = []
+    for report, ranks in group_ranks(dict(sorted(reports.items()))).items():
+        waits = "waits in" if len(ranks) == 1 else "wait in"
+        verb = waits if report.is_waiting else "last began"
+        step = f"step {report.step}, " if report.step else ""
+        place = f"({step}operation {report.num_operations})"
+        clauses.append(f"{name_ranks(ranks)} {verb} {report.name or 'no operation'} {place}")
+    return ", ".join(clauses)

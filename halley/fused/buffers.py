@@ -1,37 +1,32 @@
-"""Memory that fused layers of one shape share: symmetric buffers, scratch rows, status words."""
+"""Buffers that fused MoE layers of a group of ranks share: a workspace for each layer shape."""
 
+import itertools
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, final
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+import torch.distributed as dist
 
 from halley.core.timeline import CURRENT_OPERATION
-from halley.fused.config import KernelConfig
-from halley.fused.kernels.layout import (
-    NUM_COUNTERS,
-    TASK_ROWS,
-    KernelContext,
-    Layout,
-    make_layout,
-)
+from halley.core.types import check_tp_size
+from halley.distributed.peers import all_gather_objects, compare_ranks, rank_and_size
+from halley.fused.config import ConfigTable, KernelConfig, TunedShape, default_config
+from halley.fused.kernels.layout import NUM_COUNTERS, TASK_ROWS, KernelContext, Layout, make_layout
 from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
-from halley.fused.replay import LaunchCache
+from halley.fused.replay import LaunchCache, PlanSize, PlanSizes, round_up_rows
 from halley.ops.kernels.launch import current_stream
-from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor
+from halley.symm_mem.heap import AbstractSymmHeap, SymmTensor, open_heap
 
 
 _CPU_BLOCK_SLOTS = 64  # fewer than on a GPU: the interpreter's time grows with their square
-_FAILURE, _ROWS, _NEEDED_TOKENS, _COPIES = range(4)  # words of host_status, see kernels/peer.py
-_STEPS = 64  # row counts are rounded in steps of 1/128 to 1/64 of the count
 _GROWTH = 1.25  # a buffer grows to this multiple of the size that is needed
-_TOKEN_MULTIPLE = 64
+_TOKEN_MULTIPLE = 64  # grown buffers hold a multiple of this number of tokens
 
 
 class BufferShape(NamedTuple):
-    """The sizes that decide which layers can share buffers; equal on all ranks."""
+    """Sizes of a fused MoE layer; layers with equal sizes share buffers. Equal on all ranks."""
 
     hidden_size: int
     num_experts: int
@@ -40,40 +35,23 @@ class BufferShape(NamedTuple):
     tp_size: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSize:
-    """Sizes of a dispatch plan that the host needs to allocate tensors."""
-
-    num_rows: int  # of this rank's experts, padded to whole tiles, at least one tile
-    num_copies: int  # length of the fetch list, with its unused entries
-    needed_tokens: int = 0  # the most tokens of a rank if the buffers are too small, else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SymmetricBuffers:
-    """Symmetric memory that kernels of the other ranks read and write, see ``KernelContext``."""
-
-    layout: Layout
-    plan_id: torch.Tensor
-    tensors: list[SymmTensor]
-
-
 @final
 class Workspace:
-    """Memory of one buffer shape, shared by layers that run one pass at a time in stream order.
+    """Buffers of all fused layers of one shape, which run one pass at a time in stream order.
 
     A pass is a forward, a recompute dispatch or a backward of a layer. All ranks begin the same
     passes in the same order.
 
     Args:
-        heap: allocates the symmetric buffers and owns their memory.
-        max_tokens: capacity in tokens of a rank, equal on all ranks. The buffers grow when a call
-            has more.
-        max_load, timeout_s, config: see ``Workspaces``.
+        max_tokens: first capacity in tokens of a rank, equal on all ranks.
+        max_load, timeout_s, reserved_sms: as for ``Workspaces``.
         plan_ids: yields a new id for each layout.
-        reserved_sms: SMs of the GPU that the kernels leave to other kernels.
 
     Attributes:
+        layout: offsets of the routing buffer and of new plans; changes when the buffers grow.
+        plan_id: id of ``layout``, one int64 on the CPU. A tensor, because it is saved for backward
+            beside each plan. If activation checkpointing runs forward again after the buffers have
+            grown, it replaces the saved tensors, but not attributes of the autograd context.
         layouts: layouts of plans, by plan id. It keeps old ones for the backward of old calls.
         max_rows: capacity in rows if ``max_load`` is set, else 0.
         rows_RD: scratch: the input rows of the first GEMM, then the output rows of the second GEMM.
@@ -88,17 +66,16 @@ class Workspace:
         heap: AbstractSymmHeap,
         config: KernelConfig,
         max_tokens: int,
+        max_load: float,
         timeout_s: float,
+        reserved_sms: int,
         plan_ids: Iterator[int],
-        max_load: float = 0.0,
-        reserved_sms: int = 0,
     ) -> None:
         device = heap.device
         self.shape, self.heap, self.config, self.timeout_s = shape, heap, config, timeout_s
-        self.num_sms = config.num_programs
-        if self.num_sms == 0:
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-            self.num_sms = num_sms - reserved_sms
+        self.num_sms = config.num_programs or (
+            torch.cuda.get_device_properties(device).multi_processor_count - reserved_sms
+        )
         on_gpu = device.type == "cuda"
         # Training may use tensors that were allocated under inference mode, and must write them.
         with torch.inference_mode(mode=False):
@@ -110,52 +87,33 @@ class Workspace:
         self._plan_event = torch.cuda.Event() if on_gpu and not max_load else None
         self._plan_ids = plan_ids
         self.layouts: dict[int, Layout] = {}
-        self._last_size = PlanSize(num_rows=0, num_copies=0)
-        self._last_sizes_by_layer: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.launches = LaunchCache()
         self.compiled: set[tuple[object, ...]] = set()
-        self._buffers = self._allocate(max_tokens)
+        self.layout, self.plan_id, self._symmetric = self._allocate(max_tokens)
         balanced = max_tokens * shape.top_k * shape.tp_size
         num_rows = int((max_load or _GROWTH) * balanced) + config.block_m * self.layout.num_local
-        num_rows = min(num_rows, self._most_rows())
+        num_rows = min(num_rows, self.layout.max_tiles * config.block_m)
         num_bytes = num_rows * shape.hidden_size * shape.dtype.itemsize
         try:
             self.rows_RD = heap.on_all_ranks(num_bytes, partial(self._make_rows, num_rows))
         except MemoryError:
-            self._free(self._buffers.tensors)
+            self._free(self._symmetric)
             raise
-        self.max_rows = self.row_capacity if max_load else 0
-
-    @property
-    def layout(self) -> Layout:
-        """Offsets of the routing buffer and of new plans; changes when the buffers grow."""
-        return self._buffers.layout
-
-    @property
-    def plan_id(self) -> torch.Tensor:
-        """Id of ``layout``, one int64 on the CPU.
-
-        It is a tensor because it is saved for backward beside each plan. Under activation
-        checkpointing, forward may run again after the buffers have grown. Then the saved tensors
-        are replaced, but attributes of the autograd context are not.
-        """
-        return self._buffers.plan_id
-
-    @property
-    def row_capacity(self) -> int:
-        """Capacity in rows of the scratch ``rows_RD``."""
-        return self.rows_RD.shape[0]
+        self.max_rows = len(self.rows_RD) if max_load else 0
+        bound = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_copies)
+        fixed = PlanSize(num_rows=self.max_rows, num_copies=bound) if max_load else None
+        self.plan_sizes = PlanSizes(config.block_m, fixed=fixed)
 
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of this rank's memory that kernels of the other ranks read and write."""
-        return sum(tensor.local.nbytes for tensor in self._buffers.tensors)
+        return sum(tensor.local.nbytes for tensor in self._symmetric)
 
     def context(self, layout: Layout | None = None) -> KernelContext:
-        """Return the buffers and settings for the launches of a pass; by default, of ``layout``."""
-        routing, send, combine, dweights = self._buffers.tensors
+        """Return buffers and settings for the launches of a pass, by default for a new plan."""
+        routing, send, combine, dweights = self._symmetric
         return KernelContext(
-            layout=self.layout if layout is None else layout,
+            layout=layout or self.layout,
             config=self.config,
             rank=self.heap.rank,
             num_sms=self.num_sms,
@@ -170,24 +128,21 @@ class Workspace:
         )
 
     def begin_pass(self) -> None:
-        """Begin a pass: raise failures of earlier ones, and wait for passes on other CUDA streams.
+        """Begin a forward or backward pass after passes on other CUDA streams; raise failures.
 
-        Raises:
-            RuntimeError: an earlier wait failed. The workspace stays unusable, because the ranks
-                may have run different numbers of passes.
+        After a failure the workspace stays unusable, because the ranks may have run different
+        numbers of passes.
         """
         self.check()
         CURRENT_OPERATION.begin("a pass of a fused layer")
-        if self._stream is None:
+        device, previous = self.heap.device, self._stream
+        if previous is None or current_stream(device.index) == previous.cuda_stream:
             return
-        device = self.heap.device
-        if current_stream(device.index) != self._stream.cuda_stream:
-            stream = torch.cuda.current_stream(device)
-            # The other stream may still use the scratch. A captured graph cannot wait for it: the
-            # caller orders the replays of a graph.
-            if not torch.cuda.is_current_stream_capturing():
-                stream.wait_stream(self._stream)
-                self._stream = stream
+        # The previous stream may still use the scratch. A captured graph cannot wait for it: the
+        # caller orders the replays of a graph.
+        if not torch.cuda.is_current_stream_capturing():
+            self._stream = torch.cuda.current_stream(device)
+            self._stream.wait_stream(previous)
 
     def record_plan_event(self) -> None:
         """Record a CUDA event after the plan kernel, for which ``read_plan`` waits."""
@@ -196,47 +151,20 @@ class Workspace:
 
     def persistent_tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the workspace. Their addresses change only when it grows."""
-        symmetric = [part for each in self._buffers.tensors for part in (each.local, each.ptrs_W)]
+        symmetric = [part for each in self._symmetric for part in (each.local, each.ptrs_W)]
         return [self.status, self.counters, self.host_status, self.rows_RD, *symmetric]
 
     def check(self) -> None:
-        """Raise an error if a kernel has reported a failure; do not wait for running kernels.
-
-        Raises:
-            RuntimeError: a wait of this rank failed. All later calls raise the same error.
-        """
-        if self._host_words[_FAILURE]:
+        """Raise a ``RuntimeError`` if a kernel has reported a failure; so do all later calls."""
+        if self._host_words[0]:  # words of host_status, see ``kernels/peer.py``
             check(self.host_status, rank=self.heap.rank, timeout_s=self.timeout_s)
 
-    def predict_size(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
-        """Predict the sizes of a layer's next dispatch plan; 0 rows if there was no plan yet.
-
-        The prediction is the size of the layer's last plan plus a margin, or that of the last plan
-        of any layer. With it, the host launches a pass before it can read the plan. The first
-        projection ``up_LGD`` identifies the layer, and ``part`` the call of a layer that runs its
-        tokens in several calls.
-        """
-        if self.max_rows:
-            return self._bounded_size()
-        last: PlanSize = self._last_sizes_of(up_LGD).get(part, self._last_size)
-        return PlanSize(
-            num_rows=rows_with_margin(last.num_rows, multiple=self.config.block_m),
-            num_copies=rows_with_margin(last.num_copies, multiple=TASK_ROWS),
-        )
-
     def read_plan(self, up_LGD: torch.Tensor | None = None, *, part: int = 0) -> PlanSize:
-        """Return the size of the newest dispatch plan, rounded up in coarse steps.
+        """Wait until the GPU has made the newest dispatch plan; return its sizes, rounded up.
 
-        Waits for the plan kernel, but not for later kernels. With ``max_load`` it returns the
-        capacity without waiting. ``up_LGD`` and ``part`` are for the next ``predict_size``.
-
-        Raises:
-            RuntimeError: a peer did not publish its routing, or a CUDA graph is being captured and
-                ``max_load`` is 0.
+        With ``max_load`` it returns the capacity without waiting. A failed wait, or the capture of
+        a CUDA graph without ``max_load``, is a ``RuntimeError``.
         """
-        if self.max_rows:
-            self.check()  # on a CPU the plan kernel has finished by now
-            return self._bounded_size()
         if self._plan_event is not None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -246,53 +174,36 @@ class Workspace:
             with CURRENT_OPERATION.waiting("the plan of a fused layer"):
                 self._plan_event.synchronize()
         self.check()
-        block_m = self.config.block_m
-        size = PlanSize(
-            num_rows=round_up_rows(max(int(self._host_words[_ROWS]), block_m), multiple=block_m),
-            num_copies=round_up_rows(int(self._host_words[_COPIES]), multiple=TASK_ROWS),
-            needed_tokens=int(self._host_words[_NEEDED_TOKENS]),
-        )
-        if not size.needed_tokens:
-            self._last_size = size
-            if up_LGD is not None:
-                self._last_sizes_of(up_LGD)[part] = size
-        return size
-
-    def _last_sizes_of(self, up_LGD: torch.Tensor) -> dict[int, PlanSize]:
-        """Return the sizes of a layer's last dispatch plans, by number of the layer part."""
-        if up_LGD not in self._last_sizes_by_layer:
-            self._last_sizes_by_layer[up_LGD] = {}
-        return self._last_sizes_by_layer[up_LGD]
+        if self.plan_sizes.fixed is not None:
+            return self.plan_sizes.fixed
+        _, num_rows, needed_tokens, num_copies = self._host_words.tolist()
+        size = PlanSize(num_rows=num_rows, num_copies=num_copies, needed_tokens=needed_tokens)
+        return self.plan_sizes.note(size, up_LGD, part=part)
 
     def grow_tokens(self, num_tokens: int) -> None:
-        """Replace the symmetric buffers by buffers for more tokens; a collective.
+        """Replace the symmetric buffers by buffers for 25 % more tokens; a collective.
 
-        Raises:
-            MemoryError: a rank has too little memory. All ranks raise it and keep the old buffers.
+        If a rank has too little memory, all raise a ``MemoryError`` and keep the old buffers.
         """
-        old, self._buffers = self._buffers, self._allocate(token_capacity(num_tokens))
+        capacity = -(-int(_GROWTH * num_tokens) // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+        old = self._symmetric
+        self.layout, self.plan_id, self._symmetric = self._allocate(capacity)
         self.launches.clear()
-        self._free(old.tensors)
+        self._free(old)
 
     def grow_rows(self, num_rows: int) -> None:
         """Replace ``rows_RD`` by a buffer of more rows; the other ranks take no part."""
-        grown = min(int(_GROWTH * num_rows), self._most_rows())
+        grown = min(int(_GROWTH * num_rows), self.layout.max_tiles * self.config.block_m)
         self.rows_RD = self._make_rows(max(num_rows, grown))
         self.launches.clear()
-
-    def _bounded_size(self) -> PlanSize:
-        num_copies = min(self.max_rows + 2 * TASK_ROWS, self.layout.max_copies)
-        return PlanSize(num_rows=self.max_rows, num_copies=num_copies)
-
-    def _most_rows(self) -> int:
-        return self.layout.max_tiles * self.config.block_m
 
     def _make_rows(self, num_rows: int) -> torch.Tensor:
         num_rows = round_up_rows(num_rows, multiple=self.config.block_m)
         shape = (num_rows, self.shape.hidden_size)
         return torch.empty(shape, dtype=self.shape.dtype, device=self.heap.device)
 
-    def _allocate(self, max_tokens: int) -> _SymmetricBuffers:
+    def _allocate(self, max_tokens: int) -> tuple[Layout, torch.Tensor, list[SymmTensor]]:
+        """Allocate symmetric buffers, collectively; return their layout, its id and the buffers."""
         shape, num_ranks = self.shape, self.heap.num_ranks
         sizes = {"block_slots": _CPU_BLOCK_SLOTS} if self.heap.device.type == "cpu" else {}
         layout = make_layout(
@@ -318,28 +229,160 @@ class Workspace:
         self.layouts[number] = layout
         with torch.inference_mode(mode=False):  # inference tensors cannot be saved for backward
             plan_id = torch.tensor([number])
-        return _SymmetricBuffers(layout=layout, plan_id=plan_id, tensors=tensors)
+        return layout, plan_id, tensors
 
     def _free(self, tensors: list[SymmTensor]) -> None:
         for tensor in tensors:
             self.heap.free(tensor)
 
 
-def rows_with_margin(num_rows: int, *, multiple: int) -> int:
-    """Predict the rows of the dispatch plan after one of ``num_rows``: 1/64 more, rounded up."""
-    return round_up_rows(num_rows + num_rows // _STEPS, multiple=multiple)
+# The schema of a torch operator has no type for Python objects, so operators get an integer handle.
+# The references are weak: the strategy owns the buffers.
+_BY_HANDLE: "weakref.WeakValueDictionary[int, Workspaces]" = weakref.WeakValueDictionary()
+_next_handle = itertools.count(1)
 
 
-def round_up_rows(num_rows: int, *, multiple: int) -> int:
-    """Round a row count up to a multiple, in steps of at most 1/64 of the count.
+@final
+class Workspaces:
+    """Buffers of the fused layers of one group of ranks: a ``Workspace`` for each layer shape.
 
-    Coarse steps make the sizes of successive passes equal, so that recorded launches fit.
+    Layers with the same object share memory. ``close``, or the end of the last reference, frees it.
+
+    Args:
+        group: ranks that share the experts; None for a single rank.
+        tp_size: consecutive ranks that hold shards of the same experts, split by intermediate size.
+        max_tokens: first capacity in tokens of a rank; 0 takes the largest number of the first
+            call. A call with more tokens makes the buffers grow.
+        max_load: 0, or the capacity in rows as a multiple of the balanced load, equal on all ranks.
+            With a capacity, the host never reads the number of rows, so that a CUDA graph can
+            capture layers. More rows or tokens than the capacity are an error.
+        timeout_s: time limit of a kernel's wait for a peer, in seconds; by default that of NCCL.
+        reserved_sms: SMs that the kernels leave to kernels of NCCL, which run at the same time.
+        config: settings of the kernels; None uses tuned ones (``config.py``), or the defaults.
+
+    Attributes:
+        handle: integer that ``find_workspaces`` maps to this object.
+        ordering_token: one int32 that keeps the passes of compiled graphs in order; see ``op.py``.
     """
-    num_tiles = -(-num_rows // multiple)
-    step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
-    return -(-num_tiles // step) * step * multiple
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        *,
+        tp_size: int = 1,
+        max_tokens: int = 0,
+        max_load: float = 0.0,
+        timeout_s: float = 600.0,
+        config: KernelConfig | None = None,
+        reserved_sms: int = 0,
+    ) -> None:
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens ({max_tokens}) must be at least 0")
+        if max_load and not max_load >= 1:
+            raise ValueError(f"max_load ({max_load}) must be at least 1, or 0 for any load")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s ({timeout_s}) must be above 0")
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.group, self.device, self.tp_size, self.max_tokens = group, device, tp_size, max_tokens
+        self.num_ranks = rank_and_size(group)[1]
+        check_tp_size(tp_size, num_ranks=self.num_ranks)
+        self.config = config or default_config(device)
+        self._tuned = None
+        if config is None:
+            self._tuned = ConfigTable.load(device, num_ranks=self.num_ranks, tp_size=tp_size)
+        self.handle = next(_next_handle)
+        with torch.inference_mode(mode=False):  # training writes the token after inference
+            self.ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
+        self._limits = {"max_load": max_load, "timeout_s": timeout_s, "reserved_sms": reserved_sms}
+        self._heap: AbstractSymmHeap | None = None
+        self._by_shape: dict[BufferShape, Workspace] = {}
+        self._plan_ids = itertools.count()
+        _BY_HANDLE[self.handle] = self
+
+    def num_experts(self, num_local: int) -> int:
+        """Return the number of experts of all ranks if each rank holds ``num_local`` of them."""
+        return num_local * self.num_ranks // self.tp_size
+
+    def find(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, up_LGD: torch.Tensor
+    ) -> Workspace:
+        """Return the workspace of a layer; a collective if the workspace does not exist yet.
+
+        Raises:
+            ValueError: the ranks differ in the shape, or in arguments of this object.
+            RuntimeError: the ranks cannot address each other's memory, or one of them is missing.
+            MemoryError: a rank has too little memory.
+        """
+        num_experts, top_k = self.num_experts(up_LGD.shape[0]), topk_idx_TK.shape[1]
+        shape = BufferShape(x_TD.shape[1], num_experts, top_k, x_TD.dtype, self.tp_size)
+        return self._by_shape.get(shape) or self._make(shape, x_TD.shape[0])
+
+    def find_plan(self, plan_id: int) -> tuple[Workspace, Layout]:
+        """Return the workspace and layout of a dispatch plan; RuntimeError if they are closed."""
+        for workspace in self._by_shape.values():
+            if plan_id in workspace.layouts:
+                return workspace, workspace.layouts[plan_id]
+        raise RuntimeError("the workspaces of this plan were closed before its backward")
+
+    def all(self) -> list[Workspace]:
+        """Return the workspaces of all layer shapes, oldest first."""
+        return list(self._by_shape.values())
+
+    def check(self) -> None:
+        """Raise a ``RuntimeError`` if a kernel of any workspace has reported a failure."""
+        for workspace in self._by_shape.values():
+            workspace.check()
+
+    def close(self) -> None:
+        """Free the memory of all workspaces; a collective. The next layer call allocates again."""
+        self._by_shape.clear()
+        heap, self._heap = self._heap, None
+        if heap is not None:
+            heap.close()
+
+    def _make(self, shape: BufferShape, num_tokens: int) -> Workspace:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a layer must run once before it is captured in a CUDA graph")
+        # The compared name is "fused" also for unfused layers: both share the workspaces.
+        values = {"strategy": "fused", **shape._asdict(), "max_load": self._limits["max_load"]}
+        values |= {"device": self.device.type, "workspaces": len(self._by_shape)}
+        compare_ranks("an MoE layer", values, group=self.group)
+        if self._heap is None:
+            try:
+                self._heap = open_heap(self.group, self.device)
+            except RuntimeError as error:
+                advice = "the strategies sequential and chunked need none"
+                raise RuntimeError(f"{error}; {advice}") from error
+        config = self.config
+        if self._tuned is not None:
+            wanted = TunedShape(
+                hidden_size=shape.hidden_size,
+                num_experts=shape.num_experts,
+                top_k=shape.top_k,
+                dtype=str(shape.dtype).removeprefix("torch."),
+                num_tokens=max(self.max_tokens, num_tokens),
+            )
+            config = self._tuned.find(wanted, base=config)
+        operation = "the making of buffers for a fused layer"
+        by_rank = all_gather_objects((num_tokens, config), group=self.group, operation=operation)
+        most_tokens = max(self.max_tokens, 1, *(num_tokens for num_tokens, _ in by_rank))
+        self._by_shape[shape] = Workspace(
+            shape,
+            heap=self._heap,
+            config=by_rank[0][1],  # of the first rank, because the layout of records depends on it
+            max_tokens=most_tokens,
+            plan_ids=self._plan_ids,
+            **self._limits,
+        )
+        return self._by_shape[shape]
 
 
-def token_capacity(num_tokens: int) -> int:
-    """Return the size of grown buffers: ``num_tokens`` plus 25 %, as a multiple of 64."""
-    return -(-int(_GROWTH * num_tokens) // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+def find_workspaces(handle: int) -> Workspaces:
+    """Return the ``Workspaces`` of a handle; a RuntimeError if they no longer exist."""
+    found = _BY_HANDLE.get(handle)
+    if found is None:
+        raise RuntimeError(f"workspaces ({handle}) no longer exist: their strategy was deleted")
+    return found

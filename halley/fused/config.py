@@ -1,14 +1,13 @@
 """Configuration of the fused kernels, and the file of tuned configurations.
 
-``halley tune`` measures the settings of ``KernelConfig`` and appends the fastest ones to the file.
-Layers read it when they allocate their buffers.
+``halley tune`` appends the fastest settings to the file; layers read it when they allocate buffers.
 """
 
 import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,39 +26,25 @@ class KernelConfig:
     """Tile sizes and other settings of all fused kernels of one layer.
 
     Settings change the running time only. Exception: ``block_k`` also changes the last bits of the
-    results, because it changes the order of the summation.
-
-    Attributes:
-        num_programs: SMs that a persistent launch uses; 0 means all.
-        block_m: rows of a tile of both forward GEMMs and of their backward GEMMs.
-        up, down: tiles of the forward GEMMs.
-        down_grad, up_grad: tiles of the backward GEMMs with the transposed weights.
-        weight: tile of the weight-gradient GEMMs; its ``block_k`` divides ``block_m``.
-        combiners_beside: combining CTAs on each SM that run beside the GEMM's CTAs.
-        combiners_after: further combining CTAs for each SM, which begin when GEMM CTAs have ended.
-        fetch_elements: elements that a warp has in flight while it fetches rows.
-        combine_rows: token copies that a combining CTA sums at once; divides ``TASK_ROWS``.
-        combine_stages: pipeline stages of this sum; a step adds one row of each token copy. 1 loads
-            all rows of the token copies at once.
-        chunk_columns: columns of a column chunk of the second GEMM: a power of two and a multiple
-            of ``down.block_n`` and ``up_grad.block_n``.
-        sum_rows: tokens of one task of the sum at the source rank.
+    results, because it changes the order of the summation. ``up`` and ``down`` are the tiles of the
+    forward GEMMs, ``down_grad`` and ``up_grad`` those of backward with the transposed weights.
+    ``weight`` is that of the weight-gradient GEMMs; its ``block_k`` divides ``block_m``.
     """
 
-    num_programs: int = 0
-    block_m: int = 128
+    num_programs: int = 0  # SMs that a persistent launch uses; 0 means all
+    block_m: int = 128  # rows of a tile of all GEMMs but those of the weight gradients
     up: GemmTile = field(default_factory=GemmTile)
     down: GemmTile = field(default_factory=GemmTile)
     down_grad: GemmTile = field(default_factory=lambda: GemmTile(num_stages=3))
     up_grad: GemmTile = field(default_factory=GemmTile)
     weight: GemmTile = field(default_factory=lambda: GemmTile(run=0, num_stages=3))
-    combiners_beside: int = 1
-    combiners_after: int = 3
-    fetch_elements: int = 2048
-    combine_rows: int = 8
-    combine_stages: int = 1
-    chunk_columns: int = 512
-    sum_rows: int = 8
+    combiners_beside: int = 1  # combining CTAs on each SM that run beside the GEMM's CTAs
+    combiners_after: int = 3  # further ones for each SM, which begin when GEMM CTAs have ended
+    fetch_elements: int = 2048  # elements that a warp has in flight while it fetches rows
+    combine_rows: int = 8  # token copies that a combining CTA sums at once; divides ``TASK_ROWS``
+    combine_stages: int = 1  # pipeline stages of this sum; 1 loads all rows of a copy at once
+    chunk_columns: int = 512  # a power of two, and a multiple of ``block_n`` of the second GEMMs
+    sum_rows: int = 8  # tokens of one task of the sum at the source rank
 
     def fetch_block(self, hidden_size: int, *, num_warps: int) -> tuple[int, int]:
         """Return rows and columns of the block that a fetching CTA has in flight."""
@@ -70,8 +55,7 @@ class KernelConfig:
     def changed(self, settings: Sequence[str]) -> "KernelConfig":
         """Return a configuration with settings such as "combine_rows=16" or "up.run=2" replaced.
 
-        Raises:
-            ValueError: a setting has another form, or an unknown name.
+        A setting of another form, or with an unknown name, is a ``ValueError``.
         """
         config = self
         for setting in settings:
@@ -87,7 +71,7 @@ class KernelConfig:
         return config
 
     def settings(self, base: "KernelConfig") -> list[str]:
-        """Return the settings that differ from ``base``, as arguments of ``changed``."""
+        """Return the settings that differ from a base configuration, such as "up.run=2"."""
         others = _by_name(base)
         return [
             f"{name}={value}" for name, value in _by_name(self).items() if value != others[name]
@@ -95,13 +79,14 @@ class KernelConfig:
 
 
 # The interpreter takes about the same time for any block size: use few CTAs and few tasks.
+_CPU_TILE = GemmTile(block_n=64, block_k=64, group=2)
 CPU_CONFIG = KernelConfig(
     num_programs=2,
     block_m=16,
-    up=GemmTile(block_n=64, block_k=64, group=2),
-    down=GemmTile(block_n=64, block_k=64, group=2),
-    down_grad=GemmTile(block_n=64, block_k=64, group=2),
-    up_grad=GemmTile(block_n=64, block_k=64, group=2),
+    up=_CPU_TILE,
+    down=_CPU_TILE,
+    down_grad=_CPU_TILE,
+    up_grad=_CPU_TILE,
     weight=GemmTile(block_n=64, block_k=16, group=2),
     fetch_elements=4096,
     combine_rows=64,
@@ -117,7 +102,7 @@ def default_config(device: torch.device) -> KernelConfig:
 
 
 def _by_name(config: KernelConfig) -> dict[str, int]:
-    """Return all settings by name, such as "block_m" and "up.block_n"."""
+    """Return all settings of a kernel configuration by name, such as "up.block_n"."""
     found: dict[str, int] = {}
     for field_ in fields(config):
         value = getattr(config, field_.name)
@@ -155,7 +140,7 @@ class TunedShape:
             raise ValueError(f"num_tokens ({self.num_tokens}) must be at least 0")
 
     def distance(self, other: "TunedShape") -> float:
-        """Return abs(log2) of the ratio of the numbers of tokens; inf if another size differs."""
+        """Return abs(log2) of the ratio of two shapes' tokens; inf if another size differs."""
         mine, others = asdict(self) | {"num_tokens": 0}, asdict(other) | {"num_tokens": 0}
         if mine != others:
             return math.inf
@@ -164,20 +149,13 @@ class TunedShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedConfig:
-    """Fastest configuration that was measured for a shape.
-
-    Attributes:
-        settings: settings that differ from the defaults of the device.
-        median_us: time of forward and backward with them.
-        default_us: the same with the defaults, in the same run.
-        sweeps: for each tuned setting, the time by value, with the other settings fixed.
-    """
+    """Fastest kernel configuration that ``halley tune`` measured for a layer shape."""
 
     shape: TunedShape
-    settings: tuple[str, ...]
-    median_us: float
-    default_us: float
-    sweeps: dict[str, dict[str, float]]
+    settings: tuple[str, ...]  # those that differ from the defaults of the device
+    median_us: float  # of forward and backward with these settings
+    default_us: float  # of forward and backward with the defaults, in the same run
+    sweeps: dict[str, dict[str, float]]  # for each tuned setting, the time by value
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -204,25 +182,22 @@ def tuning_environment(device: torch.device, *, num_ranks: int, tp_size: int = 1
 
 @final
 class ConfigTable:
-    """Tuned configurations of one machine.
+    """Tuned kernel configurations of one machine, read from a file; none if it does not exist.
 
-    If the file does not exist, the table is empty.
-
-    Raises:
-        ValueError: a line is not one that ``write`` writes.
+    A line that ``write`` would not write is a ``ValueError``.
     """
 
     def __init__(self, path: Path, environment: Environment) -> None:
         self.path, self.environment = path, environment
         self.found: list[TunedConfig] = []
         others: set[str] = set()
-        for line in _read(path):
-            if line.tuned is None:
-                others.add(f"version {show(line.version)} of this file")
-            elif line.environment != environment:
-                others.add(_describe(line.environment))
+        for number, place, tuned in _read(path):
+            if tuned is None:
+                others.add(f"version {show(number)} of this file")
+            elif place != environment:
+                others.add(_describe(place))
             else:
-                self._add(line.tuned)
+                self._add(tuned)
         if others and not self.found:
             warnings.warn(
                 f"{path} has no kernel configuration for this machine ({_describe(environment)}), "
@@ -231,15 +206,21 @@ class ConfigTable:
                 stacklevel=2,
             )
 
+    @classmethod
+    def load(cls, device: torch.device, *, num_ranks: int, tp_size: int = 1) -> "ConfigTable":
+        """Read the configurations tuned for this machine and number of ranks."""
+        environment = tuning_environment(device, num_ranks=num_ranks, tp_size=tp_size)
+        return cls(config_path(), environment)
+
     def find(self, shape: TunedShape, *, base: KernelConfig) -> KernelConfig:
-        """Return the configuration for the nearest number of tokens, or ``base`` without one."""
+        """Return the configuration tuned for the nearest number of tokens, or else ``base``."""
         near = min(self.found, key=lambda each: each.shape.distance(shape), default=None)
         if near is None or math.isinf(near.shape.distance(shape)):
             return base
         return base.changed(near.settings)
 
     def write(self, tuned: TunedConfig) -> None:
-        """Append a configuration to the file; later calls of ``find`` prefer it for its shape."""
+        """Append a tuned configuration to the file; ``find`` then prefers it for its shape."""
         self._add(tuned)
         _write(self.path, [_entry(self.environment, tuned)], mode="a")
 
@@ -250,55 +231,40 @@ class ConfigTable:
 def merge_tables(sources: Sequence[Path], path: Path) -> int:
     """Merge files of tuned configurations into ``path``; return its number of lines.
 
-    The last line of each machine and shape wins. The lines of ``path`` itself count first.
-
-    Raises:
-        ValueError: a source does not exist, or has an invalid line or another version.
+    The last line of each machine and shape wins. The lines of ``path`` itself count first. A source
+    that does not exist, or has an invalid line or another version, is a ``ValueError``.
     """
     merged: dict[tuple[Environment, TunedShape], dict[str, object]] = {}
     for source in (path, *sources):
         if source != path and not os.path.exists(source):
             raise ValueError(f"merge ({source}) must be a file of {_WHAT}")
-        for line in _read(source):
-            if line.tuned is None:
-                raise ValueError(f"{source} must be of version {VERSION}, has {show(line.version)}")
-            merged[line.environment, line.tuned.shape] = _entry(line.environment, line.tuned)
+        for number, place, tuned in _read(source):
+            if tuned is None:
+                raise ValueError(f"{source} must be of version {VERSION}, has {show(number)}")
+            merged[place, tuned.shape] = _entry(place, tuned)
     _write(path, list(merged.values()), mode="w")
     return len(merged)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Line:
-    """A line of a file of tuned configurations; ``tuned`` is None for other format versions."""
-
-    environment: Environment
-    version: object
-    tuned: TunedConfig | None
 
 
 def _entry(environment: Environment, tuned: TunedConfig) -> dict[str, object]:
     return {"version": VERSION, "environment": asdict(environment), **asdict(tuned)}
 
 
-def _read(path: Path) -> list[_Line]:
-    lines = read_json_lines(path, what=_WHAT, max_bytes=_MAX_BYTES)
-    return [_parse(value, where=where) for where, value in lines]
-
-
-def _parse(value: object, *, where: str) -> _Line:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} value ({show(value)}) must be a table")
-    table = cast(dict[str, object], value)
-    for name in ("version", "environment"):
-        if name not in table:
-            raise ValueError(f"{where} {name} is required")
-    version, place = table["version"], table["environment"]
-    environment = build_record(Environment, place, where=f"{where} environment:")
-    if type(version) is not int or version != VERSION:
-        return _Line(environment=environment, version=version, tuned=None)
-    found = {name: table[name] for name in table if name not in ("version", "environment")}
-    tuned = build_record(TunedConfig, found, where=where)
-    return _Line(environment=environment, version=version, tuned=tuned)
+def _read(path: Path) -> Iterator[tuple[object, Environment, TunedConfig | None]]:
+    """Yield version, machine and tuned configuration of each line; None for other versions."""
+    for where, value in read_json_lines(path, what=_WHAT, max_bytes=_MAX_BYTES):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} value ({show(value)}) must be a table")
+        table = dict(cast(dict[str, object], value))
+        for name in ("version", "environment"):
+            if name not in table:
+                raise ValueError(f"{where} {name} is required")
+        number, place = table.pop("version"), table.pop("environment")
+        environment = build_record(Environment, place, where=f"{where} environment:")
+        tuned = None
+        if type(number) is int and number == VERSION:
+            tuned = build_record(TunedConfig, table, where=where)
+        yield number, environment, tuned
 
 
 def _write(path: Path, entries: list[dict[str, object]], *, mode: str) -> None:

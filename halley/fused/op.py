@@ -5,41 +5,126 @@ autograd. Under ``torch.compile`` the graph has these operators of the library `
 
 - ``fused_experts``: the forward pass, with a gradient.
 - ``fused_experts_backward``: the backward pass without weight gradients.
-- ``weight_gemm``: the gradient of one projection. No rank waits for it, so that compiler passes
-  can move it under a collective.
+- ``weight_gemm``: the gradient of one projection; compiler passes can move it under a collective.
 - ``end_pass``: returns a new value for the ordering token, which depends on a pass.
 
-Each pass is a collective, so all ranks must run their passes in the same order. But a compiler may
-reorder operators that share no tensor. Therefore each pass reads the ordering token of its
-workspaces, and the result of ``end_pass`` is copied to the token.
+All ranks must run their passes in the same order, but a compiler may reorder operators that share
+no tensor. Therefore each pass reads the ordering token of its workspaces, and the result of
+``end_pass`` is copied to the token.
 
 Source: COMET (arXiv:2502.19811).
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, final
 
 import torch
 
-from halley.fused.buffer_cache import find_workspaces
+from halley.fused.buffers import Workspace, Workspaces, find_workspaces
+from halley.fused.kernels.launches import find_experts, launch_weight_gradient
 from halley.fused.passes import (
     BackwardOptions,
     LayerCall,
     LayerResult,
+    MainGrads,
     SaveOrNone,
     launch_backward,
     launch_token_gradients,
     run_backward,
     run_forward,
 )
-from halley.fused.weight_gradients import (
-    WHOLE_LAYER,
-    LayerPart,
-    MainGrads,
-    find_experts,
-    launch_weight_gradient,
-)
 from halley.ops.kernels.launch import compile_only, is_aligned
 from halley.ops.library import define
+
+
+@final
+class LayerParts:
+    """Collects the operands of the weight gradients of a layer whose tokens run in several parts.
+
+    A layer part is one call of the fused kernels for some of a layer's tokens; ``hierarchical``
+    runs layers in parts. Weight gradients of each part would read and write the gradients of all
+    weights for each part. Instead, the backward of each part keeps their operands, and after the
+    last part, one GEMM for each projection multiplies the rows of all parts. The forward pass of
+    each part appends its number of rows to ``num_rows``.
+    """
+
+    def __init__(
+        self, workspaces: Workspaces, up_LGD: torch.Tensor, down_LDF: torch.Tensor
+    ) -> None:
+        self._workspaces = workspaces
+        # Columns of ``dpre_RG``, ``weighted_RF``, ``dy_RD`` and ``rows_RD`` of ``TokenGradients``.
+        self._widths = (up_LGD.shape[1], down_LDF.shape[2], down_LDF.shape[1], up_LGD.shape[2])
+        self.num_rows: list[int] = []
+        self._operands: list[torch.Tensor] = []
+        self._experts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._workspace: Workspace | None = None
+
+    def begin_backward(
+        self, index: int, plan: torch.Tensor, plan_id: int, *, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Return the buffers that take the weight-gradient operands of one layer part's rows."""
+        if not self._operands:
+            total = sum(self.num_rows)
+            self._operands = [
+                torch.empty(total, width, dtype=dtype, device=plan.device) for width in self._widths
+            ]
+        first = sum(self.num_rows[:index])
+        self._workspace, layout = self._workspaces.find_plan(plan_id)
+        begin, num_rows = find_experts(layout, plan)
+        self._experts[index] = (begin + first, num_rows)
+        return [each[first : first + self.num_rows[index]] for each in self._operands]
+
+    def weight_gradients(
+        self, needed: tuple[bool, bool], main_grads: MainGrads
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the gradients of both projections over all parts, and release the operands.
+
+        The gradient of a projection is None if ``needed`` is false, or if it was added to the
+        buffer of ``main_grads``.
+        """
+        (dpre_RG, weighted_RF, dy_RD, rows_RD), self._operands = self._operands, []
+        parts, self._experts = [self._experts[i] for i in range(len(self.num_rows))], {}
+        begins, num_rows = zip(*parts, strict=True)
+        experts = (torch.stack(begins), torch.stack(num_rows))
+        assert self._workspace is not None, "no part has run its backward"
+        gradient = partial(launch_weight_gradient, self._workspace.context(), experts=experts)
+        up_buffer, down_buffer = main_grads.buffers()
+        dup = gradient(dpre_RG, rows_RD, up_buffer) if needed[0] else None
+        ddown = gradient(dy_RD, weighted_RF, down_buffer) if needed[1] else None
+        main_grads.mark_added(needed)
+        return dup, ddown
+
+
+class LayerPart(NamedTuple):
+    """One of several parts of a layer's tokens, and what it shares with the other parts.
+
+    If no weight needs a gradient, ``parts`` and ``anchor`` are None.
+    """
+
+    index: int  # number of the part; 0 for a whole layer
+    parts: LayerParts | None = None
+    anchor: torch.Tensor | None = None  # the scalar from ``JoinParts``, an input of each part
+
+
+WHOLE_LAYER = LayerPart(0)
+
+
+class JoinParts(torch.autograd.Function):
+    """Autograd function that computes a layer's weight gradients once, for the rows of all parts.
+
+    Forward returns a scalar whose value nothing reads. Each part takes this scalar as an input. So
+    autograd runs this backward after the backward of all parts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, up_LGD: torch.Tensor, down_LDF: torch.Tensor, parts: LayerParts) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.parts, ctx.main_grads = parts, MainGrads(up_LGD, down_LDF)
+        return up_LGD.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> Any:
+        return *ctx.parts.weight_gradients(ctx.needs_input_grad[:2], ctx.main_grads), None
 
 
 def fused_experts(
@@ -55,15 +140,10 @@ def fused_experts(
     ``grad`` stays None, and ``grad_added_to_main_grad`` becomes True. Under ``torch.compile`` it
     gets a ``grad`` like any other tensor.
 
-    Args:
-        call: inputs of the layer.
-        workspaces_handle: ``Workspaces.handle`` of the buffers.
-        ordering_token: ``Workspaces.ordering_token``; required under ``torch.compile``.
-        part: the part, for a layer that runs in parts; not under ``torch.compile``.
-
-    Raises:
-        RuntimeError: a peer did not begin the same pass in time.
-        ValueError: a ``main_grad`` is not a contiguous buffer of the projection's shape.
+    ``workspaces_handle`` and ``ordering_token`` are attributes of the ``Workspaces``; the latter is
+    required under ``torch.compile``. ``part`` is for a layer that runs in parts, not compiled. A
+    peer that does not begin the same pass in time is a ``RuntimeError``, and a ``main_grad`` that
+    is no contiguous buffer of the projection's shape a ``ValueError``.
     """
     if ordering_token is not None and torch.compiler.is_compiling():
         operator = torch.ops.halley.fused_experts.default
@@ -81,15 +161,12 @@ def fused_experts(
     # A layer part has no weight gradients of its own: ``JoinParts`` computes those of all parts.
     weights = call[2:4] if part.parts is None else (part.anchor, None)
     return _FusedExperts.apply(  # pyright: ignore[reportReturnType]
-        *call[:2], *weights, call, workspaces, result, part.parts
+        *call[:2], *weights, call, workspaces, result, part
     )
 
 
 def compile_fused_experts(call: LayerCall, workspaces_handle: int) -> None:
-    """Compile all kernels of a layer, forward and backward, in parallel; launch none.
-
-    Without this call, Triton compiles each kernel at its first launch, one after another.
-    """
+    """Compile all kernels of a fused layer in parallel, instead of each at its first launch."""
     workspaces, weights = find_workspaces(workspaces_handle), (call.up_LGD, call.down_LDF)
     with compile_only(workspaces.num_ranks), torch.no_grad():
         result = run_forward(workspaces, call)
@@ -110,10 +187,11 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        *_, call, workspaces, result, ctx.parts = args
+        *_, call, workspaces, result, part = args
         _save_for_backward(ctx, call, result)
-        if ctx.parts is not None:
-            ctx.index = ctx.parts.add(result.pre_RG.shape[0])
+        ctx.index, ctx.parts = part.index, part.parts
+        if part.parts is not None:
+            part.parts.num_rows.append(result.pre_RG.shape[0])
         ctx.workspaces = workspaces  # keeps the buffers if the layer is deleted before its backward
         ctx.main_grads = MainGrads(call.up_LGD, call.down_LDF)
         return result.y_TD
@@ -183,17 +261,17 @@ def _check_main_grad(weight: torch.Tensor) -> None:
 
 
 def _end_pass(ordering_token: torch.Tensor, result: torch.Tensor) -> None:
-    """Make all later readers of the token depend on the pass that computed ``result``."""
+    """Make all later readers of the ordering token depend on the pass that computed ``result``."""
     ordering_token.copy_(torch.ops.halley.end_pass.default(result.detach()))
 
 
-# Operators. The schemas at the end of the file name their arguments.
+# Implementations of the operators; the schemas at the end of the file name the arguments.
 
 
 def _forward_op(*args: Any) -> tuple[torch.Tensor, ...]:
     *call, workspaces_handle = args[:9]
     result = run_forward(find_workspaces(workspaces_handle), LayerCall(*call))
-    # Cloned because a compiled graph may overwrite tensors that an operator returns.
+    # The id is cloned because a compiled graph may overwrite tensors that an operator returns.
     return result._replace(plan_id=result.plan_id.clone())
 
 
@@ -202,7 +280,7 @@ def _fake_forward(
 ) -> tuple[torch.Tensor, ...]:
     save: SaveOrNone = others[4]
     ctx = torch.library.get_ctx()
-    # Dynamic: the length of a plan depends on the number of tokens of other ranks.
+    # The length of a plan is a dynamic size: it depends on the tokens of other ranks.
     plan = x.new_empty(ctx.new_dynamic_size(), dtype=torch.int32)
     num_rows = ctx.new_dynamic_size()
     if save == "inputs":
@@ -266,15 +344,10 @@ def _fake_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _weight_gemm_op(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor | None:
-    plan, plan_id, num_experts, workspaces_handle = args
+    plan, plan_id, _, workspaces_handle = args
     workspace, layout = find_workspaces(workspaces_handle).find_plan(int(plan_id))
-    experts = find_experts(layout, plan, num_experts=num_experts)
-    return launch_weight_gradient(grad, rows, experts=experts, workspace=workspace)
-
-
-def _fake_weight_gemm(grad: torch.Tensor, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-    num_experts = args[2]
-    return rows.new_empty(num_experts, grad.shape[1], rows.shape[1])
+    experts = find_experts(layout, plan)
+    return launch_weight_gradient(workspace.context(), grad, rows, experts=experts)
 
 
 def _new_token(after: torch.Tensor) -> torch.Tensor:
@@ -302,6 +375,6 @@ define(
     "weight_gemm(Tensor grad, Tensor rows, Tensor plan, Tensor plan_id, int num_experts, "
     "int workspaces_handle) -> Tensor",
     _weight_gemm_op,
-    _fake_weight_gemm,
+    lambda grad, rows, *args: rows.new_empty(args[2], grad.shape[1], rows.shape[1]),
 )
 define("end_pass(Tensor after) -> Tensor", _new_token, _new_token)

@@ -1,82 +1,76 @@
 """Forward and backward pass of a fused layer: allocate tensors and launch the kernels in order.
 
-Kernels of forward, all on the current stream:
+Launches of a forward pass, all on the current stream:
 
-1. plan: publish tokens and routing to all ranks, and make this rank's plan from their routing.
-2. fetch and first GEMM, side by side.
-3. second GEMM and combine, side by side.
+1. ``make_plan``: publish tokens and routing to all ranks; make this rank's plan from their routing.
+2. ``dispatch_gemm``: fetch rows and multiply them by the first projection, side by side.
+3. ``gemm_combine``: multiply by the second projection and combine, side by side.
 
 The host launches all of them with predicted sizes. Then it reads the true sizes, and launches the
-GEMMs again if the predicted sizes were too small. Kernels of backward:
+GEMMs again if the predicted sizes were too small. Launches of a backward pass:
 
-1. With save "inputs" or "recompute": repeat fetch and first GEMM. "inputs" fetches from saved token
+1. With save "inputs" or "recompute": ``dispatch_gemm`` again. "inputs" fetches from saved token
    copies, "recompute" from the peers after another publication of the tokens.
-2. Publish the output's gradients to all ranks.
-3. Fetch and GEMM with the second projection, side by side (``dispatch_dgrad``).
-4. GEMM with the first projection and combine, side by side (``dgrad_combine``).
-5. Weight-gradient GEMMs of both projections, which wait for no rank.
+2. ``publish_rows``: publish the output's gradients to all ranks.
+3. ``dispatch_dgrad``: fetch them and multiply them by the second projection, side by side.
+4. ``gemm_combine`` with the transposed first projection.
+5. ``launch_weight_gradient`` for both projections, which waits for no rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 
 from halley.core.types import Save
-from halley.fused.buffer_cache import Workspaces
-from halley.fused.buffers import PlanSize, Workspace
+from halley.fused.buffers import Workspace, Workspaces
 from halley.fused.kernels.dispatch_plan import make_plan, publish_rows
 from halley.fused.kernels.launches import (
-    dgrad_combine,
     dispatch_dgrad,
     dispatch_gemm,
+    find_experts,
     gemm_combine,
+    launch_weight_gradient,
     num_dweight_columns,
 )
 from halley.fused.kernels.layout import ANY_COPIES, KernelContext, Layout
-from halley.fused.replay import Results, release
-from halley.fused.weight_gradients import find_experts, launch_weight_gradient
+from halley.fused.replay import PlanSize, Results, release
 from halley.ops.kernels.launch import note_call
 
 
-# "none" is a forward without backward.
+# Activations that forward saves for backward; "none" is a forward without backward.
 SaveOrNone: TypeAlias = Save | Literal["none"]
 
 
 class LayerCall(NamedTuple):
-    """Inputs of one forward call, in the order of the operator ``fused_experts``.
+    """Inputs of one forward call of a fused layer, in the order of the operator ``fused_experts``.
 
-    Attributes:
-        up_LGD, down_LDF: projections of this rank's experts, contiguous; in the first one, gate
-            rows come first if ``gated``.
-        topk_idx_TK: expert ids or ``DROPPED``.
-        gated: True for SwiGLU, False for GELU.
-        fused: False runs the same kernels one after the other.
-        save: activations that forward saves for backward.
-            "all": the input rows of the first GEMM, and its outputs before the activation.
-            "inputs": each received token once; backward repeats the first GEMM.
-            "recompute": none; backward repeats dispatch and first GEMM.
-            "none": none, and the result has no gradient.
+    ``save`` tells which activations forward saves for backward:
+
+    - "all": the input rows of the first GEMM, and its outputs before the activation.
+    - "inputs": each received token once; backward repeats the first GEMM.
+    - "recompute": none; backward repeats dispatch and first GEMM.
+    - "none": none, and the result has no gradient.
     """
 
     x_TD: torch.Tensor
     topk_weights_TK: torch.Tensor
-    up_LGD: torch.Tensor
+    up_LGD: torch.Tensor  # projections of this rank's experts, contiguous; gate rows come first
     down_LDF: torch.Tensor
-    topk_idx_TK: torch.Tensor
-    gated: bool
-    fused: bool
+    topk_idx_TK: torch.Tensor  # expert ids or ``DROPPED``
+    gated: bool  # True for SwiGLU, False for GELU
+    fused: bool  # False runs the same kernels one after the other
     save: SaveOrNone
 
 
 class LayerResult(NamedTuple):
-    """Output of a forward call, and the tensors that its backward needs.
+    """Output of one forward call of a fused layer, and the tensors that its backward needs.
 
-    R is the number of rows in the plan and P its number of token copies, both rounded up. With save
-    "all", ``rows`` are the input rows of the first GEMM, ``(R, D)``, and ``pre_RG`` its outputs
-    before the activation. With "inputs", ``rows`` are each received token once, ``(P, D)``. Saved
-    tensors have no columns otherwise.
+    R is the number of rows in the plan and P its number of token copies, both rounded up. ``rows``
+    are ``(R, D)`` with save "all" and ``(P, D)`` with "inputs", see ``LayerCall``. Tensors that are
+    not saved have no columns.
     """
 
     y_TD: torch.Tensor
@@ -87,16 +81,16 @@ class LayerResult(NamedTuple):
 
 
 def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> LayerResult:
-    """Run the forward pass of a layer; a collective. A failed wait is a RuntimeError.
+    """Run the forward pass of a fused layer; a collective. A failed wait is a RuntimeError.
 
     ``part`` is the number of the layer part, for a layer whose tokens run in several calls.
     """
     workspace = workspaces.find(call.x_TD, call.topk_idx_TK, call.up_LGD)
     while True:
-        predicted = workspace.predict_size(call.up_LGD, part=part)
+        predicted = workspace.plan_sizes.predict(call.up_LGD, part=part)
         if call.save == "none":  # no tensor of this size outlives the call: use the full capacity
-            predicted = replace(predicted, num_rows=workspace.row_capacity)
-        elif predicted.num_rows > workspace.row_capacity:
+            predicted = replace(predicted, num_rows=len(workspace.rows_RD))
+        elif predicted.num_rows > len(workspace.rows_RD):
             workspace.grow_rows(predicted.num_rows)
         plan, *results = _launch_all(workspace, call, predicted)
         size = workspace.read_plan(call.up_LGD, part=part)
@@ -104,10 +98,10 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
             break
         del results
         workspace.grow_tokens(size.needed_tokens)  # all ranks read the same number
-    if size.num_rows > workspace.row_capacity:
+    if size.num_rows > len(workspace.rows_RD):
         workspace.grow_rows(size.num_rows)
     copies_fit = call.save != "inputs" or size.num_copies <= predicted.num_copies
-    # With too small sizes, or before the first plan, the kernels of the GEMMs did nothing.
+    # With too small predicted sizes, or before the first plan, the GEMM kernels did nothing.
     if not (results and copies_fit and size.num_rows <= predicted.num_rows):
         del results  # frees memory for the tensors that replace them
         results = _launch_gemms(workspace, call, plan, size)
@@ -121,10 +115,7 @@ def run_forward(workspaces: Workspaces, call: LayerCall, *, part: int = 0) -> La
 
 
 def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[Any]:
-    """Launch or replay all kernels of forward; return plan, then results of ``_launch_gemms``.
-
-    With 0 rows only the plan kernel is launched.
-    """
+    """Launch or replay all kernels of forward; return plan, then results of ``_launch_gemms``."""
     inputs = [call.x_TD, call.topk_idx_TK, call.topk_weights_TK, call.up_LGD, call.down_LDF]
     key = (
         "forward", call.gated, call.fused, call.save, size.num_rows, size.num_copies,
@@ -147,7 +138,7 @@ def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[A
         )
         note_call(workspace.record_plan_event)
         outputs.append(plan)
-        if size.num_rows:
+        if size.num_rows:  # else only the plan kernel is launched
             outputs += _launch_gemms(workspace, call, plan, size)
     return outputs
 
@@ -155,18 +146,13 @@ def _launch_all(workspace: Workspace, call: LayerCall, size: PlanSize) -> list[A
 def _launch_gemms(
     workspace: Workspace, call: LayerCall, plan: torch.Tensor, size: PlanSize
 ) -> list[torch.Tensor]:
-    """Launch dispatch, both GEMMs and combine; return output, saved rows and pre-activations.
-
-    Tensors that are not saved have no columns.
-    """
+    """Launch dispatch, both GEMMs and combine; return output, saved rows and pre-activations."""
     x_TD, up_LGD, save = call.x_TD, call.up_LGD, call.save
     num_rows, hidden_size = size.num_rows, x_TD.shape[1]
     h_RF = x_TD.new_empty(num_rows, up_LGD.shape[1] // (2 if call.gated else 1))
     pre_RG = x_TD.new_empty(num_rows, up_LGD.shape[1] if save == "all" else 0)
-    if save == "inputs":
-        rows = x_TD.new_empty(size.num_copies, hidden_size)
-    else:
-        rows = x_TD.new_empty(num_rows, hidden_size if save == "all" else 0)
+    num_saved = size.num_copies if save == "inputs" else num_rows
+    rows = x_TD.new_empty(num_saved, hidden_size if save in ("all", "inputs") else 0)
     context = workspace.context()
     dispatch_gemm(
         context,
@@ -185,36 +171,32 @@ def _launch_gemms(
         plan,
         y_TD=y_TD,
         z_RD=workspace.rows_RD,
-        h_RF=h_RF,
-        down_LDF=call.down_LDF,
+        rows=h_RF,
+        weights=call.down_LDF,
         fused=call.fused,
         copy_capacity=size.num_copies if save == "inputs" else ANY_COPIES,
     )
     return [y_TD, rows, pre_RG]
 
 
-# Indices in the list of input tensors. The list is mutable, so that an input can be released early.
+# Indices in the list of inputs of backward, which is mutable so that an input can be released.
 _DY, _SAVED, _PLAN, _PRE, _UP, _DOWN, _IDX = range(7)
 _OPERANDS = slice(7, 11)  # only with ``keeps_operands``
 
 
 class BackwardOptions(NamedTuple):
-    """Options of the forward call, and which projections need gradients.
-
-    With ``keeps_operands``, the operands of the weight gradients are written to given buffers, and
-    the weight gradients are left to the caller.
-    """
+    """Options of a backward pass: those of its forward, and which projections need gradients."""
 
     gated: bool
     fused: bool
     save: Save
     needs_up: bool
     needs_down: bool
-    keeps_operands: bool = False
+    keeps_operands: bool = False  # write weight-gradient operands to given buffers, no gradients
 
 
 class TokenGradients(NamedTuple):
-    """Results of the backward pass without weight gradients; R is as in ``LayerResult``."""
+    """Results of a backward pass without weight gradients; R is as in ``LayerResult``."""
 
     dx_TD: torch.Tensor  # of this rank's tokens
     dweights_TK: torch.Tensor  # of their routing weights, float32
@@ -224,17 +206,44 @@ class TokenGradients(NamedTuple):
     rows_RD: torch.Tensor  # input rows of the first GEMM
 
 
+@final
+class MainGrads:
+    """The buffers ``main_grad`` of a layer's two projections, to which Megatron adds gradients.
+
+    It keeps no weight alive that has no such buffer.
+
+    Args:
+        up_LGD, down_LDF: the projections as the user passed them. Saved-tensor hooks may return
+            other tensor objects, which have no ``main_grad``.
+    """
+
+    def __init__(self, up_LGD: torch.Tensor, down_LDF: torch.Tensor) -> None:
+        self._weights: list[Any] = [
+            weight if getattr(weight, "main_grad", None) is not None else None
+            for weight in (up_LGD, down_LDF)
+        ]
+
+    def buffers(self) -> list[torch.Tensor | None]:
+        """Return the ``main_grad`` buffer of each projection, or None."""
+        return [getattr(weight, "main_grad", None) for weight in self._weights]
+
+    def mark_added(self, needed: tuple[bool, bool]) -> None:
+        """Set the flag ``grad_added_to_main_grad`` of projections with a buffer and a gradient."""
+        for weight, is_needed in zip(self._weights, needed, strict=True):
+            if weight is not None and is_needed:
+                weight.grad_added_to_main_grad = True
+
+
 def run_backward(
     workspaces: Workspaces,
     plan_id: int,
     inputs: list[Any],
     options: BackwardOptions,
-    main_grads: tuple[torch.Tensor | None, torch.Tensor | None],
+    main_grads: Sequence[torch.Tensor | None],
 ) -> Results:
-    """Run the backward pass of a layer; a collective of the ranks.
+    """Run the backward pass of a fused layer; a collective. A failed wait is a RuntimeError.
 
     Args:
-        plan_id: of the forward's ``LayerResult``.
         inputs: gradient of the output; saved rows (with save "recompute", the tokens), plan and
             ``pre_RG`` of the forward; both projections; expert ids. After their last use, saved
             token copies are replaced by None. With ``keeps_operands`` also the buffers that take
@@ -244,9 +253,6 @@ def run_backward(
     Returns:
         Gradients of tokens, of routing weights in float32, and of both projections. None for a
         projection that needs no gradient or has a ``main_grad``.
-
-    Raises:
-        RuntimeError: the buffers were closed, or a peer did not begin the same pass in time.
     """
     workspace, layout = workspaces.find_plan(plan_id)
     inputs += [buffer for buffer in main_grads if buffer is not None]
@@ -271,7 +277,7 @@ def launch_backward(
     layout: Layout,
     inputs: list[Any],
     options: BackwardOptions,
-    main_grads: tuple[torch.Tensor | None, torch.Tensor | None],
+    main_grads: Sequence[torch.Tensor | None],
 ) -> Results:
     """Launch all kernels of a backward pass; arguments and results as in ``run_backward``."""
     dx_TD, dweights_TK, dpre_RG, weighted_RF, dy_RD, rows_RD = launch_token_gradients(
@@ -279,8 +285,8 @@ def launch_backward(
     )
     if options.keeps_operands:
         return dx_TD, dweights_TK
-    experts = find_experts(layout, inputs[_PLAN], num_experts=len(inputs[_UP]))
-    weight_gradient = partial(launch_weight_gradient, experts=experts, workspace=workspace)
+    experts = find_experts(layout, inputs[_PLAN])
+    weight_gradient = partial(launch_weight_gradient, workspace.context(), experts=experts)
     dup = ddown = None
     if options.needs_down:
         ddown = weight_gradient(dy_RD, weighted_RF, main_grads[1])
@@ -297,7 +303,6 @@ def launch_token_gradients(
     dy_TD, plan, pre_RG = inputs[_DY], inputs[_PLAN], inputs[_PRE]
     down_LDF, up_LGD, topk_idx_TK = inputs[_DOWN], inputs[_UP], inputs[_IDX]
     context = workspace.context(layout)
-    gated, fused = options.gated, options.fused
     operands = inputs[_OPERANDS] if options.keeps_operands else None
     if options.save == "all":
         rows_RD = inputs[_SAVED]
@@ -323,23 +328,21 @@ def launch_token_gradients(
         pre_RG=pre_RG,
         weight_R=weight_R,
         down_LDF=down_LDF,
-        gated=gated,
-        fused=fused,
+        gated=options.gated,
+        fused=options.fused,
     )
     del pre_RG, weight_R  # frees a recomputed pre_RG
     dx_TD = dy_TD.new_empty(topk_idx_TK.shape[0], up_LGD.shape[2])
     dweights_TK = dy_TD.new_empty(topk_idx_TK.shape, dtype=torch.float32)
-    dgrad_combine(
+    gemm_combine(
         context,
         plan,
-        dx_TD=dx_TD,
-        dweights_TK=dweights_TK,
+        y_TD=dx_TD,
         z_RD=workspace.rows_RD,
-        dpre_RG=dpre_RG,
-        dweight_RJ=dweight_RJ,
-        up_LGD=up_LGD,
-        topk_idx_TK=topk_idx_TK,
-        fused=fused,
+        rows=dpre_RG,
+        weights=up_LGD,
+        fused=options.fused,
+        weight_gradients=(dweight_RJ, topk_idx_TK, dweights_TK),
     )
     if not dy_TD.is_cuda:  # interpreted kernels have finished
         workspace.check()
@@ -352,7 +355,7 @@ def _recompute(
     options: BackwardOptions,
     rows_RD: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat the first GEMM; return its input rows and its outputs before the activation.
+    """Repeat the first GEMM in backward; return its input rows, and its output before activation.
 
     With save "recompute", publish the tokens and fetch them from the peers again. Else read the
     token copies that forward saved, and then release them. ``rows_RD`` takes the input rows.

@@ -1,8 +1,9 @@
-"""Record the kernel launches of a pass once, and replay them on tensors of the same sizes.
+"""Save host time in fused passes: predict buffer sizes, record kernel launches and replay them.
 
 While the sizes stay equal, the launches of a pass differ from call to call only in the addresses of
 its tensors. The Python code that prepares launches takes longer than small kernels run. So it runs
-once, and later passes only replace addresses. On a CPU nothing is recorded.
+once, and later passes only replace addresses. On a CPU nothing is recorded. Predicted sizes are
+rounded in coarse steps, so that successive passes have equal sizes.
 """
 
 import threading
@@ -13,8 +14,10 @@ from itertools import pairwise
 from typing import Any, TypeAlias, final
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from halley.fused.kernels.layout import TASK_ROWS
 from halley.interpreter import INTERPRETED
 from halley.ops.kernels.launch import (
     DirectLaunch,
@@ -30,11 +33,76 @@ from halley.ops.kernels.launch import (
 Results: TypeAlias = Sequence[torch.Tensor | None]
 _Range: TypeAlias = tuple[int, int]  # first address, number of bytes
 _MAX_RECORDINGS = 512
+_STEPS = 64  # row counts are rounded in steps of 1/128 to 1/64 of the count
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSize:
+    """Sizes of a dispatch plan that the host needs to allocate tensors."""
+
+    num_rows: int  # of this rank's experts, padded to whole tiles, at least one tile
+    num_copies: int  # length of the fetch list, with its unused entries
+    needed_tokens: int = 0  # the most tokens of a rank if the buffers are too small, else 0
+
+
+@final
+class PlanSizes:
+    """Sizes of the last dispatch plans of a workspace, from which the next sizes are predicted.
+
+    The first projection ``up_LGD`` identifies a layer, and ``part`` the call of a layer that runs
+    its tokens in several calls. ``fixed`` is the size of all plans if ``max_load`` is set.
+    """
+
+    def __init__(self, block_m: int, *, fixed: PlanSize | None) -> None:
+        self.block_m, self.fixed = block_m, fixed
+        self.last = PlanSize(num_rows=0, num_copies=0)  # of any layer
+        self.by_layer: Any = WeakIdKeyDictionary()  # torch gives its methods no types
+
+    def predict(self, up_LGD: torch.Tensor, *, part: int = 0) -> PlanSize:
+        """Return the size of the layer's last plan, or of any layer's, plus a margin of 1/64.
+
+        Before the first plan it is 0 rows. So the host launches a pass before it can read the plan.
+        """
+        if self.fixed is not None:
+            return self.fixed
+        last: PlanSize = self.by_layer.get(up_LGD, {}).get(part, self.last)
+        return PlanSize(
+            num_rows=rows_with_margin(last.num_rows, multiple=self.block_m),
+            num_copies=rows_with_margin(last.num_copies, multiple=TASK_ROWS),
+        )
+
+    def note(self, size: PlanSize, up_LGD: torch.Tensor | None, *, part: int) -> PlanSize:
+        """Round up the sizes of a new dispatch plan; keep them for predictions and return them.
+
+        They are not kept if the buffers are too small, because the call then runs again.
+        """
+        size = PlanSize(
+            num_rows=round_up_rows(max(size.num_rows, self.block_m), multiple=self.block_m),
+            num_copies=round_up_rows(size.num_copies, multiple=TASK_ROWS),
+            needed_tokens=size.needed_tokens,
+        )
+        if not size.needed_tokens:
+            self.last = size
+            if up_LGD is not None:
+                self.by_layer.setdefault(up_LGD, {})[part] = size
+        return size
+
+
+def rows_with_margin(num_rows: int, *, multiple: int) -> int:
+    """Predict the rows of the dispatch plan after one of ``num_rows``: 1/64 more, rounded up."""
+    return round_up_rows(num_rows + num_rows // _STEPS, multiple=multiple)
+
+
+def round_up_rows(num_rows: int, *, multiple: int) -> int:
+    """Round a row count up to a multiple, in steps of at most 1/64 of the count."""
+    num_tiles = -(-num_rows // multiple)
+    step = 1 << max(0, (num_tiles // _STEPS).bit_length() - 1)
+    return -(-num_tiles // step) * step * multiple
 
 
 @final
 class LaunchCache:
-    """Recorded launches of the passes of one workspace.
+    """Recorded kernel launches of the forward and backward passes of one workspace.
 
     A key holds everything that the launches depend on except addresses: options, sizes, dtypes.
     """
@@ -43,11 +111,11 @@ class LaunchCache:
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def clear(self) -> None:
-        """Forget all recordings, because tensors of the workspace have moved."""
+        """Delete all recorded launches, because buffers of the workspace have moved."""
         self._recordings.clear()
 
     def find(self, key: tuple[object, ...], inputs: Sequence[torch.Tensor]) -> "Recording | None":
-        """Return the recorded pass for a key; None if there is none or inputs are not aligned."""
+        """Return the recorded launches for a key; None if none fit or an input is not aligned."""
         if INTERPRETED or only_compiles() or not all(map(is_aligned, inputs)):
             return None
         return self._recordings.get(key)
@@ -64,10 +132,7 @@ class LaunchCache:
         A recording finds tensors by their addresses. So nothing is recorded for inputs that a
         launcher must copy, or that share memory; nor in the interpreter, which has no launches.
         The addresses of ``persistent`` tensors, those of the workspace, do not change. The pass
-        allocates all other tensors of its launches itself.
-
-        Raises:
-            RuntimeError: a launch reads memory beyond the inputs and persistent tensors.
+        allocates all other tensors of its launches itself; else a ``RuntimeError`` is raised.
         """
         outputs: list[torch.Tensor | None] = []
         is_recorded = not (INTERPRETED or only_compiles())
@@ -88,7 +153,7 @@ class LaunchCache:
 
 
 def release(inputs: list[Any], index: int) -> None:
-    """Drop the reference to an input after its last use, now and in every replay."""
+    """Drop the reference to an input tensor of a pass, now and in every replay of the pass."""
     note_step(_Release(index))
     inputs[index] = None
 
@@ -108,37 +173,34 @@ class _Release:
 
 @dataclass(frozen=True, kw_only=True)
 class _Allocation:
-    """A tensor that the pass allocates."""
+    """A tensor that a recorded pass allocates; ``slot`` is its number in the recording."""
 
     slot: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
+    def make(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
 
 @dataclass(kw_only=True, slots=True)
 class _LaunchStep:
-    """One launch of a recording, and the tensors on whose addresses its parameters depend.
-
-    Attributes:
-        allocations: tensors that no earlier launch uses.
-        frees: slots of tensors that no later launch uses and that are no outputs.
-        addresses: for each pointer: parameter number, slot of the tensor, offset in bytes.
-        maps: for each TMA map: the same, then index and descriptor of the argument.
-        current: addresses of the tensors in ``slots`` in the previous replay.
-    """
+    """One recorded kernel launch, and the tensors on whose addresses its parameters depend."""
 
     launch: DirectLaunch
     prepared: PreparedLaunch  # its parameters
-    allocations: list[_Allocation] = field(default_factory=list)
-    frees: list[int] = field(default_factory=list)
+    allocations: list[_Allocation] = field(default_factory=list)  # used by no earlier launch
+    frees: list[int] = field(default_factory=list)  # slots of tensors that nothing uses later
+    # For each pointer: parameter number, slot of the tensor, offset in bytes.
     addresses: list[tuple[int, int, int]] = field(default_factory=list)
+    # For each TMA map: parameter number, slot, offset, then index and descriptor of the argument.
     maps: list[tuple[int, int, int, int, TensorDescriptor]] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    current: list[int] = field(default_factory=list)
+    current: list[int] = field(default_factory=list)  # addresses of ``slots`` in the last replay
 
     def move(self, addresses: Sequence[int]) -> None:
-        """Set the launch parameters that depend on addresses, given the address of each slot."""
+        """Set the launch parameters that are addresses, from the address of each tensor slot."""
         for place, slot, offset in self.addresses:
             self.prepared.set_address(place, addresses[slot] + offset)
         for place, slot, offset, index, desc in self.maps:
@@ -147,7 +209,7 @@ class _LaunchStep:
 
 @final
 class Recording:
-    """The launches of one pass for tensors of fixed sizes.
+    """The kernel launches of one forward or backward pass, for tensors of fixed sizes.
 
     Every tensor has a number, its slot: first the inputs, then the outputs, then temporary tensors.
     A launch argument belongs to the tensor whose memory contains it. ``steps`` are launches with
@@ -178,7 +240,7 @@ class Recording:
         self._no_addresses = [0] * (len(self._slots) - self._num_inputs)
 
     def replay(self, inputs: list[Any]) -> list[torch.Tensor | None]:
-        """Launch the recorded pass on other inputs; return its outputs.
+        """Launch the recorded kernels on other input tensors; return the output tensors.
 
         Where the pass released an input, its entry in ``inputs`` becomes None.
         """
@@ -194,8 +256,8 @@ class Recording:
                     step()
                     continue
                 for each in step.allocations:
-                    tensor = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-                    tensors[each.slot], addresses[each.slot] = tensor, tensor.data_ptr()
+                    tensors[each.slot] = tensor = each.make()
+                    addresses[each.slot] = tensor.data_ptr()
                 used = [addresses[slot] for slot in step.slots]
                 if used != step.current:  # the allocator often returns the same addresses
                     step.move(addresses)
@@ -204,7 +266,7 @@ class Recording:
                 for slot in step.frees:
                     del tensors[slot]
         for each in self._unused:
-            tensors[each.slot] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            tensors[each.slot] = each.make()
         return [tensors[slot] for slot in self._output_slots]
 
     def _add(self, tensor: torch.Tensor) -> _Allocation:
@@ -246,7 +308,7 @@ class Recording:
         return step
 
     def _find_frees(self) -> None:
-        """Find the launch after which each temporary tensor is free.
+        """Find the launch after which the memory of each temporary tensor can be freed.
 
         An overlapping launch runs beside the previous one, so that launch's tensors stay in use.
         """
@@ -272,7 +334,7 @@ def _touches(tensor: torch.Tensor, ranges: Sequence[_Range]) -> bool:
 
 
 def _find(tensor: torch.Tensor, ranges: Sequence[_Range]) -> int | None:
-    """Return the index of the address range that contains a tensor."""
+    """Return the index of the address range that contains a tensor, or None."""
     begin, num_bytes = _range_of(tensor)
     for index, (first, size) in enumerate(ranges):
         if first <= begin and begin + num_bytes <= first + size:

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
 from halley.core.timeline import Recorder
@@ -31,6 +32,7 @@ from halley.strategies.registry import build_strategy, check_strategy
 # id of each row (R,), int64. Result: expert outputs (R, D), without routing weights.
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+_TRACEABLE = ("fused", "unfused")  # strategies that torch.compile traces as one operator
 _DESCRIPTION = "halley_description"  # attribute of a module, not in its state dict
 
 
@@ -76,9 +78,6 @@ class ExpertRunner:
         self._strategies: dict[tuple[dist.ProcessGroup | None, torch.device], AbstractStrategy] = {}
         self._warned: set[str] = set()
 
-    # Strategies read split sizes on the host and allocate buffers at the first call. The compiler
-    # cannot trace that, so a graph ends here and the next one starts behind it.
-    @torch.compiler.disable(reason="a graph ends at Halley's experts: fullgraph must be False")
     def run(
         self,
         x_TD: torch.Tensor,
@@ -87,6 +86,7 @@ class ExpertRunner:
         *,
         group: dist.ProcessGroup | None,
         module: nn.Module | None = None,
+        prepared: Any = None,
     ) -> torch.Tensor:
         """Return the weighted sum of each token's expert outputs, ``(T, D)``.
 
@@ -99,6 +99,8 @@ class ExpertRunner:
             experts: the experts of this rank.
             group: the expert-parallel group; None for a single rank.
             module: gets a description of how its experts ran, see ``describe``.
+            prepared: result of ``prepare``. With it, a graph of ``torch.compile`` can include the
+                experts. Without it, the graph ends here, and another one starts behind them.
 
         Raises:
             ValueError: shapes or expert ids do not fit; or ``strict``, and the strategy cannot run
@@ -108,10 +110,39 @@ class ExpertRunner:
             group = None
         if experts.stacked is not None:
             experts = replace(experts, stacked=under_autocast(experts.stacked))
-        problem = self.find_problem(experts, top_k=routing.topk_idx_TK.shape[1], group=group)
+        stacked, top_k = experts.stacked, routing.topk_idx_TK.shape[1]
+        is_traced = torch.compiler.is_compiling() and _allows_unknown_sizes()
+        if (
+            prepared is None
+            or stacked is None
+            or not is_traced
+            or find_problem(stacked, prepared, top_k=top_k)
+        ):
+            return self._run_outside_graph(x_TD, routing, experts, group=group, module=module)
+        if module is not None:
+            set_description(module, f"halley: {self.strategy}")
+        x_cast_TD = x_TD.to(stacked.up_LGD.dtype)
+        return prepared.forward_in_graph(x_cast_TD, routing, stacked).to(x_TD.dtype)
+
+    # Most strategies read split sizes on the host, which the compiler cannot trace.
+    @torch.compiler.disable(reason="a graph ends at Halley's experts: fullgraph must be False")
+    def _run_outside_graph(
+        self,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        experts: LocalExperts,
+        *,
+        group: dist.ProcessGroup | None,
+        module: nn.Module | None,
+    ) -> torch.Tensor:
+        """Run experts as ``run`` does, for calls that ``torch.compile`` does not trace."""
+        stacked, strategy, problem = experts.stacked, None, experts.reason
+        if stacked is not None:
+            strategy = self._find_strategy(group, x_TD.device)
+            problem = find_problem(stacked, strategy, top_k=routing.topk_idx_TK.shape[1])
         if problem:
             self.check_supported(problem)
-        if experts.stacked is None or problem:
+        if stacked is None or strategy is None or problem:
             y_TD = run_all_to_all(
                 x_TD,
                 routing,
@@ -122,25 +153,13 @@ class ExpertRunner:
             )
             path = f"sequential, with the framework's own expert code: {problem}"
         else:
-            strategy = self._find_strategy(group, x_TD.device)
-            x_cast_TD = x_TD.to(experts.stacked.up_LGD.dtype)
-            y_TD = strategy.forward(x_cast_TD, routing, experts.stacked).to(x_TD.dtype)
+            x_cast_TD = x_TD.to(stacked.up_LGD.dtype)
+            y_TD = strategy.forward(x_cast_TD, routing, stacked).to(x_TD.dtype)
             reasons = strategy.reasons if isinstance(strategy, AutoStrategy) else []
             path = "; ".join([self.strategy, *reasons])
-        if module is not None and _DESCRIPTION not in vars(module):
+        if module is not None and not hasattr(module, _DESCRIPTION):
             set_description(module, f"halley: {path}")
         return y_TD
-
-    def find_problem(
-        self, experts: LocalExperts, *, top_k: int, group: dist.ProcessGroup | None
-    ) -> str:
-        """Return why the strategy cannot run these experts, or ""; the same on all ranks."""
-        if experts.stacked is None:
-            return experts.reason
-        if problem := find_alignment_problem(experts.stacked):
-            return problem
-        strategy = self._find_strategy(group, experts.stacked.down_LDF.device)
-        return strategy.find_problem(experts.stacked, top_k=top_k)
 
     def check_supported(self, problem: str) -> None:
         """Report that the strategy cannot run some experts: an error if strict, else a warning.
@@ -166,6 +185,20 @@ class ExpertRunner:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 warnings.warn(f"{problem}; {fallback}", stacklevel=2)
 
+    def prepare(self, group: dist.ProcessGroup | None) -> Any:
+        """Return the fused strategy of a group, which ``torch.compile`` can trace; else None.
+
+        Call it before the first ``run``: the compiler cannot trace how a strategy is built.
+        """
+        if self.strategy.partition(":")[0] not in _TRACEABLE:
+            return None
+        if group is not None and dist.get_world_size(group) == 1:
+            group = None
+        on_gpu = "nccl" in dist.get_backend(group) if group else torch.cuda.is_available()
+        device = torch.device(f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu")
+        with device:  # a framework may build layers on "meta"
+            return self._find_strategy(group, device)
+
     def _find_strategy(
         self, group: dist.ProcessGroup | None, device: torch.device
     ) -> AbstractStrategy:
@@ -178,9 +211,21 @@ class ExpertRunner:
         return self._strategies[key]
 
 
+@torch.compiler.assume_constant_result
+def _allows_unknown_sizes() -> bool:
+    """Return whether Dynamo allows data-dependent sizes in its graph, as ``fullgraph`` does."""
+    mode = detect_fake_mode()
+    return mode is not None and getattr(mode.shape_env, "allow_dynamic_output_shape_ops", False)
+
+
+def find_problem(experts: Experts, strategy: AbstractStrategy, *, top_k: int) -> str:
+    """Return why a strategy cannot run these experts, or "" if it can; the same on all ranks."""
+    return find_alignment_problem(experts) or strategy.find_problem(experts, top_k=top_k)
+
+
 @cache
 def shared_runner(strategy: str, strict: bool) -> ExpertRunner:
-    """Return the runner of these options, the same at each call, so that layers share its buffers.
+    """Return one ``ExpertRunner`` for each pair of options, so that all layers share its buffers.
 
     For frameworks whose layer configurations can only hold strings and booleans.
     """
@@ -203,8 +248,8 @@ def _apply_function(
 
 
 def set_description(module: nn.Module, text: str) -> None:
-    """Store how the experts of a module run, for ``describe``; the state dict does not change."""
-    vars(module)[_DESCRIPTION] = text
+    """Store on a module how its experts run, for ``describe``; its state dict does not change."""
+    setattr(module, _DESCRIPTION, text)  # Dynamo cannot trace a write to vars(module)
 
 
 def describe(model: nn.Module) -> dict[str, str]:
@@ -291,7 +336,7 @@ class Framework:
 
 
 def find_module(name: str, attribute: str) -> ModuleType | None:
-    """Return the module if it exists and has the attribute, else None."""
+    """Import a module by name; return it if it exists and has an attribute, else None."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -303,5 +348,5 @@ def find_module(name: str, attribute: str) -> ModuleType | None:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a ``DTensor`` that this rank holds; other tensors as they are."""
+    """Return this rank's shard of a ``DTensor`` as a plain tensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,17 +1,18 @@
 """Run the MoE layers of DeepSpeed's AutoEP by a strategy of Halley; see docs/deepspeed.md."""
 
+from functools import cache
 from typing import Any
 
 import torch
 
-from halley.core.routing import local_experts
-from halley.core.types import Routing
+from halley.core.types import Routing, local_experts
 from halley.integrations.contract import (
     ExpertRunner,
     Framework,
     LocalExperts,
     describe,
     set_description,
+    shared_runner,
     stack_swiglu,
 )
 
@@ -50,12 +51,8 @@ def enable(strategy: str = "auto", *, strict: bool = False) -> str:
     Raises:
         ValueError: ``strategy`` is unknown.
     """
-
-    class Layer(HalleyMoELayer):
-        runner = ExpertRunner(strategy, strict=strict)
-
     # AutoEP has no registry. It looks the class up in this module whenever it makes a layer.
-    _deepspeed.auto_ep_layer.AutoEPMoELayer = Layer
+    _deepspeed.auto_ep_layer.AutoEPMoELayer = _layer_class(strategy, strict)
     version = FRAMEWORK.find_version()
     return f"deepspeed {version}: experts of AutoEP's layers run by Halley (strategy {strategy})"
 
@@ -98,7 +95,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
         return self._finalize_output(y_TD.view(shape), x_TD, hidden_states, shape[-1])
 
     def _find_problem(self) -> str:
-        """Return why DeepSpeed must run the layer, or "".
+        """Return why DeepSpeed must run this MoE layer itself, or "" if Halley can run it.
 
         ``_forward`` calls it again, because DeepSpeed sets some attributes after ``__init__``.
         """
@@ -114,7 +111,7 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
         return ""
 
     def _find_unsupported(self) -> str:
-        """Return why no strategy can compute these experts, or ""."""
+        """Return why no strategy of Halley can compute the experts of this layer, or ""."""
         found = self.experts.activation
         return "" if found == "swiglu" else f"the experts' activation is {found}"
 
@@ -133,3 +130,17 @@ class HalleyMoELayer(_deepspeed.AutoEPMoELayer):
 
     def _apply_experts(self, rows_RD: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         return self.experts(rows_RD, torch.bincount(ids_R, minlength=self.num_local_experts))
+
+
+@cache
+def _layer_class(strategy: str, strict: bool) -> type[HalleyMoELayer]:
+    """Return the subclass of ``HalleyMoELayer`` with these options, one class for all calls.
+
+    While it replaces AutoEP's class, DeepSpeed finds the MoE layers of all engines, also of those
+    made before, by ``isinstance`` with it.
+    """
+
+    class Layer(HalleyMoELayer):
+        runner = shared_runner(strategy, strict)
+
+    return Layer

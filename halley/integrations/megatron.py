@@ -3,15 +3,15 @@
 ``enable(spec)`` returns a model spec with Halley's layers. ``megatron_experts.py`` has the weights.
 """
 
-import copy
 import importlib
+import sys
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
 
-from halley.core.routing import local_experts
-from halley.core.types import DROPPED, Routing
+from halley.core.types import DROPPED, Routing, local_experts
 from halley.integrations.contract import (
     describe,
     set_description,
@@ -35,37 +35,39 @@ _mcore = FRAMEWORK.import_names(
     {
         "MoELayer": "megatron.core.transformer.moe.moe_layer",
         "MoETokenDispatcher": "megatron.core.transformer.moe.token_dispatcher",
-        "ModuleSpec": "megatron.core.transformer.spec_utils",
         "get_default_pg_collection": "megatron.core.transformer.moe.moe_utils",
     }
 )
 for _method in (_mcore.MoELayer.dispatch, _mcore.MoELayer.routed_experts_compute):
     FRAMEWORK.check_parameters(_method, "self", "hidden_states", "probs")
 
-# The only values of fields of Megatron's configuration with which Halley can run a layer.
-_REQUIRED: dict[str, Any] = {
-    "expert_tensor_parallel_size": 1,
-    "add_bias_linear": False,
-    "moe_apply_probs_on_input": False,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_shared_expert_overlap": False,
-    "moe_latent_size": None,
-    "fp8": None,
-    "fp4": None,
-    "cuda_graph_impl": "none",
+# The only values of fields of Megatron's configuration with which Halley can run a layer. A version
+# of Megatron-Core may lack a field; None also stands for other empty values.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "expert_tensor_parallel_size": (1,),
+    "expert_gtp_weight_remat_size": (1,),
+    "add_bias_linear": (False,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_pad_expert_input_to_capacity": (False,),
+    "moe_shared_expert_overlap": (False,),
+    "overlap_dispatch_backward_with_experts_wgrad": (False,),
+    "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "fp8": (None,),
+    "fp4": (None,),
+    "cuda_graph_impl": ("none",),
+    "transformer_impl": ("local", "transformer_engine"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall"),
 }
-_DISPATCHERS = ("allgather", "alltoall")
 
 
 def find_problem(config: Any) -> str:
-    """Return why Megatron must run a layer itself, or ""."""
-    for name, required in _REQUIRED.items():
-        found = getattr(config, name, required)
-        if found != required and not (required is None and not found):
-            return f"{name} ({found}) must be {required}"
-    kind = config.moe_token_dispatcher_type
-    if kind not in _DISPATCHERS:
-        return f"moe_token_dispatcher_type ({kind}) must be one of {', '.join(_DISPATCHERS)}"
+    """Return the setting with which Megatron must run an MoE layer itself, and the rule, or ""."""
+    for name, accepted in _REQUIRED.items():
+        found = getattr(config, name, accepted[0])
+        if found not in accepted and (found or accepted != (None,)):
+            rule = accepted[0] if len(accepted) == 1 else f"one of {', '.join(accepted)}"
+            return f"{name} ({found}) must be {rule}"
     return ""
 
 
@@ -77,7 +79,7 @@ class HalleyMoELayer(_mcore.MoELayer):
     dispatches, computes and combines; the phases ``dispatch`` and ``combine`` return their inputs.
 
     Args:
-        config, submodules, layer_number, pg_collection: as for Megatron's layer.
+        config, submodules, pg_collection, further: as for Megatron's layer.
         strategy: a name that ``halley.build_strategy`` accepts, such as "fused:inputs".
         strict: raise an error where the default warns once and leaves the layer to Megatron.
 
@@ -90,11 +92,11 @@ class HalleyMoELayer(_mcore.MoELayer):
         self,
         config: Any,
         submodules: Any = None,
-        layer_number: int | None = None,
-        pg_collection: Any = None,
         *,
+        pg_collection: Any = None,
         strategy: str = "auto",
         strict: bool = False,
+        **further: Any,
     ) -> None:
         runner = shared_runner(strategy, strict)
         groups = pg_collection or _mcore.get_default_pg_collection()
@@ -103,8 +105,8 @@ class HalleyMoELayer(_mcore.MoELayer):
         if problem:
             runner.warn_or_raise(problem, fallback="Megatron runs the layer")
         else:
-            submodules = replace(submodules, experts=_mcore.ModuleSpec(module=StackedExperts))
-        super().__init__(config, submodules, layer_number, groups)
+            submodules = replace(submodules, experts=StackedExperts)
+        super().__init__(config, submodules, pg_collection=groups, **further)
         self._runner = runner
         self._is_megatrons = bool(problem)
         if problem:
@@ -158,7 +160,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
         return self.copy_if_freed(tokens.reshape(-1, tokens.shape[-1])), weights_TK
 
     def pop_expert_ids(self) -> torch.Tensor:
-        """Return the expert ids of the last ``dispatch_preprocess``, ``(T, K)``."""
+        """Return and forget the expert ids that ``dispatch_preprocess`` has stored, ``(T, K)``."""
         ids_TK, self._expert_ids_TK = self._expert_ids_TK, None
         assert ids_TK is not None
         return ids_TK
@@ -176,7 +178,7 @@ class PassThroughDispatcher(_mcore.MoETokenDispatcher):
         return self.copy_if_freed(hidden_states)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the sums in the shape of the tokens, ``(S, B, D)``."""
+        """Return the layer's outputs in the shape of its tokens, ``(S, B, D)``."""
         return hidden_states.view(self._shape)
 
 
@@ -193,26 +195,31 @@ def enable(spec: Any, *, strategy: str = "auto", strict: bool = False) -> Any:
     Raises:
         ValueError: the spec has no MoE layer.
     """
-    copied = copy.deepcopy(spec)
-    found = [part for part in _module_specs(copied) if part.module is _mcore.MoELayer]
-    if not found:
-        raise ValueError(f"spec ({type(spec).__name__}) must have a layer with module MoELayer")
-    for part in found:
-        part.module = HalleyMoELayer
-        part.params = {**(part.params or {}), "strategy": strategy, "strict": strict}
-    return copied
+    replaced = _replace_layers(spec, strategy=strategy, strict=strict)
+    if replaced is spec:
+        raise ValueError(f"spec ({type(spec).__name__}) must have a layer of class MoELayer")
+    return replaced
 
 
-def _module_specs(part: Any) -> list[Any]:
-    """Return all module specs inside a spec, each once."""
-    if isinstance(part, _mcore.ModuleSpec):
-        return [part, *_module_specs(part.submodules)]
+def _replace_layers(part: Any, **options: Any) -> Any:
+    """Return a part of a spec with Halley's layers; the part itself if it has no MoE layer."""
+    if isinstance(part, partial):  # an MoE layer since Megatron-Core 0.18
+        if part.func is not _mcore.MoELayer:
+            return part
+        return partial(HalleyMoELayer, *part.args, **{**part.keywords, **options})
     if isinstance(part, list | tuple):
-        found = [spec for item in part for spec in _module_specs(item)]
-        return list({id(spec): spec for spec in found}.values())  # layers may share one
-    if is_dataclass(part) and not isinstance(part, type):
-        return _module_specs([getattr(part, field.name) for field in fields(part)])
-    return []
+        items = [_replace_layers(item, **options) for item in part]
+        is_same = all(new is old for new, old in zip(items, part, strict=True))
+        return part if is_same else type(part)(items)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    changed = {name: _replace_layers(value, **options) for name, value in values.items()}
+    if changed.get("module") is _mcore.MoELayer:  # an MoE layer before Megatron-Core 0.18
+        changed["module"] = HalleyMoELayer
+        changed["params"] = {**(values["params"] or {}), **options}
+    is_same = all(changed[name] is value for name, value in values.items())
+    return part if is_same else replace(part, **changed)
 
 
 def job_spec() -> Any:
@@ -225,10 +232,10 @@ def job_spec() -> Any:
         ValueError: the job has virtual pipeline stages, and dense layers among its MoE layers, so
             that the stages need different specs.
     """
+    training: Any = sys.modules.get("megatron.training")  # a job of Megatron-LM has imported it
     try:
-        training: Any = importlib.import_module("megatron.training")
         arguments = training.get_args()
-    except (ModuleNotFoundError, AssertionError):  # no Megatron-LM, or it has not been started
+    except (AttributeError, AssertionError):  # no Megatron-LM, or it has not been started
         return None
     frequency = arguments.moe_layer_freq
     mixed = frequency != 1 and frequency != [1] * arguments.num_layers

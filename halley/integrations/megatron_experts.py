@@ -12,7 +12,7 @@ from halley.core.types import DTYPES, Experts
 from halley.integrations.contract import Framework, LocalExperts
 
 
-FRAMEWORK = Framework(package="megatron.core", install="megatron-core", newest=(0, 16))
+FRAMEWORK = Framework(package="megatron.core", install="megatron-core", newest=(0, 19))
 
 _mcore = FRAMEWORK.import_names(
     {
@@ -40,9 +40,12 @@ class StackedExperts(_mcore.MegatronModule):
     interchangeable with it.
 
     ``megatron.find_problem`` finds no problem in ``config``, Megatron's configuration.
+    Megatron-Core 0.18 and newer pass ``name``, which is unused.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None) -> None:
+    def __init__(
+        self, num_local_experts: int, config: Any, pg_collection: Any = None, name: str = ""
+    ) -> None:
         super().__init__(config=config)
         groups = pg_collection or _mcore.get_default_pg_collection()
         self.num_local_experts = num_local_experts
@@ -145,7 +148,7 @@ class StackedExperts(_mcore.MegatronModule):
                         method(weight[index])
 
     def _register_gradient_hooks(self) -> None:
-        """Register the hooks once, after Megatron has attached its gradient buffers."""
+        """Register gradient hooks of the two weights, once Megatron has attached ``main_grad``."""
         ready = torch.is_grad_enabled() and hasattr(self.weight1, "main_grad")
         if ready and not self._has_gradient_hooks:
             self._has_gradient_hooks = True
@@ -153,7 +156,7 @@ class StackedExperts(_mcore.MegatronModule):
             _register_gradient_hook(self.weight2)
 
     def _find_unsupported(self) -> str:
-        """Return why no strategy can compute these experts, or ""."""
+        """Return why no strategy of Halley can compute these experts, or ""."""
         config = self.config
         if config.params_dtype not in DTYPES.values():
             return f"dtype ({config.params_dtype}) of the experts is none of {', '.join(DTYPES)}"
@@ -219,7 +222,7 @@ def _split(
     gated: bool,
     singleton: bool,
 ) -> list[Any]:
-    """Return the tensors of a stack in a checkpoint: a matrix for each expert, or its gate and up.
+    """Divide a stacked weight into checkpoint tensors: one for each expert, or its gate and its up.
 
     Megatron passes the key of the factory, in front of which it may have added a prefix.
     """
@@ -241,7 +244,7 @@ def _split(
 
 @torch.no_grad()
 def _stack(tensors: list[torch.Tensor], *, gated: bool) -> torch.Tensor:
-    """Return the stack that ``_split`` divided: the inverse of it."""
+    """Stack checkpoint tensors of experts into one weight: the inverse of ``_split``."""
     if gated:
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         tensors = [torch.cat([gate, up]) for gate, up in pairs]

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from halley.core.routing import local_experts
-from halley.core.types import Routing
+from halley.core.types import Routing, local_experts
 from halley.integrations.contract import (
     Framework,
     LocalExperts,
@@ -65,6 +64,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._runner = shared_runner(config.strategy, config.strict)
+        self._prepared: Any = None
         self._unsupported = ""
         if type(self.inner_experts) is not _titan.GroupedExperts:
             name = type(self.inner_experts).__name__
@@ -77,6 +77,7 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
         if mesh is not None:
             local_experts(self.inner_experts.num_experts, ep_size=mesh.size())
         super().parallelize(parallel_dims)
+        self._prepared = self._runner.prepare(None if mesh is None else mesh.get_group())
 
     # torchtitan finds the sharding of each argument by its name, so the names must not change.
     def forward(
@@ -100,7 +101,9 @@ class HalleyRoutedExperts(_titan.RoutedExperts):
                 topk_weights_TK=topk_scores_BLK.reshape(-1, top_k),
             )
             x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
-            y_TD = self._runner.run(x_TD, routing, experts, group=group, module=self)
+            y_TD = self._runner.run(
+                x_TD, routing, experts, group=group, module=self, prepared=self._prepared
+            )
             return y_TD.view(x_BLD.shape)
 
     def _local_experts(self) -> LocalExperts:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from halley.core.routing import local_experts
+from halley.core.types import local_experts
 from halley.integrations.contract import (
     ExpertRunner,
     Framework,
@@ -44,7 +44,7 @@ __all__ = [
 
 NAME = "halley"  # of Halley's entry in the registries of Transformers
 FRAMEWORK = Framework(
-    package="transformers", install="'.[hf]' in a checkout of Halley", newest=(5, 23)
+    package="transformers", install="'.[hf]' in a checkout of Halley", newest=(5, 24)
 )
 
 _STYLE = "ep_dispatch_experts"  # Transformers' name of its parallel style for experts
@@ -152,8 +152,9 @@ def enable(
     point.experts.ExpertsInterface.register(NAME, function)
     if point.kind == "ep_implementation":
         build = partial(_build_implementation, runner=runner, point=point)
-        for name in (NAME, _DEFAULT) if default else (NAME,):
-            point.parallel.EPImplementationInterface.register(name, build)
+        implementations = point.parallel.EPImplementationInterface
+        implementations.register(NAME, build)
+        implementations.register(_DEFAULT, build if default else point.parallel.AutoEP)
         if not default:
             return f'{said}models loaded with ep_implementation="{NAME}"'
     elif point.kind == "parallel_style":

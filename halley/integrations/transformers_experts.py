@@ -120,7 +120,7 @@ class DispatchedExperts:
         self.experts = experts
         self.group = ep.get_group() if isinstance(ep, DeviceMesh) else ep
         self.tp_mesh = tp_mesh if tp_mesh is not None and tp_mesh.size() > 1 else None
-        self.runner = runner
+        self.runner, self._prepared = runner, runner.prepare(self.group)
         self._function = _experts_function(experts.forward)
         if reason := find_unsupported(experts):
             runner.check_supported(reason)
@@ -141,12 +141,20 @@ class DispatchedExperts:
             )
         experts = read_experts(self.experts, self._function)
         routing = Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
-        y_TD = self.runner.run(x_TD, routing, experts, group=self.group, module=self.experts)
+        y_TD = self.runner.run(
+            x_TD,
+            routing,
+            experts,
+            group=self.group,
+            module=self.experts,
+            prepared=self._prepared,
+        )
         if self.tp_mesh is not None:
             y_TD = _all_gather_rows(y_TD, self.tp_mesh, num_tokens=num_tokens)
         # A model may add shared experts to the result in place. On a view, that would drop the
         # hooks with which FSDP2 all-gathers the experts' weights for backward.
-        return y_TD.clone() if y_TD._is_view() else y_TD
+        is_view = not torch.compiler.is_compiling() and y_TD._is_view()
+        return y_TD.clone() if is_view else y_TD
 
 
 def run_local_experts(
@@ -182,13 +190,13 @@ def leave_to_transformers(experts: nn.Module, problem: str, *, runner: ExpertRun
 
 
 def _take_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's share of the rows of a replicated tensor; backward all-gathers."""
+    """Return this rank's share of the rows that all ranks hold; backward all-gathers."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return replicated.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _all_gather_rows(share_TD: torch.Tensor, mesh: DeviceMesh, *, num_tokens: int) -> torch.Tensor:
-    """Return the rows of all ranks; shares may differ in size and may be empty."""
+    """All-gather the rows of all ranks; ranks may hold different numbers of rows, also none."""
     shape = torch.Size((num_tokens, share_TD.shape[1]))
     shares = DTensor.from_local(
         share_TD.contiguous(), mesh, [Shard(0)], shape=shape, stride=(share_TD.shape[1], 1)

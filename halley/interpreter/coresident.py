@@ -1,9 +1,8 @@
-"""Launch kernels in the interpreter: programs run concurrently under a scheduler, else in order.
+"""Launch interpreted kernels: under a scheduler their programs run concurrently, else in order.
 
 Unlike in Triton's own interpreted launch, arguments must be on the CPU and are used in place,
 exceptions reach the caller unchanged, and numpy's floating-point warnings are off, since GPUs have
-none. ``triton.language`` is patched once for each process. Triton patches it in each call of each
-device function, which took half of the time.
+none. ``triton.language`` is patched only once, as patches in each call took half of the time.
 """
 
 import contextvars
@@ -25,7 +24,15 @@ from halley.interpreter.scheduler import current_scheduler, switch_point
 
 
 _Index = tuple[int, ...]  # ids of a program along the axes of its grid
-_Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs to call it with
+_Launch = tuple[Callable[[_Index], None], list[_Index]]  # function, and programs that it runs
+
+# Memory accesses of the interpreter: name in messages, positions of the pointer and of the mask.
+_ACCESSES: dict[str, tuple[str, int, int | None]] = {
+    "create_masked_load": ("load", 0, 1),
+    "create_masked_store": ("store", 0, 2),
+    "create_atomic_rmw": ("atomic operation", 1, 3),
+    "create_atomic_cas": ("atomic operation", 0, None),
+}
 
 # Context variables, because each rank and each program of a scheduler is a thread of its own.
 _GRID: contextvars.ContextVar[_Index] = contextvars.ContextVar("grid")
@@ -33,51 +40,48 @@ _PROGRAM: contextvars.ContextVar[_Index] = contextvars.ContextVar("program")
 
 
 def install() -> None:
-    """Replace how Triton's interpreter launches kernels and calls device functions."""
+    """Replace how Triton's interpreter launches kernels, calls functions and accesses memory."""
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     methods: list[tuple[type, str, object]] = [
         # Triton 3.6 converts an array of one element with int(), which numpy 2.4 refuses.
         (tl.tensor, "__index__", lambda self: int(self.handle.data.item())),
-        (InterpretedFunction, "__call__", _call_device_function),
+        # Triton's own version patches ``triton.language`` in each call.
+        (InterpretedFunction, "__call__", lambda self, *args, **kw: self.rewrite()(*args, **kw)),
         (GridExecutor, "__call__", _launch),
         (InterpreterBuilder, "grid_dim", property(lambda self: _GRID.get())),
         (InterpreterBuilder, "grid_idx", property(lambda self: _PROGRAM.get())),
     ]
     for owner, name, method in methods:
         setattr(owner, name, method)
-    for name, is_switch in {
-        "create_atomic_rmw": lambda *_, **__: True,
-        "create_atomic_cas": lambda *_, **__: True,
-        "create_masked_load": lambda *args, **kwargs: kwargs.get("is_volatile", args[-1]),
-    }.items():
-        setattr(InterpreterBuilder, name, _switching(getattr(InterpreterBuilder, name), is_switch))
+    for name, (kind, pointer, mask) in _ACCESSES.items():
+        original = getattr(InterpreterBuilder, name)
+        setattr(InterpreterBuilder, name, _checked(original, kind, pointer=pointer, mask=mask))
     builder = interpreter.interpreter_builder
     # Checks of int32 overflow take half of the time, and report only with TRITON_DEBUG=1.
     debug = bool(knobs.runtime.debug)
     builder.options = dataclasses.replace(builder.options, debug=debug, sanitize_overflow=debug)
 
 
-def _switching(original: Callable[..., Any], is_switch: Callable[..., bool]) -> Callable[..., Any]:
-    """Wrap an operation of the interpreter, so that the scheduler may switch threads after it."""
+def _checked(
+    original: Callable[..., Any], kind: str, *, pointer: int, mask: int | None
+) -> Callable[..., Any]:
+    """Wrap a memory access: check addresses before it; switch threads if it can poll a flag."""
 
     def access(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> Any:
+        # Tensor descriptors pass the arguments after the mask by keyword.
+        ALLOWED.get().check(kind, args[pointer], None if mask is None else args[mask])
         result = original(self, *args, **kwargs)
-        if is_switch(*args, **kwargs):
+        if kind != "store" and (kind != "load" or kwargs.get("is_volatile", args[-1])):
             switch_point()
         return result
 
     return access
 
 
-# Triton's own version patches ``triton.language`` in each call; ``install`` has patched it already.
-def _call_device_function(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    return self.rewrite()(*args, **kwargs)
-
-
 def _launch(
     self: GridExecutor, *args: Any, beside: Sequence[tuple[Any, Any, Any]] = (), **kwargs: Any
 ) -> None:
-    """Launch a kernel, and others ``beside`` it, each with its grid and arguments.
+    """Launch a kernel, and the kernels of ``beside`` with their grids and arguments.
 
     Each launch begins when all programs of the launches before it have begun. Without a scheduler,
     the launches run one after another.
@@ -91,7 +95,7 @@ def _launch(
         scheduler.run_launches(launches)
         return
     for run_program, programs in launches:
-        context = contextvars.copy_context()  # the caller's context stays as it is
+        context = contextvars.copy_context()  # so that the caller's variables do not change
         for program in programs:
             context.run(run_program, program)
 

@@ -1,10 +1,7 @@
-"""Repair Triton's interpreter, and refuse a Triton whose interpreter still gives wrong values.
-
-In this file: ``install``, the check with a small kernel, inline assembly, and caches for speed.
-"""
+"""Repair Triton's interpreter, and refuse a Triton whose interpreter still gives wrong values."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
@@ -21,7 +18,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 from halley.core.timeline import CURRENT_OPERATION
-from halley.interpreter import coresident, numerics, sanitizer
+from halley.interpreter import coresident, numerics
 from halley.interpreter.scheduler import current_scheduler
 
 
@@ -30,8 +27,8 @@ _PLAIN = frozenset({int, float, bool, str, type(None), tl.tensor, tl.dtype, tl.b
 
 _SWITCH_NS = 100_000  # virtual time of one switch between threads
 
-# These instructions have no effect here: the interpreter completes each memory access before the
-# next one. They return their first operand.
+# PTX instructions that only return their first operand here, because the interpreter completes each
+# memory access before the next one.
 _WITHOUT_EFFECT = ("fence.proxy.async", "cp.async.bulk.wait_group", "prefetch.global")
 
 
@@ -40,11 +37,8 @@ def install() -> None:
     """Repair Triton's interpreter for the rest of this process.
 
     Does nothing where Triton compiles. The repairs replace internals of Triton, so a small kernel
-    is run and its results are compared with known values. All this takes about 40 ms.
-
-    Raises:
-        RuntimeError: TRITON_INTERPRET was set after triton was imported, or the interpreter of
-            this version of Triton has other internals, or still gives wrong values.
+    is run and its results are compared with known values. All this takes about 40 ms. Other
+    internals or wrong values are a RuntimeError.
     """
     if not isinstance(tl.zeros, InterpretedFunction):
         if knobs.runtime.interpret:
@@ -54,7 +48,6 @@ def install() -> None:
     try:
         numerics.install()
         InterpreterBuilder.create_inline_asm = _create_inline_asm  # pyright: ignore[reportAttributeAccessIssue]
-        sanitizer.install()
         coresident.install()
         cache_types()
         wrong = _find_wrong_values()
@@ -80,7 +73,7 @@ def _probe_kernel(a_MM, dot_MM, sum_MM, less_N, count, num_less, M: tl.constexpr
 
 
 def _find_wrong_values() -> list[str]:
-    """Return the operations whose results differ from values computed by hand."""
+    """Run a small kernel; return the operations whose results differ from values by hand."""
     a_MM = torch.tensor([[1.0, 3.0], [-2.0, 0.5]], dtype=torch.bfloat16)
     dot_MM, sum_MM = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
     less_N = torch.full((3,), -1, dtype=torch.int32)
@@ -89,7 +82,7 @@ def _find_wrong_values() -> list[str]:
     _probe_kernel[(2,)](*tensors, 3, M=2)  # pyright: ignore[reportArgumentType]
     found = {
         "bfloat16 dot": dot_MM.tolist() == [[-5.0, 4.5], [-3.0, -5.75]],
-        # A tie that is rounded up to even, a value above the middle, a tie that is rounded down.
+        # These sums are a tie rounded up to even, a value above the middle, a tie rounded down.
         "rounding to bfloat16": sum_MM.tolist() == [[1.015625, 3.015625], [-1.984375, 0.51171875]],
         "bfloat16 comparison": less_N.tolist() == [0, 0, 1],
         "atomic addition": count.tolist() == [3],
@@ -107,39 +100,29 @@ def _create_inline_asm(
     constraints: str,
     values: Sequence[TensorHandle],
     types: Sequence[tl.dtype],
-    is_pure: bool,
-    pack: int,
+    *options: object,
 ) -> Any:
-    """Run inline assembly; return an object with ``get_result(index)``, as Triton expects."""
+    """Interpret inline PTX; return an object with ``get_result(index)``, as Triton expects."""
     results = list(values) or [_full(type_, 0) for type_ in types]
     if "%globaltimer" in text:
-        results = [_full(type_, _clock_ns()) for type_ in types]
+        scheduler = current_scheduler()
+        if scheduler is None:
+            CURRENT_OPERATION.poll()  # a kernel reads the clock only while it waits
+            now_ns = time.monotonic_ns()
+        else:
+            now_ns = scheduler.num_switches * _SWITCH_NS
+        results = [_full(type_, now_ns) for type_ in types]
     elif "st.release.sys" in text:
-        results = [_store_release(self, *values)]
+        # An atomic exchange, at which the addresses are checked and the scheduler may switch.
+        address, value = values
+        ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
+        mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
+        order = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SYNC_SCOPE.SYSTEM)
+        self.create_atomic_rmw(ir.ATOMIC_OP.XCHG, ptr, value, mask, *order)
+        results = [value]
     elif not any(name in text for name in _WITHOUT_EFFECT):
         raise NotImplementedError(f"the interpreter does not support this assembly: {text}")
     return SimpleNamespace(get_result=results.__getitem__)
-
-
-def _store_release(
-    builder: InterpreterBuilder, address: TensorHandle, value: TensorHandle
-) -> TensorHandle:
-    """Store by an atomic exchange, at which the scheduler switches and the sanitizer checks."""
-    ptr = TensorHandle(address.data.astype(np.uint64), tl.pointer_type(value.dtype.scalar))
-    mask = TensorHandle(np.ones_like(value.data, dtype=bool), tl.int1)
-    builder.create_atomic_rmw(
-        ir.ATOMIC_OP.XCHG, ptr, value, mask, ir.MEM_SEMANTIC.RELEASE, ir.MEM_SYNC_SCOPE.SYSTEM
-    )
-    return value
-
-
-def _clock_ns() -> int:
-    """Return the clock that kernels read, in ns; under a scheduler, a virtual time."""
-    scheduler = current_scheduler()
-    if scheduler is None:
-        CURRENT_OPERATION.poll()  # kernels read the clock only while they wait
-        return time.monotonic_ns()
-    return scheduler.num_switches * _SWITCH_NS
 
 
 def _full(type_: tl.dtype, value: int) -> TensorHandle:
@@ -149,60 +132,43 @@ def _full(type_: tl.dtype, value: int) -> TensorHandle:
 
 
 def cache_types() -> None:
-    """Cache what Triton's interpreter derives from each type; it repeats this for each value."""
+    """Cache what Triton's interpreter computes from each type, as it does so for each value."""
     language: Any = core  # private names of Triton
     runtime: Any = interpreter
-    language._unwrap_if_constexpr = _make_unwrap(language._unwrap_if_constexpr)
-    runtime._get_np_dtype = _make_np_dtype(runtime._get_np_dtype)
-    language.block_type.__init__ = _make_init_of_block(language.block_type.__init__)
-    language.tensor.__init__ = _make_init_of_tensor(language.tensor.__init__)
+    unwrap_of_triton, np_dtype_of_triton = language._unwrap_if_constexpr, runtime._get_np_dtype
+    init_block_of_triton = language.block_type.__init__
+    init_tensor_of_triton = language.tensor.__init__
+    np_dtypes: dict[str, np.dtype[Any]] = {}
+    blocks: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
+    tensors: dict[str, tuple[Any, Any]] = {}
 
-
-def _make_unwrap(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def unwrap(value: Any) -> Any:
         kind = type(value)
         if kind is tl.constexpr:
             return value.value
-        return value if kind in _PLAIN else original(value)
-
-    return unwrap
-
-
-def _make_np_dtype(original: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
-    known: dict[str, np.dtype[Any]] = {}
+        return value if kind in _PLAIN else unwrap_of_triton(value)
 
     def np_dtype(dtype: Any) -> np.dtype[Any]:
         scalar = dtype.scalar
-        if scalar.name not in known:
-            known[scalar.name] = original(scalar)
-        return known[scalar.name]
+        if scalar.name not in np_dtypes:
+            np_dtypes[scalar.name] = np_dtype_of_triton(scalar)
+        return np_dtypes[scalar.name]
 
-    return np_dtype
-
-
-def _make_init_of_block(original: Callable[..., None]) -> Callable[..., None]:
-    known: dict[tuple[str, tuple[int, ...]], tuple[Any, ...]] = {}
-
-    def init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+    def init_block(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
         sizes = tuple(size.value if type(size) is tl.constexpr else size for size in shape)
         key = element_ty.name, sizes
-        if key not in known:
-            original(self, element_ty, shape)
-            known[key] = self.shape, self.numel, self.name
+        if key not in blocks:
+            init_block_of_triton(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
         self.element_ty = element_ty
-        self.shape, self.numel, self.name = known[key]
+        self.shape, self.numel, self.name = blocks[key]
 
-    return init
-
-
-def _make_init_of_tensor(original: Callable[..., None]) -> Callable[..., None]:
-    known: dict[str, tuple[Any, Any]] = {}
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        if type.name not in known:
-            original(self, handle, type)
-            known[type.name] = self.shape, self.numel
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            init_tensor_of_triton(self, handle, type)
+            tensors[type.name] = self.shape, self.numel
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[type.name]
+        self.shape, self.numel = tensors[type.name]
 
-    return init
+    language._unwrap_if_constexpr, runtime._get_np_dtype = unwrap, np_dtype
+    language.block_type.__init__, language.tensor.__init__ = init_block, init_tensor

@@ -31,23 +31,46 @@ def round_to_bfloat16(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
         1 + 3 * 2**-8 is in the middle of 0x3F81 and 0x3F82: the result is 0x3F82.
     """
     bits = values.astype(np.float32).view(np.uint32)
-    # Add half of the last bit minus one, plus the last bit: a tie carries only if that bit is odd.
+    # Add half of the last kept bit minus one, plus this bit: a tie carries only if the bit is odd.
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), _NAN, rounded)
 
 
 def install() -> None:
-    """Replace the interpreter's operations on bfloat16."""
-    builder = {
-        "cast_impl": _cast,
-        "get_bf16": _get_bf16,
-        "binary_op": _make_binary_op(InterpreterBuilder.binary_op),
-        "create_dot": _make_dot(InterpreterBuilder.create_dot),
-    }
-    for name, method in builder.items():
-        setattr(InterpreterBuilder, name, method)
-    ReduceOps.sum = _make_sum(ReduceOps.sum)
+    """Replace the operations of Triton's interpreter on bfloat16."""
+    binary_op_of_triton = InterpreterBuilder.binary_op
+    dot_of_triton = InterpreterBuilder.create_dot
+    sum_of_triton = ReduceOps.sum
+
+    def binary_op(
+        self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Any]
+    ) -> TensorHandle:
+        if not (_is_bfloat16(lhs) and _is_bfloat16(rhs)):
+            return binary_op_of_triton(self, lhs, rhs, op)
+        output = op(widen(lhs.data), widen(rhs.data))
+        return TensorHandle(output, tl.int1) if output.dtype == np.bool_ else _rounded(output)
+
+    def dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *others: Any
+    ) -> TensorHandle:
+        return dot_of_triton(self, _widened(a), _widened(b), *others)
+
+    def sum_(self: ReduceOps, x: tl.tensor) -> tl.tensor:
+        if x.dtype != tl.bfloat16:
+            return sum_of_triton(self, x)
+        total = np.sum(widen(x.handle.data), axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(round_to_bfloat16(np.asarray(total)), tl.bfloat16)
+
+    methods: list[tuple[type, str, Callable[..., object]]] = [
+        (InterpreterBuilder, "cast_impl", _cast),
+        (InterpreterBuilder, "get_bf16", lambda self, x: _rounded(np.array([x], np.float32))),
+        (InterpreterBuilder, "binary_op", binary_op),
+        (InterpreterBuilder, "create_dot", dot),
+        (ReduceOps, "sum", sum_),
+    ]
+    for owner, name, method in methods:
+        setattr(owner, name, method)
 
 
 def _is_bfloat16(handle: TensorHandle) -> bool:
@@ -67,46 +90,3 @@ def _cast(self: InterpreterBuilder, src: TensorHandle, dst_type: tl.dtype) -> Te
     if dst_type.scalar == tl.bfloat16:
         return _rounded(values)
     return TensorHandle(values.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
-
-
-def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
-    return _rounded(np.array([value], np.float32))
-
-
-def _make_binary_op(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    def binary_op(
-        self: InterpreterBuilder,
-        lhs: TensorHandle,
-        rhs: TensorHandle,
-        op: Callable[..., npt.NDArray[Any]],
-    ) -> TensorHandle:
-        if not (_is_bfloat16(lhs) and _is_bfloat16(rhs)):
-            return original(self, lhs, rhs, op)
-        output = op(widen(lhs.data), widen(rhs.data))
-        return TensorHandle(output, tl.int1) if output.dtype == np.bool_ else _rounded(output)
-
-    return binary_op
-
-
-def _make_dot(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    def create_dot(
-        self: InterpreterBuilder,
-        a: TensorHandle,
-        b: TensorHandle,
-        d: TensorHandle,
-        input_precision: object,
-        max_num_imprecise_acc: object,
-    ) -> TensorHandle:
-        return original(self, _widened(a), _widened(b), d, input_precision, max_num_imprecise_acc)
-
-    return create_dot
-
-
-def _make_sum(original: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
-    def sum_(self: ReduceOps, x: tl.tensor) -> tl.tensor:
-        if x.dtype != tl.bfloat16:
-            return original(self, x)
-        total = np.sum(widen(x.handle.data), axis=self.axis, keepdims=self.keep_dims)
-        return self.to_tensor(round_to_bfloat16(np.asarray(total)), tl.bfloat16)
-
-    return sum_

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, final
 
 T = TypeVar("T")
 
-# Longest pause of a starved thread, in switches. A launch in a test has some hundred switches.
+# Longest pause of a starved thread, in switches. A kernel launch in a test has some hundred.
 _MAX_STARVED_SWITCHES = 500
 
 
@@ -38,8 +38,8 @@ class _Task:
         self.starved_until = 0
         self._asleep = threading.Lock()
         self._asleep.acquire()
-        self.wake = self._asleep.release  # lets this thread run; the caller must sleep or end
-        self.sleep = self._asleep.acquire  # called by the thread itself; stops it until ``wake``
+        self.wake = self._asleep.release  # lets the thread run; its caller must then sleep or end
+        self.sleep = self._asleep.acquire  # stops the calling thread until ``wake``
 
 
 _TASK: ContextVar[_Task | None] = ContextVar("task", default=None)
@@ -49,13 +49,13 @@ def switch_point() -> None:
     """Let the scheduler run another thread; without a scheduler, yield to another process."""
     task = _TASK.get()
     if task is None:
-        os.sched_yield()  # time.sleep(0) takes 50 us and would double the time of a poll
+        os.sched_yield()  # not time.sleep(0), which takes 50 us and would double the time of a poll
     else:
         task.scheduler.step()
 
 
 def current_scheduler() -> "Scheduler | None":
-    """Return the scheduler of this thread; None outside of ``run_ranks``."""
+    """Return the scheduler that runs this thread; None outside of ``Scheduler.run_ranks``."""
     task = _TASK.get()
     return task.scheduler if task else None
 
@@ -73,9 +73,6 @@ class Scheduler:
 
     Attributes:
         trace: the threads picked in the last ``run_ranks``, numbered in the order of creation.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Scheduler:
         return len(self.trace)
 
     def run_ranks(self, num_ranks: int, fn: Callable[[int], T]) -> list[T]:
-        """Call ``fn(rank)`` in one thread for each rank and return the results by rank.
+        """Call a function of the rank in one thread for each rank; return the results by rank.
 
         The error of the first rank that failed is raised, with a note that names rank and seed. All
         other ranks have ended by then.
@@ -118,7 +115,7 @@ class Scheduler:
         return [results[rank] for rank in range(num_ranks)]
 
     def run_launches(self, launches: Sequence[tuple[Callable[[Any], None], Sequence[Any]]]) -> None:
-        """Run the programs of launches; called by a rank. Returns when all programs have ended.
+        """Run the programs of kernel launches, from the thread of a rank, until all have ended.
 
         A launch is a function and the programs that it is called with. It begins when all programs
         of the launch before it have begun, and runs at most ``resident`` programs at a time.
@@ -132,11 +129,11 @@ class Scheduler:
             if not waiting:
                 return
             run_program, programs = waiting.pop(0)
-            todo = iter(enumerate(programs, start=1))  # shared by all workers of this launch
+            todo = iter(enumerate(programs, start=1))  # all workers of the launch share it
 
             def work() -> None:
                 for number, program in todo:
-                    if number == len(programs):  # the last program begins, so the next launch may
+                    if number == len(programs):  # the last program, so the next launch begins
                         begin_next()
                     run_program(program)
                     self.step()
@@ -155,7 +152,7 @@ class Scheduler:
         if not waiting:
             return
         begin_next()
-        self._runnable.remove(launcher)  # ``end_worker`` adds it again
+        self._runnable.remove(launcher)  # ``end_worker`` adds the launcher again
         self._switch_from(launcher)
 
     def step(self) -> None:
@@ -169,11 +166,7 @@ class Scheduler:
         self._switch_from(self._current())
 
     def barrier(self) -> None:
-        """Wait until every rank has called this; other threads run meanwhile.
-
-        Raises:
-            RuntimeError: the other ranks have ended without calling it.
-        """
+        """Wait until every rank has called this; it is an error if a rank ends without a call."""
         self._raise_if_failed()
         task = self._current()
         if len(self._at_barrier) + 1 == self._num_ranks:
@@ -206,29 +199,28 @@ class Scheduler:
         task = _Task(self, index=self._num_tasks, name=name)
         self._num_tasks += 1
         self._runnable.append(task)
-        # Daemon threads: after Ctrl-C no thread wakes them any more.
-        thread = threading.Thread(target=self._run, args=(task, body, on_end), daemon=True)
+
+        def run() -> None:
+            _TASK.set(task)
+            task.sleep()
+            try:
+                self._raise_if_failed()
+                body()
+            except _Stop:
+                pass
+            except BaseException as error:
+                error.add_note(f"in {name}, with seed {self.seed}")
+                self._fail(error)
+            self._runnable.remove(task)
+            if on_end:
+                on_end()
+            if self._runnable or self._at_barrier:
+                self._next().wake()
+
+        # Threads are daemons, because after Ctrl-C no thread wakes them any more.
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         return thread
-
-    def _run(
-        self, task: _Task, body: Callable[[], None], on_end: Callable[[], None] | None
-    ) -> None:
-        _TASK.set(task)
-        task.sleep()
-        try:
-            self._raise_if_failed()
-            body()
-        except _Stop:
-            pass
-        except BaseException as error:
-            error.add_note(f"in {task.name}, with seed {self.seed}")
-            self._fail(error)
-        self._runnable.remove(task)
-        if on_end:
-            on_end()
-        if self._runnable or self._at_barrier:
-            self._next().wake()
 
     def _fail(self, error: BaseException) -> None:
         """Store the first error; wake the ranks at the barrier, so that they end too."""
@@ -242,7 +234,7 @@ class Scheduler:
             raise _Stop
 
     def _switch_from(self, task: _Task) -> None:
-        """Let other threads run until ``task``, the running one, is picked again."""
+        """Let other threads run until the running thread, ``task``, is picked again."""
         following = self._next()
         if following is not task:
             following.wake()
@@ -250,7 +242,7 @@ class Scheduler:
         self._raise_if_failed()
 
     def _next(self) -> _Task:
-        if not self._runnable:  # all threads left are at the barrier: a deadlock
+        if not self._runnable:  # a deadlock: all threads left are at the barrier
             names = ", ".join(task.name for task in self._at_barrier)
             self._fail(
                 RuntimeError(f"{names} of {self._num_ranks} ranks wait at a barrier for the others")

@@ -22,16 +22,12 @@ TANGENT = "tangents"  # prefix of the name that aot_autograd gives to the gradie
 class StepGraphs:
     """The forward and backward graph of a loss function, traced for one set of shapes.
 
-    A value that forward saves for backward is a result of ``forward`` and an input of ``backward``
-    of the same name.
-
-    Attributes:
-        forward: returns the loss, then the saved values. Inputs: parameters and a microbatch.
-        backward: returns one gradient, or None, for each input of ``forward``.
+    Inputs of forward are parameters and a microbatch, its results the loss, then the values saved
+    for backward, which are inputs of backward of the same names.
     """
 
     forward: fx.GraphModule
-    backward: fx.GraphModule
+    backward: fx.GraphModule  # returns one gradient, or None, for each input of ``forward``
 
     @property
     def modules(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -40,7 +36,7 @@ class StepGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The graphs and the input values of one call of the loss function, for ``lane_step.py``."""
+    """The graphs of a loss function and the input values of one call of it."""
 
     graphs: StepGraphs
     values: tuple[Any, ...]
@@ -50,11 +46,8 @@ class Arguments:
 class Capture:
     """Trace a loss function, and collect the arguments of its calls without running it.
 
-    Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs.
-
-    Args:
-        loss_function: a module or a function of tensors that returns a scalar loss.
-        inner: compiler of the segments; "inductor" needs its decompositions in the graphs.
+    Dynamo checks its guards at each call. So a new shape or a changed flag gives new graphs. If
+    ``inner`` is "inductor", the graphs have Inductor's decompositions.
     """
 
     def __init__(self, loss_function: Callable[..., Any], *, inner: Inner) -> None:
@@ -95,13 +88,13 @@ class Capture:
             if any(is_traceable_wrapper_subclass(value) for value in values):
                 raise ValueError("lanes need plain tensors, but a parameter is a tensor subclass")
             self._arguments.append(Arguments(graphs=graphs, values=values))
-            return (torch.empty(()),)  # in place of the loss; nothing reads it
+            return (torch.empty(()),)  # Dynamo wants a result, but nothing reads it
 
         return collect
 
 
 def _trace(gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: Inner) -> StepGraphs:
-    """Return the forward and the backward graph of a graph that Dynamo traced."""
+    """Split a graph that Dynamo traced into its forward and its backward graph."""
     num_inputs = len(example_inputs)
     found: list[StepGraphs] = []
 

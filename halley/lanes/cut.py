@@ -1,7 +1,7 @@
-"""Cut forward and backward graphs at collectives and host reads, into items that lanes interleave.
+"""Cut the graphs of a microbatch at collectives and host reads, into items of code of their own.
 
-An item is one piece of the work of a microbatch. It has its own code, and inputs and outputs by
-name. The example has one MoE layer:
+Microbatches that run side by side interleave their items. An item has inputs and outputs by name.
+The example has one MoE layer:
 
     forward    segment  start  wait   host   segment  start  wait     segment   start wait  segment
                router   counts counts splits gather   dispatch rows   experts   combine rows  loss
@@ -26,7 +26,7 @@ Kind = Literal["segment", "unit", "host", "start", "wait"]
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One piece of work of a microbatch.
+    """One piece of the forward or backward pass of a microbatch, with code of its own.
 
     Attributes:
         kind: "segment" computes. "unit" computes weight gradients that no other segment needs soon.
@@ -35,32 +35,30 @@ class Item:
         code: the operators, with the module that has their attributes as ``owning_module``. None in
             tests of schedules.
         inputs, outputs: names of values of a microbatch, in the order of the code's arguments and
-            results. "f:" begins inputs and values of forward, "b:" values of backward.
-        needs: indices of the items that produce the inputs.
+            results. "f:" begins names of inputs and values of forward, "b:" those of backward.
         gradients: name of each gradient of a parameter that the item produces, and the position of
             the parameter among the inputs of forward.
-        has_rows: of a "wait", whether it returns floating-point rows and not counts.
     """
 
     kind: Kind
     code: fx.Graph | None = None
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    needs: tuple[int, ...] = ()
+    needs: tuple[int, ...] = ()  # indices of the items that produce the inputs
     gradients: tuple[tuple[str, int], ...] = ()
-    has_rows: bool = False
+    has_rows: bool = False  # whether a "wait" returns floating-point rows and not counts
 
 
 @dataclass(eq=False)
 class _Draft:
-    """An item under construction: its kind and the nodes that it has so far."""
+    """An ``Item`` under construction: its kind and the graph nodes that it has so far."""
 
     kind: Kind
     nodes: list[fx.Node] = field(default_factory=list)
 
 
 def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
-    """Return the items of a microbatch: those of forward, then those of backward."""
+    """Cut two graphs into the items of a microbatch: those of forward, then those of backward."""
     forward, _ = _cut(graphs.forward.graph)
     backward, shared = _cut(graphs.backward.graph)
     items: list[Item] = []
@@ -78,12 +76,12 @@ def cut_step(graphs: StepGraphs) -> tuple[Item, ...]:
 
 
 def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
-    """Return the drafts of a graph's items, and the nodes of which each item gets a copy.
+    """Divide the nodes of a graph into items; return them, and nodes that each item shall copy.
 
     A view joins the segment of its source, and a size the host item of its sources. In the order of
     the graph they may be anywhere, and would make segments need each other.
     """
-    drafts = [_Draft("segment")]  # the first one makes shared nodes that are outputs of the graph
+    drafts = [_Draft("segment")]  # for copied nodes that the graph returns
     draft_of: dict[fx.Node, _Draft] = {}
     shared: set[fx.Node] = set()
     for node in graph.nodes:
@@ -118,7 +116,7 @@ def _cut(graph: fx.Graph) -> tuple[list[_Draft], set[fx.Node]]:
 
 
 def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
-    """Return whether a node reads numbers from tensors, or computes sizes."""
+    """Return whether a graph node reads numbers from tensors to the host, or computes sizes."""
     from_host = bool(sources) and all(draft.kind == "host" for draft in sources)
     is_read = operator_name(node) == "halley::read_counts" or (is_view(node) and from_host)
     return is_read or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
@@ -127,8 +125,9 @@ def _is_host(node: fx.Node, sources: list[_Draft]) -> bool:
 def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
     """Return whether a node is a constant, or a view of a parameter, a saved value or the batch.
 
-    Each item has its own copy of such a node. Tracing shares them between layers, and segments of
-    equal layers would differ by who makes the view. A view of the loss's gradient is not copied.
+    Each item has its own copy of such a node. Tracing shares the node between layers, so of two
+    equal layers only one would have a segment that makes the view, and their code would differ. A
+    view of the loss's gradient is not copied.
     """
     sources = node.all_input_nodes
     if not sources:
@@ -140,11 +139,11 @@ def _is_shared(node: fx.Node, shared: set[fx.Node]) -> bool:
 
 
 def _split_units(drafts: list[_Draft], shared: set[fx.Node]) -> list[_Draft]:
-    """Split weight gradients off from the segments of a backward graph.
+    """Split weight-gradient GEMMs off from the segments of a backward graph, as units.
 
-    A node may move if only outputs of the graph and other such nodes read it. Connected nodes of a
-    segment move together, if a GEMM is among them: other nodes are cheaper in the kernels that
-    compute their operands.
+    A node may move into a unit if only outputs of the graph and other such nodes read it. Connected
+    nodes of a segment are one unit, if a GEMM is among them: other nodes are cheaper in the kernels
+    that compute their operands.
     """
     movable: set[fx.Node] = set()
     for draft in reversed(drafts):
@@ -189,10 +188,8 @@ def _finish(
 ) -> Item:
     """Return the item of a draft: extract its code, and name its inputs and outputs.
 
-    Args:
-        module: the graph module from which the nodes of the draft are.
-        made: nodes of items before this one; the nodes of this item are added.
-        producers: index of the item that produces each value.
+    ``made`` are the nodes of the items before this item, whose own nodes are added. ``producers``
+    has the index of the item that produces each value.
     """
     own, inputs, body = set(draft.nodes), dict[fx.Node, None](), dict[fx.Node, None]()
 
@@ -231,7 +228,7 @@ def _finish(
 def _extract(
     module: fx.GraphModule, inputs: list[fx.Node], body: list[fx.Node], results: list[fx.Node]
 ) -> fx.Graph:
-    """Return some nodes of a module's graph as a separate graph that returns a tuple."""
+    """Copy some nodes of a module's graph into a new graph that returns a tuple of results."""
     graph = fx.Graph(owning_module=module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -244,5 +241,5 @@ def _extract(
 
 
 def _name(node: fx.Node, prefix: str) -> str:
-    """Return a node's name among all items' values; saved values keep their name of forward."""
+    """Return the name of a node's value; one that forward saves has one name in both graphs."""
     return ("f:" if node.op == "placeholder" else prefix) + node.name

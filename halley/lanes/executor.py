@@ -1,7 +1,8 @@
-"""Run the items of all microbatches in a given order, and add up the gradients."""
+"""Run the pieces (items) of all microbatches of a step in a given order; add up the gradients."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,13 +17,13 @@ Order = Sequence[tuple[int, int]]  # pairs of a microbatch and the index of an i
 
 
 class Exchange:
-    """Starts collectives and waits for them; this one calls torch's functional collectives.
+    """Starts the collectives of a step and waits for them, by torch's functional collectives.
 
     A subclass may send rows in another way, or emulate a slower link.
     """
 
     def start(self, call: Call, values: list[Any]) -> Sequence[Any]:
-        """Start the collective that ``call`` starts, and return its result, a tensor.
+        """Start a collective by ``call``; return its result, a tensor, before the collective ends.
 
         Args:
             values: rows and, if they differ between ranks, the numbers of rows of each rank.
@@ -30,31 +31,25 @@ class Exchange:
         return call(values)
 
     def wait(self, call: Call, values: list[Any]) -> Sequence[Any]:
-        """Wait for a collective; ``values`` has the result of ``start``."""
+        """Wait by ``call`` for the collective whose result of ``start`` is in ``values``."""
         return call(values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Action:
-    """One step of the executor: an item of one microbatch, compiled.
+    """An item of one microbatch, compiled, with its place in the order of a step."""
 
-    Attributes:
-        name, stream: of its span; the name of a wait ends in ".wait".
-        last_reads: whether the item is the last reader, of each input.
-        is_read: whether an item or the caller reads each output.
-    """
-
-    name: str
+    name: str  # of the span that the item records; that of a wait ends in ".wait"
     stream: str
     microbatch: int
     item: Item
     call: Call
-    last_reads: tuple[bool, ...]
-    is_read: tuple[bool, ...]
+    last_reads: tuple[bool, ...]  # for each input, whether this is the last item that reads it
+    is_read: tuple[bool, ...]  # for each output, whether a later item or the caller reads it
 
 
 def span_item(name: str) -> tuple[int, int]:
-    """Return the microbatch and the index of the item that a span belongs to."""
+    """Return the microbatch and the index of the item that a span of ``Executor`` belongs to."""
     microbatch, index, _ = name.split(".")
     return int(microbatch), int(index)
 
@@ -64,13 +59,9 @@ class Executor:
     """Runs the items of all microbatches of a training step in one fixed order.
 
     Args:
-        items: of a microbatch, in the order of the graphs.
         calls: compiled function of each item.
-        order: each item of each microbatch once, after the items that it needs.
-        loss: name of the loss.
-
-    Raises:
-        RuntimeError: the order is not legal.
+        order: checked by ``check_order``.
+        loss: name of the loss among the items' outputs.
     """
 
     def __init__(
@@ -84,7 +75,11 @@ class Executor:
     ) -> None:
         check_order(items, order)
         self._loss = loss
-        functions = [_bind(item, call, exchange) for item, call in zip(items, calls, strict=True)]
+        bound = {"start": exchange.start, "wait": exchange.wait}
+        functions: list[Call] = [
+            partial(bound[item.kind], call) if item.kind in bound else call
+            for item, call in zip(items, calls, strict=True)
+        ]
         read_later: set[tuple[int, str]] = {(microbatch, loss) for microbatch, _ in order}
         actions: list[_Action] = []
         for microbatch, index in reversed(order):
@@ -92,8 +87,8 @@ class Executor:
             is_read = tuple((microbatch, name) in read_later for name in item.outputs)
             last_reads = tuple((microbatch, name) not in read_later for name in item.inputs)
             read_later |= {(microbatch, name) for name in item.inputs}
-            # A CUDA graph of a segment with static shapes would be captured here: it has addresses
-            # of tensors, so each microbatch and item needs one of its own.
+            # CUDA graphs of segments with static shapes would be captured here, one for each
+            # microbatch and item, because a CUDA graph has the addresses of its tensors.
             actions.append(
                 _Action(
                     name=f"{microbatch}.{index}.{item.kind}",
@@ -114,12 +109,11 @@ class Executor:
         *,
         recorder: Recorder,
     ) -> list[torch.Tensor]:
-        """Run all microbatches; add the gradients to the parameters; return the losses.
+        """Run all microbatches of a step; add up the gradients; return the losses.
 
         Args:
             inputs: inputs of forward and the gradient of the loss of each microbatch, by name.
             parameters: values of the inputs of forward, by position.
-            recorder: records a span for each item.
         """
         values = [{**each} for each in inputs]
         gradients = _Gradients(parameters)
@@ -136,16 +130,12 @@ class Executor:
 
 
 def one_after_another(items: Sequence[Item], *, num_microbatches: int) -> list[tuple[int, int]]:
-    """Return the order that finishes each microbatch before the next one."""
+    """Return the order of items that finishes each microbatch before the next one begins."""
     return [(each, index) for each in range(num_microbatches) for index in range(len(items))]
 
 
 def check_order(items: Sequence[Item], order: Order) -> None:
-    """Check that an order has each item once, after the items that it needs.
-
-    Raises:
-        RuntimeError: it does not.
-    """
+    """Raise a ``RuntimeError`` unless an order has each item once, after the items it needs."""
     num_microbatches = len({microbatch for microbatch, _ in order})
     if sorted(order) != one_after_another(items, num_microbatches=num_microbatches):
         raise RuntimeError("an order must have each item of each microbatch once")
@@ -154,14 +144,6 @@ def check_order(items: Sequence[Item], order: Order) -> None:
         if missing := [need for need in items[index].needs if (microbatch, need) not in done]:
             raise RuntimeError(f"item {index} of microbatch {microbatch} must come after {missing}")
         done.add((microbatch, index))
-
-
-def _bind(item: Item, call: Call, exchange: Exchange) -> Call:
-    if item.kind == "start":
-        return lambda values: exchange.start(call, values)
-    if item.kind == "wait":
-        return lambda values: exchange.wait(call, values)
-    return call
 
 
 def _run(
@@ -185,27 +167,28 @@ def _run(
 
 
 @final
+@dataclass(eq=False)
 class _Gradients:
-    """Adds gradients to parameters in the order of microbatches, in whatever order they arrive.
+    """Adds gradients to parameters in the order of microbatches, in whatever order they are ready.
 
     So the sums are equal bit for bit to those of one microbatch after another.
     """
 
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        self._parameters = parameters
-        self._early: dict[int, dict[int, torch.Tensor]] = {}
-        self._next: dict[int, int] = {}
+    parameters: Sequence[Any]
+    # Gradients that wait for those of earlier microbatches, by position of the parameter.
+    early: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    next: dict[int, int] = field(default_factory=dict)  # by position: the next microbatch to add
 
     def add(self, gradient: torch.Tensor, *, position: int, microbatch: int) -> None:
-        early = self._early.setdefault(position, {})
+        early = self.early.setdefault(position, {})
         early[microbatch] = gradient
-        while (first := self._next.get(position, 0)) in early:
-            _give(self._parameters[position], early.pop(first))
-            self._next[position] = first + 1
+        while (first := self.next.get(position, 0)) in early:
+            _give(self.parameters[position], early.pop(first))
+            self.next[position] = first + 1
 
 
 def _give(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Call the gradient-ready hook of a parameter, or add to ``.grad`` as autograd does."""
+    """Give a gradient to the parameter's gradient-ready hook, or add it to ``.grad``."""
     if hook := find_gradient_hook(parameter):
         hook(gradient)
     elif parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Compile a training step whose microbatches run in lanes: the public entry point.
+"""Compile a training step whose microbatches run side by side: the entry point ``compile_step``.
 
 capture   torch.compile traces the loss function: forward and backward graph (capture.py)
 compare   the ranks compare their graphs (halley.compiler.consensus)
@@ -15,28 +15,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, final, get_args
 
 import torch
+from torch import fx
 
-from halley.compiler.consensus import Consensus, open_consensus
+from halley.compiler.consensus import compare_graphs, share_in_groups
 from halley.compiler.graph_analysis import is_random
-from halley.compiler.graph_collectives import (
-    ALL_TO_ALL,
-    Signature,
-    graph_groups,
-    operator_name,
-    signature,
-    unknown_collectives,
-)
+from halley.compiler.graph_collectives import ALL_TO_ALL, operator_name, unknown_collectives
 from halley.compiler.pipeline import device_of
 from halley.core.timeline import Recorder, Span
-from halley.core.validation import check_choice, check_type
+from halley.core.validation import build, check_choice, check_type
 from halley.lanes.capture import TANGENT, Arguments, Capture, Inner, StepGraphs
 from halley.lanes.cut import cut_step
 from halley.lanes.executor import Exchange, Executor, Order, one_after_another
-from halley.lanes.lane_schedule import (
-    LanePlan,
-    measured_durations,
-    plan_lanes,
-)
+from halley.lanes.lane_schedule import LanePlan, measured_durations, plan_lanes
 from halley.lanes.segment_compiler import SegmentCompiler
 
 
@@ -80,15 +70,10 @@ def compile_step(
         recorder: records a span for each item; waits are in the stream "exposed".
         timeout_s: time that a rank waits for the others, in seconds.
 
-    Raises:
-        ValueError: an argument is not allowed.
-
     Example::
 
         step = compile_step(lambda tokens, targets: loss(model(tokens), targets), 2)
         losses = step(tokens, targets)  # (2,); gradients are in ``.grad``
-        optimizer.step()
-        optimizer.zero_grad()
     """
     for name, value in (("num_microbatches", num_microbatches), ("max_lanes", max_lanes)):
         check_type(value, int, name=name)
@@ -102,51 +87,48 @@ def compile_step(
         recorder=recorder,
         timeout_s=timeout_s,
     )
-    return LaneStep(Capture(loss_function, inner=inner), SegmentCompiler(inner), options=options)
+    return LaneStep(loss_function, inner, options=options)
 
 
 @final
 class LaneStep:
-    """A training step, made by ``compile_step``."""
+    """A training step of several microbatches, made by ``compile_step``."""
 
-    def __init__(self, capture: Capture, compiler: SegmentCompiler, *, options: _Options) -> None:
-        self._capture = capture
-        self._compiler = compiler
+    def __init__(
+        self, loss_function: Callable[..., Any], inner: Inner, *, options: _Options
+    ) -> None:
+        self._capture = Capture(loss_function, inner=inner)
+        self._compiler = SegmentCompiler(inner)
         self._options = options
         self._programs: dict[StepGraphs, _Program] = {}
         self._last: _Program | None = None
 
     @property
     def plan(self) -> LanePlan | None:
-        """The plan of the last step; None while steps run one microbatch after another."""
+        """The order of the last step; None while steps run one microbatch after another."""
         return None if self._last is None else self._last.plan
 
     @property
     def fallback(self) -> str:
-        """The reason why microbatches run one after another in every step, or ""."""
+        """The reason why microbatches run one after another in every step, or "" if they do not."""
         return "" if self._last is None else self._last.fallback
 
     @property
     def num_items(self) -> tuple[int, int]:
-        """Number of items of a microbatch, and of distinct items of all steps."""
+        """Number of items of a microbatch, and number of compiled items of all steps."""
         return (0 if self._last is None else len(self._last.items)), len(self._compiler.calls)
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward; add the sums of the microbatches' gradients to ``.grad``.
+        """Run forward and backward of a batch; return the loss of each of k microbatches, ``(k,)``.
 
-        A parameter with a gradient-ready hook gives each microbatch's gradient to the hook instead.
-
-        Args:
-            batch: arguments of the loss function for all microbatches, each ``(k * B, ...)``.
-
-        Returns:
-            The loss of each microbatch, ``(k,)``.
+        The gradients of all microbatches are added to ``.grad``. A parameter with a gradient-ready
+        hook gives each microbatch's gradient to the hook instead. ``batch`` are the arguments of
+        the loss function for all microbatches, each ``(k * B, ...)``.
 
         Raises:
             RuntimeError: the ranks' collectives differ, or a rank is missing; on all ranks.
             ValueError: the batch cannot be divided, or ``loss_function`` does not fit, see
                 ``Capture.collect``.
-            torch._dynamo.exc.Unsupported: the loss function has a graph break.
         """
         calls = [self._capture.collect(*each) for each in self._divide(batch)]
         graphs = calls[0].graphs
@@ -172,26 +154,20 @@ class LaneStep:
 
 @final
 class _Program:
-    """The items of one forward and backward graph, compiled, and the order in which they run.
-
-    Attributes:
-        items: of a microbatch.
-        plan: None until it is made, and if there is a ``fallback``.
-        fallback: the reason why microbatches run one after another, or "".
-    """
+    """The items of one forward and backward graph, compiled, and the order in which they run."""
 
     def __init__(self, graphs: StepGraphs, compiler: SegmentCompiler, *, options: _Options) -> None:
-        self.plan: LanePlan | None = None
+        self.plan: LanePlan | None = None  # None in measured steps and with a fallback
         self._options = options
-        self._groups, differing = _compare(graphs, timeout_s=options.timeout_s)
-        self.fallback = _find_fallback(graphs, differing)
+        forward, backward = (each.graph for each in graphs.modules)
+        self._groups, differing = compare_graphs(forward, backward, timeout_s=options.timeout_s)
+        self.fallback = _find_fallback([*forward.nodes, *backward.nodes], differing)
         if self.fallback:
             warnings.warn(f"microbatches run one after another: {self.fallback}", stacklevel=4)
         self.items = cut_step(graphs)
         compiled = [compiler.compile(item) for item in self.items]
         self._keys = [key for key, _ in compiled]
         self._calls = [call for _, call in compiled]
-        forward, backward = (each.graph for each in graphs.modules)
         self._loss = f"f:{forward.output_node().args[0][0].name}"  # type: ignore[index, union-attr]
         self._inputs = [f"f:{node.name}" for node in forward.find_nodes(op="placeholder")]
         self._tangents = {
@@ -209,7 +185,7 @@ class _Program:
         )
 
     def run(self, calls: Sequence[Arguments]) -> torch.Tensor:
-        """Run one step, and make the plan when enough steps are measured; return the losses."""
+        """Run one step; make the plan after the last measured step; return the losses."""
         inputs = [
             {**dict(zip(self._inputs, call.values, strict=True)), **self._tangents}
             for call in calls
@@ -235,7 +211,7 @@ class _Program:
         return Executor(self.items, self._calls, order, loss=self._loss, exchange=exchange)
 
     def _share_plan(self) -> LanePlan:
-        """Make the plan on rank 0 from its measured times; return it on all ranks. Collective."""
+        """Plan the order on rank 0 from its measured times; return the plan on all ranks."""
 
         def make() -> dict[str, Any]:
             plan = plan_lanes(
@@ -246,47 +222,13 @@ class _Program:
             )
             return asdict(plan)
 
-        if not self._groups:
-            return LanePlan.from_json(make())
-        made = self._groups[0].share("lanes", make)
-        others = [group.share("lanes of all groups", lambda: made) for group in self._groups[1:]]
-        if any(other != made for other in others):
-            raise RuntimeError(
-                "ranks of two groups would run lanes in different orders: the largest group of a "
-                "graph must hold all ranks that take part in it"
-            )
-        return LanePlan.from_json(made)
+        return build(LanePlan, share_in_groups(self._groups, "lanes", make))
 
 
-def _compare(graphs: StepGraphs, *, timeout_s: float) -> tuple[list[Consensus], tuple[int, ...]]:
-    """Compare the graphs of all ranks in each process group, the largest first.
-
-    Returns:
-        One consensus for each group, and the ranks whose computation differs from rank 0's.
-
-    Raises:
-        RuntimeError: the ranks' collectives differ, or a rank is missing.
-    """
-    forward, backward = (each.graph for each in graphs.modules)
-    names = dict.fromkeys((*graph_groups(forward), *graph_groups(backward)))
-    groups = [open_consensus(name, timeout_s=timeout_s) for name in names]
-    groups.sort(key=lambda group: -group.num_ranks)
-    halves = signature(forward), signature(backward)
-    own = Signature(
-        collectives=halves[0].collectives + halves[1].collectives,
-        structure=halves[0].structure + halves[1].structure,
-    )
-    # Compare in every group, also after a difference: its other ranks wait for this rank.
-    differing = [group.compare(own) for group in groups]
-    return groups, tuple(sorted({rank for ranks in differing for rank in ranks}))
-
-
-def _find_fallback(graphs: StepGraphs, differing: Sequence[int]) -> str:
-    """Return the reason why microbatches must run one after another, or ""."""
-    nodes = [node for each in graphs.modules for node in each.graph.nodes]
-    unknown = {name for each in graphs.modules for name in unknown_collectives(each.graph)}
-    if unknown:
-        return f"halley does not know how these operators communicate: {', '.join(sorted(unknown))}"
+def _find_fallback(nodes: Sequence[fx.Node], differing: Sequence[int]) -> str:
+    """Return the reason why microbatches must run one after another, or "" if there is none."""
+    if unknown := unknown_collectives(nodes):
+        return f"halley does not know how these operators communicate: {', '.join(unknown)}"
     if random := {operator_name(node) for node in nodes if is_random(node)}:
         return f"lanes would change the order of random numbers of {', '.join(sorted(random))}"
     if differing:

@@ -1,7 +1,8 @@
-"""Compile the code of items; items of equal code and shapes share one compilation."""
+"""Compile the pieces of a training step; pieces of equal code and shapes share one compilation."""
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -18,24 +19,17 @@ from halley.lanes.capture import Inner
 from halley.lanes.cut import Item
 
 
-# Takes a list of arguments, which it may empty, and returns a sequence of results.
+# The code of an item as a function: it may empty its list of arguments, and returns the results.
 Call = Callable[[list[Any]], Sequence[Any]]
 
 
 @final
+@dataclass(eq=False)
 class SegmentCompiler:
-    """Compiles the code of items; items with the same code and shapes share the compiled function.
+    """Compiles the code of ``Item`` objects; equal code and shapes share the compiled function."""
 
-    Args:
-        inner: "eager" runs the operators one by one; "inductor" compiles segments and units.
-
-    Attributes:
-        calls: the compiled functions by hash.
-    """
-
-    def __init__(self, inner: Inner) -> None:
-        self._inner: Inner = inner
-        self.calls: dict[str, Call] = {}
+    inner: Inner  # "eager" runs the operators one by one; "inductor" compiles segments and units
+    calls: dict[str, Call] = field(default_factory=dict)  # the compiled functions by hash
 
     def compile(self, item: Item) -> tuple[str, Call]:
         """Return the hash of an item's code, and the function, compiled or eager, that runs it."""
@@ -45,7 +39,7 @@ class SegmentCompiler:
             computes = item.kind in ("segment", "unit") and any(
                 node.op == "call_function" and not is_view(node) for node in item.code.nodes
             )
-            is_compiled = self._inner == "inductor" and computes
+            is_compiled = self.inner == "inductor" and computes
             # Only for new items, because a graph module generates Python code, which takes time.
             code = fx.GraphModule(item.code.owning_module or {}, item.code)
             self.calls[key] = (_compile if is_compiled else _run_eagerly)(code)
@@ -53,7 +47,7 @@ class SegmentCompiler:
 
 
 def hash_code(kind: str, code: fx.Graph) -> str:
-    """Return a hash of operators, arguments, and shapes of inputs, equal in all processes.
+    """Return a hash of an item's operators, arguments and input shapes, equal in all processes.
 
     Nodes and sizes that depend on data are numbered in order of first use.
     """
@@ -77,7 +71,7 @@ def hash_code(kind: str, code: fx.Graph) -> str:
             args = describe(node.meta["val"])
         elif node.op == "get_attr":
             args = _describe_constant(getattr(code.owning_module, str(node.target)))
-        # The text of a Python function has its address, which differs between processes.
+        # The text of a Python function contains its address, which differs between processes.
         name = operator_name(node) and str(node.target)
         lines.append((node.op, name or getattr(node.target, "__name__", ""), args, kwargs))
     return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()
@@ -122,7 +116,8 @@ def _compile(code: fx.GraphModule) -> Call:
         return symbols[str(value)]
 
     inputs = [node.meta["val"] for node in code.graph.find_nodes(op="placeholder")]
-    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)  # for constants
+    # Constants of the code are real tensors.
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         values = [make(value) for value in inputs]
         # No node of the code makes these symbols, so tracing must not look for one.

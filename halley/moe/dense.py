@@ -1,7 +1,4 @@
-"""The dense parts of a transformer: attention, feed-forward network, loss.
-
-Parameter names are those of Hugging Face's models.
-"""
+"""The dense modules of a transformer, with the parameter names of Hugging Face, and the loss."""
 
 from collections.abc import Callable
 from functools import cache, partial, wraps
@@ -24,7 +21,7 @@ def compiled_on_gpu(function: Callable[_P, _T]) -> Callable[_P, _T]:
     On a CPU it runs eagerly. Inside a compiled model it becomes part of the model's graph.
     """
 
-    @cache  # compiled at the first call, because an import must not start the compiler
+    @cache  # compile at the first call, because an import must not start the compiler
     def compiled() -> Callable[_P, _T]:
         return torch.compile(function)
 
@@ -73,7 +70,7 @@ class Attention(nn.Module):
         linear = partial(nn.Linear, config.hidden_size, bias=config.attention_bias, **place)
         self.q_proj, self.k_proj, self.v_proj = linear(size), linear(kv_size), linear(kv_size)
         self.o_proj = nn.Linear(size, config.hidden_size, bias=False, **place)
-        self.q_norm = self.k_norm = None
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if config.qk_norm != "none":
             sizes = (size, kv_size) if config.qk_norm == "full" else (config.head_dim,) * 2
             self.q_norm, self.k_norm = (nn.RMSNorm(n, config.norm_eps, **place) for n in sizes)
@@ -81,11 +78,11 @@ class Attention(nn.Module):
     def forward(self, x_BSD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         """Return the attention output, ``(B, S, D)``; ``rotary`` is from ``rotary_table``."""
         q, k = self.q_proj(x_BSD), self.k_proj(x_BSD)
-        full = self.config.qk_norm == "full"  # a norm over all heads, else one for each head
-        if self.q_norm is not None and self.k_norm is not None and full:
+        full = self.config.qk_norm == "full"  # one norm over all heads, else a norm for each head
+        if full:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = self._heads(q), self._heads(k), self._heads(self.v_proj(x_BSD))
-        if self.q_norm is not None and self.k_norm is not None and not full:
+        if not full:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rotary), rotate(k, rotary)
         shared = self.config.num_kv_heads != self.config.num_heads
@@ -99,8 +96,8 @@ class Attention(nn.Module):
 def rotary_table(config: ModelConfig, seq_len: int, *, device: torch.device | str) -> torch.Tensor:
     """Return cosines and sines of each position, ``(2, S, head_dim)`` float32.
 
-    Source: RoFormer (arXiv:2104.09864). Element i rotates with element i + head_dim / 2, as in
-    Hugging Face's models.
+    Element i rotates with element i + head_dim / 2, as in Hugging Face's models. Source: RoFormer
+    (arXiv:2104.09864).
     """
     half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
     frequency = config.rope_theta ** (-half / config.head_dim)
@@ -119,6 +116,6 @@ def rotate(x_BHSd: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 
 @compiled_on_gpu
 def next_token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy in nats, computed in float32, as a scalar."""
-    # Compiled, it makes no float32 copy of the logits, the largest tensor of a training step.
+    """Return the mean cross-entropy of next-token logits in nats, a float32 scalar."""
+    # The compiled loss makes no float32 copy of the logits, the largest tensor of a step.
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())

@@ -1,4 +1,4 @@
-"""The MoE layer: a router, routed experts that a strategy runs, and shared experts."""
+"""The MoE layer: a router, routed experts that a strategy runs, and a shared expert."""
 
 import zlib
 from dataclasses import replace
@@ -9,13 +9,13 @@ from torch import nn
 
 from halley.core.config import MoEConfig
 from halley.core.placement import ExpertPlacement, choose_replicas, replica_choices
-from halley.core.routing import local_experts, shard_size, sharded_dims
+from halley.core.routing import shard_size, sharded_dims
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, Routing
+from halley.core.types import Experts, local_experts
 from halley.core.validation import check_type, parse_device
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.dense import FeedForward
-from halley.moe.memory_check import check_layer_memory
+from halley.moe.memory_check import check_fits, num_layer_parameters
 from halley.moe.router import SigmoidRouter, build_router
 from halley.ops.exchange import Replicas, share_gradients
 from halley.ops.expert_rows import check_alignment
@@ -29,8 +29,8 @@ _STD = 0.02
 def init_parameters(model: nn.Module, *, seed: int) -> None:
     """Initialize a model, or one layer: matrices normal with std 0.02, norms 1, biases 0.
 
-    The values of a parameter depend on the seed and on its name, those of an expert also on its id.
-    So they are the same for every number of ranks, and equal on all ranks that hold a copy.
+    The values of a parameter depend on the seed, its name and, for an expert, its id. So they are
+    the same for every number of ranks, and equal on all ranks that hold a copy.
     """
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -53,7 +53,7 @@ def init_parameters(model: nn.Module, *, seed: int) -> None:
 
 def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device)
-    # crc32 because Python's hash of strings differs between processes.
+    # crc32, because Python's hash of a string differs between processes.
     generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     values = torch.empty(shape, dtype=torch.float32, device=device)
     return values.normal_(0.0, _STD, generator=generator)
@@ -62,27 +62,22 @@ def _draw(shape: tuple[int, ...], name: str, *, seed: int, device: torch.device)
 class GroupedExperts(nn.Module):
     """The stacked weights of this rank's experts, with the names and layout of Hugging Face.
 
-    The parameters differ between the ranks of an expert-parallel group and are equal on the ranks
-    of an "edp" group. If ``tp_size`` ranks share each expert, a rank holds one shard of it: a slice
-    of the intermediate size, see ``core.routing``.
+    If ``tp_size`` ranks share each expert, a rank holds one shard of it: a slice of the
+    intermediate size, see ``core.routing``.
 
     Attributes:
         expert_ids: expert id of each slice along the first dimension of the parameters.
         placement: the experts of each rank, or of each tensor-parallel group.
-        replicas: the experts of this rank that other ranks of the group also hold; None if no
-            expert has replicas.
+        replicas: the experts of this rank that other ranks of the group also hold, or None.
         sharded_dims: the dimension that is the intermediate size, by parameter name. Biases have
             none, because ranks cannot share experts with biases.
     """
 
     def __init__(
         self,
-        *,
-        num_experts: int,
+        config: MoEConfig,
         hidden_size: int,
-        intermediate_size: int,
-        up_size: int,
-        bias: bool,
+        *,
         groups: ParallelGroups,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -92,10 +87,11 @@ class GroupedExperts(nn.Module):
         super().__init__()
         device = parse_device(device, types=("cpu", "cuda", "meta"))
         self.tp_rank, self.tp_size = groups.tp_rank, groups.tp_size
+        bias, num_experts = config.expert_bias, config.num_experts
         if self.tp_size > 1 and (bias or placement is not None):
             name = "expert_bias (true) must be false" if bias else "placement must be None"
             raise ValueError(f"{name} where ranks share experts")
-        num_sets = groups.ep_size // self.tp_size  # tensor-parallel groups
+        num_sets = groups.ep_size // self.tp_size  # number of tensor-parallel groups
         if placement is None:
             local_experts(num_experts, ep_size=groups.ep_size, tp_size=self.tp_size)
             placement = ExpertPlacement.plain(num_experts, num_ranks=num_sets)
@@ -113,9 +109,9 @@ class GroupedExperts(nn.Module):
             recorder = recorder or Recorder(device, enabled=False)
             place = {"rank": groups.ep_rank, "group": groups.ep, "device": device}
             self.replicas = Replicas(placement, recorder=recorder, **place)
-        up, down = sharded_dims(parts=up_size // intermediate_size)
+        up, down = sharded_dims(parts=2 if config.activation == "swiglu" else 1)
         self.sharded_dims = {"gate_up_proj": up, "down_proj": down}
-        intermediate_size = shard_size(intermediate_size, tp_size=self.tp_size)
+        intermediate_size = shard_size(config.intermediate_size, tp_size=self.tp_size)
         up_size = up.parts * intermediate_size
 
         def empty(*shape: int) -> nn.Parameter:
@@ -134,7 +130,7 @@ class GroupedExperts(nn.Module):
         return experts == list(range(self.placement.num_experts))
 
     def full_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one expert's parameter before it is divided into shards."""
+        """Return the shape of one expert's whole parameter, before it is cut into shards."""
         shape = list(self.get_parameter(name).shape[1:])
         if name in self.sharded_dims:
             shape[self.sharded_dims[name].dim] *= self.tp_size
@@ -157,7 +153,7 @@ class GroupedExperts(nn.Module):
         return tensor if dim is None else dim.unstack(tensor)
 
     def without_replicas(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Select the experts of ``(L, ...)`` that no lower rank holds, so that each counts once."""
+        """Select the experts of ``(L, ...)`` that no lower rank holds: each expert on one rank."""
         return gradient if self.replicas is None else gradient[self.replicas.first]
 
 
@@ -172,7 +168,7 @@ def grouped_experts(model: nn.Module) -> dict[str, GroupedExperts]:
 
 
 class MoEOutput(NamedTuple):
-    """Result of an MoE layer."""
+    """Result of the forward pass of an MoE layer."""
 
     y: torch.Tensor  # output, with the shape and dtype of the input
     router_loss: torch.Tensor  # balance and z loss, a float32 scalar to add to the model's loss
@@ -192,9 +188,7 @@ class MoELayer(nn.Module):
         recorder: records the time of waiting for the gradients of replicas.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, the placement is for other sizes,
-            sizes are not aligned, strategy and groups have different ``tp_size``, an argument has
-            the wrong type, or the parameters do not fit into the device's memory.
+        ValueError: arguments do not fit each other, or parameters not the device's memory.
     """
 
     def __init__(
@@ -213,58 +207,41 @@ class MoELayer(nn.Module):
         groups = groups or ParallelGroups()
         place = {"dtype": dtype, "device": parse_device(device, types=("cpu", "cuda", "meta"))}
         _check_arguments(config, hidden_size, strategy=strategy, groups=groups, dtype=dtype)
-        num_local = -(-config.num_experts * groups.tp_size // groups.ep_size)
-        sizes = {"num_local": num_local, "tp_size": groups.tp_size}
-        check_layer_memory(config, hidden_size, **sizes, **place)
+        split = {"ep_size": groups.ep_size, "tp_size": groups.tp_size}
+        num_bytes = num_layer_parameters(config, hidden_size, **split) * dtype.itemsize
+        names = ("num_experts", "intermediate_size", "shared_intermediate_size")
+        sizes = {"hidden_size": hidden_size, **{name: getattr(config, name) for name in names}}
+        check_fits(num_bytes, sizes, device=place["device"])
         self.config = config
         self.strategy = strategy
         self.router = build_router(config, hidden_size=hidden_size, **place)
-        gated = config.activation == "swiglu"
-        self.experts = GroupedExperts(
-            num_experts=config.num_experts,
-            hidden_size=hidden_size,
-            intermediate_size=config.intermediate_size,
-            up_size=config.intermediate_size * (2 if gated else 1),
-            bias=config.expert_bias,
-            groups=groups,
-            placement=placement,
-            recorder=recorder,
-            **place,
-        )
+        run = {"groups": groups, "placement": placement, "recorder": recorder}
+        self.experts = GroupedExperts(config, hidden_size, **run, **place)
         self.ep_rank = groups.ep_rank
-        self._register_replica_tables(place["device"])
-        self.shared_expert: FeedForward | None = None
-        self.shared_expert_gate: nn.Linear | None = None
-        if shared_size := config.shared_intermediate_size:
-            self.shared_expert = FeedForward(hidden_size, shared_size, gated=gated, **place)
-            if config.shared_gate:
-                self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **place)
-
-    def _register_replica_tables(self, device: torch.device) -> None:
-        """Register the tables that map an expert id to the replicas a token may be sent to.
-
-        They are buffers, so that they move with the module to another device. They are not in
-        checkpoints, because they follow from the placement. None if no expert is moved or
-        replicated.
-        """
+        # Tables that map an expert id to the replicas to which a token may be sent; None if each
+        # rank holds a consecutive range of experts. They follow from the placement, so they are
+        # not in checkpoints.
         self.choices_EC: torch.Tensor | None
         self.num_choices_E: torch.Tensor | None
         tables = (None, None)
         if not self.experts.is_plain:
             tables = replica_choices(self.experts.placement, rank=self.ep_rank)
         for name, table in zip(("choices_EC", "num_choices_E"), tables, strict=True):
-            moved = None if table is None else table.to(device)
+            moved = None if table is None else table.to(place["device"])
             self.register_buffer(name, moved, persistent=False)
+        self.shared_expert: FeedForward | None = None
+        self.shared_expert_gate: nn.Linear | None = None
+        if shared_size := config.shared_intermediate_size:
+            gated = config.activation == "swiglu"
+            self.shared_expert = FeedForward(hidden_size, shared_size, gated=gated, **place)
+            if config.shared_gate:
+                self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **place)
 
     def forward(self, x: torch.Tensor) -> MoEOutput:
-        """Apply the layer; a collective of the expert-parallel group.
+        """Route tokens to experts and combine their outputs; a collective of the "ep" group.
 
-        Args:
-            x: ``(..., D)`` in the dtype of the parameters. Under autocast any dtype, and the
-                output has the dtype of autocast.
-
-        Raises:
-            ValueError: the input's shape, dtype or device does not fit the parameters.
+        ``x`` is ``(..., D)`` in the dtype of the parameters. Under autocast it has any dtype, and
+        the output the dtype of autocast.
         """
         weight = self.router.weight
         if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
@@ -278,7 +255,12 @@ class MoELayer(nn.Module):
         experts = under_autocast(self.local_experts())
         is_cast = torch.is_autocast_enabled(x.device.type)
         rows_TD = x_TD.to(experts.up_LGD.dtype) if is_cast else x_TD
-        y_TD = self.strategy.forward(rows_TD, self._to_replicas(routed.routing), experts)
+        routing = routed.routing
+        if self.choices_EC is not None and self.num_choices_E is not None:
+            tables = (self.choices_EC, self.num_choices_E)
+            replicas_TK = choose_replicas(routing.topk_idx_TK, *tables, rank=self.ep_rank)
+            routing = replace(routing, topk_idx_TK=replicas_TK)
+        y_TD = self.strategy.forward(rows_TD, routing, experts)
         if self.shared_expert is not None:
             shared_TD = self.shared_expert(x_TD)
             if self.shared_expert_gate is not None:
@@ -287,7 +269,7 @@ class MoELayer(nn.Module):
         return MoEOutput(y_TD.view_as(x), routed.loss, routed.counts_E)
 
     def local_experts(self) -> Experts:
-        """Return this rank's experts in the form that strategies take; views of the parameters.
+        """Return this rank's expert parameters in the form that strategies take.
 
         If experts have replicas, backward sums the gradients over the replicas of each expert.
         """
@@ -300,14 +282,6 @@ class MoELayer(nn.Module):
         )
         replicas = self.experts.replicas
         return experts if replicas is None else share_gradients(experts, replicas)
-
-    def _to_replicas(self, routing: Routing) -> Routing:
-        """Replace each expert id by the id of the replica to which the token is sent."""
-        if self.choices_EC is None or self.num_choices_E is None:
-            return routing
-        tables = (self.choices_EC, self.num_choices_E)
-        replicas_TK = choose_replicas(routing.topk_idx_TK, *tables, rank=self.ep_rank)
-        return replace(routing, topk_idx_TK=replicas_TK)
 
 
 def _check_arguments(

@@ -1,7 +1,6 @@
-"""Raise an error for a model that cannot fit into device memory, before memory is allocated.
+"""Raise ``ValueError`` for a model that cannot fit into device memory, before it is allocated.
 
-The estimates are lower bounds. A model that passes the check may still run out of memory. A model
-that fails it, with a ``ValueError``, cannot be built.
+The estimates are lower bounds: a model that passes the check may still run out of memory.
 """
 
 import os
@@ -13,38 +12,27 @@ from halley.core.types import DTYPES
 
 
 _FLOAT32_BYTES = 4
-_ADAM_STATES = 2  # first and second moment, float32
+_ADAM_STATES = 2  # Adam's first and second moment, float32
 
 
 def check_memory(
     config: RunConfig, *, num_ranks: int, device: torch.device, num_sharing: int = 1
 ) -> None:
-    """Check that the training state of a run fits into the memory of its devices.
+    """Check that the training state of a run (see ``training_bytes``) fits into device memory.
 
-    The state is parameters, gradients, optimizer state and the logits of one microbatch.
-
-    Args:
-        device: device of one rank. For a GPU, the check creates a CUDA context in this process.
-        num_sharing: ranks that share the device's memory, such as all CPU ranks of a host.
+    For a GPU, the check creates a CUDA context in this process. ``num_sharing`` ranks share the
+    device's memory, such as all CPU ranks of a host.
     """
     needed = training_bytes(config, num_ranks=num_ranks) * num_sharing
-    sizes = _model_sizes(config.model, prefix="model.", moe_prefix="model.moe.") | {
+    sizes = model_sizes(config.model, prefix="model.", moe_prefix="model.moe.") | {
         "train.batch_size": config.train.batch_size,
         "data.seq_len": config.data.seq_len,
     }
     ranks = "a rank" if num_sharing == 1 else f"the {num_sharing} ranks that share it"
-    _check_fits(needed, sizes, device=device, use=f"of training state on {ranks}")
+    check_fits(needed, sizes, device=device, use=f"of training state on {ranks}")
 
 
-def check_model_memory(
-    config: ModelConfig, *, ep_size: int, tp_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Check that the parameters of a rank's model fit into the memory of its device."""
-    needed = num_parameters(config, ep_size=ep_size, tp_size=tp_size) * dtype.itemsize
-    _check_fits(needed, _model_sizes(config), device=device, use="of parameters on a rank")
-
-
-def _model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") -> dict[str, int]:
+def model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "") -> dict[str, int]:
     """Return the sizes that determine a model's memory, by the names that error messages use."""
     names = ("vocab_size", "hidden_size", "num_layers")
     moe_names = ("num_experts", "intermediate_size")
@@ -52,27 +40,8 @@ def _model_sizes(config: ModelConfig, *, prefix: str = "", moe_prefix: str = "")
     return sizes | {f"{moe_prefix}{name}": getattr(config.moe, name) for name in moe_names}
 
 
-def check_layer_memory(
-    config: MoEConfig,
-    hidden_size: int,
-    *,
-    num_local: int,
-    tp_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Check that the parameters of a rank's MoE layer fit into the memory of its device.
-
-    The rank holds a shard of ``num_local`` experts; with ``tp_size`` 1, the whole experts.
-    """
-    number = _num_layer_parameters(config, hidden_size, num_local=num_local, tp_size=tp_size)
-    names = ("num_experts", "intermediate_size", "shared_intermediate_size")
-    sizes = {"hidden_size": hidden_size, **{name: getattr(config, name) for name in names}}
-    _check_fits(number * dtype.itemsize, sizes, device=device, use="of parameters on a rank")
-
-
 def training_bytes(config: RunConfig, *, num_ranks: int) -> int:
-    """Return the bytes of parameters, gradients, optimizer state and logits of one rank."""
+    """Return the bytes of a rank's parameters, gradients, optimizer state and microbatch logits."""
     itemsize = DTYPES[config.train.dtype].itemsize
     ep_size = config.ep_size or num_ranks
     number = num_parameters(config.model, ep_size=ep_size, tp_size=config.expert_tp_size)
@@ -92,17 +61,16 @@ def num_parameters(config: ModelConfig, *, ep_size: int, tp_size: int) -> int:
     if config.attention_bias:
         attention += query + 2 * key
     norm = {"none": 0, "head": 2 * config.head_dim, "full": query + key}[config.qk_norm]
-    num_local = -(-config.moe.num_experts * tp_size // ep_size)
-    moe = _num_layer_parameters(config.moe, hidden, num_local=num_local, tp_size=tp_size)
+    moe = num_layer_parameters(config.moe, hidden, ep_size=ep_size, tp_size=tp_size)
     dense = 3 * hidden * config.dense_intermediate_size
     layers = config.num_layers * (attention + norm + 2 * hidden)
     layers += num_moe * moe + (config.num_layers - num_moe) * dense
     return layers + 2 * config.vocab_size * hidden + hidden
 
 
-def _num_layer_parameters(
-    config: MoEConfig, hidden_size: int, *, num_local: int, tp_size: int
-) -> int:
+def num_layer_parameters(config: MoEConfig, hidden_size: int, *, ep_size: int, tp_size: int) -> int:
+    """Return the number of parameters of a rank in one MoE layer, without replicas of experts."""
+    num_local = -(-config.num_experts * tp_size // ep_size)
     num_up = 2 if config.activation == "swiglu" else 1
     size = config.intermediate_size // tp_size
     expert = (num_up + 1) * hidden_size * size
@@ -125,7 +93,8 @@ def total_memory(device: torch.device) -> int | None:
     return None
 
 
-def _check_fits(needed: int, sizes: dict[str, int], *, device: torch.device, use: str) -> None:
+def check_fits(needed: int, sizes: dict[str, int], *, device: torch.device, use: str = "") -> None:
+    """Raise ``ValueError``, with ``sizes`` by name, if a device has less than ``needed`` bytes."""
     # Under FakeTensorMode, torch.empty returns a subclass, which allocates no memory.
     is_real = type(torch.empty(0)) is torch.Tensor
     available = total_memory(device) if is_real else None
@@ -133,5 +102,5 @@ def _check_fits(needed: int, sizes: dict[str, int], *, device: torch.device, use
         listed = ", ".join(f"{name} ({size})" for name, size in sizes.items())
         raise ValueError(
             f"{listed} must fit into the memory of {device}, {available / 1e9:.1f} GB, and need "
-            f"at least {needed / 1e9:.1f} GB {use}"
+            f"at least {needed / 1e9:.1f} GB {use or 'of parameters on a rank'}"
         )

@@ -27,9 +27,9 @@ from halley.strategies.registry import build_strategy
 class MoE(nn.Module):
     """A mixture of experts whose experts are spread over the ranks of a process group.
 
-    The constructor and every call, forward and backward, are collectives of the group. The number
-    of tokens may differ between ranks. Gradients of experts include the tokens of all ranks. Every
-    rank has a copy of the other parameters, and ``sync_gradients`` sums their gradients::
+    The constructor, forward and backward are collectives of the group. The number of tokens may
+    differ between ranks. Gradients of experts include the tokens of all ranks. Every rank has a
+    copy of the other parameters, and ``sync_gradients`` sums their gradients::
 
         layer = halley.MoE(hidden_size=1024, num_experts=64, top_k=8, intermediate_size=512)
         y = layer(x)  # (tokens, 1024) or (batch, seq, 1024)
@@ -64,10 +64,6 @@ class MoE(nn.Module):
         expert_counts: slots that the router gave to each expert in the last call on this rank,
             int64 ``(E,)``.
         groups: the process groups, for ``halley.sync_gradients``.
-
-    Raises:
-        ValueError: a size does not fit, or an argument has the wrong type.
-        RuntimeError: another rank did not construct the layer.
     """
 
     def __init__(
@@ -88,8 +84,6 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check_type(group, dist.ProcessGroup | None, name="group")
-        if not isinstance(strategy, str):
-            check_type(strategy, AbstractStrategy, name="strategy")
         check_type(seed, int | None, name="seed")
         config = MoEConfig(
             num_experts=num_experts,
@@ -102,18 +96,17 @@ class MoE(nn.Module):
         if group is None:
             group = _join_default_group(device)
         device = _pick_device(group) if device is None else parse_device(device)
-        self.groups = _groups_of(group)
+        rank, num_ranks = rank_and_size(group)
+        self.groups = ParallelGroups()
+        if num_ranks > 1:
+            ep = {"ep_rank": rank, "ep_size": num_ranks, "ep": group}
+            self.groups = ParallelGroups(rank=rank, num_ranks=num_ranks, world=group, **ep)
         if isinstance(strategy, str):
             recorder = Recorder(device, enabled=False)
             strategy = build_strategy(strategy, self.groups.ep, recorder=recorder, device=device)
-        self.layer = MoELayer(
-            config,
-            hidden_size,
-            strategy=strategy,
-            groups=self.groups,
-            dtype=torch.get_default_dtype() if dtype is None else dtype,
-            device=device,
-        )
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        place = {"dtype": dtype, "device": device}
+        self.layer = MoELayer(config, hidden_size, strategy=strategy, groups=self.groups, **place)
         if seed is None:
             drawn = int(torch.randint(2**31, ()))
             seed = all_gather_objects(drawn, group=self.groups.ep, operation="seed of an MoE")[0]
@@ -122,23 +115,21 @@ class MoE(nn.Module):
         self.expert_counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def forward(self, x: torch.Tensor, *, return_aux: bool = False) -> torch.Tensor | MoEOutput:
-        """Return the output, with the shape of ``x``; a collective of the group.
+        """Apply the MoE layer; a collective of the group. The output has the shape of ``x``.
 
-        Args:
-            x: ``(..., hidden_size)``, in the dtype of the parameters or under autocast.
-            return_aux: return a ``MoEOutput`` of output, ``aux_loss`` and ``expert_counts``.
-                Required inside activation checkpointing, because its second call of the layer
-                replaces ``aux_loss``.
+        ``x`` is ``(..., hidden_size)``, in the dtype of the parameters or under autocast. With
+        ``return_aux`` the result is a ``MoEOutput`` of output, ``aux_loss`` and ``expert_counts``.
+        Activation checkpointing requires it, as its recomputation replaces ``aux_loss``.
         """
         output = self.layer(x)
         self.aux_loss, self.expert_counts = output.router_loss, output.counts_E
         return output if return_aux else output.y
 
     def sync_gradients(self) -> None:
-        """Average gradients over the ranks in place, for a loss that is a mean on each rank.
+        """Average the gradients of this layer over the ranks, in place (``halley.sync_gradients``).
 
-        A collective of the group. Gradients of shared parameters are summed over the ranks. Then
-        all gradients are divided by the number of ranks. Parameters without a gradient are skipped.
+        A collective of the group. The loss is a mean on each rank. Parameters without a gradient
+        are skipped.
         """
         shared, expert = (
             [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -175,12 +166,3 @@ def _pick_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the current GPU if the ranks can exchange tensors on GPUs, else the CPU."""
     on_gpu = torch.cuda.is_available() and (group is None or "nccl" in dist.get_backend(group))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
-def _groups_of(group: dist.ProcessGroup | None) -> ParallelGroups:
-    """Return the ``ParallelGroups`` that spread the experts over all ranks of ``group``."""
-    rank, num_ranks = rank_and_size(group)
-    if num_ranks == 1:
-        return ParallelGroups()
-    ep = {"ep_rank": rank, "ep_size": num_ranks, "ep": group}
-    return ParallelGroups(rank=rank, num_ranks=num_ranks, world=group, **ep)

@@ -20,11 +20,11 @@ class RouterOutput(NamedTuple):
 
     routing: Routing
     loss: torch.Tensor  # balance and z loss, each times its coefficient, a float32 scalar
-    counts_E: torch.Tensor  # slots of each expert before the capacity drops slots, int64
+    counts_E: torch.Tensor  # slots of each expert, int64, with those that the capacity drops
 
 
 class AbstractRouter(nn.Module, abc.ABC):
-    """Compute logits in float32, choose the experts of each token, and return the router losses."""
+    """A router: linear logits in float32, a choice of K experts per token, and balancing losses."""
 
     def __init__(
         self, config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -37,11 +37,11 @@ class AbstractRouter(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return expert ids and weights, both ``(T, K)``, and probabilities ``(T, E)``."""
+        """Choose experts; return ids and weights ``(T, K)``, and all probabilities ``(T, E)``."""
 
     def forward(self, x_TD: torch.Tensor) -> RouterOutput:
         router, num_experts = self.config.router, self.config.num_experts
-        # In a 16-bit dtype, rounding can change the choice of an expert.
+        # Logits are float32, since rounding to 16 bits can change the choice of an expert.
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = F.linear(x_TD.float(), self.weight.float())
             idx_TK, weights_TK, probs_TE = self.choose(logits_TE)
@@ -68,12 +68,10 @@ class AbstractRouter(nn.Module, abc.ABC):
 class SoftmaxRouter(AbstractRouter):
     """Choose the top-k experts by softmax over all experts.
 
-    With ``normalize``, the weights of a token sum to 1 (Mixtral, Qwen3). The kind "switch" is top-1
-    without normalization. The kind "top2" is GShard's top-2 with normalization. Both have a
-    capacity.
-
-    Source: Mixtral (arXiv:2401.04088), section 2.1; Switch (arXiv:2101.03961), section 2.1;
-    GShard (arXiv:2006.16668), section 2.2, without its random drop of second experts.
+    With ``normalize``, the weights of a token sum to 1 (Mixtral, arXiv:2401.04088, section 2.1).
+    Two kinds have a capacity: "switch" is top-1 without normalization (arXiv:2101.03961, section
+    2.1); "top2" is GShard's top-2 with normalization (arXiv:2006.16668, section 2.2), without its
+    random drop of second experts.
     """
 
     def choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,8 +88,7 @@ class SigmoidRouter(AbstractRouter):
     """Choose the top-k experts by sigmoid scores, among the experts of the best groups.
 
     A bias is added to the scores for the choice, but not for the weights. ``update_bias`` raises
-    the bias of experts below the mean load and lowers the bias of the others. This balances the
-    load without a loss.
+    the bias of experts below the mean load and lowers that of the others, without a loss.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. The score of a group is the sum of its
     two best expert scores, as in the released model.
@@ -118,7 +115,7 @@ class SigmoidRouter(AbstractRouter):
 
     @torch.no_grad()
     def update_bias(self, counts_E: torch.Tensor) -> None:
-        """Move the bias one step towards an even load, from the slots that all ranks counted."""
+        """Move each expert's bias one step towards an even load, by the slots of all ranks."""
         error_E = counts_E.float().mean() - counts_E.float()
         self.bias += self.config.router.bias_update_rate * error_E.sign()
 
@@ -136,14 +133,14 @@ class SigmoidRouter(AbstractRouter):
 def build_router(
     config: MoEConfig, *, hidden_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> AbstractRouter:
-    """Return the router that ``config.router.kind`` names."""
+    """Return the router of the kind ``config.router.kind``."""
     device = parse_device(device, types=("cpu", "cuda", "meta"))
     router = SigmoidRouter if config.router.kind == "sigmoid" else SoftmaxRouter
     return router(config, hidden_size=hidden_size, dtype=dtype, device=device)
 
 
 def balance_loss(probs_TE: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """Return ``E * sum_e(share of slots of e * mean probability of e)``; 1 when balanced.
+    """Return the loss ``E * sum_e(share of slots of e * mean probability of e)``; 1 is balanced.
 
     Source: Switch (arXiv:2101.03961), equation 4, with the share over all top-k slots.
     """
@@ -152,11 +149,11 @@ def balance_loss(probs_TE: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor
 
 
 def z_loss(logits_TE: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared log-partition (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Return the mean squared logsumexp of the logits (ST-MoE, arXiv:2202.08906, equation 5)."""
     return logits_TE.logsumexp(dim=-1).square().mean()
 
 
 def capacity(factor: float, num_slots: int, *, num_experts: int) -> int:
-    """Return the capacity of an expert (Switch, arXiv:2101.03961, equation 3), at least 1."""
+    """Return the most slots that an expert takes, at least 1 (arXiv:2101.03961, equation 3)."""
     # 1e-9 absorbs rounding: 1.1 * 100 / 10 is 11.000000000000002 and must give 11, not 12.
     return max(1, math.ceil(factor * num_slots / num_experts - 1e-9))

@@ -14,7 +14,7 @@ from halley.core.validation import check_type, parse_device
 from halley.distributed.mesh import ParallelGroups
 from halley.moe.dense import Attention, FeedForward, rotary_table
 from halley.moe.layer import MoELayer, init_parameters
-from halley.moe.memory_check import check_model_memory
+from halley.moe.memory_check import check_fits, model_sizes, num_parameters
 from halley.strategies.base import AbstractStrategy
 
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class ModelOutput(NamedTuple):
-    """Result of a forward pass."""
+    """Result of a forward pass of ``MoETransformer``."""
 
     logits_BSV: torch.Tensor  # next-token logits, in the model's dtype
     router_loss: torch.Tensor  # sum of the router losses of all MoE layers, a float32 scalar
@@ -62,7 +62,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, rotary: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the output, and the router loss and expert counts (None for a dense block)."""
+        """Return the block's output, its router loss and expert counts (None if it is dense)."""
         with self.recorder.span("attention"):
             x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rotary)
         with self.recorder.span("ffn"):
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class MoETransformer(nn.Module):
-    """A language model; call ``init_weights`` or load a checkpoint before use.
+    """A decoder-only language model; call ``init_weights`` or load a checkpoint before use.
 
     Args:
         strategy: runs the routed experts of all MoE layers; or a sequence with one strategy for
@@ -84,9 +84,7 @@ class MoETransformer(nn.Module):
         placements: expert placement of each MoE layer; None for consecutive ranges.
 
     Raises:
-        ValueError: the experts do not divide over the ranks, placements are for other sizes, the
-            number of placements or strategies is not that of the MoE layers, sizes are not aligned,
-            or the parameters do not fit into the device's memory.
+        ValueError: arguments do not fit each other, or parameters not the device's memory.
     """
 
     def __init__(
@@ -105,7 +103,8 @@ class MoETransformer(nn.Module):
         device = parse_device(device, types=("cpu", "cuda", "meta"))
         check_type(config, ModelConfig, name="config")
         place = {"dtype": dtype, "device": device}
-        check_model_memory(config, ep_size=groups.ep_size, tp_size=groups.tp_size, **place)
+        number = num_parameters(config, ep_size=groups.ep_size, tp_size=groups.tp_size)
+        check_fits(number * dtype.itemsize, model_sizes(config), device=device)
         placement_of = _by_layer(config, placements, name="placements")
         one = isinstance(strategy, AbstractStrategy)
         strategies = [strategy] * config.num_moe_layers if one else strategy
@@ -143,12 +142,12 @@ class MoETransformer(nn.Module):
         return ModelOutput(logits_BSV, router_loss.float(), counts_ME)
 
     def init_weights(self, *, seed: int) -> None:
-        """Initialize all parameters from ``seed``; the values do not depend on the ranks."""
+        """Initialize all parameters from a seed, with the same values on any number of ranks."""
         init_parameters(self, seed=seed)
 
 
 def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> dict[int, _T]:
-    """Return the items of ``given`` by the index of their MoE layer in the model."""
+    """Map one item per MoE layer to the index of this layer among all layers of the model."""
     if given is None:
         return {}
     layers = [index for index in range(config.num_layers) if config.is_moe_layer(index)]
@@ -160,9 +159,8 @@ def _by_layer(config: ModelConfig, given: Sequence[_T] | None, *, name: str) -> 
 def flops_per_token(config: ModelConfig, *, seq_len: int) -> float:
     """Return the floating-point operations of forward and backward for one token.
 
-    Each parameter that a token uses counts six operations. Of the experts, these are only its top-k
-    and the shared expert. The two GEMMs of causal attention read half the sequence on average.
-
+    Each parameter that a token uses counts six operations; experts other than its top-k and the
+    shared one count none. The two GEMMs of causal attention read half the sequence on average.
     Source: Kaplan et al. (arXiv:2001.08361), section 2.1; PaLM (arXiv:2204.02311), appendix B.
     """
     moe, hidden = config.moe, config.hidden_size

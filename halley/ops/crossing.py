@@ -1,8 +1,7 @@
 """Find the tokens of a rank that must be sent to other nodes, for the strategy ``hierarchical``.
 
 A token crosses once to each node that has any of its experts. Each (token, node) pair is a row.
-Rows are sent in chunks of consecutive tokens, so that the rows of one chunk travel while those of
-another chunk are computed. ``ops/wire.py`` moves the rows.
+Rows are sent in chunks of consecutive tokens, so that one chunk travels while another is computed.
 
 In this file, N is the number of nodes, S the number of rows that this rank sends, C that of chunks,
 and E' the number of experts of one node.
@@ -25,12 +24,8 @@ from halley.ops.traceable_routing import sort_slots
 class NodeTables:
     """Lookup tables that give, for each expert id, its node and its id in that node.
 
-    One lookup takes the place of several operations on the device.
-
-    Args:
-        nodes: this rank and its node.
-        num_experts: experts of a node, E'.
-        device: device of the expert ids.
+    One lookup takes the place of several operations on the device. ``num_experts`` is the number of
+    experts of a node, E'.
 
     Attributes:
         other_node: node of each expert; N for the experts of the own node, and for ``DROPPED``.
@@ -46,7 +41,7 @@ class NodeTables:
         self.own_id = torch.where(node == nodes.node, expert % num_experts, DROPPED)
 
     def keep_own(self, routing: Routing) -> Routing:
-        """Return a routing inside this node; slots of other nodes are dropped.
+        """Return a routing with expert ids inside this node; slots of other nodes are dropped.
 
         The result has min(K, E') slots for each token: no token has more experts in a node.
         """
@@ -62,28 +57,23 @@ class NodeTables:
 class Crossing:
     """The rows that this rank sends to other nodes, and how many rows it receives from them.
 
-    Rows are sorted by chunk, then by destination node, then by token.
-
-    Attributes:
-        token_S: token of each row; None if the rows are all tokens in order.
-        row_TN: row of each token for each node, or S where the token does not go to the node; None
-            with ``token_S``.
-        send_CN, recv_CN: number of rows of each chunk to and from each node.
+    Rows are sorted by chunk, then by destination node, then by token. If the rows are all tokens in
+    order, ``token_S`` and ``row_TN`` are None.
     """
 
-    token_S: torch.Tensor | None
-    row_TN: torch.Tensor | None
-    send_CN: list[list[int]]
-    recv_CN: list[list[int]]
+    token_S: torch.Tensor | None  # token of each row
+    row_TN: torch.Tensor | None  # row of each token for each node; S if it does not go there
+    send_CN: list[list[int]]  # number of rows of each chunk to each node
+    recv_CN: list[list[int]]  # and from each node
 
     @property
     def send_sizes(self) -> list[int]:
-        """Rows of each chunk that this rank sends."""
+        """Rows of each chunk of tokens that this rank sends to other nodes."""
         return [sum(counts) for counts in self.send_CN]
 
     @property
     def recv_sizes(self) -> list[int]:
-        """Rows of each chunk that this rank receives."""
+        """Rows of each chunk of tokens that this rank receives from other nodes."""
         return [sum(counts) for counts in self.recv_CN]
 
 
@@ -92,14 +82,8 @@ def plan_crossing(
 ) -> Crossing:
     """Find the rows to send to other nodes; exchange their numbers. Collective; the host waits.
 
-    Args:
-        routing: of this rank's tokens, with expert ids of all nodes.
-        tables: expert tables of this rank.
-        num_chunks: chunks of consecutive tokens, C.
-        group: the ranks of all nodes.
-
-    Raises:
-        RuntimeError: a rank is missing; names the ranks.
+    ``routing`` has expert ids of all nodes, and ``group`` the ranks of all nodes. A missing rank is
+    a ``RuntimeError``.
     """
     idx_TK, nodes = routing.topk_idx_TK, tables.nodes
     num_tokens, num_nodes = idx_TK.shape[0], nodes.num_nodes
@@ -108,7 +92,7 @@ def plan_crossing(
     if num_chunks > 1:
         token_T1 = torch.arange(num_tokens, device=idx_TK.device)[:, None]
         key_TK = node_TK + token_T1 * num_chunks // max(num_tokens, 1) * num_nodes
-    # The last column takes the slots that stay, and is cut off.
+    # The last column takes the slots of experts on the own node, and is cut off.
     key_TN = idx_TK.new_full((num_tokens, num_nodes + 1), DROPPED)
     key_TN = key_TN.scatter_(1, node_TK, key_TK)[:, :num_nodes].contiguous()
     slots, counts = sort_slots(key_TN, num_chunks * num_nodes)
@@ -134,13 +118,7 @@ def plan_crossing(
 
 
 def cross_all(tables: NodeTables, *, num_tokens: int, num_chunks: int) -> Crossing:
-    """Return the rows for sending every token to every other node; the ranks exchange nothing.
-
-    Args:
-        tables: expert tables of this rank.
-        num_tokens: tokens of each rank of the group.
-        num_chunks: chunks of consecutive tokens.
-    """
+    """Return the rows that send all tokens of each rank to every other node; no communication."""
     nodes, device = tables.nodes, tables.own_id.device
     others = [node for node in range(nodes.num_nodes) if node != nodes.node]
     bounds = [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]

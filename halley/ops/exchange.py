@@ -1,11 +1,9 @@
 """Collectives with gradients: exchanges of rows, and sums over the replicas of an expert.
 
 An all-to-all is split into start and wait, so that other work can run in between. The backward of
-``wait`` starts the all-to-all of the gradient, and the backward of ``start`` waits for it. Autograd
-runs backward in the reverse order of forward, so code that pipelines the forward pass pipelines the
-backward pass too.
-
-Collectives of rows may raise ``RuntimeError``, which names the operation and the ranks.
+``wait`` starts the all-to-all of the gradient, and the backward of ``start`` waits for it. So code
+that pipelines the forward pass pipelines the backward pass too. A ``RuntimeError`` of a collective
+names the operation and the ranks.
 
 In this file, S is the number of rows that a rank sends, and N that of rows in a given buffer.
 """
@@ -32,13 +30,11 @@ class Exchange:
     """One all-to-all of rows among the ranks of a group, for one forward and its backward.
 
     Args:
-        send_splits: rows to each rank, in order of rank.
-        recv_splits: rows from each rank.
+        send_splits, recv_splits: rows to and from each rank, in order of rank.
         group: the ranks; None for a single rank, which then keeps its rows.
         received: buffer for the rows received in forward; None allocates one.
-        recorder: records the host's waits as spans "<name>.wait" and "<name>.backward.wait" of the
-            stream "exposed".
-        name: see ``recorder``; errors contain it too.
+        name: in errors, and in the recorded spans "<name>.wait" and "<name>.backward.wait" of the
+            host's waits, stream "exposed".
     """
 
     def __init__(
@@ -51,12 +47,8 @@ class Exchange:
         recorder: Recorder,
         received: torch.Tensor | None = None,
     ) -> None:
-        self.send_splits = send_splits
-        self.recv_splits = recv_splits
-        self.group = group
-        self.name = name
-        self.recorder = recorder
-        self.received = received
+        self.send_splits, self.recv_splits, self.received = send_splits, recv_splits, received
+        self.group, self.name, self.recorder = group, name, recorder
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def start(self, rows_SD: torch.Tensor) -> torch.Tensor:
@@ -66,7 +58,7 @@ class Exchange:
         return _Start.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
-        """Return the rows received, ``(sum(recv_splits), D)``, sorted by source rank."""
+        """Wait; return the received rows, ``(sum(recv_splits), D)``, sorted by source rank."""
         if self.group is None:
             return started
         return _Wait.apply(started, self)  # pyright: ignore[reportReturnType]
@@ -78,7 +70,7 @@ class Exchange:
         return _Run.apply(rows_SD, self)  # pyright: ignore[reportReturnType]
 
     def launch(self, rows: torch.Tensor, *, backward: bool) -> torch.Tensor:
-        """Start the all-to-all in one direction; return the buffer that receives the rows."""
+        """Start the all-to-all of forward or backward; return the buffer that receives the rows."""
         send_splits, recv_splits = self.send_splits, self.recv_splits
         if backward:
             send_splits, recv_splits = recv_splits, send_splits
@@ -86,14 +78,10 @@ class Exchange:
         buffer, self.received = self.received, None
         if buffer is None:
             buffer = rows.new_empty(sum(recv_splits), rows.shape[1])
+        sent = rows.contiguous()
         with Collective(self._title(backward), group=self.group):
             work = dist.all_to_all_single(
-                buffer,
-                rows.contiguous(),
-                recv_splits,
-                send_splits,
-                group=self.group,
-                async_op=True,
+                buffer, sent, recv_splits, send_splits, group=self.group, async_op=True
             )
         assert work is not None
         self._pending = (buffer, work)
@@ -102,7 +90,7 @@ class Exchange:
         return buffer
 
     def finish(self, *, backward: bool) -> torch.Tensor:
-        """Wait for the all-to-all in flight and return its buffer."""
+        """Wait for the all-to-all in flight; return the buffer with the received rows."""
         assert self._pending is not None, f"{self.name} was waited for twice"
         buffer, work = self._pending
         self._pending = None
@@ -158,9 +146,8 @@ class _Run(torch.autograd.Function):
 def concat_in_place(buffer_ND: torch.Tensor, slices: list[torch.Tensor]) -> torch.Tensor:
     """Return ``buffer_ND`` as the concatenation of its slices, without a copy; differentiable.
 
-    Args:
-        buffer_ND: a buffer that requires no gradient.
-        slices: consecutive slices of the buffer that exchanges have received; all rows of it.
+    The buffer requires no gradient. ``slices`` are consecutive slices of it that exchanges have
+    received, in total all rows.
     """
     return _ConcatInPlace.apply(buffer_ND, *slices)  # pyright: ignore[reportReturnType]
 
@@ -192,10 +179,7 @@ def all_gather_rows(
 ) -> torch.Tensor:
     """All-gather different numbers of rows; return ``(W * max_rows, X)``. Differentiable.
 
-    Args:
-        rows_TX: rows of this rank.
-        max_rows: the largest number of rows of any rank. Zeros pad the rows of the others.
-        group: the ranks; None for a single rank.
+    ``max_rows`` is the largest number of rows of any rank. Zeros pad the rows of the others.
     """
     if group is None:
         return rows_TX
@@ -205,15 +189,11 @@ def all_gather_rows(
 def reduce_scatter_rows(
     rows_AX: torch.Tensor, *, num_rows: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Sum the rows over all ranks; return the sums for this rank, ``(num_rows, X)``.
+    """Sum rows over all ranks; return the sums of this rank's rows, ``(num_rows, X)``.
 
+    ``rows_AX`` are partial sums for the rows of all ranks, in the order of ``all_gather_rows``.
     Differentiable: the gradient is an all-gather. It uses an all-to-all and a float32 sum in order
     of rank: NCCL may reduce inside the network, which is not deterministic on every network.
-
-    Args:
-        rows_AX: a partial sum for each row of each rank, as ``all_gather_rows`` orders the rows.
-        num_rows: rows of this rank.
-        group: the ranks; None for a single rank.
     """
     if group is None:
         return rows_AX
@@ -262,11 +242,8 @@ class _ReduceScatterRows(torch.autograd.Function):
 class Replicas:
     """Sums gradients of experts that several ranks hold; an expert has a replica on each of them.
 
-    Args:
-        placement: a placement with replicas.
-        rank, group: this rank in the expert-parallel group.
-        device: device of the experts.
-        recorder: records the host's wait as the span "replicas.wait".
+    ``rank`` is this rank in the expert-parallel ``group``, and ``recorder`` records the host's wait
+    as the span "replicas.wait".
 
     Attributes:
         first: local indices of the experts of this rank that no lower rank holds, int64.
@@ -299,7 +276,7 @@ class Replicas:
         ]
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients, summed over the replicas of each expert; a collective.
+        """Return expert gradients, summed over the replicas of each expert; a collective.
 
         The sum is in float32, in order of rank, and rounded once: bitwise equal on all replicas.
         Gradients are ``(L, ...)``, of one dtype.
@@ -307,10 +284,10 @@ class Replicas:
         return self._merge(gradients, _sum_into)
 
     def take_first(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients, those of replicated experts copied from their lowest rank.
+        """Return expert gradients, those of replicated experts copied from their lowest rank.
 
-        A collective. For gradients that were reduced again after ``sum``: ranks may have rounded
-        differently.
+        A collective, for gradients that were reduced again after ``sum`` and may be rounded
+        differently on each rank.
         """
         return self._merge(gradients, lambda out, sources: out.copy_(sources[0]))
 
@@ -319,7 +296,7 @@ class Replicas:
         gradients: Sequence[torch.Tensor],
         merge: Callable[[torch.Tensor, Sequence[torch.Tensor]], object],
     ) -> list[torch.Tensor]:
-        """Return copies of the gradients; ``merge`` computes those of replicated experts."""
+        """Return copies of expert gradients; ``merge`` computes those of replicated experts."""
         received = self._exchange(gradients)
         # A contiguous copy, since ``view`` below needs one.
         merged = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
@@ -367,11 +344,8 @@ def share_gradients(experts: Experts, replicas: Replicas) -> Experts:
     """Return the experts; in backward, sum the gradients of replicas over their ranks.
 
     Equal replicas receive equal gradients, so they stay equal with any optimizer. Each backward
-    pass has one all-to-all. A rank sends only gradients of replicated experts, once to each other
-    replica.
-
-    Raises:
-        ValueError: a weight has a ``main_grad``, to which fused layers add without autograd.
+    pass has one all-to-all, of the gradients of replicated experts only. A weight with a
+    ``main_grad``, to which fused layers add without autograd, is a ``ValueError``.
     """
     weights = {name: t for name, t in experts.tensors().items() if t.requires_grad}
     if any(getattr(weight, "main_grad", None) is not None for weight in weights.values()):

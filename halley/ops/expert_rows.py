@@ -1,11 +1,12 @@
 """Rows of experts on one rank: permute them, run the grouped GEMMs, sum the rows of each token.
 
-``apply_experts`` calls torch's grouped GEMM, for eager code. ``apply_experts_traceable`` uses the
-operator ``halley::expert_gemm``. Its weight gradient is a separate operator, so that a compiler can
-schedule it under an all-to-all. The permutations are for eager code; ``traceable_routing.py`` has
-those for ``torch.compile``. In this file, I and O are the columns of a GEMM's input and output.
+Eager code calls torch's grouped GEMM. For ``torch.compile`` there is ``expert_gemm``: its weight
+gradient is a separate operator, so that a compiler can schedule it under an all-to-all. The
+permutations are for eager code; ``traceable_routing.py`` has those for ``torch.compile``. In this
+file, I and O are the columns of a GEMM's input and output.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from halley.core.reference import activate
 from halley.core.types import Experts
-from halley.ops.library import define
+from halley.ops.library import define, save_inputs
 
 
 ROW_ALIGNMENT = 16  # bytes; torch's grouped GEMM requires it of each row of its operands
@@ -23,11 +24,7 @@ _CPU_ROW_MULTIPLE = 16
 
 
 def check_alignment(size: int, *, name: str, dtype: torch.dtype) -> None:
-    """Raise an error unless torch's grouped GEMM can read rows of ``size`` elements.
-
-    Raises:
-        ValueError: a row is no multiple of 16 bytes.
-    """
+    """Raise a ``ValueError`` unless torch's grouped GEMM can read rows of ``size`` elements."""
     multiple = ROW_ALIGNMENT // dtype.itemsize
     if size % multiple != 0:
         raise ValueError(
@@ -47,34 +44,31 @@ def find_alignment_problem(experts: Experts) -> str:
     return ""
 
 
-def apply_experts(x_RD: torch.Tensor, experts: Experts, *, ends_L: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(rows, weights, offs=ends)
+
+
+def apply_experts(
+    x_RD: torch.Tensor,
+    experts: Experts,
+    *,
+    ends_L: torch.Tensor,
+    gemm: Callable[..., torch.Tensor] = _grouped_mm,
+) -> torch.Tensor:
     """Return the expert output of each row, ``(R, D)``. Differentiable.
 
-    Args:
-        x_RD: rows sorted by expert, in the dtype of the weights.
-        experts: L experts.
-        ends_L: end of each expert's rows, int32, non-decreasing; an expert may have no rows.
+    The rows are sorted by expert and have the dtype of the weights. ``ends_L`` is the end of each
+    expert's rows, int32, non-decreasing; an expert may have no rows. ``gemm`` may be
+    ``expert_gemm``, for ``torch.compile``.
     """
-    h_RG = F.grouped_mm(x_RD, experts.up_LGD.transpose(1, 2), offs=ends_L)
+    h_RG = gemm(x_RD, experts.up_LGD.transpose(1, 2), ends_L)
     if experts.up_bias_LG is not None:
         h_RG = add_bias(h_RG, experts.up_bias_LG, ends_L=ends_L)
     h_RF = activate(h_RG, experts.activation)
-    y_RD = F.grouped_mm(h_RF, experts.down_LDF.transpose(1, 2), offs=ends_L)
+    y_RD = gemm(h_RF, experts.down_LDF.transpose(1, 2), ends_L)
     if experts.down_bias_LD is not None:
         y_RD = add_bias(y_RD, experts.down_bias_LD, ends_L=ends_L)
     return y_RD
-
-
-def apply_experts_traceable(
-    x_RD: torch.Tensor, experts: Experts, *, ends_L: torch.Tensor
-) -> torch.Tensor:
-    """Return the expert output of each row by ``expert_gemm``; experts without biases.
-
-    Arguments as for ``apply_experts``. On a CPU, the result of a row does not depend on other rows.
-    """
-    h_RG = expert_gemm(x_RD, experts.up_LGD.transpose(1, 2), ends_L)
-    h_RF = activate(h_RG, experts.activation)
-    return expert_gemm(h_RF, experts.down_LDF.transpose(1, 2), ends_L)
 
 
 class _AddBias(torch.autograd.Function):
@@ -100,12 +94,8 @@ def add_bias(x_RO: torch.Tensor, bias_LO: torch.Tensor, *, ends_L: torch.Tensor)
 def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply each expert's rows by its matrix, as one operator; return ``(R, O)``.
 
-    Differentiable; on a CPU, the result of a row does not depend on the other rows.
-
-    Args:
-        rows: ``(R, I)``, sorted by expert.
-        weights: ``(L, I, O)``, of any strides.
-        ends: end of each expert's rows, int32, non-decreasing; an expert may have no rows.
+    Differentiable; on a CPU, the result of a row does not depend on the other rows. ``rows`` are
+    ``(R, I)``, and ``weights`` ``(L, I, O)`` of any strides; ``ends`` as for ``apply_experts``.
     """
     if rows.is_cuda:
         return F.grouped_mm(rows, weights, offs=ends)
@@ -119,12 +109,8 @@ def _expert_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
 
 
 def _groups(ends: torch.Tensor) -> list[slice]:
-    """Return the rows of each expert."""
+    """Return the slice of rows of each expert, from the end of each expert's rows."""
     return [slice(*pair) for pair in pairwise([0, *ends.tolist()])]
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx, grad):
@@ -148,7 +134,7 @@ expert_gemm = define(
     "expert_gemm(Tensor rows, Tensor weights, Tensor ends) -> Tensor",
     _expert_gemm,
     fake=lambda rows, weights, ends: rows.new_empty(rows.shape[0], weights.shape[2]),
-    setup_context=_setup,
+    setup_context=save_inputs,
     backward=_backward,
     decomposable=True,
 )
@@ -188,14 +174,11 @@ class _PermuteRows(torch.autograd.Function):
 def gather_tokens(
     x_TD: torch.Tensor, slots_N: torch.Tensor, *, inverse_N: torch.Tensor, top_k: int
 ) -> torch.Tensor:
-    """Return the token of each slot, ``x_TD[slots_N // top_k]``, ``(N, D)``.
+    """Return the token of each (token, choice) slot, ``x_TD[slots_N // top_k]``, ``(N, D)``.
 
     The gradient of a token is the sum over its slots in order of slot, accumulated in float32.
-
-    Args:
-        x_TD: tokens.
-        slots_N: a permutation of all slots; slot ``t * top_k + k`` is the k-th choice of token t.
-        inverse_N: its inverse.
+    ``slots_N`` is a permutation of all slots, and ``inverse_N`` its inverse; slot ``t * top_k + k``
+    is the k-th choice of token t.
     """
     return _GatherTokens.apply(  # pyright: ignore[reportReturnType]
         x_TD, slots_N, inverse_N, top_k
@@ -223,12 +206,10 @@ def combine_tokens(
     slots_N: torch.Tensor,
     inverse_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's rows, ``(T, D)``; accumulated in float32.
+    """Return each token's weighted sum of expert output rows, ``(T, D)``; summed in float32.
 
-    Args:
-        rows_ND: row i belongs to slot ``slots_N[i]``.
-        weights_TK: one weight for each slot, rounded to the dtype of the rows.
-        slots_N, inverse_N: as for ``gather_tokens``.
+    Row i belongs to slot ``slots_N[i]``, see ``gather_tokens``. The weight of each slot,
+    ``weights_TK``, is rounded to the dtype of the rows.
     """
     return _CombineTokens.apply(  # pyright: ignore[reportReturnType]
         rows_ND, weights_TK, slots_N, inverse_N

@@ -40,11 +40,5 @@ def _run_gradient_hook(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 _library.impl("run_gradient_hook", _run_gradient_hook, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("halley::run_gradient_hook", lib=_library)
-def _fake_run_gradient_hook(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
-    return None
-
-
+torch.library.register_fake("halley::run_gradient_hook", lambda *_: None, lib=_library)
 run_gradient_hook = torch.ops.halley.run_gradient_hook.default

@@ -37,13 +37,9 @@ def define(
 ) -> Callable[..., Any]:
     """Define ``halley::<schema>`` and return a function that calls it with little overhead.
 
-    Args:
-        schema: name, arguments and results, as ``torch.library.Library.define`` takes them.
-        run: implementation for real tensors.
-        fake: implementation for fake tensors, which computes shapes and dtypes only.
-        setup_context, backward: the gradient, as ``torch.library.register_autograd`` takes it;
-            without ``backward``, a backward through the operator is an error.
-        decomposable: True if ``run`` consists of ATen operators on a GPU and can be traced.
+    ``schema``, ``fake``, ``setup_context`` and ``backward`` are as in ``torch.library``. Without
+    ``backward``, a backward through the operator is an error. ``decomposable`` means that ``run``,
+    the implementation, consists of ATen operators on a GPU and can be traced.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=_TAGS)
@@ -95,11 +91,14 @@ def _opaque(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
+    """Return whether a call on this tensor needs no dispatcher: neither autograd nor tracing."""
+    is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return type(tensor) is torch.Tensor and not is_traced
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    """Save all inputs of an operator for its backward; all are tensors."""
+    ctx.save_for_backward(*inputs)
 
 
 def _refuse(ctx: object, *gradients: object) -> None:

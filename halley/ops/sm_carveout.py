@@ -7,6 +7,7 @@ no SM wait for all others. With an SM carve-out, the GEMM runs on the remaining 
 
 import contextlib
 from collections.abc import Generator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,7 @@ def has_sm_carveout() -> bool:
 
 @contextlib.contextmanager
 def sm_carveout(num_sms: int) -> Generator[None, None, None]:
-    """Make dense and grouped GEMMs launched in the ``with`` block leave ``num_sms`` SMs free.
-
-    Args:
-        num_sms: number of SMs; 0 changes nothing.
-    """
+    """Make dense and grouped GEMMs launched in the ``with`` block leave ``num_sms`` SMs free."""
     if num_sms == 0:
         yield
         return
@@ -48,14 +45,10 @@ def _gemm_with_carveout(
     ends: torch.Tensor | None,
     num_sms: int,
 ) -> torch.Tensor:
-    """Return ``left @ right`` by a kernel that leaves SMs free.
+    """Return ``left @ right`` by a kernel that leaves ``num_sms`` SMs free; 0 on a CPU.
 
-    Args:
-        bias: added to each row of a dense GEMM; None for none.
-        left, right: matrices; for a grouped GEMM as in ``torch.nn.functional.grouped_mm``.
-        ends: end of each group, int32, for a grouped GEMM, which takes no bias; None for a dense
-            GEMM.
-        num_sms: number of SMs that stay free; ignored on a CPU.
+    With ``ends``, the end of each group, int32, it is a grouped GEMM as ``F.grouped_mm`` computes
+    it, without bias; else a dense one, whose rows get the bias if there is one.
     """
     with sm_carveout(num_sms if left.is_cuda else 0):
         if ends is not None:
@@ -63,13 +56,7 @@ def _gemm_with_carveout(
         return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
-def _fake_gemm_with_carveout(
-    bias: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    ends: torch.Tensor | None,
-    num_sms: int,
-) -> torch.Tensor:
+def _fake_gemm_with_carveout(_bias: Any, left: Any, right: Any, ends: Any, _: int) -> torch.Tensor:
     groups = () if ends is None or right.dim() == 3 else (ends.shape[0],)
     return left.new_empty(*groups, left.shape[0], right.shape[-1])
 

@@ -10,11 +10,11 @@ Numbers of rows may be symbolic sizes. Eager code moves rows with ``expert_rows.
 import torch
 
 from halley.core.routing import expert_starts, sort_keys
-from halley.ops.library import define, takes_kernels
+from halley.ops.library import define, save_inputs, takes_kernels
 
 
 def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort the slots by expert, then token, and count the slots of each expert.
+    """Sort routed slots (token, choice) by expert, then token; count the slots of each expert.
 
     Dropped slots come last and are not counted. Returns slots ``t * K + k``, int64 ``(T * K,)``,
     and counts, int64 ``(E,)``.
@@ -32,22 +32,16 @@ def _sort_slots(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
 def _take_slots(
     topk_idx: torch.Tensor, used: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the first ``limit`` slots of each expert, and drop its later slots.
+    """Apply an expert capacity: keep the first ``limit`` slots of each expert, drop later ones.
 
     First choices of all tokens come before second choices; within a choice, tokens are in order.
+    ``used`` is the number of slots that earlier tokens requested from each expert, int64 ``(E,)``;
+    ``limit`` includes their slots. Microbatches that pass ``used`` on keep the same slots as the
+    full batch only with top-1 routing: first choices of a later microbatch would come after second
+    choices of an earlier one.
 
-    Microbatches that pass ``used`` on keep the same slots as the full batch only with top-1
-    routing. With more choices, first choices of a later microbatch would come after second choices
-    of an earlier one.
-
-    Args:
-        topk_idx: expert ids in ``[0, E)``, ``(T, K)``.
-        used: number of slots that earlier tokens requested from each expert, int64 ``(E,)``.
-        limit: largest number of slots that an expert keeps, earlier tokens included.
-
-    Returns:
-        Whether each slot is kept, bool ``(T, K)``; and ``used`` plus the numbers of requested
-        slots, kept or not, int64 ``(E,)``.
+    Returns whether each slot is kept, bool ``(T, K)``; and ``used`` plus the numbers of requested
+    slots, kept or not.
 
     Source: GShard (arXiv:2006.16668), algorithm 1. Passing the counter from one microbatch to the
     next is from Lancet (arXiv:2404.19429), section 5.
@@ -71,7 +65,7 @@ def _take_slots(
 def _take_slots_by_weight(
     topk_idx: torch.Tensor, weights: torch.Tensor, num_experts: int, limit: int
 ) -> torch.Tensor:
-    """Keep ``limit`` slots of each expert, those of tokens with larger weights first.
+    """Apply an expert capacity: keep ``limit`` slots of each expert, by weight of their token.
 
     The priority of a token is its largest weight. First choices of all tokens come before second
     choices; within a choice, tokens are in order of decreasing priority, then of index. Returns
@@ -89,21 +83,15 @@ def _take_slots_by_weight(
 def _read_counts(sent: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the numbers of rows sent to and received from each rank to the host, ``(W,)`` each.
 
-    ``sent`` and ``received`` are ``(W, L)`` int64, for each rank and local expert. Both numbers
-    travel in one copy, so the host waits for the device once.
+    ``sent`` and ``received`` are ``(W, L)`` int64, for each rank and local expert. Both are in one
+    copy, so the host waits for the device once.
     """
     both = torch.stack([sent.sum(1), received.sum(1)]).cpu()
     return both[0].clone(), both[1].clone()
 
 
 def _gather_rows(x: torch.Tensor, slots: torch.Tensor, num_rows: int, top_k: int) -> torch.Tensor:
-    """Return the token of each slot, ``(num_rows, D)``; differentiable in ``x``.
-
-    Args:
-        x: tokens, ``(T, D)``.
-        slots: as from ``sort_slots``; only the first ``num_rows`` are used.
-        num_rows: number of slots that are not dropped.
-    """
+    """Return the token of each of the first ``num_rows`` sorted slots; differentiable."""
     return x.index_select(0, _first(slots, num_rows) // top_k)
 
 
@@ -122,19 +110,13 @@ def _gather_rows_backward(grad: torch.Tensor, slots: torch.Tensor, top_k: int) -
 
 
 def _combine_rows(rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's rows, in order of slot, ``(T, D)``; differentiable.
+    """Return each token's weighted sum of expert rows, by choice, ``(T, D)``; differentiable.
 
-    Args:
-        rows: row i belongs to slot ``slots[i]``; slots without a row add nothing.
-        slots: as from ``sort_slots``.
-        weights: one weight for each slot, ``(T, K)``, rounded to the dtype of the rows.
+    Row i belongs to slot ``slots[i]``, as from ``sort_slots``; slots without a row add nothing. The
+    weight of each slot, ``(T, K)``, is rounded to the dtype of the rows.
     """
     by_slot = _by_slot(rows, slots).view(*weights.shape, rows.shape[1])
     return (by_slot * weights.to(rows.dtype).unsqueeze(2)).sum(1)
-
-
-def _combine_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
 
 
 def _combine_backward(ctx, grad):
@@ -153,7 +135,7 @@ def _combine_rows_backward(
 
 
 def _by_slot(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the rows in order of slot, with zeros for dropped slots."""
+    """Return expert rows in the order of (token, choice) slots, with zeros for dropped slots."""
     out = rows.new_zeros(slots.shape[0], rows.shape[1])
     return out.index_copy_(0, _first(slots, rows.shape[0]), rows)
 
@@ -203,10 +185,6 @@ def _of_segment(values: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) ->
 def _permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Return ``rows[order]``, ``(R, D)``; the gradient uses the inverse permutation."""
     return rows.index_select(0, order)
-
-
-def _permute_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[1:])
 
 
 def _permute_backward(ctx, grad):
@@ -259,7 +237,7 @@ combine_rows = define(
     "combine_rows(Tensor rows, Tensor slots, Tensor weights) -> Tensor",
     _combine_rows,
     fake=lambda rows, slots, weights: rows.new_empty(weights.shape[0], rows.shape[1]),
-    setup_context=_combine_setup,
+    setup_context=save_inputs,
     backward=_combine_backward,
     decomposable=True,
 )
@@ -285,7 +263,7 @@ permute_rows = define(
     "permute_rows(Tensor rows, Tensor order, Tensor inverse) -> Tensor",
     _permute_rows,
     fake=lambda rows, order, inverse: rows.new_empty(order.shape[0], rows.shape[1]),
-    setup_context=_permute_setup,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
     backward=_permute_backward,
     decomposable=True,
 )

@@ -2,13 +2,10 @@
 
 ``Wire`` does this for the rows that a ``Crossing`` lists (``ops/crossing.py``):
 
-    send_rows      start to send the tokens of all chunks
+    send_rows      start to send the tokens of all chunks; backward waits for their gradients
     receive_rows   wait for the tokens of one chunk; backward starts to return their gradients
     return_sums    start to return the partial sums of one chunk; backward waits for their gradients
-    add_returned   wait for the partial sums of all chunks, and add them to the own ones
-
-The backward of ``add_returned`` starts to send the gradients of the sums, and that of ``send_rows``
-waits for the gradients of the tokens.
+    add_returned   wait for and add all partial sums; backward starts to send their gradients
 
 In this file, S is the number of rows that this rank sends, R that of rows it receives in a chunk, C
 that of rows it sends in a chunk (in ``send_CN`` that of chunks), and N that of nodes.
@@ -38,22 +35,15 @@ _PADDED_BITS = 5  # received rows are padded by at most 1/16, so that few sizes 
 
 @final
 class Wire:
-    """The all-to-alls between nodes of one forward pass of a layer and of its backward pass.
+    """All-to-alls between nodes for one forward pass of a layer and its backward pass.
 
     A chunk crosses in two all-to-alls: weights and ids as float32 and int32 words, then the tokens.
     The gradients of both return in the same way. With dtype "float8", tokens cross as E4M3, and
     the words contain one float32 scale for each 128 columns.
 
     Received rows are padded by rows without experts, because layers are recorded and compiled for
-    each number of rows, and the number changes from step to step.
-
-    Args:
-        crossing: the rows to send and to receive.
-        tables: expert tables of this rank.
-        group: the ranks of all nodes.
-        recorder: records the host's waits.
-        hidden_size: D of the layer.
-        dtype: dtype of the tokens in forward messages.
+    each number of rows, and the number changes from step to step. ``group`` has the ranks of all
+    nodes.
     """
 
     def __init__(
@@ -82,18 +72,13 @@ class Wire:
         self._buffers: dict[Exchange, torch.Tensor] = {}
 
     def send_rows(self, x_TD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
-        """Start to send the tokens of all chunks; return a tensor for each chunk."""
+        """Start to send the tokens of all chunks to other nodes; return a tensor for each chunk."""
         return _SendRows.apply(  # pyright: ignore[reportReturnType]
             x_TD, routing.topk_weights_TK, routing.topk_idx_TK, self
         )
 
     def receive_rows(self, started: torch.Tensor, *, chunk: int) -> tuple[torch.Tensor, Routing]:
-        """Wait for the tokens of a chunk; return the padded rows and their routing in this node.
-
-        Args:
-            started: the result of ``send_rows`` for the chunk.
-            chunk: its number.
-        """
+        """Wait for the tokens of a chunk; return the padded rows and their routing in this node."""
         x_RD, weights_RK, idx_RK = _ReceiveRows.apply(started, self, chunk)  # pyright: ignore
         routing = Routing(topk_idx_TK=idx_RK, topk_weights_TK=weights_RK)
         return x_RD, self.tables.keep_own(routing)
@@ -108,15 +93,12 @@ class Wire:
     def add_returned(
         self, y_own_TD: torch.Tensor, returned: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Wait for all partial sums; return each token's sum over nodes, in order, rounded once.
+        """Wait for all partial sums; return each token's sum in node order, rounded once.
 
-        Args:
-            y_own_TD: partial sums of this rank's tokens by the experts of its own node.
-            returned: the results of ``return_sums`` for all chunks.
+        ``y_own_TD`` are the partial sums of this rank's tokens by the experts of its own node, and
+        ``returned`` the results of ``return_sums`` for all chunks.
         """
-        return _AddReturned.apply(  # pyright: ignore[reportReturnType]
-            y_own_TD, self, *returned
-        )
+        return _AddReturned.apply(y_own_TD, self, *returned)  # pyright: ignore[reportReturnType]
 
     def launch_to_experts(
         self, exchange: Exchange, rows_CX: torch.Tensor, *, chunk: int, backward: bool
@@ -139,11 +121,7 @@ class Wire:
     ) -> None:
         """Start to return sums of a chunk, or gradients of its rows, to the nodes of the tokens.
 
-        Args:
-            exchanges: of all chunks. Their rows arrive in one buffer.
-            rows_RX: padded rows.
-            chunk: number of the chunk.
-            backward: whether the rows are gradients of tokens or words.
+        The rows of ``exchanges``, those of all chunks, arrive in one buffer.
         """
         sizes = self.crossing.send_sizes
         if exchanges[0] not in self._buffers:
@@ -172,7 +150,7 @@ def _view(rows_SX: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantize(x_SD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the columns divided by the scale of their group, in E4M3, and the float32 scales."""
+    """Return token rows in E4M3, divided by a float32 scale per column group, and the scales."""
     padded = F.pad(x_SD.float(), (0, -x_SD.shape[1] % _GROUP))
     groups = padded.unflatten(1, (-1, _GROUP))
     scale = groups.abs().amax(2).clamp_min(_SMALLEST_MAX) / torch.finfo(_FLOAT8).max
@@ -186,7 +164,7 @@ def _dequantize(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype)
 
 
 def _pad_rows(num_rows: int) -> int:
-    """Round a number of rows up to one of 16 values between two powers of two."""
+    """Round a number of received rows up to one of 16 values between two powers of two."""
     step = 1 << max(3, num_rows.bit_length() - _PADDED_BITS)
     return -(-num_rows // step) * step
 
@@ -196,10 +174,8 @@ def _sum_nodes(
 ) -> torch.Tensor:
     """Return the sum of each token's rows from all nodes in order of node, rounded once.
 
-    Args:
-        rows_SX: rows as ``Crossing`` sorts them, then a row of zeros.
-        wire: the wire that returned the rows.
-        own_TX: the rows that this node computed; None without such rows.
+    ``rows_SX`` are the rows that ``wire`` returned, as ``Crossing`` sorts them, then a row of
+    zeros. ``own_TX`` are rows that this node computed, if any.
     """
     row_TN, own_node = wire.crossing.row_TN, wire.tables.nodes.node
     if row_TN is None:
@@ -216,7 +192,7 @@ def _sum_nodes(
 
 
 class _SendRows(torch.autograd.Function):
-    """Start to send the rows of all chunks; the backward pass waits for their gradients."""
+    """Autograd node: start to send token rows to other nodes; backward waits for gradients."""
 
     @staticmethod
     def forward(ctx, x_TD, weights_TK, idx_TK, wire):
@@ -234,8 +210,8 @@ class _SendRows(torch.autograd.Function):
         for chunk, (words_CX, rows_CD) in enumerate(pairs):
             for exchange, part in ((wire.words[chunk], words_CX), (wire.tokens[chunk], rows_CD)):
                 wire.launch_to_experts(exchange, part, chunk=chunk, backward=False)
-        # These results only link this node to ``_ReceiveRows`` in the autograd graph: autograd
-        # then runs both backward passes in order. The wire holds the rows.
+        # The returned scalars only link this node to ``_ReceiveRows`` in the autograd graph: then
+        # autograd runs both backward passes in order. The wire holds the rows.
         return tuple(x_TD.new_zeros(()) for _ in sizes)
 
     @staticmethod
@@ -253,7 +229,7 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Wait for the rows of a chunk; the backward pass starts to return their gradients."""
+    """Autograd node: wait for token rows of a chunk; backward starts to return gradients."""
 
     @staticmethod
     def forward(ctx, started, wire, chunk):
@@ -283,7 +259,7 @@ class _ReceiveRows(torch.autograd.Function):
 
 
 class _ReturnSums(torch.autograd.Function):
-    """Start to return a chunk's partial sums to the tokens' nodes; backward waits for gradients."""
+    """Autograd node: start to return partial sums of a chunk; backward waits for gradients."""
 
     @staticmethod
     def forward(ctx, y_RD, wire, chunk):
@@ -298,7 +274,7 @@ class _ReturnSums(torch.autograd.Function):
 
 
 class _AddReturned(torch.autograd.Function):
-    """Wait for the sums of all chunks and add; the backward pass starts to send their gradients."""
+    """Autograd node: wait for all partial sums and add; backward starts to send gradients."""
 
     @staticmethod
     def forward(ctx, y_own_TD, wire, *_):

@@ -23,7 +23,7 @@ _GAIN = 1e-3  # smallest reduction of the largest load, as a share of the mean l
 
 
 def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> ExpertPlacement:
-    """Return a placement that reduces the load of the most loaded rank.
+    """Plan which experts each rank holds, so that the most loaded rank has less load.
 
     The plan assumes that the replicas of an expert share its load equally
     (``core.placement.choose_replicas``). It is never worse than the plain placement, nor than a
@@ -54,10 +54,10 @@ def plan_placement(counts_E: Sequence[float], *, num_ranks: int, spare: int) -> 
 
 
 def check_spare(num_experts: int, *, num_ranks: int, spare: int) -> int:
-    """Check ``spare``; return ``ceil(E / W)``, the experts of a rank without spare slots.
+    """Return the experts of a rank without spare slots, ``ceil(E / W)``.
 
-    Raises:
-        ValueError: a number is out of range, or a rank would hold more experts than there are.
+    A ``ValueError`` means that a number is out of range, or that a rank would hold more experts
+    than there are.
     """
     for name, number, least in (("ranks", num_ranks, 1), ("spare", spare, 0)):
         if number < least:
@@ -92,10 +92,16 @@ def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> Exper
     num_more = num_ranks * num_local - len(counts_E)
     found: list[tuple[float, ExpertPlacement]] = []
     for num_hot in range(num_more, -1, -max(1, num_more // _NUM_STARTS)):
-        num_E = _replicate(counts_E, num_ranks=num_ranks, num_hot=num_hot, num_more=num_more)
+        num_E = [1] * len(counts_E)  # replicas of each expert, at most one per rank
+        for index in range(num_more):
+            choose = max if index < num_hot else min  # by the load per replica of an expert
+            open_experts = [e for e, num in enumerate(num_E) if num < num_ranks]
+            num_E[choose(open_experts, key=lambda e: counts_E[e] / num_E[e])] += 1
         shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
         ranks = _pack(shares_E, num_E, num_ranks=num_ranks, num_local=num_local)
-        _improve(ranks, counts_E)
+        for _ in range(_MAX_CHANGES):
+            if not _improve(ranks, counts_E):
+                break
         placement = ExpertPlacement(
             num_experts=len(counts_E), experts_WL=tuple(tuple(sorted(held)) for held in ranks)
         )
@@ -103,18 +109,6 @@ def _plan(counts_E: Sequence[float], *, num_ranks: int, num_local: int) -> Exper
         if found[-1][0] < 1 + _GAIN:
             break
     return min(found, key=lambda each: each[0])[1]
-
-
-def _replicate(
-    counts_E: Sequence[float], *, num_ranks: int, num_hot: int, num_more: int
-) -> list[int]:
-    """Return the number of replicas of each expert, at most one per rank."""
-    num_E = [1] * len(counts_E)
-    for index in range(num_more):
-        choose = max if index < num_hot else min  # by load per replica
-        open_experts = [e for e, num in enumerate(num_E) if num < num_ranks]
-        num_E[choose(open_experts, key=lambda e: counts_E[e] / num_E[e])] += 1
-    return num_E
 
 
 def _pack(
@@ -142,50 +136,29 @@ def _pack(
     return ranks
 
 
-def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> None:
-    """Swap and replace replicas of the most loaded rank while this reduces the largest load."""
-    for _ in range(_MAX_CHANGES):
-        if not (_swap(ranks, counts_E) or _replace(ranks, counts_E)):
-            return
-
-
-def _measure(
-    ranks: list[set[int]], counts_E: Sequence[float]
-) -> tuple[list[int], list[float], list[float], int]:
-    """Return replicas and load per replica of each expert, load of each rank, most loaded rank."""
+def _improve(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
+    """Swap or replace a replica of the most loaded rank; return False if no change helps."""
     num_E = [sum(e in held for held in ranks) for e in range(len(counts_E))]
     shares_E = [count / num for count, num in zip(counts_E, num_E, strict=True)]
     loads = [math.fsum(shares_E[e] for e in held) for held in ranks]
-    return num_E, shares_E, loads, max(range(len(ranks)), key=lambda r: loads[r])
-
-
-def _swap(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Swap a replica of the most loaded rank with another rank's; return False if none helps."""
-    _, shares_E, loads, top = _measure(ranks, counts_E)
+    top = max(range(len(ranks)), key=lambda r: loads[r])
     least_gain = _GAIN * sum(counts_E) / len(ranks)
-    best = least_gain, 0, 0, 0
+    swap = least_gain, 0, 0, 0
     for other, held in enumerate(ranks):
         gap = loads[top] - loads[other]
         for mine in ranks[top] - held:
             for theirs in held - ranks[top]:
                 moved = shares_E[mine] - shares_E[theirs]
-                # min(...) is the reduction of the larger load of the two ranks.
-                best = max(best, (min(moved, gap - moved), other, mine, theirs))
-    gain, other, mine, theirs = best
-    if gain <= least_gain:
-        return False
-    ranks[top] ^= {mine, theirs}
-    ranks[other] ^= {mine, theirs}
-    return True
-
-
-def _replace(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
-    """Replace an expert of the most loaded rank by another; return False if no change helps."""
-    num_E, _, loads, top = _measure(ranks, counts_E)
-    least_gain = _GAIN * sum(counts_E) / len(ranks)
-    best = least_gain, 0, 0
+                # The swap reduces the larger load of the two ranks by min(...).
+                swap = max(swap, (min(moved, gap - moved), other, mine, theirs))
+    gain, other, mine, theirs = swap
+    if gain > least_gain:
+        ranks[top] ^= {mine, theirs}
+        ranks[other] ^= {mine, theirs}
+        return True
+    replacement = least_gain, 0, 0
     for removed in [expert for expert in ranks[top] if num_E[expert] > 1]:
-        # Ranks with other replicas of the removed expert get more load, of the added one less.
+        # Other ranks with the removed expert get more load, those with the added one less.
         more = counts_E[removed] / (num_E[removed] - 1) - counts_E[removed] / num_E[removed]
         for added in set(range(len(counts_E))) - ranks[top]:
             share = counts_E[added] / (num_E[added] + 1)
@@ -195,9 +168,8 @@ def _replace(ranks: list[set[int]], counts_E: Sequence[float]) -> bool:
                 for load, held in zip(loads, ranks, strict=True)
             ]
             after[top] = loads[top] - counts_E[removed] / num_E[removed] + share
-            best = max(best, (loads[top] - max(after), removed, added))
-    gain, removed, added = best
-    if gain <= least_gain:
-        return False
-    ranks[top] ^= {removed, added}
-    return True
+            replacement = max(replacement, (loads[top] - max(after), removed, added))
+    gain, removed, added = replacement
+    if gain > least_gain:
+        ranks[top] ^= {removed, added}
+    return gain > least_gain

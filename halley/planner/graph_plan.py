@@ -1,10 +1,11 @@
-"""Predict the step time of a model: trace it without ranks or devices, run the compiler passes."""
+"""Predict the step time of a model: trace it in one process, run the compiler passes on it."""
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import torch._dynamo
@@ -17,7 +18,7 @@ from halley.compiler.graph_analysis import without_values
 from halley.compiler.options import parse_options
 from halley.core.config import RunConfig, num_even_rows
 from halley.core.timeline import Recorder
-from halley.core.types import DTYPES, Experts, LayerShape, Routing, Save, Task
+from halley.core.types import DTYPES, Experts, LayerShape, Routing, Task
 from halley.cost.hardware import CPU, Hardware, Predictor
 from halley.cost.profiles import shipped_path
 from halley.distributed.mesh import ParallelGroups, build_groups
@@ -37,7 +38,7 @@ def plan_graphs(
     profiles: str | Path = "",
     fill: bool = False,
 ) -> list[OrderReport]:
-    """Return what the passes change in a run's model: a report for forward, one for backward.
+    """Return a report of the compiler passes on a run's forward graph, and one on its backward.
 
     The model is traced with fake tensors in a fake process group, with a balanced load. With
     passes, the predicted times are those of code that Inductor compiles. Without passes, they are
@@ -59,7 +60,7 @@ def plan_graphs(
         "profiles": profiles or shipped_path(hardware.name) or "",
         "measure": fill,
     }
-    parse_options(options)  # before the trace, because Dynamo wraps an error in its own type
+    parse_options(options)  # check before the trace: Dynamo wraps an error in its own type
     backend, device = Backend(plans_only=True), torch.device("cuda" if fill else "cpu")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -69,21 +70,47 @@ def plan_graphs(
         stack.enter_context(without_values())
         stack.enter_context(torch._dynamo.config.patch(capture_scalar_outputs=True))
         names = strategies or ("functional",) * config.model.num_moe_layers
-        model = MoETransformer(
-            config.model,
-            strategy=[_traced(name, groups, device) for name in names],
-            groups=groups,
-            recorder=Recorder("cpu", enabled=False),
-            dtype=DTYPES[config.train.dtype],
-            device=device,
-        )
+        place = {"groups": groups, "device": device}
+        functional = TraceableStrategy(groups.ep, tp_size=groups.tp_size)
+        layers = [
+            functional if name == "functional" else _FusedOperators(name, **place) for name in names
+        ]
+        _, step = compile_step(config, layers, backend=backend, options=options, **place)
         shape = (config.train.batch_size, config.data.seq_len)
-        tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
-        compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
-        output = compiled(tokens_BS)
-        # The call of backward makes torch compile the backward graph.
-        (output.logits_BSV.float().sum() + output.router_loss).backward()
+        step(torch.zeros(shape, dtype=torch.int64, device=device))
     return backend.reports
+
+
+def compile_step(
+    config: RunConfig,
+    strategies: Sequence[AbstractStrategy],
+    *,
+    groups: ParallelGroups,
+    device: torch.device,
+    backend: Backend,
+    options: dict[str, Any],
+) -> tuple[MoETransformer, Callable[[torch.Tensor], None]]:
+    """Build the model of a run, with one strategy per MoE layer, and compile it.
+
+    Returns:
+        The model, whose weights have no values yet, and a function that runs forward and backward
+        on tokens (B, S). Its first call compiles both graphs.
+    """
+    model = MoETransformer(
+        config.model,
+        strategy=strategies,
+        groups=groups,
+        recorder=Recorder("cpu", enabled=False),
+        dtype=DTYPES[config.train.dtype],
+        device=device,
+    )
+    compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
+
+    def step(tokens_BS: torch.Tensor) -> None:
+        output = compiled(tokens_BS)
+        (output.logits_BSV.float().sum() + output.router_loss).backward()
+
+    return model, step
 
 
 @contextlib.contextmanager
@@ -100,39 +127,29 @@ def _alone(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _traced(name: str, groups: ParallelGroups, device: torch.device) -> AbstractStrategy:
-    """Return a strategy with which a traced graph has the operators of the named strategy."""
-    if name == "functional":
-        return TraceableStrategy(groups.ep, tp_size=groups.tp_size)
-    kind, _, save = name.partition(":")
-    saved = cast(Save, save or "all")
-    return _FusedOperators(kind == "fused", saved, tp_size=groups.tp_size, device=device)
-
-
 @final
 class _FusedOperators(AbstractStrategy):
     """A fused strategy for tracing only: the operator, without the buffers that it needs to run."""
 
-    def __init__(self, fused: bool, save: Save, *, tp_size: int, device: torch.device) -> None:
-        self.fused, self.tp_size = fused, tp_size
-        self.save: Save = save
-        self._ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
+    def __init__(self, name: str, *, groups: ParallelGroups, device: torch.device) -> None:
         # Imported here so that plans without fused layers also run where Triton is missing.
         from halley.fused.op import fused_experts
         from halley.fused.passes import LayerCall
 
-        self._fused_experts, self._call = fused_experts, LayerCall
+        kind, _, save = name.partition(":")
+        options: dict[str, Any] = {"fused": kind == "fused", "save": save or "all"}
+        self.tp_size = groups.tp_size
+        self._fused_experts, self._make_call = fused_experts, partial(LayerCall, **options)
+        self._ordering_token = torch.zeros(1, dtype=torch.int32, device=device)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        call = self._call(
+        call = self._make_call(
             x_TD,
             routing.topk_weights_TK,
             experts.up_LGD,
             experts.down_LDF,
             routing.topk_idx_TK,
             gated=experts.activation == "swiglu",
-            fused=self.fused,
-            save=self.save,
         )
         return self._fused_experts(call, 0, self._ordering_token)
 

@@ -18,7 +18,7 @@ from halley.core.config import RunConfig
 from halley.core.routing import shard_size
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES, Experts, LayerShape
-from halley.cost.hardware import CPU, Hardware, Predictor
+from halley.cost.hardware import CPU, Hardware, Predictor, predictor_of
 from halley.cost.simulate import makespan_us
 from halley.distributed.mesh import ParallelGroups, World
 from halley.distributed.peers import all_gather_objects
@@ -27,7 +27,6 @@ from halley.strategies.registry import (
     PLANNED,
     build_strategy,
     describe_strategies,
-    predictor_of,
     split_strategies,
 )
 from halley.symm_mem.access import peer_access
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # text, steps done, total or 0
 
-_IN_GRAPHS = ("functional", "fused")
-_WITHOUT_PASSES = ("sequential", "chunked", "fused")
+_IN_GRAPHS = ("functional", "fused")  # candidates with compiler passes
+_WITHOUT_PASSES = ("sequential", "chunked", "fused")  # candidates without
 _MOST_ROLES = 3  # the first MoE layer, the inner ones, the last
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -48,10 +47,10 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 class StepPlan:
     """The chosen strategies, and predicted times of forward with backward in microseconds."""
 
-    strategies: tuple[str, ...]  # of each MoE layer
-    step_us: float  # with these strategies
-    uniform_us: dict[str, float]  # with one strategy for all layers, by its name
-    unpassed_us: dict[str, float]  # the same without passes, if it cannot be compiled
+    strategies: tuple[str, ...]  # the strategy of each MoE layer
+    step_us: float  # predicted time of a step with these strategies
+    uniform_us: dict[str, float]  # of a step with one strategy for all layers
+    unpassed_us: dict[str, float]  # the same for strategies that run without passes
     problems: dict[str, str]  # the reason why a strategy cannot run, by its name
 
 
@@ -64,10 +63,7 @@ def plan_strategies(
     on_progress: Progress | None = None,
     **options: Any,
 ) -> StepPlan:
-    """Return the strategies with the fastest predicted step; call it in a process without ranks.
-
-    With compiler passes, the candidates are functional and fused. Without, they are sequential,
-    chunked and fused.
+    """Choose the strategies with the fastest predicted step, in a process without a group.
 
     Args:
         problems: the result of ``find_problems``.
@@ -99,10 +95,8 @@ def find_problems(
     config: RunConfig, *, hardware: Hardware, fused_problem: str = ""
 ) -> dict[str, str]:
     """Return the strategies that cannot run, each with the reason, such as ``fused_problem``."""
-    found: dict[str, str] = {}
-    if config.model.moe.expert_bias:
-        why = "expert_bias (true) must be false for it"
-        found = {"functional": why, "fused": why}
+    why = "expert_bias (true) must be false for it"
+    found = {name: why for name in _IN_GRAPHS if config.model.moe.expert_bias}
     if fused_problem:
         found["fused"] = fused_problem
     elif not _HAS_TRITON:
@@ -113,7 +107,7 @@ def find_problems(
 
 
 def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> "list[OrderReport]":
-    """Trace a step with these strategies; return the result of ``plan_graphs``."""
+    """Trace a step whose MoE layers have these strategies, as ``plan_graphs`` does."""
     if _HAS_TRITON:
         # torch's compiler imports Triton, and the interpreter must be installed before that.
         import halley.interpreter  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -125,7 +119,7 @@ def trace_step(config: RunConfig, strategies: Sequence[str], **options: Any) -> 
 def choose_strategies(
     names: Sequence[str], *, num_layers: int, predict: Callable[[tuple[str, ...]], float]
 ) -> tuple[str, ...]:
-    """Return the strategy of each layer, found by a local search.
+    """Return the strategy of each MoE layer, found by a local search.
 
     The search starts with the best single strategy for all layers. It then changes one of three
     roles: the first layer, all inner layers, or the last layer. It stops when no change of one role
@@ -137,10 +131,7 @@ def choose_strategies(
     num_roles = min(num_layers, _MOST_ROLES)
 
     def spread(roles: tuple[str, ...]) -> tuple[str, ...]:
-        if num_layers <= _MOST_ROLES:
-            return roles
-        first, inside, last = roles
-        return (first, *[inside] * (num_layers - 2), last)
+        return (roles[0], *[roles[1]] * (num_layers - 2), roles[2]) if num_roles > 2 else roles
 
     def time_us(roles: tuple[str, ...]) -> float:
         return predict(spread(roles))
@@ -151,7 +142,7 @@ def choose_strategies(
         best = found
         places = range(num_roles)
         changed = [(*best[:at], name, *best[at + 1 :]) for at in places for name in names]
-        found = min([best, *changed], key=time_us)  # the first of equal ones, so ``best``
+        found = min([best, *changed], key=time_us)  # the first of equally fast ones, so ``best``
     return spread(found)
 
 
@@ -159,8 +150,8 @@ def choose_strategies(
 class StepTimes:
     """Predict the time of a step from the strategies of its MoE layers; cache each trace.
 
-    A deep model is extrapolated. Models with one and with two inner layers are traced, and the
-    difference of their times is added for each further inner layer.
+    The time of a deep model is extrapolated. Models with one and with two inner layers are traced,
+    and the difference of their times is added for each further inner layer.
     """
 
     def __init__(
@@ -179,7 +170,7 @@ class StepTimes:
         self._known: dict[tuple[tuple[str, ...], str], float] = {}
 
     def __call__(self, strategies: tuple[str, ...], *, passed: bool = True) -> float:
-        """Return the predicted step time in us; ``passed``: with the compiler passes of the run."""
+        """Return the predicted time of a step in us, with or without the run's compiler passes."""
         num_further = len(strategies) - _MOST_ROLES - 1
         if num_further <= 0:
             return self._trace(strategies, passed=passed)
@@ -207,19 +198,16 @@ class StepTimes:
 
 
 def _chunked_us(config: RunConfig, *, num_ranks: int, hardware: Hardware) -> float:
-    """Return the simulated time of a layer of strategy chunked minus one of strategy sequential."""
+    """Return the simulated time of a chunked MoE layer minus that of a sequential one, in us."""
     model, predictor = config.model, Predictor(hardware)
-    tp_size = config.expert_tp_size  # these strategies treat each shard as an expert
+    tp_size = config.expert_tp_size  # both strategies treat each shard as an expert
     shape = LayerShape(
-        num_tokens=config.train.batch_size * config.data.seq_len,
-        hidden_size=model.hidden_size,
+        num_tokens=config.train.batch_size * config.data.seq_len, hidden_size=model.hidden_size,
         intermediate_size=model.moe.intermediate_size // tp_size,
-        num_experts=model.moe.num_experts * tp_size,
-        top_k=model.moe.top_k * tp_size,
-        ep_size=config.ep_size or num_ranks,
-        itemsize=DTYPES[config.train.dtype].itemsize,
+        num_experts=model.moe.num_experts * tp_size, top_k=model.moe.top_k * tp_size,
+        ep_size=config.ep_size or num_ranks, itemsize=DTYPES[config.train.dtype].itemsize,
         activation=model.moe.activation,
-    )
+    )  # fmt: skip
     num_chunks = config.num_chunks or choose_num_chunks(shape, predictor)
     tasks = all_to_all_tasks(shape, predictor, num_chunks=num_chunks)
     return makespan_us(tasks) - makespan_us(all_to_all_tasks(shape, predictor, num_chunks=1))
@@ -252,7 +240,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPla
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 plan = pool.submit(plan_strategies, config, **options).result()
         except ValueError as error:
-            plan = error  # sent to the other ranks, which wait for the result
+            plan = error  # sent to the other ranks, which wait for the plan
         except Exception as error:
             plan = RuntimeError(f"rank 0 made no plan: {error!r}")
     plan = all_gather_objects(plan, group=groups.world)[0]
@@ -262,7 +250,7 @@ def plan_run(config: RunConfig, world: World, groups: ParallelGroups) -> StepPla
 
 
 def describe_plan(plan: StepPlan) -> str:
-    """Return the plan as one line: chosen strategies, alternatives and excluded strategies."""
+    """Return a plan as one line: its strategies, the alternatives, and those that cannot run."""
     times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in plan.uniform_us.items())
     left_out = "".join(f"; not {name}: {why}" for name, why in plan.problems.items())
     return (
@@ -272,7 +260,7 @@ def describe_plan(plan: StepPlan) -> str:
 
 
 def _find_fused_problem(config: RunConfig, world: World, groups: ParallelGroups) -> str:
-    """Return the reason why fused kernels cannot run on this rank's group, or ""; a collective."""
+    """Return why the group of this rank cannot run fused layers, or ""; a collective."""
     if world.device.type == "cpu":
         return "its kernels are interpreted on a CPU"
     if no_access := peer_access(groups.ep, world.device):

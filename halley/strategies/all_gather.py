@@ -1,9 +1,8 @@
 """Run experts between an all-gather of all tokens and a reduce-scatter of the outputs.
 
-An all-to-all sends a token to a rank once for each of the token's experts there. An all-gather
+An all-to-all sends a token to a rank once for each of the token's experts there, an all-gather
 sends each token to each rank once. This is less traffic if ranks share experts (tensor
-parallelism), or if a token has several experts on each rank. Each rank computes the rows of its own
-experts and returns one sum for each token.
+parallelism), or if a token has several experts on each rank.
 """
 
 from typing import final
@@ -11,15 +10,18 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from halley.core.routing import (
+from halley.core.routing import expert_starts, sort_keys
+from halley.core.timeline import Recorder
+from halley.core.types import (
+    DROPPED,
+    Experts,
+    LayerShape,
+    Routing,
+    Task,
     check_routing,
     check_tp_size,
-    expert_starts,
     local_experts,
-    sort_keys,
 )
-from halley.core.timeline import Recorder
-from halley.core.types import DROPPED, Experts, LayerShape, Routing, Task
 from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, rank_and_size
 from halley.ops.exchange import all_gather_rows, reduce_scatter_rows
@@ -37,11 +39,7 @@ from halley.strategies.base import (
 
 @final
 class AllGatherStrategy(AbstractStrategy):
-    """All-gather the tokens, run the local experts, reduce-scatter the sums.
-
-    Args:
-        group, recorder, tp_size: as for ``build_strategy``.
-    """
+    """All-gather the tokens, run the local experts, reduce-scatter the sums."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, recorder: Recorder, tp_size: int = 1
@@ -95,7 +93,7 @@ class AllGatherStrategy(AbstractStrategy):
         return all_gather_tasks(shape, predictor)
 
     def _max_tokens(self, num_tokens: int, device: torch.device) -> int:
-        """Return the largest number of tokens of any rank."""
+        """Return the largest number of tokens that any rank of the group has."""
         if self.group is None:
             return num_tokens
         largest = torch.tensor(num_tokens, device=device)
@@ -105,7 +103,7 @@ class AllGatherStrategy(AbstractStrategy):
 
 
 def all_gather_tasks(shape: LayerShape, predictor: Predictor) -> list[Task]:
-    """Return the work of the strategy, for the simulator; routing does not change its traffic."""
+    """Return simulator tasks of ``AllGatherStrategy``; routing does not change its traffic."""
     rows, hidden_bytes = shape.num_tokens * shape.top_k, shape.hidden_size * shape.itemsize
     crossings = shape.num_tokens * (shape.ep_size - 1)
     link_us = predictor.all_to_all_us(crossings * hidden_bytes)

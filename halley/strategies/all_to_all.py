@@ -4,10 +4,9 @@ With one chunk, one step follows the other. This is the strategy "sequential", t
 measurements. With several chunks, the all-to-alls of one chunk run while another chunk computes.
 This is the strategy "chunked".
 
-A chunk is a range of each rank's local experts, not of its tokens. All rows of an expert are in one
-chunk, so each weight is read once and each weight gradient is computed once. The result equals that
-of one chunk bit for bit. Tutel and FasterMoE split the tokens instead and read all weights in each
-chunk.
+A chunk is a range of each rank's local experts. All rows of an expert are in one chunk, so each
+weight is read once and the result equals that of one chunk bit for bit. Tutel and FasterMoE split
+the tokens instead and read all weights in each chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from halley.core.routing import (
-    check_routing,
-    check_tp_size,
     chunk_sizes,
     expert_starts,
-    local_experts,
     order_by_chunk,
     order_by_expert,
     plan_dispatch,
@@ -32,7 +28,16 @@ from halley.core.routing import (
     sort_keys,
 )
 from halley.core.timeline import Recorder
-from halley.core.types import DispatchPlan, Experts, LayerShape, Routing, Task
+from halley.core.types import (
+    DispatchPlan,
+    Experts,
+    LayerShape,
+    Routing,
+    Task,
+    check_routing,
+    check_tp_size,
+    local_experts,
+)
 from halley.cost.hardware import Predictor
 from halley.cost.simulate import makespan_us
 from halley.distributed.peers import rank_and_size
@@ -54,8 +59,8 @@ from halley.strategies.base import (
 )
 
 
-# Takes rows sorted by expert, (R, D), and ``ends_L``, the end of each expert's rows, (L,) int32.
-# Returns the expert output of each row, (R, D).
+# A function of rows sorted by expert, (R, D), and ``ends_L``, the end of each expert's rows, (L,)
+# int32, that returns the expert output of each row, (R, D).
 ComputeRows = Callable[..., torch.Tensor]
 
 _NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
@@ -65,11 +70,8 @@ _NUM_CHUNKS = (1, 2, 3, 4, 6, 8)  # candidates of choose_num_chunks
 class AllToAllStrategy(AbstractStrategy):
     """Run the experts between two all-to-alls, in chunks of local experts that overlap them.
 
-    Args:
-        group, recorder, tp_size: as for ``build_strategy``.
-        num_chunks: number of chunks, at most the number of local experts. With 0, the cost model
-            chooses it for the average number of tokens of a rank.
-        predictor: the cost model, the same on all ranks; required if ``num_chunks`` is 0.
+    ``num_chunks`` is at most the number of local experts. With 0, the cost model ``predictor``, the
+    same on all ranks, chooses it for the average number of tokens of a rank.
     """
 
     def __init__(
@@ -160,12 +162,8 @@ def run_all_to_all(
         split_experts: takes the number of local experts of each chunk; returns one function for
             each chunk.
         num_local: L, the same on all ranks.
-        group, recorder: as for ``build_strategy``.
         choose_num_chunks: takes the routing table, ``(W, E + 1)``; returns the number of chunks.
             None for one chunk: then the rows are gathered before the host has read the table.
-
-    Raises:
-        ValueError: the routing does not fit the tokens or the experts.
     """
     rank, ep_size = rank_and_size(group)
     num_experts = num_local * ep_size
@@ -236,9 +234,8 @@ def _run_pipeline(
 ) -> torch.Tensor:
     """Dispatch, run the experts and combine in chunks that overlap; return each row's output.
 
-    Dropped rows come last, and their output is zero. All dispatches start before the first combine,
-    because NCCL runs the collectives of a group in the order of their start. So the rows of the
-    next chunk never wait for a combine.
+    Dropped rows come last, and their output is zero. All dispatches start before the first combine:
+    NCCL runs the collectives of a group in order, so no dispatch waits for a combine.
     """
     sizes = [plan.num_send for plan in plans]
     splits = [*sizes, rows_ND.shape[0] - sum(sizes)]
@@ -276,7 +273,7 @@ def _build_exchanges(
     recorder: Recorder,
     returned: torch.Tensor | None = None,
 ) -> tuple[Exchange, Exchange]:
-    """Return the dispatch and the combine of a chunk; the combine writes into ``returned``."""
+    """Return the dispatch and combine all-to-alls of a chunk; combine fills ``returned``."""
     exchange = partial(Exchange, group=group, recorder=recorder)
     there, back = plan.send_splits, plan.recv_splits
     dispatch = exchange(name="dispatch", send_splits=there, recv_splits=back)
@@ -293,9 +290,9 @@ def _split_experts(experts: Experts, sizes: list[int]) -> list[ComputeRows]:
 def _start_table(
     keys_N: torch.Tensor, *, num_experts: int, group: dist.ProcessGroup | None
 ) -> Callable[[], np.ndarray]:
-    """Start to all-gather the routing table: the first slot of each expert on each rank.
+    """Start to all-gather the first slot of each expert on each rank, ``(W, E + 1)`` int64.
 
-    Returns a function that waits for the copy and returns it, ``(W, E + 1)`` int64.
+    Returns a function that waits for the copy on the host and returns it.
     """
     starts_WE1 = gather_table(expert_starts(keys_N, num_experts), group=group)
     host_WE1 = starts_WE1.to("cpu", non_blocking=True)
@@ -315,10 +312,7 @@ def _start_table(
 def _copy_order(
     plan: DispatchPlan, *, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return how to sort a chunk's received rows by expert: order, inverse, ends of the experts.
-
-    All are int32 on ``device``.
-    """
+    """Return how to sort a chunk's received rows by expert: order, inverse, expert ends; int32."""
     num_local, num_recv = plan.num_local, plan.num_recv
     # The host computes the order while the rows are in flight. The memory is pinned, because a copy
     # from pageable memory would wait for the all-to-all.
@@ -333,7 +327,7 @@ def _copy_order(
 
 
 def all_to_all_tasks(shape: LayerShape, predictor: Predictor, *, num_chunks: int) -> list[Task]:
-    """Return the work of the strategy with this number of chunks, for the simulator."""
+    """Return the simulator tasks of ``AllToAllStrategy`` with a number of chunks."""
     rows = shape.num_tokens * shape.top_k
     hidden_bytes = shape.hidden_size * shape.itemsize
     reorder_us = predictor.memory_us(2.0 * rows * hidden_bytes, num_ops=1)

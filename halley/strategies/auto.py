@@ -38,7 +38,7 @@ class _Kind(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The choice for a kind of layer."""
+    """The strategy that "auto" has chosen for a kind of layer, and why."""
 
     name: str  # the strategy chosen; "" before the first call
     reason: str  # a sentence
@@ -52,13 +52,11 @@ _UNDECIDED = Decision(name="", reason="", times_us={})
 class AutoStrategy(AbstractStrategy):
     """Run each kind of layer by the strategy that was fastest in the first call of the kind.
 
-    The first call of a kind runs every candidate several times, in alternation, on the inputs of
-    that call, with backward if gradients are needed. The time of a candidate is the time of its
-    slowest rank, so all ranks choose the same strategy.
+    That call runs every candidate several times, in alternation, with backward if gradients are
+    needed. The time of a candidate is that of its slowest rank, so all ranks choose the same one.
 
     Args:
-        candidates: strategies by name; one of them is "chunked".
-        group, device: as for ``build_strategy``.
+        candidates: strategies by name; with "fused" among them, also "chunked".
         recorder: recorder of the candidates; disabled during the measurement.
         left_out: the reason why a strategy is no candidate, by name.
         releases: free the buffers of "fused" as long as no kind of layer has chosen it.
@@ -71,14 +69,14 @@ class AutoStrategy(AbstractStrategy):
         group: dist.ProcessGroup | None,
         device: torch.device | str,
         recorder: Recorder,
-        left_out: dict[str, str],
-        releases: bool,
+        left_out: dict[str, str] | None = None,
+        releases: bool = False,
     ) -> None:
         self.candidates = candidates
         self.group, self.device, self.recorder = group, torch.device(device), recorder
         self.tp_size = next(iter(candidates.values())).tp_size
         self.num_sets = rank_and_size(group)[1] // self.tp_size
-        self._left_out, self._releases = left_out, releases
+        self._left_out, self._releases = left_out or {}, releases
         # Why there is no symmetric memory; None before the first check, "" if it is available.
         self._no_access = None if _FUSED in candidates else ""
         self._decisions: dict[_Kind, Decision] = {}
@@ -89,7 +87,7 @@ class AutoStrategy(AbstractStrategy):
 
     @property
     def reasons(self) -> list[str]:
-        """The choice for each kind of layer so far and its reason, one sentence each."""
+        """The strategy chosen for each kind of layer so far and why, one sentence each."""
         return [decision.reason for decision in self._decisions.values()]
 
     def release(self) -> None:
@@ -97,36 +95,24 @@ class AutoStrategy(AbstractStrategy):
             strategy.release()
 
     def decision(self, shape: LayerShape, *, gradients: bool) -> Decision:
-        """Return the choice for a layer without biases.
+        """Return the strategy chosen for layers without biases, with backward if ``gradients``.
 
-        Args:
-            shape: sizes of the layer; the number of tokens is ignored.
-            gradients: True for calls with backward, False for calls without.
+        The number of tokens in ``shape`` does not matter.
         """
         kind = _Kind(
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            element_bytes=shape.itemsize,
-            activation=shape.activation,
-            expert_bias=False,
-            gradients=gradients,
-        )
+            shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k,
+            shape.itemsize, shape.activation, expert_bias=False, gradients=gradients,
+        )  # fmt: skip
         return self._decisions.get(kind, _UNDECIDED)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         weight = experts.down_LDF
         kind = _Kind(
-            hidden_size=weight.shape[1],
-            intermediate_size=weight.shape[2] * self.tp_size,
-            num_experts=weight.shape[0] * self.num_sets,
-            top_k=routing.topk_idx_TK.shape[1],
-            element_bytes=weight.itemsize,
-            activation=experts.activation,
+            weight.shape[1], weight.shape[2] * self.tp_size, weight.shape[0] * self.num_sets,
+            routing.topk_idx_TK.shape[1], weight.itemsize, experts.activation,
             expert_bias=experts.up_bias_LG is not None,
             gradients=wants_gradients(x_TD, routing, experts),
-        )
+        )  # fmt: skip
         decision = self._decisions.get(kind)
         if decision is None:
             check_inputs(x_TD, experts)
@@ -138,7 +124,7 @@ class AutoStrategy(AbstractStrategy):
         return self.candidates[decision.name].forward(x_TD, routing, experts)
 
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return the tasks of the strategy chosen for training, or of the predicted fastest."""
+        """Return simulator tasks of the strategy chosen for training, or predicted fastest."""
         if name := self.decision(shape, gradients=True).name:
             return self.candidates[name].tasks(shape, predictor)
         return min((s.tasks(shape, predictor) for s in self.candidates.values()), key=makespan_us)
@@ -192,7 +178,7 @@ class AutoStrategy(AbstractStrategy):
         *,
         gradients: bool,
     ) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the time of each candidate, and the error of each that ran out of memory.
+        """Return the time of each candidate strategy, and the error of those without memory.
 
         A collective, with the same result on all ranks.
         """

@@ -23,7 +23,7 @@ PartRunner = Callable[[torch.Tensor, Routing], torch.Tensor]
 
 
 def share_of_tokens(shape: LayerShape, *, num_experts: int) -> float:
-    """Return the share of tokens that choose any of some experts, if routing is balanced."""
+    """Return the fraction of tokens that choose any of ``num_experts`` experts, if balanced."""
     elsewhere = comb(shape.num_experts - num_experts, shape.top_k)
     return 1.0 - elsewhere / comb(shape.num_experts, shape.top_k)
 
@@ -50,23 +50,23 @@ class AbstractStrategy(abc.ABC):
         Args:
             x_TD: tokens of this rank, in the dtype of the experts' weights.
             routing: global expert ids and weights of each token.
-            experts: the experts of this rank, ids ``[g * L, (g + 1) * L)`` with
-                ``g = rank // tp_size``. If ``tp_size`` is above 1, this rank's shards of them.
+            experts: this rank's experts, or its shards of them, with ids ``[g * L, (g + 1) * L)``
+                where ``g = rank // tp_size``.
 
         Raises:
             ValueError: shapes, dtypes or devices do not fit.
         """
 
     def open_parts(self, experts: Experts) -> PartRunner:
-        """Begin a layer whose tokens run in at most 4 parts; return the function that runs a part.
+        """Return a function that runs a layer for some of its tokens, for at most 4 such calls.
 
-        Strategies that compute the weight gradients of all parts at once override it.
+        Strategies that compute the weight gradients of all calls at once override this method.
         """
         return lambda x_TD, routing: self.forward(x_TD, routing, experts)
 
     @property
     def gemm(self) -> str:
-        """Name of how the GEMMs are computed; strategies with equal names give equal bits."""
+        """Name of the GEMM implementation; strategies with equal names give equal bits."""
         return "torch"
 
     def find_problem(self, experts: Experts, *, top_k: int) -> str:
@@ -74,14 +74,11 @@ class AbstractStrategy(abc.ABC):
         return ""
 
     def release(self) -> None:  # noqa: B027 - most strategies have no buffers
-        """Free the buffers that the strategy keeps between layer calls; a collective.
-
-        The next call allocates them again.
-        """
+        """Free the buffers kept between layer calls; a collective. The next call makes new ones."""
 
     @abc.abstractmethod
     def tasks(self, shape: LayerShape, predictor: Predictor) -> list[Task]:
-        """Return one rank's work in forward and backward, in order of issue, for the simulator."""
+        """Return one rank's forward and backward work as simulator tasks, in order of issue."""
 
 
 def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> bool:
@@ -91,11 +88,7 @@ def wants_gradients(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> b
 
 
 def check_inputs(x_TD: torch.Tensor, experts: Experts) -> None:
-    """Check that tokens and experts have the same hidden size, dtype and device.
-
-    Raises:
-        ValueError: one of them differs.
-    """
+    """Raise a ``ValueError`` unless tokens and experts have one hidden size, dtype and device."""
     weight = experts.up_LGD
     if x_TD.ndim != 2 or x_TD.shape[1] != weight.shape[2]:
         raise ValueError(
@@ -123,12 +116,8 @@ class Lockstep:
 
     Collectives that do not match abort the process, hang, or return wrong numbers. Each new kind of
     layer is therefore compared across ranks before its first collective. Over gloo, where a
-    mismatch in size aborts the process, the order of all passes is compared too.
-
-    Args:
-        strategy: name of the strategy, for messages.
-        group: the ranks; None for a single rank.
-        tp_size: adjacent ranks that share each expert.
+    mismatch in size aborts the process, the order of all passes is compared too. Messages contain
+    the name ``strategy``.
     """
 
     def __init__(self, strategy: str, *, group: dist.ProcessGroup | None, tp_size: int) -> None:
@@ -138,18 +127,11 @@ class Lockstep:
         self._num_calls = 0
 
     def begin(self, x_TD: torch.Tensor, experts: Experts, **values: object) -> None:
-        """Begin the forward pass of a layer; a collective if its kind is new, or over gloo.
+        """Begin a layer's forward pass; a collective if the kind of layer is new, or over gloo.
 
-        Does nothing while ``torch.compile`` traces.
-
-        Args:
-            x_TD: tokens of this rank.
-            experts: experts of this rank.
-            values: further values that must be the same on all ranks, by name.
-
-        Raises:
-            ValueError: the ranks run different kinds of layers; raised on all ranks.
-            RuntimeError: a rank is missing, or runs another pass.
+        Does nothing while ``torch.compile`` traces. ``values`` are further values that must be the
+        same on all ranks, by name. Different kinds of layers are a ``ValueError`` on all ranks, a
+        missing rank or one in another pass is a ``RuntimeError``.
         """
         if self._group is None or torch.compiler.is_compiling():
             return
@@ -171,7 +153,7 @@ class Lockstep:
             self._compare_passes(self._num_calls, self._group)
 
     def end(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Return the output, with a hook that compares the backward pass across ranks."""
+        """Return a layer's output, with a hook that compares its backward pass across ranks."""
         number, group = self._num_calls, self._group
         is_compared = self._guard is not None and y_TD.requires_grad
         if is_compared and group is not None and not torch.compiler.is_compiling():
@@ -180,7 +162,7 @@ class Lockstep:
         return y_TD
 
     def _compare_passes(self, number: int, group: dist.ProcessGroup) -> None:
-        """Check that all ranks begin the pass ``number``: a call from 1, negative for backward."""
+        """Check that all ranks begin the same pass: the number of a call, negative for backward."""
         if self._guard is None:
             self._guard = _open_guard(group)
         own = torch.tensor([number])
@@ -215,12 +197,12 @@ def _describe(number: int) -> str:
 
 
 def compute_task(name: str, duration_us: float, *, needs: tuple[str, ...]) -> Task:
-    """Return a task of the compute stream."""
+    """Return a simulator task of the compute stream."""
     return Task(name=name, stream="compute", duration_us=duration_us, needs=needs)
 
 
 def comm_task(name: str, duration_us: float, *, needs: str) -> Task:
-    """Return a task of the communication stream; ``needs`` may be ""."""
+    """Return a simulator task of the communication stream; ``needs`` may be ""."""
     return Task(name=name, stream="comm", duration_us=duration_us, needs=(needs,) if needs else ())
 
 

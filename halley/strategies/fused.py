@@ -1,29 +1,30 @@
 """Strategies "fused", kernels that communicate beside GEMMs, and "unfused", the same one by one.
 
-Kernels fetch the rows of other ranks through symmetric memory while the first GEMM multiplies the
-tiles that are complete. Partial sums return to the source ranks in chunks of columns, while the
-second GEMM computes the next chunk. The process group is only used in the first call of a shape and
-when buffers grow.
+The process group is only used in the first call of a buffer shape and when buffers grow; the
+kernels of ``fused/op.py`` communicate through symmetric memory.
 
 Source: COMET (arXiv:2502.19811).
 """
 
 import itertools
-from functools import partial
 from typing import final, get_args
 
 import torch
 
-from halley.core.routing import check_routing, local_experts
 from halley.core.timeline import Recorder
-from halley.core.types import Experts, LayerShape, Routing, Save, Task
+from halley.core.types import Experts, LayerShape, Routing, Save, Task, check_routing, local_experts
 from halley.cost.hardware import Predictor
-from halley.fused.buffer_cache import Workspaces
-from halley.fused.buffers import Workspace
+from halley.fused.buffers import Workspace, Workspaces
 from halley.fused.kernels.layout import MAX_CHUNKS
-from halley.fused.op import compile_fused_experts, fused_experts
+from halley.fused.op import (
+    WHOLE_LAYER,
+    JoinParts,
+    LayerPart,
+    LayerParts,
+    compile_fused_experts,
+    fused_experts,
+)
 from halley.fused.passes import LayerCall
-from halley.fused.weight_gradients import WHOLE_LAYER, JoinParts, LayerPart, LayerParts
 from halley.interpreter import INTERPRETED
 from halley.ops.kernels.launch import is_aligned
 from halley.strategies.base import (
@@ -57,27 +58,17 @@ class FusedStrategy(AbstractStrategy):
         workspaces: buffers of the group. Strategies with the same object share memory, and their
             calls run one after the other.
         recorder: records one span for the layer, which includes the waits for other ranks.
-        fused: False runs the same kernels one after the other, with the same bits. The difference
-            in time is the gain of the overlap.
+        fused: False runs the same kernels one after the other, with the same bits.
         save: activations that are saved for backward, see ``fused.passes.LayerCall``.
-
-    Raises:
-        ValueError: ``save`` is unknown.
     """
 
     def __init__(
-        self,
-        workspaces: Workspaces,
-        *,
-        recorder: Recorder,
-        fused: bool = True,
-        save: Save = "all",
+        self, workspaces: Workspaces, *, recorder: Recorder, fused: bool = True, save: Save = "all"
     ) -> None:
         if save not in get_args(Save):
             raise ValueError(f"save ({save}) must be one of {', '.join(get_args(Save))}")
         self.workspaces, self.tp_size = workspaces, workspaces.tp_size
-        self.recorder = recorder
-        self.fused = fused
+        self.recorder, self.fused = recorder, fused
         self.save: Save = save
         self._checked: set[tuple[object, ...]] = set()
 
@@ -92,8 +83,7 @@ class FusedStrategy(AbstractStrategy):
         up, down = experts.up_LGD, experts.down_LDF
         parts = anchor = None
         if torch.is_grad_enabled() and (up.requires_grad or down.requires_grad):
-            widths = (up.shape[1], down.shape[2], down.shape[1], up.shape[2])
-            parts = LayerParts(self.workspaces, num_experts=up.shape[0], widths=widths)
+            parts = LayerParts(self.workspaces, up, down)
             anchor = JoinParts.apply(up, down, parts)
         indices = itertools.count()
 
@@ -112,6 +102,20 @@ class FusedStrategy(AbstractStrategy):
             call = self._call(x_TD, routing, experts, backward=backward)
             return fused_experts(call, self.workspaces.handle, self.workspaces.ordering_token, part)
 
+    def forward_in_graph(
+        self, x_TD: torch.Tensor, routing: Routing, experts: Experts
+    ) -> torch.Tensor:
+        """Return what ``forward`` returns, by one operator, for graphs of ``torch.compile``.
+
+        A model whose blocks are compiled one by one needs it: ``forward`` saves the ordering token
+        for the backward of each graph, and later graphs overwrite it. Here only data orders the
+        passes, so each layer must depend on the layers before it.
+        """
+        self._check_all(x_TD, routing, experts)
+        backward = wants_gradients(x_TD, routing, experts)
+        call = self._call(x_TD, routing, experts, backward=backward)
+        return torch.ops.halley.fused_experts.default(*call, self.workspaces.handle)[0]
+
     def prepare(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> Workspace:
         """Allocate the buffers of a layer before its first call; a collective."""
         self._check_all(x_TD, routing, experts)
@@ -122,9 +126,7 @@ class FusedStrategy(AbstractStrategy):
     ) -> None:
         """Compile the kernels of a prepared layer in parallel, on this rank only.
 
-        Args:
-            x_TD, routing, experts: inputs of the layer; only their sizes and dtypes matter.
-            backward: True compiles forward and backward, False a forward without gradients.
+        Only sizes and dtypes of the inputs matter. ``backward`` adds the kernels of backward.
         """
         call = self._call(x_TD, routing, experts, backward=backward)
         compile_fused_experts(call, self.workspaces.handle)
@@ -156,23 +158,18 @@ class FusedStrategy(AbstractStrategy):
             (t.shape, t.dtype, t.device, t.stride(), t.data_ptr() % _ROW_ALIGNMENT) for t in tensors
         )
         kind += (backward, experts.activation)
-        if kind not in self._checked:
-            self._compile_once(x_TD, routing, experts, backward=backward)
-            self._checked.add(kind)
-
-    def _compile_once(
-        self, x_TD: torch.Tensor, routing: Routing, experts: Experts, *, backward: bool
-    ) -> None:
+        if kind in self._checked:
+            return
         workspace = self.prepare(x_TD, routing, experts)
-        weights = (experts.up_LGD, experts.down_LDF)
-        kind = (
+        compiled = (
             self.fused, self.save, backward, experts.activation, workspace.layout,
             routing.topk_idx_TK.dtype, routing.topk_weights_TK.dtype,
-            *((each.shape, each.requires_grad) for each in weights),
+            *((each.shape, each.requires_grad) for each in (experts.up_LGD, experts.down_LDF)),
         )  # fmt: skip
-        if kind not in workspace.compiled:
-            workspace.compiled.add(kind)
+        if compiled not in workspace.compiled:
+            workspace.compiled.add(compiled)
             self.compile(x_TD, routing, experts, backward=backward)
+        self._checked.add(kind)
 
     def _check_all(self, x_TD: torch.Tensor, routing: Routing, experts: Experts) -> None:
         num_experts = self.workspaces.num_experts(experts.num_local_experts)
@@ -242,90 +239,58 @@ class FusedStrategy(AbstractStrategy):
 def fused_tasks(
     shape: LayerShape, predictor: Predictor, *, chunk_columns: int, fused: bool
 ) -> list[Task]:
-    """Return the tasks of the fused kernels, or of the unfused form: one task after another.
+    """Return the simulator tasks of the fused kernels, or of the unfused form: one after another.
 
-    A token crosses the link once to each rank that holds one of its experts, and one partial sum
-    returns. The tasks approximate the overlap inside the kernels: the first GEMM has one task for
-    the rows of each source rank, and the second GEMM one for each chunk of columns. The SMs that
-    communication occupies are not counted.
-
-    Args:
-        shape: the layer.
-        predictor: predicts the duration of each task.
-        chunk_columns: columns of the second GEMM that are combined at once.
-        fused: False for the unfused form.
+    The tasks approximate the overlap inside the kernels: the first GEMM has a task for the rows of
+    each source rank, and the second GEMM one for each chunk of ``chunk_columns`` columns. A token
+    crosses the link once to each rank that holds one of its experts, and one partial sum returns.
+    The SMs that communication occupies are not counted.
     """
     rows, ranks = shape.num_tokens * shape.top_k, shape.ep_size
     row_bytes = shape.hidden_size * shape.itemsize
     num_local = local_experts(shape.num_experts, ep_size=ranks)
     crossings = shape.num_tokens * (ranks - 1) * share_of_tokens(shape, num_experts=num_local)
     up_us, down_us = gemms_us(shape, predictor, num_rows=rows, num_groups=num_local)
+    up, down = ("up", up_us), ("down", down_us)
     publish_us = predictor.memory_us(2.0 * shape.num_tokens * row_bytes)
     plan_us = predictor.memory_us(32.0 * rows, num_ops=2) + predictor.hardware.link_latency_us
-    num_sources = ranks if fused else 1
-    fused_pass = partial(
-        _fused_pass,
-        num_sources=num_sources,
-        num_local_sources=1 if fused else 0,
-        num_chunks=-(-shape.hidden_size // chunk_columns) if fused else 1,
-        link_us=predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize),
-        expand_us=predictor.memory_us(2.0 * rows * row_bytes),
-        sum_us=predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes),
-    )
-    forward = [
-        compute_task("publish", publish_us, needs=()),
-        compute_task("plan", plan_us, needs=("publish",)),
-        *fused_pass("", ("up", up_us), ("down", down_us), needs="plan"),
-    ]
+    link_us = predictor.all_to_all_us(crossings * shape.hidden_size * shape.itemsize)
+    expand_us = predictor.memory_us(2.0 * rows * row_bytes)  # each token to all its experts
+    sum_us = predictor.memory_us((rows + 2.0 * crossings + shape.num_tokens) * row_bytes)
+    # Task 0 of the fused first GEMM has the rows of this rank, which do not cross the link.
+    num_sources, num_own = (ranks, 1) if fused else (1, 0)
+    num_chunks = -(-shape.hidden_size // chunk_columns) if fused else 1
+
+    def run_pass(
+        suffix: str, first: tuple[str, float], second: tuple[str, float], *, needs: str
+    ) -> list[Task]:
+        """Return the tasks of forward or of backward; each GEMM is given by name and duration."""
+        fetch = f"dispatch{suffix}"
+        share_us = link_us / (num_sources - num_own or 1)
+        tasks = [
+            comm_task(f"{fetch}.{s}", share_us, needs=needs) for s in range(num_own, num_sources)
+        ]
+        for source in range(num_sources):
+            rows_from = needs if source < num_own else f"{fetch}.{source}"
+            duration_us = (expand_us + first[1]) / num_sources
+            name = f"{first[0]}{suffix}.{source}"
+            tasks.append(compute_task(name, duration_us, needs=(rows_from,)))
+        last = tasks[-1].name
+        for chunk in range(num_chunks):
+            name = f"{second[0]}{suffix}.{chunk}"
+            tasks.append(compute_task(name, second[1] / num_chunks, needs=(last,)))
+            tasks.append(comm_task(f"combine{suffix}.{chunk}", link_us / num_chunks, needs=name))
+        for chunk in range(num_chunks):
+            sums = (f"combine{suffix}.{chunk}",)
+            tasks.append(compute_task(f"sum{suffix}.{chunk}", sum_us / num_chunks, needs=sums))
+        return tasks
+
+    plan = compute_task("plan", plan_us, needs=("publish",))
+    tasks = [compute_task("publish", publish_us, needs=()), plan]
+    tasks += run_pass("", up, down, needs="plan")
+    tasks.append(compute_task("publish.backward", publish_us, needs=(tasks[-1].name,)))
+    tasks += run_pass(".backward", down, up, needs="publish.backward")
     weights_need = (f"down.backward.{num_sources - 1}",)
-    return [
-        *forward,
-        compute_task("publish.backward", publish_us, needs=(forward[-1].name,)),
-        *fused_pass(".backward", ("down", down_us), ("up", up_us), needs="publish.backward"),
-        compute_task("down.weights", down_us, needs=weights_need),
-        compute_task("up.weights", up_us, needs=weights_need),
-    ]
-
-
-def _fused_pass(
-    suffix: str,
-    first: tuple[str, float],
-    second: tuple[str, float],
-    *,
-    needs: str,
-    num_sources: int,
-    num_local_sources: int,
-    num_chunks: int,
-    link_us: float,
-    expand_us: float,
-    sum_us: float,
-) -> list[Task]:
-    """Return the simulator tasks of forward or of backward: dispatch, two GEMMs, combine.
-
-    Args:
-        first, second: name and duration of each GEMM.
-        needs: the task before the pass.
-        num_sources: tasks of the first GEMM, one for the rows of each source rank.
-        num_local_sources: how many of these tasks, the first ones, need no rows from the link.
-        num_chunks: tasks of the second GEMM, one for each chunk of columns.
-        link_us: duration of all transfers in one direction.
-        expand_us: duration of copying each received token to all its experts.
-        sum_us: duration of all sums of expert outputs.
-    """
-    tasks: list[Task] = []
-    share_us = link_us / (num_sources - num_local_sources or 1)
-    for source in range(num_local_sources, num_sources):
-        tasks.append(comm_task(f"dispatch{suffix}.{source}", share_us, needs=needs))
-    for source in range(num_sources):
-        rows = needs if source < num_local_sources else f"dispatch{suffix}.{source}"
-        duration_us = (expand_us + first[1]) / num_sources
-        tasks.append(compute_task(f"{first[0]}{suffix}.{source}", duration_us, needs=(rows,)))
-    last = tasks[-1].name
-    for chunk in range(num_chunks):
-        name = f"{second[0]}{suffix}.{chunk}"
-        tasks.append(compute_task(name, second[1] / num_chunks, needs=(last,)))
-        tasks.append(comm_task(f"combine{suffix}.{chunk}", link_us / num_chunks, needs=name))
-    for chunk in range(num_chunks):
-        sums = (f"combine{suffix}.{chunk}",)
-        tasks.append(compute_task(f"sum{suffix}.{chunk}", sum_us / num_chunks, needs=sums))
+    for name, duration_us in (down, up):
+        tasks.append(compute_task(f"{name}.weights", duration_us, needs=weights_need))
     return tasks

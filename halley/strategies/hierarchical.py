@@ -15,14 +15,10 @@ strategy brings the tokens of other nodes to it, and their partial sums back:
     5. run the other half of the own tokens      5. the same, while the sums are on the network
     6. add own and returned sums, in order of node
 
-A token with 8 experts in another node crosses once instead of 8 times. Backward runs the steps in
-reverse order: gradients of the sums leave first, gradients of the rows return, and the weight
-gradients of all steps follow at the end.
-
-There are other orders, see ``part_orders.PIPELINES``. With two chunks, steps 3 and 4 run for each
-half of the rows, and the sums of the first half follow the rows of the second half on the network
-without a gap. If a rank has few tokens for each expert, a GEMM takes the time of reading its
-weights, and each step reads them again. Then own and received tokens run together.
+Backward runs the steps in reverse order: gradients of the sums leave first, gradients of the rows
+return, and the weight gradients of all steps follow at the end. There are other orders, see
+``part_orders.PIPELINES``: if a rank has few tokens for each expert, each step takes the time of
+reading the weights, so own and received tokens should run together.
 
 With nodes of one rank this sends each token once to each destination rank: the strategy
 "deduplicated".
@@ -36,9 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from halley.core.routing import check_routing
 from halley.core.timeline import Recorder
-from halley.core.types import DROPPED, Experts, LayerShape, Routing, Task
+from halley.core.types import DROPPED, Experts, LayerShape, Routing, Task, check_routing
 from halley.core.validation import check_choice
 from halley.cost.hardware import Predictor
 from halley.distributed.nodes import Nodes
@@ -57,8 +52,6 @@ class HierarchicalStrategy(AbstractStrategy):
         group: the ranks over which the experts are spread; None for a single rank.
         nodes: the same ranks as nodes of equal size.
         inner: the strategy over ``nodes.local``, for the experts of one node.
-        recorder: takes a span for each step and for the host's waits.
-        pipeline: order of exchanges and computation.
         has_fixed_sizes: True sends every token to every node, in messages of the largest number of
             tokens of a rank in the first call. The host reads no counts, so that a CUDA graph can
             capture a layer. A later call with more tokens is an error.
@@ -116,9 +109,8 @@ class HierarchicalStrategy(AbstractStrategy):
             return self._lockstep.end(self.inner.forward(x_TD, routing, experts))
 
         if num_experts not in self._tables:
-            self._tables[num_experts] = NodeTables(
-                nodes, num_experts=num_experts, device=x_TD.device
-            )
+            made = NodeTables(nodes, num_experts=num_experts, device=x_TD.device)
+            self._tables[num_experts] = made
         tables, num_tokens = self._tables[num_experts], x_TD.shape[0]
         if self.has_fixed_sizes:
             x_TD, routing, crossing = self._pad_tokens(x_TD, routing, tables)
@@ -143,18 +135,15 @@ class HierarchicalStrategy(AbstractStrategy):
     def _pad_tokens(
         self, x_TD: torch.Tensor, routing: Routing, tables: NodeTables
     ) -> tuple[torch.Tensor, Routing, Crossing]:
-        """Pad the tokens to the fixed number, with tokens that have no experts."""
+        """Pad a rank's tokens to the fixed number, with tokens that have no experts."""
         idx_TK, weights_TK = routing.topk_idx_TK, routing.topk_weights_TK
         num_tokens = len(x_TD)
         kind = (x_TD.shape[1], x_TD.dtype, idx_TK.shape[1], tables.num_experts)
         if kind not in self._fixed:
-            counts = all_gather_objects(
-                num_tokens, group=self.group, operation="the first call with fixed sizes"
-            )
-            crossing = cross_all(
-                tables, num_tokens=max(counts), num_chunks=self.pipeline.num_chunks
-            )
-            self._fixed[kind] = (max(counts), crossing)
+            operation = "the first call with fixed sizes"
+            most = max(all_gather_objects(num_tokens, group=self.group, operation=operation))
+            num_chunks = self.pipeline.num_chunks
+            self._fixed[kind] = most, cross_all(tables, num_tokens=most, num_chunks=num_chunks)
         most, crossing = self._fixed[kind]
         if num_tokens > most:
             raise ValueError(
@@ -168,7 +157,7 @@ class HierarchicalStrategy(AbstractStrategy):
         return x_TD, Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK), crossing
 
     def _count_experts(self, experts: Experts) -> int:
-        """Return the number of experts of this node."""
+        """Return the number of experts of one node, from those of one rank."""
         return experts.num_local_experts * self.nodes.ranks_per_node // self.tp_size
 
 
@@ -183,13 +172,8 @@ def _run_parts(
 ) -> torch.Tensor:
     """Run this rank's and received tokens in the order of a pipeline; return sums of all nodes.
 
-    Args:
-        pipeline: the parts and their order.
-        run: runs a part of the tokens on the experts of this node.
-        x_TD: own tokens.
-        own: their routing inside this node.
-        wire: of the tokens that cross.
-        started: results of ``Wire.send_rows``.
+    ``run`` runs a part of the tokens on the experts of this node, ``own`` is the routing of this
+    rank's tokens inside the node, and ``started`` are the results of ``Wire.send_rows``.
     """
     num_tokens = x_TD.shape[0]
     ends = [round(num_tokens * end) for end in accumulate(part.own for part in pipeline.parts)]

@@ -1,7 +1,7 @@
 """Orders in which an MoE layer across nodes exchanges rows and computes, and the predicted tasks.
 
-The strategy ``hierarchical`` runs these orders. It divides the tokens into parts. Each part is one
-call of its inner strategy, which works inside one node.
+The strategy ``hierarchical`` divides the tokens into parts. Each part is one call of its inner
+strategy, which works inside one node.
 """
 
 from dataclasses import dataclass, replace
@@ -9,36 +9,29 @@ from dataclasses import dataclass, replace
 from halley.core.types import LayerShape, Task
 from halley.cost.hardware import Predictor
 from halley.distributed.nodes import Nodes
-from halley.strategies.base import AbstractStrategy, comm_task, share_of_tokens
+from halley.strategies.base import AbstractStrategy, comm_task, compute_task, share_of_tokens
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens of one call of the inner strategy.
+    """Tokens that one call of the strategy inside a node computes."""
 
-    Attributes:
-        own: share of this rank's tokens that are in the part, from 0 to 1.
-        chunk: number of the chunk of tokens from other nodes in the part; None for no chunk.
-    """
-
-    own: float = 0.0
-    chunk: int | None = None
+    own: float = 0.0  # fraction of this rank's tokens that are in the part
+    chunk: int | None = (
+        None  # number of the chunk of tokens from other nodes, if one is in the part
+    )
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The parts of an MoE layer across nodes, in the order in which the inner strategy runs them.
+    """How an MoE layer across nodes divides its tokens into parts, in the order of execution.
 
     Example: "split" computes half of this rank's tokens while the tokens of other nodes travel,
     then the tokens of other nodes, then the other half while the results of those tokens return.
-
-    Attributes:
-        name: the order's name in results and in the reasons of ``AutoStrategy``.
-        parts: at most 4.
     """
 
-    name: str
-    parts: tuple[Part, ...]
+    name: str  # in results and in the reasons of ``AutoStrategy``
+    parts: tuple[Part, ...]  # at most 4
 
     @property
     def num_chunks(self) -> int:
@@ -62,10 +55,7 @@ def list_tasks(
     inner: AbstractStrategy,
     pipeline: Pipeline,
 ) -> list[Task]:
-    """Return the tasks from which the simulator predicts the time of a layer across nodes.
-
-    Routing is taken as balanced. The inner strategy's tasks occur once for each part.
-    """
+    """Return the simulator tasks of a layer across nodes with balanced routing."""
     per_node = shape.num_experts // nodes.num_nodes
     crossings = shape.num_tokens * (nodes.num_nodes - 1)
     crossings *= share_of_tokens(shape, num_experts=per_node)
@@ -75,14 +65,14 @@ def list_tasks(
     add_us = predictor.memory_us((2.0 * crossings + 3.0 * shape.num_tokens) * row_bytes, num_ops=2)
     route_us = predictor.memory_us(16.0 * shape.num_tokens * shape.top_k, num_ops=16)
     route_us += predictor.hardware.link_latency_us + predictor.hardware.read_us
-    # A part runs a share of the rows of this rank's experts. 1 / N of them are own tokens.
+    # Of the rows of this rank's experts, 1 / N are tokens of the own node, with N nodes.
     received = (1.0 - 1.0 / nodes.num_nodes) / num_chunks
     shares = [
         part.own / nodes.num_nodes + (0.0 if part.chunk is None else received)
         for part in pipeline.parts
     ]
     parts = [_list_part(shape, share, predictor, nodes, inner) for share in shares]
-    listed = [Task(name="route", stream="compute", duration_us=route_us)]
+    listed = [compute_task("route", route_us, needs=())]
     for backward in (False, True):
         listed += _list_pass(
             [part[backward] for part in parts],
@@ -94,15 +84,15 @@ def list_tasks(
         )
     weights = _list_part(shape, 1.0, predictor, nodes, inner)[2]  # one GEMM for all parts
     weights_us = sum(task.duration_us for task in weights)
-    compute = Task(name="weights", stream="compute", duration_us=weights_us)
-    listed.insert(len(listed) - 1, compute)  # the last task waits for the gradients of the tokens
+    # Inserted before the last task, which waits for the gradients of the tokens.
+    listed.insert(len(listed) - 1, compute_task("weights", weights_us, needs=()))
     return listed
 
 
 def _list_part(
     shape: LayerShape, share: float, predictor: Predictor, nodes: Nodes, inner: AbstractStrategy
 ) -> tuple[list[Task], list[Task], list[Task]]:
-    """Return forward, backward and weight-gradient tasks of a part with ``share`` of the rows."""
+    """Return forward, backward and weight-gradient tasks of a fraction ``share`` of the rows."""
     per_node = shape.num_experts // nodes.num_nodes
     top_k = max(1, min(shape.top_k // nodes.num_nodes, per_node))
     tasks = inner.tasks(
@@ -129,15 +119,10 @@ def _list_pass(
     after: str,
     suffix: str,
 ) -> list[Task]:
-    """Return the tasks of forward or of backward: exchanges beside the parts, then the sums.
+    """Return simulator tasks of forward or backward: exchanges beside the parts, then sums.
 
-    Args:
-        parts: tasks of each part.
-        chunks: the chunk that each part receives, or None.
-        crossing_us: duration of each exchange.
-        add_us: duration of the sums.
-        after: name of the task before the first of them.
-        suffix: of the names of the tasks.
+    ``parts`` are the tasks of each part, and ``chunks`` the chunk of tokens from other nodes that
+    it receives, or None. ``after`` is the name of the task before the first of them.
     """
     listed: list[Task] = []
     for chunk in chunks:
@@ -151,14 +136,11 @@ def _list_pass(
         if chunk is not None:
             returned = f"rail.combine{suffix}.{chunk}"
             listed.append(comm_task(returned, crossing_us, needs=last))
-    add = Task(
-        name=f"add{suffix}", stream="compute", duration_us=add_us, needs=tuple({returned, last})
-    )
-    return [*listed, add]
+    return [*listed, compute_task(f"add{suffix}", add_us, needs=tuple({returned, last}))]
 
 
 def _rename(tasks: list[Task], suffix: str, *, needs: str) -> list[Task]:
-    """Return copies of tasks, with a suffix to their names, that start after the task ``needs``."""
+    """Return copies of tasks with a name suffix; tasks without inputs get the input ``needs``."""
     names = {task.name for task in tasks}
     return [
         replace(

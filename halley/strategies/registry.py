@@ -4,9 +4,6 @@ A name is one of ``STRATEGIES``, optionally with a variant. "fused:recompute" an
 select the activations that are saved for backward. "chunked:4" sets the number of chunks.
 "hierarchical:8" sets the ranks of a node. "hierarchical:float8" and "deduplicated:float8" send
 tokens in 8 bits between nodes; "hierarchical:8:float8" does both.
-
-The default of a run (``halley train``) is "sequential", the baseline. The default of ``halley.MoE``
-is "auto".
 """
 
 from collections.abc import Sequence
@@ -17,11 +14,10 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import torch
 import torch.distributed as dist
 
-from halley.core.routing import check_tp_size
 from halley.core.timeline import Recorder
-from halley.core.types import Save
+from halley.core.types import Save, check_tp_size
 from halley.core.validation import check_type, parse_device, show_name
-from halley.cost.hardware import CPU, H200, Predictor, find_hardware
+from halley.cost.hardware import predictor_of
 from halley.distributed.nodes import find_nodes
 from halley.distributed.peers import rank_and_size
 from halley.ops.wire import WireDtype
@@ -36,7 +32,7 @@ from halley.symm_mem.access import peer_access
 
 
 if TYPE_CHECKING:
-    from halley.fused.buffer_cache import Workspaces
+    from halley.fused.buffers import Workspaces
 
 
 STRATEGIES = (
@@ -111,12 +107,10 @@ def build_strategy(
     timeout_s: float = 600.0,
     workspaces: "Workspaces | None" = None,
 ) -> AbstractStrategy:
-    """Return the strategy of a name, see the module's docstring, for the ranks of ``group``.
+    """Build a strategy by name, such as "chunked:4", for the ranks of ``group``.
 
     Args:
         group: the ranks over which experts are spread; None for a single rank.
-        recorder: records the strategy's spans.
-        device: device of this rank.
         tp_size: adjacent ranks that share each expert, see ``core.routing``.
         num_chunks: chunks of "chunked"; 0 lets the cost model choose.
         max_load: most rows of a rank, as a multiple of the balanced load, for which the fused
@@ -154,7 +148,7 @@ def build_strategy(
         options |= {"num_chunks": num_chunks, "workspaces": workspaces}
         return _build_auto(group, options)
     # Imported here: Triton is missing on some platforms, and its import takes seconds.
-    from halley.fused.buffer_cache import Workspaces
+    from halley.fused.buffers import Workspaces
     from halley.strategies.fused import FusedStrategy
 
     fused, buffers = choice.kind == "fused", workspaces or Workspaces(group, device, **limits)
@@ -171,14 +165,10 @@ def build_pipelines(
     max_load: float = 0.0,
     timeout_s: float = 600.0,
 ) -> dict[str, HierarchicalStrategy]:
-    """Return a strategy across nodes for each order of ``PIPELINES``; all share buffers.
+    """Return a strategy across nodes for each order of computation in ``PIPELINES``; a collective.
 
-    Inside a node they run "fused" where GPUs can address each other's memory, else "sequential".
-    Collective.
-
-    Args:
-        name: "hierarchical" or "deduplicated", with variants.
-        group, recorder, device, tp_size, max_load, timeout_s: as for ``build_strategy``.
+    All share buffers. Inside a node they run "fused" where GPUs can address each other's memory,
+    else "sequential". ``name`` is "hierarchical" or "deduplicated", with variants.
     """
     choice, device = _parse(name), parse_device(device)
     size = 1 if choice.kind == "deduplicated" else choice.ranks_per_node
@@ -189,7 +179,7 @@ def build_pipelines(
             f"strategy {choice.kind}"
         )
     if device.type == "cuda" and not peer_access(nodes.local, device):
-        from halley.fused.buffer_cache import Workspaces
+        from halley.fused.buffers import Workspaces
         from halley.strategies.fused import FusedStrategy
 
         workspaces = Workspaces(
@@ -220,22 +210,13 @@ def build_pipelines(
 def _build_hierarchical(
     name: str, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> AbstractStrategy:
-    """Return a strategy across nodes that measures all ``PIPELINES`` and uses the fastest.
-
-    A CPU uses one pipeline, because its times say nothing about a GPU's.
-    """
-    device = options["device"]
+    """Return a strategy across nodes that measures all ``PIPELINES`` and uses the fastest."""
+    device, recorder = options["device"], options["recorder"]
     pipelines = build_pipelines(name, group, **options)
+    # A CPU runs one fixed order, because its times say nothing about a GPU.
     if device.type == "cpu" or pipelines[SPLIT.name].nodes.num_nodes == 1:
         return pipelines[SPLIT.name]
-    return AutoStrategy(
-        dict(pipelines),
-        group=group,
-        device=device,
-        recorder=options["recorder"],
-        left_out={},
-        releases=False,
-    )
+    return AutoStrategy(dict(pipelines), group=group, device=device, recorder=recorder)
 
 
 def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> AutoStrategy:
@@ -250,8 +231,9 @@ def _build_auto(group: dist.ProcessGroup | None, options: dict[str, Any]) -> Aut
     # allocates rows for slots of other ranks' experts.
     if 1 < options["tp_size"] == rank_and_size(group)[1]:
         names.append("all_gather")
+    candidates = {name: build_strategy(name, group, **options) for name in names}
     return AutoStrategy(
-        {name: build_strategy(name, group, **options) for name in names},
+        candidates,
         group=group,
         device=device,
         recorder=options["recorder"],
@@ -267,7 +249,7 @@ def build_strategies(
     device: torch.device | str,
     **options: Any,
 ) -> list[AbstractStrategy]:
-    """Return a strategy for each layer. Layers with the same name share one; all share buffers.
+    """Return the strategy of each layer; equal names share a strategy, and all share buffers.
 
     ``names`` has one name for each layer; the other arguments are as for ``build_strategy``.
     """
@@ -283,8 +265,7 @@ def build_strategies(
 def split_strategies(text: str, *, num_layers: int) -> tuple[str, ...]:
     """Return the strategy of each MoE layer, from one name or from names separated by commas.
 
-    Raises:
-        ValueError: there is no such strategy, or the number of names is not that of the layers.
+    An unknown strategy, or a wrong number of names, is a ``ValueError``.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -303,17 +284,6 @@ def describe_strategies(names: Sequence[str]) -> str:
         return "".join(names[:1])
     runs = [(len(list(run)), name) for name, run in groupby(names)]
     return ", ".join(name if count == 1 else f"{count} x {name}" for count, name in runs)
-
-
-def predictor_of(device: torch.device | str) -> Predictor:
-    """Return the cost model for a device; for a GPU that Halley does not know, that of an H200."""
-    device = parse_device(device)
-    if device.type == "cpu":
-        return Predictor(CPU)
-    try:
-        return Predictor(find_hardware(torch.cuda.get_device_name(device)))
-    except ValueError:
-        return Predictor(H200)
 
 
 def _check_options(*, num_chunks: int, max_load: float, timeout_s: float) -> None:

@@ -1,9 +1,8 @@
 """Strategy "functional": two all-to-alls, by operators that ``torch.compile`` traces in one graph.
 
 ``all_to_all`` reads the routing table with numpy, which breaks a graph in two at each layer. Here,
-a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes
-that the graph reads from them. The two strategies cannot share code: tracing forbids numpy and
-buffers on the host, and in eager mode an operator with a gradient costs time on the host.
+a functional collective exchanges the counts, and the splits of the all-to-alls are symbolic sizes.
+The two strategies share no code, because in eager mode traceable operators cost time on the host.
 
 ``run_on_one_rank`` is the same for a single rank. It exchanges nothing, so no size depends on data.
 """
@@ -15,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 
-from halley.core.routing import check_routing, check_tp_size, route_to_shards
-from halley.core.types import Experts, LayerShape, Routing, Task
+from halley.core.routing import route_to_shards
+from halley.core.types import Experts, LayerShape, Routing, Task, check_routing, check_tp_size
 from halley.cost.hardware import Predictor
 from halley.distributed.peers import Collective, rank_and_size
-from halley.ops.expert_rows import apply_experts_traceable, find_alignment_problem
+from halley.ops.expert_rows import apply_experts, expert_gemm, find_alignment_problem
 from halley.ops.traceable_routing import (
     combine_rows,
     gather_rows,
@@ -38,9 +37,6 @@ class TraceableStrategy(AbstractStrategy):
 
     To compile a model in one graph, set ``torch._dynamo.config.capture_scalar_outputs``, as
     ``halley.compile`` does.
-
-    Args:
-        group, tp_size: as for ``build_strategy``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, tp_size: int = 1) -> None:
@@ -69,7 +65,7 @@ class TraceableStrategy(AbstractStrategy):
         received_RD = self._exchange("dispatch", rows_ND, send_splits, recv_splits)
         order_R, inverse_R, ends_L, _ = group_rows(received_WL, sum(recv_splits))
         x_RD = permute_rows(received_RD, order_R, inverse_R)
-        y_RD = apply_experts_traceable(x_RD, experts, ends_L=ends_L)
+        y_RD = apply_experts(x_RD, experts, ends_L=ends_L, gemm=expert_gemm)
         y_RD = permute_rows(y_RD, inverse_R, order_R)
         returned_ND = self._exchange("combine", y_RD, recv_splits, send_splits)
         return self._lockstep.end(combine_rows(returned_ND, slots_N, weights_TK))
@@ -87,7 +83,7 @@ class TraceableStrategy(AbstractStrategy):
         send_splits: list[int] | None = None,
         recv_splits: list[int] | None = None,
     ) -> torch.Tensor:
-        """All-to-all of rows: with splits and a gradient, or in equal numbers and without one."""
+        """All-to-all of rows: with splits and a gradient, or equal numbers without a gradient."""
         if self.group is None:
             return rows_NX
         exchange = fc.all_to_all_single if send_splits is None else fc.all_to_all_single_autograd
@@ -115,14 +111,9 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
     """Return the weighted sums over the experts of a single rank, ``(T, D)``, in one graph.
 
     The host reads nothing, and no size depends on data. So dropped slots have rows too, after all
-    other rows, and no expert multiplies them. Differentiable as ``AbstractStrategy.forward``.
-
-    Args:
-        x_TD: tokens, of any floating dtype.
-        routing, experts: of all experts; ``find_one_rank_problem`` returns "" for them.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+    other rows, and no expert multiplies them. Differentiable as ``AbstractStrategy.forward``, with
+    the same errors. Tokens may have any floating dtype; ``find_one_rank_problem`` returns "" for
+    the experts.
     """
     experts = under_autocast(experts)
     num_experts, dtype = experts.num_local_experts, x_TD.dtype
@@ -138,6 +129,6 @@ def run_on_one_rank(x_TD: torch.Tensor, routing: Routing, experts: Experts) -> t
     # The GEMMs do not write rows without an expert: in y forward, in the gradient of x backward.
     # The masks set both to zero.
     rows_ND = rows_ND.masked_fill(dropped_N1, 0.0)
-    y_ND = apply_experts_traceable(rows_ND, experts, ends_L=ends_E.int())
+    y_ND = apply_experts(rows_ND, experts, ends_L=ends_E.int(), gemm=expert_gemm)
     y_ND = y_ND.masked_fill(dropped_N1, 0.0)
     return combine_rows(y_ND, slots_N, routing.topk_weights_TK).to(dtype)

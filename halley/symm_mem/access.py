@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,10 @@ import torch.distributed as dist
 from halley.distributed.peers import all_gather_objects
 
 
-SHM = Path("/dev/shm")  # files here are shared memory on Linux
+SHM = Path("/dev/shm")  # a folder of Linux whose files are shared memory
 
-# An environment variable of PyTorch. With value 1, several ranks may share a GPU, which then runs
-# them alternately. It is slow, and serves tests on a machine with one GPU.
+# This environment variable of PyTorch lets several ranks share a GPU, which runs them alternately.
+# It is slow, and serves tests on a machine with one GPU.
 MAY_SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -25,17 +26,14 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLocation:
-    """Host and GPU of a rank's memory, and the GPUs that the rank can address.
-
-    Two machines may have the same name, so ``boot_id`` is that of the machine's kernel. Each
-    container may have its own ``/dev/shm``, so ``shm_id`` is its device number on a CPU rank.
-    """
+    """Host and GPU of a rank's memory, and the GPUs that the rank can address."""
 
     host: str
-    boot_id: str  # "" if the kernel has none
+    boot_id: str  # identifies the host's kernel, as two hosts may have one name; or ""
     device: str  # "cpu" or "cuda:<index>"
-    shm_id: int | None = None  # None without shared memory
-    uuid: str = ""  # of the GPU
+    # Device number of /dev/shm, which differs between containers; None on a GPU, or without one.
+    shm_id: int | None = None
+    uuid: str = ""  # uuid of the GPU
     reachable: tuple[str, ...] = ()  # uuids of the GPUs whose memory this one can address
     may_share: bool = False  # the rank may use the GPU of another rank, see ``MAY_SHARE``
 
@@ -43,13 +41,12 @@ class MemoryLocation:
 def peer_access(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
     """Return "" if every rank can address every other rank's memory, else the reason. Collective.
 
-    All ranks of the group get the same answer. It does not change while the processes live, so one
-    call is enough. With NCCL, a CUDA device must be the current one.
+    All ranks of the group get the same answer, which does not change while the processes live.
+    With NCCL, a CUDA device must be the current one.
     """
+    operation = "the check of peer access"
     location = _locate(torch.device(device))
-    return find_problem(
-        all_gather_objects(location, group=group, operation="the check of peer access")
-    )
+    return find_problem(all_gather_objects(location, group=group, operation=operation))
 
 
 def find_problem(locations_W: list[MemoryLocation]) -> str:
@@ -71,7 +68,7 @@ def find_problem(locations_W: list[MemoryLocation]) -> str:
             if here.may_share and there.may_share:
                 continue
             return f"{both} share one GPU, {here.device} and {there.device}"
-        if here.device == there.device:  # torch identifies a GPU by its index
+        if here.device == there.device:  # torch's symmetric memory knows a GPU by its index
             return (
                 f"{both} both call their GPU {here.device}: let every rank see all GPUs "
                 "(CUDA_VISIBLE_DEVICES)"
@@ -86,15 +83,14 @@ def find_problem(locations_W: list[MemoryLocation]) -> str:
 def link_kind(device: torch.device | str) -> str:
     """Return the link from a GPU to the other visible GPUs: "NVLink", "PCIe", or "" without others.
 
-    If the links differ, the result is "PCIe". Native peer atomics show that a link is NVLink,
-    because PCIe has none.
+    Only NVLink has native peer atomics. If the links differ, the result is "PCIe".
     """
     device = torch.device(device)
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if num_gpus < 2:
         return ""
     driver, has = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    driver.cuInit(0)  # some callers run before torch initializes CUDA
+    driver.cuInit(0)  # a caller may run before torch initializes CUDA
     index = torch.cuda.current_device() if device.index is None else device.index
     for peer in range(num_gpus):
         if peer != index:
@@ -107,25 +103,20 @@ def link_kind(device: torch.device | str) -> str:
 
 
 def _locate(device: torch.device) -> MemoryLocation:
-    host = socket.gethostname()
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    host: dict[str, Any] = {"host": socket.gethostname(), "boot_id": boot_id}
     if device.type == "cpu":
-        # A missing folder is no error here: the ranks must report it together.
+        # A missing /dev/shm is no error here, because all ranks must report it together.
         shm_id = SHM.stat().st_dev if SHM.is_dir() else None
-        return MemoryLocation(host=host, boot_id=boot_id, device="cpu", shm_id=shm_id)
+        return MemoryLocation(**host, device="cpu", shm_id=shm_id)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return MemoryLocation(
-        host=host,
-        boot_id=boot_id,
-        device=f"cuda:{index}",
-        uuid=_uuid(index),
-        reachable=tuple(
-            _uuid(peer)
-            for peer in range(torch.cuda.device_count())
-            if peer != index and torch.cuda.can_device_access_peer(index, peer)
-        ),
-        may_share=os.environ.get(MAY_SHARE) == "1",
+    reachable = tuple(
+        _uuid(peer)
+        for peer in range(torch.cuda.device_count())
+        if peer != index and torch.cuda.can_device_access_peer(index, peer)
     )
+    gpu = host | {"device": f"cuda:{index}", "uuid": _uuid(index), "reachable": reachable}
+    return MemoryLocation(**gpu, may_share=os.environ.get(MAY_SHARE) == "1")
 
 
 def _uuid(index: int) -> str:

@@ -1,15 +1,11 @@
 """The symmetric heap: tensors with one copy per rank, each copy addressable by every rank.
 
-The heap owns all memory: a tensor lives until ``free`` or ``close``, which all ranks call together.
-Any rank may read and write any copy. Only ``zeros``, ``free`` and ``barrier`` synchronize the
-ranks. Kernels must order all other accesses with flags of their own.
+A tensor lives until ``free`` or ``close``, which all ranks call. Only ``zeros``, ``free`` and
+``barrier`` synchronize the ranks. Kernels must order all other accesses with their own flags.
 
     addresses on rank 0         memory            addresses on rank 1
     ptrs_W[0]  ------------>  copy of rank 0  <------------  ptrs_W[0]
     ptrs_W[1]  ------------>  copy of rank 1  <------------  ptrs_W[1]
-
-``SharedHeap`` is for CPUs, ``CudaHeap`` for GPUs. Interpreted kernels may access only memory that
-a heap has registered.
 """
 
 import abc
@@ -46,56 +42,38 @@ class SymmTensor:
 
     A kernel adds offsets to ``ptrs_W[peer]`` as to a pointer of its own. The code that uses the
     tensor defines which rank writes to which copy, and which rank waits. Equality is identity.
-
-    Attributes:
-        local: this rank's copy, contiguous, aligned to ``ALIGNMENT`` bytes.
-        ptrs_W: address of each rank's copy, this rank included, int64, on the device of ``local``.
-            The addresses are valid on this rank only: each rank maps the copies at other addresses.
     """
 
-    local: torch.Tensor
+    local: torch.Tensor  # this rank's copy, contiguous, aligned to ``ALIGNMENT`` bytes
+    # Address of each rank's copy, int64, on the device of ``local``. The addresses are valid on
+    # this rank only, as each rank maps the copies at other addresses.
     ptrs_W: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """The memory of one tensor as a heap allocated it.
-
-    ``owner`` keeps the addresses of all ranks' copies valid as long as it lives.
-    """
-
-    local: torch.Tensor  # this rank's copy, uint8 (num_bytes,)
-    addresses_W: list[int]
-    owner: object = None
 
 
 class AbstractSymmHeap(abc.ABC):
     """Allocates symmetric tensors for the ranks of one group.
 
-    ``zeros``, ``free``, ``barrier`` and ``close`` are collectives: all ranks call them in the same
-    order. A subclass defines how memory is allocated and how ranks wait for each other.
+    All public methods are collectives: all ranks call them in the same order. A subclass defines
+    how memory is allocated and how ranks wait for each other.
     """
 
-    def __init__(self, *, rank: int, num_ranks: int, device: torch.device) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.rank, self.num_ranks = rank_and_size(group)
         self.device = device
-        self._segments: dict[SymmTensor, Segment] = {}
-        self._registered: list[int] = []  # addresses that interpreted kernels may access
+        self._group = group
+        # For each tensor: the object that keeps its addresses valid, and a call to unregister them.
+        self._held: dict[SymmTensor, tuple[object, weakref.finalize]] = {}
         self._closed = False
-        # If nobody calls ``close``, the process may later map other memory at these addresses.
-        finalizer = weakref.finalize(self, _unregister_all, self._registered)
-        finalizer.atexit = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's copies, without the rounding of the allocator."""
-        return sum(segment.local.nbytes for segment in self._segments.values())
+        return sum(tensor.local.nbytes for tensor in self._held)
 
-    # Without this, tensors that are made during evaluation could not be used in training.
+    # Otherwise a tensor that is allocated during evaluation could not be used in training.
     @torch.inference_mode(mode=False)
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmTensor:
-        """Return a tensor of zeros. Collective; on return, every rank reads zeros in all copies.
+        """Allocate a tensor whose copies are zero on all ranks when this returns. Collective.
 
         ``shape`` is that of one copy, the same on all ranks; () is one element.
 
@@ -108,49 +86,56 @@ class AbstractSymmHeap(abc.ABC):
             raise ValueError(f"shape ({tuple(shape)}) must have sizes of at least 1")
         if self._closed:
             raise RuntimeError("the symmetric heap is closed")
-        segment = self._allocate(math.prod(shape) * dtype.itemsize)
-        assert all(address % ALIGNMENT == 0 for address in segment.addresses_W)
+        local, addresses_W, owner = self._allocate(math.prod(shape) * dtype.itemsize)
+        assert all(address % ALIGNMENT == 0 for address in addresses_W)
         tensor = SymmTensor(
-            local=segment.local.view(dtype).view(shape),
-            ptrs_W=torch.tensor(segment.addresses_W, dtype=torch.int64, device=self.device),
+            local=local.view(dtype).view(shape),
+            ptrs_W=torch.tensor(addresses_W, dtype=torch.int64, device=self.device),
         )
-        self._segments[tensor] = segment
+        registered = ExitStack()
         if self.device.type == "cpu":
-            for address in segment.addresses_W:
-                register(address, segment.local.nbytes)
-                self._registered.append(address)
+            for address in addresses_W:
+                register(address, local.nbytes)
+                registered.callback(unregister, address, local.nbytes)
+        # Also called if nobody closes the heap, as the process may map other memory there.
+        unregister_all = weakref.finalize(self, registered.close)
+        unregister_all.atexit = False
+        self._held[tensor] = owner, unregister_all
         self.barrier()
         return tensor
 
     def free(self, tensor: SymmTensor) -> None:
         """Free a tensor: the addresses in ``ptrs_W`` become invalid. Collective.
 
-        The memory of this rank's copy lives until the last reference to ``tensor.local`` ends.
-
-        Raises:
-            ValueError: the tensor is not from this heap, or is already freed.
+        The memory of this rank's copy lives until the last reference to ``tensor.local`` ends. A
+        tensor that is not from this heap, or is already freed, is a ``ValueError``.
         """
-        if tensor not in self._segments:
+        if tensor not in self._held:
             raise ValueError("tensor must be one that this heap made and did not free")
         self.barrier()
-        self._drop(tensor)
+        _, unregister_all = self._held.pop(tensor)
+        unregister_all()
 
     def close(self) -> None:
-        """Free all remaining tensors. A second call does nothing. Collective."""
+        """Free all remaining tensors of the heap. A second call does nothing. Collective."""
         if self._closed:
             return
         self._closed = True
         self.barrier()
-        for tensor in list(self._segments):
-            self._drop(tensor)
+        for _, unregister_all in self._held.values():
+            unregister_all()
+        self._held.clear()
 
     @abc.abstractmethod
     def barrier(self) -> None:
         """Wait until all ranks have called this and have finished earlier work of their streams."""
 
     @abc.abstractmethod
-    def _allocate(self, num_bytes: int) -> Segment:
-        """Return zeroed memory on every rank; a failure on one rank is raised on all."""
+    def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
+        """Return zeroed memory, uint8 ``(num_bytes,)``, the addresses of all ranks' copies, owner.
+
+        The addresses are valid as long as the owner lives. A failure on a rank is raised on all.
+        """
 
     @abc.abstractmethod
     def _gather(self, value: T) -> list[T]:
@@ -159,11 +144,8 @@ class AbstractSymmHeap(abc.ABC):
     def on_all_ranks(self, num_bytes: int, act: Callable[[], T]) -> T:
         """Return the result of ``act``, which allocates ``num_bytes`` on each rank. Collective.
 
-        If it fails on any rank, raise on all ranks: they would wait forever for that rank.
-
-        Raises:
-            MemoryError: ``act`` failed on a rank.
-            RuntimeError: the ranks asked for different numbers of bytes.
+        If it fails on any rank, all ranks raise ``MemoryError``, as they would wait forever for
+        that rank. Different ``num_bytes`` are a ``RuntimeError``.
         """
         failure: Exception | None = None
         result: list[T] = []
@@ -183,39 +165,23 @@ class AbstractSymmHeap(abc.ABC):
                 ) from failure
         return result[0]
 
-    def _drop(self, tensor: SymmTensor) -> None:
-        segment = self._segments.pop(tensor)
-        if self.device.type == "cpu":
-            for address in segment.addresses_W:
-                unregister(address)
-                self._registered.remove(address)
-
-
-def _unregister_all(addresses: list[int]) -> None:
-    for address in addresses:
-        unregister(address)
-
 
 @final
 class SharedHeap(AbstractSymmHeap):
-    """A heap in which each tensor has one shared-memory file per rank, mapped by all ranks.
+    """A heap in CPU memory: each tensor has one shared-memory file per rank, mapped by all ranks.
 
     The file has no name and exists until its last mapping ends. So a rank that is killed, even
-    during an allocation, leaves no file behind. Each mapping keeps a file descriptor, so a tensor
-    takes one descriptor for each rank of the group.
+    during an allocation, leaves no file behind. Each mapping keeps a file descriptor.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Create the heap of a gloo group, or of a process (None); a collective.
+        """Create the heap of a gloo group, or of a single process (None). Collective.
 
-        Raises:
-            RuntimeError: the ranks share no memory.
+        Ranks that share no memory are a ``RuntimeError``.
         """
-        rank, num_ranks = rank_and_size(group)
-        super().__init__(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
+        super().__init__(group, torch.device("cpu"))
         if problem := peer_access(group, self.device):
             raise RuntimeError(f"no symmetric memory: {problem}")
-        self._group = group
 
     def barrier(self) -> None:
         """Wait until all ranks call this; earlier stores of all ranks are visible afterwards."""
@@ -225,15 +191,14 @@ class SharedHeap(AbstractSymmHeap):
             with Collective("a barrier of symmetric memory", group=self._group):
                 dist.barrier(self._group)
 
-    def _allocate(self, num_bytes: int) -> Segment:
+    def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
         with ExitStack() as stack:
             file = self.on_all_ranks(
                 num_bytes, lambda: stack.enter_context(_open_segment(num_bytes))
             )
             paths = self._gather(f"/proc/{os.getpid()}/fd/{file}")
             copies = self.on_all_ranks(num_bytes, lambda: [_map(p, num_bytes) for p in paths])
-        addresses = [copy.data_ptr() for copy in copies]
-        return Segment(local=copies[self.rank], addresses_W=addresses, owner=copies)
+        return copies[self.rank], [copy.data_ptr() for copy in copies], copies
 
     def _gather(self, value: T) -> list[T]:
         return all_gather_objects(value, group=self._group, operation=_ALLOCATION)
@@ -244,7 +209,7 @@ def _open_segment(num_bytes: int) -> Iterator[int]:
     """Yield the descriptor of an unnamed shared-memory file of zeros."""
     file = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
-        # This allocates the pages. Otherwise, with full memory, the first store to a page would end
+        # Allocate the pages now. Otherwise, with full memory, the first store to a page would end
         # the process with SIGBUS.
         os.posix_fallocate(file, 0, num_bytes)
         yield file
@@ -264,30 +229,27 @@ def _map(path: str, num_bytes: int) -> torch.Tensor:
 class CudaHeap(AbstractSymmHeap):
     """A heap in GPU memory; each tensor is one allocation, mapped by all ranks.
 
-    An allocation takes a multiple of 2 MiB, and the rendezvous of the ranks takes milliseconds. So
-    allocate few, large tensors, and only once. A single process uses PyTorch's caching allocator.
+    An allocation takes a multiple of 2 MiB and some milliseconds, so allocate few, large tensors,
+    only once. A single process uses PyTorch's caching allocator.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-        """Create the heap of ranks with a GPU each, or of a process (None); a collective.
+        """Create the heap of ranks with a GPU each, or of a single process (None). Collective.
 
-        Raises:
-            RuntimeError: two of the GPUs cannot address each other's memory.
+        GPUs that cannot address each other's memory are a ``RuntimeError``.
         """
-        rank, num_ranks = rank_and_size(group)
         device = torch.device(device)
         index = torch.cuda.current_device() if device.index is None else device.index
-        super().__init__(rank=rank, num_ranks=num_ranks, device=torch.device("cuda", index))
-        self._group = group
+        super().__init__(group, torch.device("cuda", index))
         with torch.cuda.device(self.device):
             problem = peer_access(group, self.device)
         if problem:
             raise RuntimeError(f"no symmetric memory: {problem}")
-        with torch.inference_mode(mode=False):  # like the tensors of the heap, see zeros
+        with torch.inference_mode(mode=False):  # usable in training too, see ``zeros``
             self._token = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def barrier(self) -> None:
-        """Wait for all ranks and for earlier work on each rank's current stream."""
+        """Wait for all ranks and for the earlier work of their current CUDA streams."""
         if self._group is not None:
             # all_reduce runs after the earlier work of the current stream. dist.barrier may choose
             # another device and stream, depending on earlier collectives of the group.
@@ -295,13 +257,13 @@ class CudaHeap(AbstractSymmHeap):
                 dist.all_reduce(self._token, group=self._group)
         torch.cuda.current_stream(self.device).synchronize()
 
-    def _allocate(self, num_bytes: int) -> Segment:
+    def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
         if self._group is None or self.num_ranks == 1:
             zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=self.device)
             local = self.on_all_ranks(num_bytes, zeros)
-            return Segment(local=local, addresses_W=[local.data_ptr()])
-        # Not symm_mem.empty: its pool divides larger allocations, and the division differs between
-        # ranks that belong to different groups. Their rendezvous would not match.
+            return local, [local.data_ptr()], None
+        # symm_mem.empty cannot be used: its pool divides larger allocations, differently on
+        # ranks that belong to different groups, whose rendezvous would not match.
         empty = partial(
             _SymmetricMemory.empty_strided_p2p, (num_bytes,), (1,), torch.uint8, self.device
         )
@@ -314,8 +276,7 @@ class CudaHeap(AbstractSymmHeap):
                 f"torch {torch.__version__} puts symmetric tensors inside larger allocations, "
                 f"this one at {local.data_ptr()}, its allocation at {addresses[self.rank]}"
             )
-        # The handle owns the mappings of the other ranks' memory.
-        return Segment(local=local, addresses_W=addresses, owner=handle)
+        return local, addresses, handle  # the handle owns the mappings of other ranks' memory
 
     def _gather(self, value: T) -> list[T]:
         with torch.cuda.device(self.device):  # NCCL gathers pickles through the current device
@@ -324,9 +285,9 @@ class CudaHeap(AbstractSymmHeap):
 
 @contextmanager
 def _multicast_off() -> Iterator[None]:
-    """Keep torch from binding memory to NVLink multicast objects, which Halley does not use.
+    """Keep torch from binding symmetric memory to NVLink multicast objects during the block.
 
-    On a fabric without multicast, binding may fail or do harm. torch has no other switch.
+    Halley does not use these, and on a fabric without multicast binding may fail or do harm.
     """
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
@@ -340,15 +301,11 @@ def _multicast_off() -> Iterator[None]:
 
 
 def open_heap(group: dist.ProcessGroup | None, device: torch.device | str) -> AbstractSymmHeap:
-    """Open a symmetric heap: GPU memory on CUDA, shared memory on CPU; a collective of the ranks.
+    """Open the symmetric heap of a group: a ``CudaHeap`` on a GPU, else a ``SharedHeap``.
 
-    Raises:
-        ValueError: the device is neither a CPU nor a CUDA device.
-        RuntimeError: the ranks cannot address each other's memory.
+    Collective. Ranks that cannot address each other's memory are a ``RuntimeError``.
     """
     device = torch.device(device)
-    if device.type == "cuda":
-        return CudaHeap(group, device)
-    if device.type == "cpu":
-        return SharedHeap(group)
-    raise ValueError(f"device ({device}) must be a cpu or a cuda device")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device ({device}) must be a cpu or a cuda device")
+    return CudaHeap(group, device) if device.type == "cuda" else SharedHeap(group)

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from halley.core.routing import check_tp_size, local_experts, shard_size
+from halley.core.routing import shard_size
 from halley.core.timeline import Recorder
+from halley.core.types import check_tp_size, local_experts
 from halley.distributed.mesh import ParallelGroups
+from halley.ops.exchange import gather_table
 from halley.ops.expert_rows import check_alignment
 from halley.planner.expert_balance import check_spare
 from halley.strategies.base import AbstractStrategy
@@ -20,7 +22,7 @@ from halley.tools.timer import time_interleaved
 
 
 if TYPE_CHECKING:
-    from halley.fused.buffer_cache import Workspaces
+    from halley.fused.buffers import Workspaces
 
 
 GRAPH = "graph"  # the setting of a strategy that runs as a CUDA graph
@@ -28,15 +30,14 @@ _CHUNK_COUNTS = (2, 3, 4, 8)
 
 
 def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
-    """Return the number of experts of each rank, without spare experts.
+    """Check the sizes of a layer; return the number of experts of each rank, without spare ones.
 
-    Raises:
-        ValueError: the ranks do not divide the experts and no placement is planned, there are more
-            spare experts than experts, or the rows of a shard are not aligned.
+    A ``ValueError`` means that the experts do not divide over the ranks and no placement is
+    planned, that there are too many spare experts, or that the rows of a shard are not aligned.
     """
-    num_experts, inner_size = case.model.moe.num_experts, case.model.moe.intermediate_size
+    num_experts = case.model.moe.num_experts
     check_tp_size(tp_size, num_ranks=ep_size)
-    own_size = shard_size(inner_size, tp_size=tp_size)
+    own_size = shard_size(case.model.moe.intermediate_size, tp_size=tp_size)
     check_alignment(own_size, name="intermediate_size", dtype=case.dtype)
     if case.spare is None:
         return local_experts(num_experts, ep_size=ep_size, tp_size=tp_size)
@@ -45,30 +46,31 @@ def check_experts(case: LayerCase, *, ep_size: int, tp_size: int = 1) -> int:
     return check_spare(num_experts, num_ranks=ep_size, spare=case.spare)
 
 
-def check_case_memory(
-    case: LayerCase, *, ep_size: int, memory_bytes: int, tp_size: int = 1, backward: bool = False
+def check_memory(
+    cases: Sequence[LayerCase],
+    *,
+    ep_size: int,
+    memory_bytes: int,
+    tp_size: int = 1,
+    backward: bool = True,
 ) -> None:
-    """Raise an error if the weights and tokens of a layer exceed a rank's memory.
+    """Raise ``ValueError`` if the weights and tokens of a layer exceed the memory of a rank.
 
-    Other buffers are ignored.
-
-    Gradients of the same size are added if ``backward``.
-
-    Raises:
-        ValueError: they do not fit, or ``check_experts`` raises.
+    With ``backward``, gradients of the same size are added. Other buffers are ignored.
     """
-    moe, hidden = case.model.moe, case.model.hidden_size
-    num_local = check_experts(case, ep_size=ep_size, tp_size=tp_size) + (case.spare or 0)
-    up_size = moe.intermediate_size * (2 if moe.activation == "swiglu" else 1)
-    num_weights = num_local * hidden * (up_size + moe.intermediate_size) // tp_size
-    num_values = case.num_tokens * hidden * (2 + moe.top_k)  # tokens, outputs and sent copies
-    num_bytes = (num_weights + num_values) * case.dtype.itemsize * (2 if backward else 1)
-    if num_bytes > memory_bytes:
-        raise ValueError(
-            f"model ({case.model.name}) with tokens ({case.num_tokens}) must fit the memory of a "
-            f"rank ({memory_bytes / 2**30:.1f} GiB): weights and tokens of a layer take "
-            f"{num_bytes / 2**30:.1f} GiB on each of {ep_size} ranks"
-        )
+    for case in cases:
+        moe, hidden = case.model.moe, case.model.hidden_size
+        num_local = check_experts(case, ep_size=ep_size, tp_size=tp_size) + (case.spare or 0)
+        num_matrices = 3 if moe.activation == "swiglu" else 2
+        num_weights = num_local * hidden * num_matrices * moe.intermediate_size // tp_size
+        num_values = case.num_tokens * hidden * (2 + moe.top_k)  # tokens, outputs and sent copies
+        num_bytes = (num_weights + num_values) * case.dtype.itemsize * (2 if backward else 1)
+        if num_bytes > memory_bytes:
+            raise ValueError(
+                f"model ({case.model.name}) with tokens ({case.num_tokens}) must fit the memory of "
+                f"a rank ({memory_bytes / 2**30:.1f} GiB): weights and tokens of a layer take "
+                f"{num_bytes / 2**30:.1f} GiB on each of {ep_size} ranks"
+            )
 
 
 def build_candidates(
@@ -80,25 +82,25 @@ def build_candidates(
     device: torch.device,
     workspaces: "Workspaces | None" = None,
     bounded: "Workspaces | None" = None,
+    max_load: float = 0.0,
 ) -> dict[str, AbstractStrategy]:
     """Build every strategy to benchmark, at each of its settings, by name, such as "chunked n=4".
 
     Args:
-        case, strategies: the layer, and names of strategies.
-        groups, recorder, device: as for ``build_strategy``.
-        workspaces: buffers that all strategies with own kernels share.
+        workspaces: buffers that all strategies with Triton kernels share.
         bounded: the same with ``max_load``. If given, each of these strategies, and each one across
             nodes, gets a second candidate with the setting "graph", which runs as a CUDA graph.
+        max_load: that of ``bounded``.
     """
     num_local = check_experts(case, ep_size=groups.ep_size, tp_size=groups.tp_size)
     where = {"group": groups.ep, "recorder": recorder, "device": device, "tp_size": groups.tp_size}
     build = partial(build_strategy, **where)
-    settings = {"": 0.0} if bounded is None else {"": 0.0, f" {GRAPH}": bounded.max_load}
+    settings = {"": 0.0} if bounded is None else {"": 0.0, f" {GRAPH}": max_load}
     candidates: dict[str, AbstractStrategy] = {}
     for strategy in strategies:
         if strategy.partition(":")[0] in ("deduplicated", "hierarchical"):
-            for setting, max_load in settings.items():
-                pipelines = build_pipelines(strategy, max_load=max_load, **where)
+            for setting, load in settings.items():
+                pipelines = build_pipelines(strategy, max_load=load, **where)
                 candidates |= {
                     f"{strategy} {each}{setting}": built for each, built in pipelines.items()
                 }
@@ -112,13 +114,11 @@ def build_candidates(
     return candidates
 
 
-def compile_ahead(
-    strategies: Sequence[AbstractStrategy], tensors: LayerTensors, groups: ParallelGroups
-) -> None:
+def compile_ahead(strategies: Sequence[AbstractStrategy], tensors: LayerTensors) -> None:
     """Compile the kernels of fused layers before the first run; a collective.
 
-    Each rank compiles a share of the kernels and finds the others in the compiler's cache. Without
-    this step, every rank would compile all kernels. On a CPU, nothing is compiled.
+    Each rank compiles some of the kernels and finds the others in Triton's cache. Without this
+    step, every rank would compile all kernels. On a CPU, nothing is compiled.
     """
     if not tensors.x_TD.is_cuda:
         return
@@ -126,7 +126,7 @@ def compile_ahead(
     from halley.strategies.fused import FusedStrategy
 
     fused = [each for each in strategies if isinstance(each, FusedStrategy)]
-    layer = tensors.layer()
+    layer, groups = tensors.layer(), tensors.groups
     for each in fused:
         each.prepare(*layer)
     tasks = [(each, backward) for each in fused for backward in (False, True)]
@@ -136,24 +136,24 @@ def compile_ahead(
         dist.barrier(groups.ep)
 
 
-# Bytes to each peer. With fewer bytes, the latency of the link would add to the measured time.
+# Bytes to each peer in the all-to-all that measures the link. With fewer bytes, the latency would
+# be a part of the time.
 _PROBE_BYTES = {"cuda": 32 * 2**20, "cpu": 2 * 2**20}
 _BLOCK_M = 128
 
 
-def bound_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Callable[[], None]]:
-    """Return functions to time that run a layer's two grouped GEMMs alone, for the lower bound.
+def bound_gemms(tensors: LayerTensors) -> dict[str, Callable[[], None]]:
+    """Return functions that run the two grouped GEMMs of a layer alone, for its lower bound.
 
-    One function uses torch; on GPUs, another uses Halley's kernel.
-
-    They run on random rows, as many as the experts of this rank receive. The lower bound is the
-    time of the faster implementation.
+    The rows are random, and as many as the experts of this rank receive. One function uses torch.
+    On GPUs, another uses Halley's kernel; the faster one gives the bound.
     """
-    experts = tensors.experts
+    experts, groups = tensors.experts, tensors.groups
     first = groups.ep_rank // groups.tp_size * experts.num_local_experts
     counts_L = tensors.counts_WE[:, first : first + experts.num_local_experts].sum(0)
     num_rows, device = int(counts_L.sum()), tensors.x_TD.device
-    x_RD, h_RF = _draw_gemm_inputs(num_rows, tensors)
+    sizes = tensors.experts.down_LDF.shape[1:]  # hidden and intermediate size
+    x_RD, h_RF = (tensors.x_TD.new_empty(num_rows, size).normal_() for size in sizes)
     ends_L = counts_L.cumsum(0).to(device, torch.int32)
 
     @torch.no_grad()
@@ -168,20 +168,21 @@ def bound_gemms(tensors: LayerTensors, groups: ParallelGroups) -> dict[str, Call
 
 
 def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[], None]:
-    """Return the two GEMMs by Halley's kernel, whose rows are padded to full tiles per expert."""
+    """Return a function that runs both grouped GEMMs of a layer on rows padded to full tiles."""
     # Imported here so that commands without kernels also run where Triton is missing.
+    from halley.ops.kernels.grouped_gemm import grouped_gemm
     from halley.ops.kernels.tiles import GemmTile
-    from halley.ops.kernels.weight_gemm import grouped_gemm
 
-    # The epilogue of one tile overlaps the loads of the next, so it needs a buffer of its own in
-    # shared memory. That buffer replaces one pipeline stage.
+    # The store of one tile overlaps the loads of the next, so it needs a buffer of its own in
+    # shared memory. That buffer replaces one of four pipeline stages.
     tile = GemmTile(num_stages=3)
     device, weights = counts_L.device, tensors.experts
     tiles_L = (counts_L + _BLOCK_M - 1) // _BLOCK_M
     tile_expert = torch.arange(len(counts_L), dtype=torch.int32, device=device)
     tile_expert = tile_expert.repeat_interleave(tiles_L)
     num_ctas = torch.cuda.get_device_properties(device).multi_processor_count
-    x_RD, h_RF = _draw_gemm_inputs(int(tiles_L.sum()) * _BLOCK_M, tensors)
+    num_rows, sizes = int(tiles_L.sum()) * _BLOCK_M, weights.down_LDF.shape[1:]
+    x_RD, h_RF = (tensors.x_TD.new_empty(num_rows, size).normal_() for size in sizes)
     up_RG = x_RD.new_empty(len(x_RD), weights.up_LGD.shape[1])
     down_RD = torch.empty_like(x_RD)
     multiply = partial(
@@ -193,13 +194,6 @@ def _triton_gemms(counts_L: torch.Tensor, tensors: LayerTensors) -> Callable[[],
         multiply(down_RD, h_RF, weights.down_LDF)
 
     return run
-
-
-def _draw_gemm_inputs(num_rows: int, tensors: LayerTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random inputs of the first GEMM, (R, D), and of the second, (R, F)."""
-    x_TD, inner_size = tensors.x_TD.detach(), tensors.experts.down_LDF.shape[2]
-    x_RD = x_TD.new_empty(num_rows, x_TD.shape[1]).normal_()
-    return x_RD, x_TD.new_empty(num_rows, inner_size).normal_()
 
 
 def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
@@ -217,26 +211,25 @@ def measure_link(groups: ParallelGroups, *, device: torch.device) -> float:
     return (groups.ep_size - 1) * num_bytes / (timing.median_us * 1e-6)
 
 
-def wire_us(tensors: LayerTensors, groups: ParallelGroups, *, link_bytes_per_s: float) -> float:
+def wire_us(tensors: LayerTensors, *, link_bytes_per_s: float) -> float:
     """Return the microseconds that the link of the most loaded rank needs for dispatch.
 
     Combine needs the same time: it returns one row per (token, destination rank). A token is sent
     once to each destination rank, even if several of its experts are there. It is sent to every
     rank of a tensor-parallel group. The larger of the sent and the received bytes counts, because
-    links work in both directions at once. The bandwidth is the result of ``measure_link``.
+    links work in both directions at once.
     """
+    groups = tensors.groups
     if groups.ep is None:
         return 0.0
     set_TK = tensors.routed().topk_idx_TK // tensors.experts.num_local_experts
     num_sets = groups.ep_size // groups.tp_size
-    # is_sent has one column for each group of ranks that share the same experts.
+    # One column of the mask for each set of ranks that share the same experts.
     is_sent = torch.zeros(set_TK.shape[0], num_sets, device=set_TK.device)
     is_sent.scatter_(1, set_TK, 1.0)
     rows_W = is_sent.sum(0).repeat_interleave(groups.tp_size)
     rows_W[groups.ep_rank] = 0
-    of_ranks = [torch.empty_like(rows_W) for _ in range(groups.ep_size)]
-    dist.all_gather(of_ranks, rows_W, group=groups.ep)
-    rows_WW = torch.stack(of_ranks)
+    rows_WW = gather_table(rows_W, group=groups.ep)
     rows = torch.maximum(rows_WW.sum(0), rows_WW.sum(1)).max().item()
     num_bytes = rows * tensors.x_TD.shape[1] * tensors.x_TD.itemsize
     return num_bytes / link_bytes_per_s * 1e6

@@ -1,4 +1,4 @@
-"""Draw PNG charts of timelines, of layer benchmarks and of the measurements of ``halley tune``."""
+"""Draw PNG charts of timelines, layer benchmarks and the measurements of ``halley tune``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ INK, GREY, LIGHT_GREY = "#222222", "#777777", "#E6E6E6"
 FONT_PT = 9.0
 
 _LANE_INCHES = 0.32
-_RANK_GAP = 0.45  # in lanes
-_BAR_HEIGHT = 0.8  # of a lane
+_RANK_GAP = 0.45  # gap between two ranks, in heights of a lane
+_BAR_HEIGHT = 0.8  # height of a bar, in heights of a lane
 _INCHES_PER_DOT = 0.24
 
 # Okabe and Ito's palette for colour-blind readers: https://jfly.uni-koeln.de/color/
@@ -44,17 +44,11 @@ _DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Lane:
+    """A row of bars of a timeline, which do not overlap: the spans of one stream of one rank."""
+
     label: str
     y: float
     bars: list[Span]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Panel:
-    title: str
-    lanes: list[_Lane]
-    length_us: float
-    exposed_us: float
 
 
 def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) -> None:
@@ -69,32 +63,34 @@ def draw_timelines(timelines: Mapping[str, Sequence[Span]], path: str | Path) ->
     """
     from matplotlib.patches import Patch
 
-    panels = [_lay_out(title, spans) for title, spans in timelines.items()]
-    ratios = [panel.lanes[-1].y + 1.0 for panel in panels]
+    panels = {title: _lay_out(title, spans) for title, spans in timelines.items()}
+    ratios = [lanes[-1].y + 1.0 for lanes in panels.values()]
     height = sum(ratio * _LANE_INCHES + 0.4 for ratio in ratios) + 0.8
     figure = new_figure(12.0, height)
     grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    longest_ms = max(panel.length_us for panel in panels) / 1e3
-    for axes, panel in zip(grid, panels, strict=True):
+    bars = [bar for lanes in panels.values() for lane in lanes for bar in lane.bars]
+    longest_ms = max(bar.end_us for bar in bars) / 1e3
+    for axes, (title, lanes) in zip(grid, panels.items(), strict=True):
         axes.set_xlim(0.0, longest_ms * 1.005 or 1.0)
-        _draw_panel(axes, panel)
+        axes.set_title(title, loc="left", fontsize=FONT_PT + 2, fontweight="bold", color=INK)
+        _draw_lanes(axes, lanes)
+        _tell_times(axes, timelines[title])
     grid[-1].set_xlabel("time (ms)", fontsize=FONT_PT, color=INK)
-    bars = [bar for panel in panels for lane in panel.lanes for bar in lane.bars]
     kinds = {_kind(bar.stream) for bar in bars}
     _draw_legend(figure, [Patch(**style) for kind, style in _STYLES.items() if kind in kinds])
     # The width of a bar in pixels is known only after matplotlib has laid out the figure.
     figure.draw_without_rendering()
-    for axes, panel in zip(grid, panels, strict=True):
-        _label_bars(axes, panel)
+    for axes, lanes in zip(grid, panels.values(), strict=True):
+        _label_bars(axes, lanes)
     figure.savefig(path, dpi=150)
 
 
 def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
-    """Draw results of the layer benchmark as a PNG, with one row of charts per model.
+    """Draw result lines of the layer benchmark as a PNG, with one row of charts per model.
 
     A bar is the median of one strategy, with the 10th and 90th percentiles. The label above it
-    shows the median, and the lower bound in percent of the median. The lines differ in model,
-    tokens, strategy and direction only. Lines without a time (wrong values) are ignored.
+    shows the median, and the lower bound in percent of the median. The result lines differ in
+    model, tokens, strategy and direction only. Those without a time (wrong values) are ignored.
 
     Raises:
         ValueError: no line has a time, or there are too many strategies.
@@ -110,20 +106,19 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
         raise ValueError(
             f"rows (of {len(strategies)} strategies) must be of at most {len(_STRATEGY_COLOURS)}"
         )
+    colours = dict(zip(strategies, _STRATEGY_COLOURS, strict=False))
     models = list(dict.fromkeys(str(row["model"]) for row in rows))
     figure = new_figure(12.0, 2.3 * len(models) + 1.0)
     grid = figure.subplots(len(models), len(_DIRECTIONS), squeeze=False)
     for axes_row, model in zip(grid, models, strict=True):
         for axes, (direction, words) in zip(axes_row, _DIRECTIONS.items(), strict=True):
             chosen = [r for r in rows if (r["model"], r["direction"]) == (model, direction)]
-            _draw_bars(axes, chosen, strategies)
+            _draw_bars(axes, chosen, colours)
             axes.set_title(f"{model}, {words}", loc="left", fontsize=FONT_PT + 1, color=INK)
         axes_row[0].set_ylabel("ms", fontsize=FONT_PT, color=INK)
     title = "{gpu}, {num_gpus} GPUs, ep_size {ep_size}, tp_size {tp_size}, {skew}, {dtype}"
     figure.suptitle(title.format(**rows[0]), fontsize=FONT_PT + 2, color=INK)
-    bars = [
-        Patch(label=s, facecolor=c) for s, c in zip(strategies, _STRATEGY_COLOURS, strict=False)
-    ]
+    bars = [Patch(label=name, facecolor=colour) for name, colour in colours.items()]
     bound = Line2D([], [], color=INK, linewidth=1.4, label="lower bound, and its share")
     spread = Line2D([], [], color=INK, linewidth=0, marker="|", label="10th to 90th percentile")
     _draw_legend(figure, [*bars, bound, spread])
@@ -131,7 +126,7 @@ def draw_layer_bench(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
-    """Draw the change of the time by each kernel setting: one panel per layer, one dot per setting.
+    """Draw how much each kernel setting changes the time of a layer, as a PNG: a panel per layer.
 
     Raises:
         ValueError: no setting was measured.
@@ -144,8 +139,8 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (tuned, lines) in zip(grid, panels, strict=True):
         labels, percents = zip(*lines, strict=True)
-        is_chosen = [set(label.split()) <= set(tuned.settings) for label in labels]
-        colours = [_ORANGE if chosen else _BLUE for chosen in is_chosen]
+        chosen = set(tuned.settings)
+        colours = [_ORANGE if chosen.issuperset(label.split()) else _BLUE for label in labels]
         axes.axvline(0.0, color=GREY, linewidth=0.8)
         axes.scatter(percents, range(len(lines)), c=colours, s=22, zorder=3)
         axes.set_yticks(range(len(lines)), labels, fontsize=7)
@@ -163,7 +158,7 @@ def draw_sweeps(found: "Sequence[TunedConfig]", path: Path) -> None:
 
 
 def gains(tuned: "TunedConfig") -> list[tuple[str, float]]:
-    """Return each measured kernel setting and its change of the time in percent, below 0 faster."""
+    """Return each kernel setting and its change of a layer's time in percent, below 0 faster."""
     return [
         (setting, 100.0 * (duration_us / sweep[""] - 1.0))
         for sweep in tuned.sweeps.values()
@@ -202,28 +197,27 @@ def _strip_axes(axes: "Axes") -> None:
     axes.spines["bottom"].set_color(GREY)
 
 
-def _lay_out(title: str, spans: Sequence[Span]) -> _Panel:
+def _lay_out(title: str, spans: Sequence[Span]) -> list[_Lane]:
+    """Return the lanes of a timeline, which is shifted to start at zero."""
     if not spans:
         raise ValueError(f"timelines[{title!r}] (0 spans) must hold at least one")
     zero_us = min(span.start_us for span in spans)
     spans = [replace(span, start_us=span.start_us - zero_us) for span in spans]
     ranks = sorted({span.rank for span in spans})
     lanes: list[_Lane] = []
-    exposed_us = y = 0.0
+    y = 0.0
     for rank in ranks:
         of_rank = [span for span in spans if span.rank == rank]
-        exposed_us = max(exposed_us, exposed_comm_us(of_rank))
         for index, (stream, bars) in enumerate(_rows_of_rank(of_rank)):
             label = f"rank {rank}   {stream}" if index == 0 and len(ranks) > 1 else stream
             lanes.append(_Lane(label=label, y=y, bars=bars))
             y += 1.0
         y += _RANK_GAP
-    length_us = max(span.end_us for span in spans)
-    return _Panel(title=title, lanes=lanes, length_us=length_us, exposed_us=exposed_us)
+    return lanes
 
 
 def _rows_of_rank(spans: list[Span]) -> list[tuple[str, list[Span]]]:
-    """Return the label and the bars of each row of a rank's timeline; bars do not overlap."""
+    """Return the label and the bars of each lane of a rank's timeline; bars do not overlap."""
     by_stream: dict[str, list[Span]] = {}
     for span in spans:
         stream = "compute" if span.stream == "exposed" else span.stream
@@ -239,7 +233,14 @@ def _rows_of_rank(spans: list[Span]) -> list[tuple[str, list[Span]]]:
         if _kind(stream) == "compute":
             rows.append((stream, innermost(by_stream[stream])))
             continue
-        for index, bars in enumerate(_disjoint_rows(by_stream[stream])):
+        lanes: list[list[Span]] = []
+        for span in sorted(by_stream[stream], key=lambda span: span.start_us):
+            lane = next((each for each in lanes if each[-1].end_us <= span.start_us), None)
+            if lane is None:
+                lanes.append([span])
+            else:
+                lane.append(span)
+        for index, bars in enumerate(lanes):
             if stream == "comm":
                 bars = [piece for bar in bars for piece in _split_exposed(bar, exposed)]
             rows.append((stream if index == 0 else "", bars))
@@ -262,21 +263,10 @@ def _split_exposed(comm: Span, exposed: list[Interval]) -> list[Span]:
     ]
 
 
-def _disjoint_rows(spans: list[Span]) -> list[list[Span]]:
-    rows: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: span.start_us):
-        row = next((row for row in rows if row[-1].end_us <= span.start_us), None)
-        if row is None:
-            rows.append([span])
-        else:
-            row.append(span)
-    return rows
-
-
-def _draw_panel(axes: "Axes", panel: _Panel) -> None:
+def _draw_lanes(axes: "Axes", lanes: list[_Lane]) -> None:
     # Bars that are narrower than this have no edge, because the edge would cover the bar.
     min_width_us = axes.get_xlim()[1] * 1e3 / 300
-    for lane in panel.lanes:
+    for lane in lanes:
         for kind, style in _STYLES.items():
             bars = [bar for bar in lane.bars if _kind(bar.stream) == kind]
             thin = [_extent_ms(bar) for bar in bars if bar.duration_us < min_width_us]
@@ -285,38 +275,43 @@ def _draw_panel(axes: "Axes", panel: _Panel) -> None:
             thin_fill = style["edgecolor" if "hatch" in style else "facecolor"]
             axes.broken_barh(thin, place, facecolor=thin_fill, linewidth=0, zorder=3)
             axes.broken_barh(wide, place, linewidth=0.6, zorder=3, **style)
-    axes.axvline(panel.length_us / 1e3, color=GREY, linewidth=0.9, linestyle=(0, (2, 2)))
-    axes.set_ylim(panel.lanes[-1].y + 0.6, -0.6)
-    axes.set_yticks([lane.y for lane in panel.lanes], [lane.label for lane in panel.lanes])
-    axes.set_title(panel.title, loc="left", fontsize=FONT_PT + 2, fontweight="bold", color=INK)
-    length, exposed = panel.length_us / 1e3, panel.exposed_us / 1e3
+    axes.set_ylim(lanes[-1].y + 0.6, -0.6)
+    axes.set_yticks([lane.y for lane in lanes], [lane.label for lane in lanes])
+    axes.grid(axis="x", color=LIGHT_GREY, linewidth=0.7)
+    _strip_axes(axes)
+
+
+def _tell_times(axes: "Axes", spans: Sequence[Span]) -> None:
+    """Mark the end of a timeline, and write its length and exposed communication above it."""
+    length = (max(span.end_us for span in spans) - min(span.start_us for span in spans)) / 1e3
+    ranks = {span.rank for span in spans}
+    by_rank = [[span for span in spans if span.rank == rank] for rank in ranks]
+    exposed = max(map(exposed_comm_us, by_rank)) / 1e3
+    axes.axvline(length, color=GREY, linewidth=0.9, linestyle=(0, (2, 2)))
     digits = 0 if length >= 100 else 2
     summary = f"{length:.{digits}f} ms, {exposed:.{digits}f} ms of it exposed communication"
     axes.set_title(summary, loc="right", fontsize=FONT_PT, color=INK)
-    axes.grid(axis="x", color=LIGHT_GREY, linewidth=0.7)
-    _strip_axes(axes)
 
 
 def _extent_ms(bar: Span) -> Interval:
     return (bar.start_us / 1e3, bar.duration_us / 1e3)
 
 
-def _label_bars(axes: "Axes", panel: _Panel) -> None:
+def _label_bars(axes: "Axes", lanes: list[_Lane]) -> None:
     """Write the name of each span into its bar, if the bar is wide enough."""
     pixels_per_ms = axes.get_window_extent().width / axes.get_xlim()[1]
-    for bar, y in ((bar, lane.y) for lane in panel.lanes for bar in lane.bars):
+    for bar, y in ((bar, lane.y) for lane in lanes for bar in lane.bars):
         start_ms, duration_ms = _extent_ms(bar)
         width = duration_ms * pixels_per_ms - 4.0
-        # Of the name of a kernel, without return type, template arguments and namespaces.
+        # The name of a kernel without its return type, template arguments and namespaces.
         label = bar.name.removeprefix("void ").split("<")[0].split("(")[0].strip()
         label = label.split("::")[-1].removeprefix("gloo:")
-        # A cheap test first, because matplotlib is slow to measure thousands of texts.
-        if width < 6.0 * len(label):
+        if width < 6.0 * len(label):  # surely too long; matplotlib measures texts slowly
             continue
         text = axes.text(start_ms + duration_ms / 2, y, label, fontsize=FONT_PT - 1.5)
         colour = "white" if _kind(bar.stream) == "compute" else INK
         text.set(color=colour, ha="center", va="center_baseline", zorder=4)
-        text.set_in_layout(False)  # the layout would be computed again for each text
+        text.set_in_layout(False)  # else each text makes matplotlib lay out the figure
         if text.get_window_extent().width > width:
             text.remove()
         elif bar.stream == "exposed":
@@ -324,29 +319,25 @@ def _label_bars(axes: "Axes", panel: _Panel) -> None:
             text.set_bbox({"facecolor": fill, "edgecolor": "none", "pad": 1.0})
 
 
-def _draw_bars(axes: "Axes", rows: list[Row], strategies: list[str]) -> None:
+def _draw_bars(axes: "Axes", rows: list[Row], colours: Mapping[str, str]) -> None:
     """Draw one group of bars per number of tokens, and in it one bar per strategy."""
-    width = 0.84 / len(strategies)
+    width = 0.84 / len(colours)
     sizes = sorted({to_float(row["num_tokens"]) for row in rows})
+    keys = ("median_us", "p10_us", "p90_us", "floor_us")
     for row in rows:
-        index = strategies.index(str(row["strategy"]))
+        index = list(colours).index(str(row["strategy"]))
         group = sizes.index(to_float(row["num_tokens"]))
-        x = group + (index - (len(strategies) - 1) / 2) * width
-        _draw_bar(axes, row, x=x, width=width, colour=_STRATEGY_COLOURS[index])
+        x = group + (index - (len(colours) - 1) / 2) * width
+        median_ms, low_ms, top_ms, bound_ms = (to_float(row[key]) / 1e3 for key in keys)
+        axes.bar(x, median_ms, width * 0.92, color=colours[str(row["strategy"])], zorder=2)
+        axes.vlines(x, low_ms, top_ms, color=INK, linewidth=1.2, zorder=4)
+        axes.hlines(bound_ms, x - width / 2, x + width / 2, color=INK, linewidth=1.4, zorder=3)
+        label = f"{median_ms:#.3g}\n{bound_ms / median_ms:.0%}"
+        tip = (x, max(top_ms, bound_ms))
+        text = axes.annotate(label, tip, xytext=(0, 2), textcoords="offset points", ha="center")
+        text.set(color=INK, fontsize=FONT_PT - 2, linespacing=0.95)
     axes.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
     axes.set_xticks(range(len(sizes)), [f"{size:.0f} tokens a rank" for size in sizes])
     axes.margins(y=0.16)
     axes.grid(axis="y", color=LIGHT_GREY, linewidth=0.7)
     _strip_axes(axes)
-
-
-def _draw_bar(axes: "Axes", row: Row, *, x: float, width: float, colour: str) -> None:
-    keys = ("median_us", "p10_us", "p90_us", "floor_us")
-    median_ms, low_ms, top_ms, bound_ms = (to_float(row[key]) / 1e3 for key in keys)
-    axes.bar(x, median_ms, width * 0.92, color=colour, zorder=2)
-    axes.vlines(x, low_ms, top_ms, color=INK, linewidth=1.2, zorder=4)
-    axes.hlines(bound_ms, x - width / 2, x + width / 2, color=INK, linewidth=1.4, zorder=3)
-    label = f"{median_ms:#.3g}\n{bound_ms / median_ms:.0%}"
-    tip = (x, max(top_ms, bound_ms))
-    text = axes.annotate(label, tip, xytext=(0, 2), textcoords="offset points", ha="center")
-    text.set(color=INK, fontsize=FONT_PT - 2, linespacing=0.95)

@@ -6,18 +6,16 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-import torch.distributed as dist
 
-from halley.core.routing import local_experts
 from halley.core.timeline import Recorder
-from halley.core.types import LayerShape, Save
+from halley.core.types import LayerShape, Save, local_experts
 from halley.distributed.mesh import ParallelGroups
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 from halley.symm_mem.access import peer_access
 from halley.tools.layer_case import LayerCase, make_tensors, outputs_of
-from halley.tools.timer import Progress
+from halley.tools.timer import Progress, max_over_ranks, no_progress
 
 
 if TYPE_CHECKING:
@@ -29,43 +27,28 @@ _RUNS = 4  # runs of each candidate by AutoStrategy: one that compiles, three th
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemory:
-    """Bytes of one layer on one rank, without tokens, weights and shared buffers.
+    """Bytes of one layer on one rank, without tokens, weights and shared buffers."""
 
-    Attributes:
-        saved: activations that forward saves for backward.
-        peak: most bytes at one time of forward and backward, with the output and all gradients.
-    """
-
-    saved: int
-    peak: int
+    saved: int  # activations that forward saves for backward
+    peak: int  # most bytes at one time of forward and backward, with the output and all gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
-    """The choice of strategy "auto" for the forward pass of one layer.
-
-    Attributes:
-        model, num_tokens, num_ranks, dtype: the layer; tokens per rank.
-        strategy: the chosen strategy.
-        times_us: time of each candidate on the slowest rank; empty if nothing was measured.
-        reason: why auto chose this strategy, and why other strategies are no candidates.
-        access_problem: why the ranks cannot address each other's memory; "" if they can.
-        buffers: the result of ``measure_buffers`` on this rank; None if fused did not run.
-        no_buffers: why the fused kernels did not run; "" if they did.
-        memory: memory of forward and backward with fused on the rank that needs most, without the
-            buffers, for each value of ``save``.
-    """
+    """The choice of strategy "auto" for the forward pass of one layer."""
 
     model: str
-    num_tokens: int
+    num_tokens: int  # tokens per rank
     num_ranks: int
     dtype: str
-    strategy: str
-    times_us: dict[str, float]
-    reason: str
-    access_problem: str
-    buffers: dict[str, float] | None
-    no_buffers: str
+    strategy: str  # the strategy that auto chose
+    times_us: dict[str, float]  # candidates on the slowest rank; empty if not measured
+    reason: str  # why auto chose this strategy, and why other strategies are no candidates
+    access_problem: str  # why the ranks cannot address each other's memory; "" if they can
+    buffers: dict[str, float] | None  # as ``measure_buffers``; None if fused did not run
+    no_buffers: str  # why the fused kernels did not run; "" if they did
+    # Memory of forward and backward with fused on the rank that needs most, without the buffers, by
+    # value of ``save``.
     memory: dict[str, LayerMemory]
 
 
@@ -74,14 +57,12 @@ def choose_strategy(
     *,
     groups: ParallelGroups,
     device: torch.device,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> LayerChoice:
     """Run strategy "auto" on a layer without gradients, and return its choice; a collective.
 
     On a CPU, ``fused`` is no candidate: the interpreter would run its kernels for minutes.
-
-    The expert-parallel group runs the layer. ``on_progress`` is called before each run of a
-    candidate with a text, the runs done and the total.
+    ``on_progress`` is called before each run of a candidate.
 
     Raises:
         ValueError: the experts do not divide over the ranks.
@@ -89,52 +70,49 @@ def choose_strategy(
         MemoryError: a rank has too little memory for the buffers.
     """
     # Imported here so that commands without kernels also run where Triton is missing.
-    from halley.fused.buffer_cache import Workspaces
+    from halley.fused.buffers import Workspaces
 
     workspaces = None if device.type == "cpu" else Workspaces(groups.ep, device)
     recorder = Recorder(device, enabled=False)
     where = {"recorder": recorder, "device": device, "workspaces": workspaces}
     auto = build_strategy("auto", groups.ep, **where)
     assert isinstance(auto, AutoStrategy)
-    if on_progress is not None:
-        _announce_runs(auto.candidates, on_progress)
-        total = _RUNS * len(auto.candidates) + 1
-        on_progress(f"drawing the weights of {case.model.name}", 0, total)
+    total = _RUNS * len(auto.candidates) + 1  # auto runs its choice once more
+    on_progress(f"drawing the weights of {case.model.name}", 0, total)
+    _announce_runs(auto.candidates, on_progress, total)
     outputs_of(auto, make_tensors(case, groups, device=device), backward=False)
     (reason,) = auto.reasons
-    access_problem = peer_access(groups.ep, device)
-    no_buffers = access_problem
+    access_problem = no_buffers = peer_access(groups.ep, device)
+    moe = case.model.moe
+    shape = LayerShape(
+        num_tokens=case.num_tokens, hidden_size=case.model.hidden_size,
+        intermediate_size=moe.intermediate_size, num_experts=moe.num_experts, top_k=moe.top_k,
+        ep_size=groups.ep_size, itemsize=case.dtype.itemsize, activation=moe.activation,
+    )  # fmt: skip
+    buffers: dict[str, float] | None = None
+    memory: dict[str, LayerMemory] = {}
     if workspaces is None:
         no_buffers = access_problem or "its kernels are interpreted on a CPU"
-    elif case.model.moe.expert_bias:
-        reason += "; measured without the experts' biases, with which fused cannot run"
-    shape = _shape(case, groups)
-    decision = auto.decision(shape, gradients=False)
-    used = [] if workspaces is None else workspaces.all()
-    buffers = [measure_buffers(each) for each in used]
-    memory = [_predict_memory(each, shape, groups) for each in used]
-    if workspaces is not None:
+    else:
+        if moe.expert_bias:
+            reason += "; measured without the experts' biases, with which fused cannot run"
+        for used in workspaces.all():  # one workspace, or none if fused did not run
+            buffers, no_buffers = measure_buffers(used), ""
+            memory = _predict_memory(used, shape, groups)
         workspaces.close()
+    decision = auto.decision(shape, gradients=False)
     return LayerChoice(
-        model=case.model.name,
-        num_tokens=case.num_tokens,
-        num_ranks=groups.ep_size,
-        dtype=str(case.dtype).removeprefix("torch."),
-        strategy=decision.name,
-        times_us=decision.times_us,
-        reason=reason,
-        access_problem=access_problem,
-        buffers=buffers[0] if buffers else None,
-        no_buffers="" if buffers else no_buffers,
-        memory=memory[0] if memory else {},
-    )
+        model=case.model.name, num_tokens=case.num_tokens, num_ranks=groups.ep_size,
+        dtype=str(case.dtype).removeprefix("torch."), strategy=decision.name,
+        times_us=decision.times_us, reason=reason, access_problem=access_problem,
+        buffers=buffers, no_buffers=no_buffers, memory=memory,
+    )  # fmt: skip
 
 
 def measure_buffers(workspace: "Workspace") -> dict[str, float]:
     """Return the MiB of each buffer of the fused kernels on one rank; layers of a shape share them.
 
-    The first four are symmetric memory, and "symm_mib" is their sum. The dispatch plan is allocated
-    in each call.
+    The first four are symmetric memory, and "symm_mib" is their sum. Each pass has its own plan.
     """
     buffers = workspace.context()
     num_bytes = {
@@ -152,17 +130,18 @@ def measure_buffers(workspace: "Workspace") -> dict[str, float]:
 def _predict_memory(
     workspace: "Workspace", shape: LayerShape, groups: ParallelGroups
 ) -> dict[str, LayerMemory]:
-    """Return the memory for each value of ``save``, with the largest numbers of the last call."""
+    """Return the memory of a fused layer for each value of ``save``; a collective.
+
+    The numbers of rows and token copies are those of the last pass, on the rank with most.
+    """
     # Imported here so that commands without kernels also run where Triton is missing.
-    from halley.fused.buffers import rows_with_margin
     from halley.fused.kernels.launches import num_dweight_columns
     from halley.fused.kernels.layout import TASK_ROWS
+    from halley.fused.replay import rows_with_margin
 
-    size = workspace.read_plan()
-    largest = torch.tensor([size.num_rows, size.num_copies], device=workspace.heap.device)
-    if groups.ep is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=groups.ep)
-    num_rows, num_copies = largest.tolist()
+    size, device = workspace.read_plan(), workspace.heap.device
+    largest = max_over_ranks([size.num_rows, size.num_copies], device=device, group=groups.ep)
+    num_rows, num_copies = map(int, largest)
     counts = {
         "capacity_rows": rows_with_margin(num_rows, multiple=workspace.config.block_m),
         "num_rows": num_rows,
@@ -183,7 +162,7 @@ def layer_memory(
     plan_words: int,
     num_parts: int,
 ) -> LayerMemory:
-    """Return the memory of ``fused_experts``: the peak over the moments at which it allocates.
+    """Predict the memory that forward and backward of the operator ``fused_experts`` allocate.
 
     Args:
         shape: the layer with the tokens of this rank.
@@ -212,14 +191,17 @@ def layer_memory(
     else:
         saved += copies if save == "inputs" else 0
         recomputed_rows, recomputed_pre, recomputed_activations = rows, pre, activations
-    forward = saved + capacity_rows * activation_bytes + tokens  # tokens: the output
-    at_start = saved + tokens + recomputed_rows  # tokens: the gradient of the output
+    forward = (
+        saved + capacity_rows * activation_bytes + tokens
+    )  # the output has the size of the tokens
+    at_start = saved + tokens + recomputed_rows  # the gradient of the output as well
     # Backward frees the saved token copies as soon as their rows are recomputed.
     until_end = at_start - (copies if save == "inputs" else 0)
     results = tokens + 4 * shape.num_tokens * shape.top_k  # gradients of tokens, routing weights
     weights = 4 * num_rows  # routing weights by row
     weight_grads = 4 * num_rows * num_parts
-    # The gradients of pre, the weighted activations and the gradients of the rows.
+    # ``pre`` counts its gradients here, ``activations`` the weighted activations, ``rows`` the
+    # gradients of the rows.
     dispatched = until_end + recomputed_pre + pre + activations + rows + weight_grads
     peak = max(
         forward,
@@ -232,10 +214,9 @@ def layer_memory(
     return LayerMemory(saved=saved, peak=peak)
 
 
-def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress) -> None:
-    """Make each candidate call ``report`` before each run, with its name, runs done and total."""
-    # After its measurements, "auto" runs the fastest candidate once more, for the result.
-    total, num_runs = _RUNS * len(candidates) + 1, count()
+def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress, total: int) -> None:
+    """Make each candidate of "auto" report its name and the number of runs before each run."""
+    num_runs = count()
 
     def announced(name: str, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any) -> torch.Tensor:
@@ -246,12 +227,3 @@ def _announce_runs(candidates: dict[str, AbstractStrategy], report: Progress) ->
 
     for name, strategy in candidates.items():
         strategy.forward = announced(name, strategy.forward)
-
-
-def _shape(case: LayerCase, groups: ParallelGroups) -> LayerShape:
-    moe = case.model.moe
-    return LayerShape(
-        num_tokens=case.num_tokens, hidden_size=case.model.hidden_size,
-        intermediate_size=moe.intermediate_size, num_experts=moe.num_experts, top_k=moe.top_k,
-        ep_size=groups.ep_size, itemsize=case.dtype.itemsize, activation=moe.activation,
-    )  # fmt: skip

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.cuda import nccl
 
-from halley.cost.hardware import H200, find_hardware
+from halley.cost.hardware import H200, KNOWN
 from halley.strategies.registry import STRATEGIES
 from halley.tools.timer import installed_version
 
@@ -33,80 +33,50 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU, or the host's CPU.
-
-    Attributes:
-        compute_capability: as "9.0"; None for a CPU.
-        num_cores: CPU cores that this process may use, or SMs of a GPU.
-    """
+    """A GPU, or the host's CPU."""
 
     name: str
-    kind: str
+    kind: str  # "cuda" or "cpu"
     memory_bytes: int
-    compute_capability: str | None
-    num_cores: int
+    compute_capability: str | None  # such as "9.0"; None for a CPU
+    num_cores: int  # SMs of a GPU, or CPU cores that this process may use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The link between two GPUs, by their indices in torch.
-
-    Attributes:
-        peer_access: whether each GPU can address the memory of the other.
-        kind: as reported by nvidia-smi, such as "NVLink (NV18)" or "PCIe (PIX)"; None if unknown.
-    """
+    """The link between two GPUs, by their indices in torch."""
 
     first: int
     second: int
-    peer_access: bool
-    kind: str | None
+    peer_access: bool  # whether each GPU can address the memory of the other
+    kind: str | None  # of nvidia-smi, such as "NVLink (NV18)" or "PCIe (PIX)"; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyState:
-    """Whether a strategy can run on this machine.
-
-    Attributes:
-        needs: its requirements, and whether each is met.
-        problems: reasons why it cannot run, each with a remedy.
-        notes: limitations, each with a remedy; the strategy runs in spite of them.
-    """
+    """Whether a strategy can run on this machine."""
 
     name: str
-    needs: dict[str, bool]
-    problems: list[str]
-    notes: list[str]
+    needs: dict[str, bool]  # requirements of the strategy, and whether each is met
+    problems: list[str]  # reasons why it cannot run, each with a remedy
+    notes: list[str]  # limitations with which it still runs, each with a remedy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The result of ``halley doctor``: versions, devices, links and strategies of a machine.
+    """The result of ``halley doctor``: versions, devices, links and strategies of a machine."""
 
-    Attributes:
-        versions, packages: the version by name; None if it is not installed.
-        devices: the GPUs that torch finds, then the CPU.
-        links: one for each pair of GPUs.
-        backends: of torch.distributed, and whether this build of torch has each of them.
-        strategies: one for each strategy, in the order of ``STRATEGIES``.
-        notes: problems of the machine, each with a remedy.
-    """
-
-    versions: dict[str, str | None]
-    packages: dict[str, str | None]
-    devices: list[Device]
-    links: list[Link]
-    backends: dict[str, bool]
-    strategies: list[StrategyState]
-    notes: list[str]
-
-    @property
-    def can_run(self) -> bool:
-        """Whether any strategy can run."""
-        return any(not strategy.problems for strategy in self.strategies)
+    versions: dict[str, str | None]  # versions by name; None if not installed
+    packages: dict[str, str | None]  # versions of the optional packages
+    devices: list[Device]  # the GPUs that torch finds, then the CPU
+    links: list[Link]  # one link for each pair of GPUs
+    backends: dict[str, bool]  # whether this build of torch has a backend of torch.distributed
+    strategies: list[StrategyState]  # one state for each of ``STRATEGIES``
+    notes: list[str]  # problems of the machine, each with a remedy
 
 
 def examine_machine() -> Machine:
-    """Gather all facts about this machine, without starting ranks."""
+    """Find versions, devices, links and usable strategies of this machine, without other ranks."""
     devices = [*_gpus(), _cpu()]
     backends = {
         "gloo": dist.is_available() and dist.is_gloo_available(),
@@ -136,40 +106,36 @@ def examine_machine() -> Machine:
 def check_strategy(
     name: str, *, device: Device, backends: dict[str, bool], grouped_gemm_problem: str | None
 ) -> StrategyState:
-    """Return whether a strategy can run on the device of the ranks, and the reasons if it cannot.
+    """Return whether a strategy can run on a device, and the reasons if it cannot.
 
-    ``grouped_gemm_problem`` is torch's error message for a grouped GEMM, or None.
+    ``grouped_gemm_problem`` is torch's error message for a grouped GEMM on the device, or None.
     """
     backend = "nccl" if device.kind == "cuda" else "gloo"
-    needs = {f"{backend} of torch.distributed": backends[backend]}
-    problems: list[str] = []
-    notes: list[str] = []
-    if not backends[backend]:
-        problems.append(
-            f"ranks cannot communicate, because this torch has no {backend}: "
-            f"install a torch that is built with {backend}"
-        )
+    problem = (
+        f"ranks cannot communicate, because this torch has no {backend}: "
+        f"install a torch that is built with {backend}"
+    )
+    required = [(f"{backend} of torch.distributed", backends[backend], problem)]
     if name in ("unfused", "fused"):
-        needs["triton"] = installed_version("triton") is not None
-        if not needs["triton"]:
-            problems.append("its kernels are written in Triton: install triton 3.6 or newer")
+        problem = "its kernels are written in Triton: install triton 3.6 or newer"
+        required.append(("triton", installed_version("triton") is not None, problem))
     else:
-        needs["torch.nn.functional.grouped_mm"] = grouped_gemm_problem is None
-        if grouped_gemm_problem is not None:
-            problems.append(
-                f"torch.nn.functional.grouped_mm does not run on {device.name} "
-                f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"
-            )
+        problem = (
+            f"torch.nn.functional.grouped_mm does not run on {device.name} "
+            f"({grouped_gemm_problem}): install torch 2.11 or newer, or choose device=cpu"
+        )
+        required.append(("torch.nn.functional.grouped_mm", grouped_gemm_problem is None, problem))
+    needs = {need: is_met for need, is_met, _ in required}
+    notes: list[str] = []
     if name == "chunked":
-        needs["figures of the hardware"] = True
-        try:
-            find_hardware("cpu" if device.kind == "cpu" else device.name)
-        except ValueError:
-            needs["figures of the hardware"] = False
+        is_known = device.kind == "cpu" or any(device.name.startswith(gpu.name) for gpu in KNOWN)
+        needs["figures of the hardware"] = is_known
+        if not is_known:
             notes.append(
                 f"the number of chunks is chosen with the figures of {H200.name}, because those of "
                 "this GPU are not known: set num_chunks to choose it yourself"
             )
+    problems = [problem for _, is_met, problem in required if not is_met]
     return StrategyState(name=name, needs=needs, problems=problems, notes=notes)
 
 
@@ -241,7 +207,7 @@ def _links() -> list[Link]:
 
 
 def _smi_indices() -> dict[int, int]:
-    """Map indices of torch to those of nvidia-smi, which CUDA_VISIBLE_DEVICES may reorder."""
+    """Map a GPU's index in torch, which CUDA_VISIBLE_DEVICES may reorder, to that in nvidia-smi."""
     answer = _ask_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     pairs = re.findall(r"^(\d+), (?:GPU-)?(\S+)$", answer, re.MULTILINE)
     index_of = {uuid: int(index) for index, uuid in pairs}
@@ -251,17 +217,18 @@ def _smi_indices() -> dict[int, int]:
 
 def _ask_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi, or "" if it is missing or fails."""
-    command, limit_s = ["nvidia-smi", *arguments], _SMI_TIMEOUT_S
+    command = ["nvidia-smi", *arguments]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=limit_s
-        ).stdout
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_SMI_TIMEOUT_S
+        )
+        return done.stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 def _try_grouped_gemm(device: str) -> str | None:
-    """Run a small grouped GEMM on a device; return the problem in one line, or None."""
+    """Run a small grouped GEMM on a device; return its error in one line, or None."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
         rows = torch.ones(16, 16, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Draw random routing with a given load, which is the share of the routed rows of each expert."""
+"""Draw random routing with a given load: the share of each expert in the routed rows."""
 
 import math
 
@@ -14,7 +14,7 @@ def balanced_load(num_experts: int) -> torch.Tensor:
 
 
 def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
-    """Return shares that decrease linearly and have the standard deviation ``std``.
+    """Return shares of the experts that decrease linearly and have the standard deviation ``std``.
 
     A share lies between 0 and ``1 / top_k``, because a token chooses an expert at most once.
 
@@ -22,8 +22,7 @@ def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
     the experts' shares of tokens. There, 0 is uniform, and 0.032 is the mean of a production
     cluster with 8 experts and top-2.
 
-    Raises:
-        ValueError: no linear load has so large a deviation.
+    A ``std`` that no linear load has is a ``ValueError``.
     """
     ramp_E = torch.linspace(1.0, -1.0, num_experts, dtype=torch.float64)
     deviation = float(ramp_E.std(correction=0)) if num_experts > 1 else 1.0
@@ -38,12 +37,9 @@ def load_with_std(num_experts: int, *, std: float, top_k: int) -> torch.Tensor:
 
 
 def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
-    """Return shares proportional to ``1 / (1 + index of the expert) ** exponent``.
+    """Return shares of the experts proportional to ``1 / (1 + index of the expert) ** exponent``.
 
     A share is capped at ``1 / top_k``; the rest is divided among the other experts in proportion.
-
-    Raises:
-        ValueError: the exponent is negative.
     """
     if exponent < 0:
         raise ValueError(f"exponent ({exponent}) must be at least 0")
@@ -60,7 +56,7 @@ def zipf_load(num_experts: int, *, exponent: float, top_k: int) -> torch.Tensor:
 
 
 def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
-    """Return the shares if every token chooses the first expert and the others are balanced."""
+    """Return the shares of the experts if every token chooses the first, the others balanced."""
     if num_experts == 1:
         return torch.ones(1, dtype=torch.float64)
     rest = (1.0 - 1.0 / top_k) / (num_experts - 1)
@@ -70,13 +66,10 @@ def one_hot_load(num_experts: int, *, top_k: int) -> torch.Tensor:
 
 
 def parse_load(text: str, *, num_experts: int, top_k: int) -> torch.Tensor:
-    """Return the load for "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
+    """Return the load for a text: "balanced", "std:0.032", "cv:0.256", "zipf:1.2" or "one-hot".
 
     "cv" is the standard deviation over the mean share. For 8 experts "cv:0.256" equals "std:0.032",
-    and it is equally uneven for any other number of experts.
-
-    Raises:
-        ValueError: the text is none of these, or its number is wrong.
+    and it is equally uneven for any other number of experts. Other texts are a ``ValueError``.
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be between 1 and num_experts ({num_experts})")
@@ -121,7 +114,6 @@ def sample_routing(
 
     Args:
         load_E: shares of the routed rows; they sum to 1.
-        num_tokens, top_k: T and K.
         generator: on the CPU, so that the same seed gives the same routing on every device.
         device: of the result.
 
@@ -135,7 +127,9 @@ def sample_routing(
         )
     order_TE = torch.rand(num_tokens, load_E.numel(), generator=generator).argsort(1)
     covered_TE = (load_E.to(torch.float64) * top_k)[order_TE].cumsum(1)
-    covered_TE *= top_k / covered_TE[:, -1:]  # the line ends at top_k in spite of rounding
+    covered_TE *= (
+        top_k / covered_TE[:, -1:]
+    )  # the line of all experts ends at top_k in spite of rounding
     start_T1 = torch.rand(num_tokens, 1, generator=generator, dtype=torch.float64)
     points_TK = start_T1 + torch.arange(top_k, dtype=torch.float64)
     place_TK = torch.searchsorted(covered_TE, points_TK, right=True).clamp_max(load_E.numel() - 1)

@@ -9,8 +9,7 @@ import subprocess
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -22,15 +21,16 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from halley.core.timeline import Recorder, waited_us
+from halley.cost.profiles import run_us
 from halley.distributed.mesh import ParallelGroups
 
 
 Progress = Callable[[str, int, int], None]  # text, steps done, steps in total
-Row = dict[str, object]  # a result line
+Row = dict[str, object]  # the keys and values of a result line
 
 _NUM_GRAPH_WARMUPS = 3
 _CPU_FLUSH_BYTES = 64 * 2**20  # larger than the last-level cache of common CPUs
-_START_DELAY_NS = 500_000  # from the arrival of the last rank at the barrier to the common start
+_START_DELAY_NS = 500_000  # from the arrival of the last rank to the common start
 _NUM_WAIT_SAMPLES = 3
 
 
@@ -45,7 +45,7 @@ class Timing:
 
 
 def summarise(samples_us: Sequence[float]) -> Timing:
-    """Return median and percentiles of samples; percentiles are interpolated between samples."""
+    """Return the median and percentiles of samples in us, interpolated between samples."""
     p10_us, p90_us = np.percentile(samples_us, [10, 90])
     return Timing(
         median_us=statistics.median(samples_us),
@@ -76,29 +76,32 @@ def time_interleaved(
         num_samples, num_warmup: counted runs of each variant, and uncounted ones before them.
         group: as for ``start_together``.
         on_progress: called after each run with the runs done and the total, warm-up included.
-
-    Raises:
-        ValueError: ``num_samples`` is below 1.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples ({num_samples}) must be at least 1")
-    device = torch.device(device)
+    device, runs = torch.device(device), list(variants.values())
     num_bytes = _CPU_FLUSH_BYTES
     if device.type == "cuda":  # twice the cache, because its replacement policy is not known
         num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    num_rounds = num_warmup + num_samples
+    total = (num_warmup + num_samples) * len(variants)
     samples_us: list[list[float]] = [[] for _ in variants]
-    with _no_garbage_collection():
-        for round_index in range(num_rounds):
-            for index, run in enumerate(variants.values()):
-                flush.zero_()  # overwrites the L2 cache, or on a CPU the last-level cache
-                start_together(device, group=group)
-                sample_us = _run_us(run, device)
-                if round_index >= num_warmup:
-                    samples_us[index].append(sample_us)
-                if on_progress is not None:
-                    on_progress(round_index * len(variants) + index + 1, num_rounds * len(variants))
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a pause on one rank would delay the sample of all ranks
+    try:
+        for done in range(total):
+            round_index, index = divmod(done, len(variants))
+            flush.zero_()  # overwrites the L2 cache, or on a CPU the last-level cache
+            start_together(device, group=group)
+            sample_us = run_us(runs[index], device)
+            if round_index >= num_warmup:
+                samples_us[index].append(sample_us)
+            if on_progress is not None:
+                on_progress(done + 1, total)
+    finally:
+        if was_enabled:
+            gc.enable()
 
     slowest_us = torch.tensor(samples_us, dtype=torch.float64, device=device)
     if dist.is_initialized():
@@ -107,7 +110,7 @@ def time_interleaved(
 
 
 def measure_waits(
-    run: Callable[[], None],
+    run: Callable[[], object],
     recorder: Recorder,
     *,
     device: torch.device,
@@ -115,8 +118,8 @@ def measure_waits(
 ) -> float | None:
     """Return the microseconds for which the slowest rank waits for communication; a collective.
 
-    The result is the median of three calls. It is None if the layers do not record their waits. The
-    recorder is that of the layers; it is enabled only during this function.
+    The result is the median of three calls of ``run``. It is None if the layers do not record their
+    waits. ``recorder`` is that of the layers; it is enabled only during this function.
     """
     samples: list[float | None] = []
     recorder.enabled = True
@@ -126,17 +129,30 @@ def measure_waits(
         samples.append(waited_us(recorder.collect()))
     recorder.enabled = False
     known = [sample for sample in samples if sample is not None]
-    slowest = torch.tensor(statistics.median(known) if known else -1.0, device=device)
+    typical_us = statistics.median(known) if known else -1.0
+    (slowest_us,) = max_over_ranks([typical_us], device=device, group=group)
+    return round(slowest_us, 1) if slowest_us >= 0.0 else None
+
+
+def max_over_ranks(
+    values: Sequence[float], *, device: torch.device, group: dist.ProcessGroup | None
+) -> list[float]:
+    """Return the largest of each value on the ranks of a group; a collective if it is not None."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
     if group is not None:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return round(slowest.item(), 1) if slowest.item() >= 0.0 else None
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
+
+
+def no_progress(text: str, done: int, total: int) -> None:
+    """Show no progress of a measurement."""
 
 
 def start_together(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
-    """Return at about the same time on all ranks of the group, each with an idle device.
+    """Return at about the same time on all ranks of a group, each with an idle device.
 
     Ranks leave a barrier up to 100 us apart (measured on 4 H200), and that difference would count
-    in the sample. Therefore ranks of one machine agree on a start time of its monotonic clock. The
+    in a sample. Therefore ranks of one machine agree on a start time of its monotonic clock. The
     group None means all ranks, or this process alone without process groups.
     """
     begin_ns = agree_on_begin(device, group=group) if dist.is_initialized() else 0
@@ -147,9 +163,9 @@ def start_together(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 
 def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = None) -> int:
-    """Return the common start time of all ranks, in ns of the monotonic clock; a collective.
+    """Agree with all ranks on a start time, in ns of the monotonic clock; a collective.
 
-    The result is 0 if the ranks are on several machines and share no clock.
+    The result is 0 if the ranks are on several machines, which share no clock.
     """
     clock = _clock_id()
     times = torch.tensor([time.monotonic_ns() + _START_DELAY_NS, clock, -clock], device=device)
@@ -160,56 +176,39 @@ def agree_on_begin(device: torch.device, *, group: dist.ProcessGroup | None = No
 
 @cache
 def _clock_id() -> int:
-    """Return a number that two processes have in common if they share a monotonic clock."""
+    """Return a number that is equal in two processes if they share a monotonic clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:  # not Linux
+    except OSError:  # the system is not Linux
         boot = str(uuid.uuid4())
     return zlib.crc32(boot.encode())
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: a pause on one rank would delay the sample of all ranks."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _run_us(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start_ns = time.perf_counter_ns()
-        run()
-        return (time.perf_counter_ns() - start_ns) / 1e3
-    stream = torch.cuda.current_stream(device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(stream)
-    run()
-    end.record(stream)
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
 def machine_keys(groups: ParallelGroups, *, device: torch.device, commit: str | None) -> Row:
-    """Return the keys of a result line for the machine, the versions, the commit and the date."""
+    """Return the keys of a result line for the machine, the versions, the commit and the date.
+
+    Without ``commit``, it is that of the working tree that contains this package, or "unknown".
+    """
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    if commit is None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            commit = done.stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            commit = "unknown"
     return {
         "gpu": machine_name(device),
         "num_gpus": groups.num_ranks,
         "torch": torch.__version__,
         "triton": installed_version("triton"),
         "nccl": ".".join(map(str, nccl.version())) if device.type == "cuda" else None,
-        "commit": commit or _git_commit(),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
 def time_keys(timing: Timing) -> Row:
-    """Return the keys of a result line for the samples of a variant."""
+    """Return the keys of a result line for the times of one measured callable."""
     return {
         "median_us": round(timing.median_us, 1),
         "p10_us": round(timing.p10_us, 1),
@@ -219,7 +218,7 @@ def time_keys(timing: Timing) -> Row:
 
 
 def to_float(value: object) -> float:
-    """Return a value of a result line as a float; it must be a number."""
+    """Return a value of a result line as a float; assert that it is a number."""
     assert isinstance(value, int | float)
     return float(value)
 
@@ -238,7 +237,7 @@ def results_path(folder: Path, row: Row) -> Path:
 
 
 def write_rows(rows: list[Row], folder: Path) -> Path:
-    """Replace the file of these lines of one case and machine atomically, and return its path."""
+    """Write the result lines of one case and machine, replace their file, and return its path."""
     path = results_path(folder, rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.tmp")
@@ -255,24 +254,11 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str:
-    """Return the commit of the working tree that contains this package, or "unknown"."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def captured(run: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
-    """Capture a call as a CUDA graph; return a function that replays it on the same tensors.
+    """Capture a function as a CUDA graph; return a function that replays it on the same tensors.
 
-    A collective if the call is one. The call runs a few times before the capture, because it must
-    not allocate or compile during the capture.
-
-    Args:
-        run: work on the current stream of ``device`` that does not synchronise with the host.
-        device: a GPU.
+    ``run`` works on the current stream of the device and does not synchronise with the host. It
+    runs a few times before the capture, because it must not allocate or compile during it.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

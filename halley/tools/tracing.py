@@ -4,7 +4,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,9 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from halley.core.config import RunConfig
-from halley.core.timeline import Recorder, Span, exposed_us, innermost, subtract, union, union_us
-from halley.core.types import DTYPES
+from halley.core.timeline import Span, exposed_us, innermost, subtract, union, union_us
 from halley.distributed.mesh import build_groups
-from halley.moe.transformer import MoETransformer
+from halley.distributed.peers import all_gather_objects
 from halley.strategies.traceable import TraceableStrategy
 from halley.tools.timer import Progress, start_together, time_interleaved
 
@@ -49,9 +48,7 @@ def trace_step(
       parts (``halley::*``; of nested parts the innermost counts), and "other" for the rest.
 
     Args:
-        step: one step, called ``warmup + 1`` times.
         rank: the rank written into the spans.
-        device: the device of the step.
         warmup: number of steps before; the last of them already runs under the profiler.
         group: as for ``start_together``.
     """
@@ -61,7 +58,7 @@ def trace_step(
         activities.append(ProfilerActivity.CUDA)
     for _ in range(warmup - 1):
         step()
-    # Without acc_events, torch 2.11 warns about profiler cycles; this profile has one cycle.
+    # Without acc_events, torch 2.11 warns about profiler cycles, although there is one cycle only.
     with profile(activities=activities, acc_events=True) as profiler:
         if warmup:
             step()
@@ -101,14 +98,14 @@ def _cuda_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) 
 
 def _cpu_spans(events: list[FunctionEvent], step: FunctionEvent, *, rank: int) -> list[Span]:
     comm: list[Span] = []
-    # A part is nested only in parts of its own thread.
+    # A recorded part is nested only in recorded parts of its own thread.
     parts_by_thread: dict[int, list[Span]] = {step.thread: []}
     waits = [event for event in events if _is_wait(event)]
     for event in events:
         if event.name.startswith("gloo:"):
             comm.append(_to_span(event, "comm", step=step, rank=rank))
         elif event.name == _WAIT_OP and any(_is_inside(event, wait) for wait in waits):
-            continue  # the dispatcher calls the op a second time inside itself
+            continue  # torch's dispatcher calls the operator a second time inside its first call
         elif event.name == _WAIT_OP or event.name.startswith(_PART_PREFIX):
             stream = "exposed" if _is_wait(event) else "compute"
             part = _to_span(event, stream, step=step, rank=rank)
@@ -145,12 +142,11 @@ def _to_span(event: FunctionEvent, stream: str, *, step: FunctionEvent, rank: in
 
 
 def gather_spans(spans: list[Span], group: dist.ProcessGroup | None = None) -> list[Span]:
-    """Return the spans of all ranks of the group, or of all ranks, on every rank.
+    """Return the spans of all ranks of the group, or of all ranks, on every rank; a collective.
 
     Time zero must be the same moment on all ranks, as in ``trace_step``.
     """
-    by_rank: list[list[Span]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(by_rank, spans, group=group)
+    by_rank = all_gather_objects(spans, group=group or dist.group.WORLD)
     return [span for rank_spans in by_rank for span in rank_spans]
 
 
@@ -172,7 +168,7 @@ def exposed_comm_us(spans: Iterable[Span]) -> float:
 
 
 def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
-    """Return the microseconds of each part of a rank by name, longest first, without nested parts.
+    """Return the microseconds of each span name on one rank, longest first, without nested spans.
 
     An "exposed" span counts as nested in the computation that it interrupts. Spans of other streams
     do not reduce the time of computation.
@@ -188,23 +184,6 @@ def time_by_part(spans: Iterable[Span]) -> dict[str, float]:
     return dict(sorted(times_us.items(), key=lambda item: -item[1]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphMeasure:
-    """Measured and predicted time of a compiled step.
-
-    Attributes:
-        reports: one for the forward graph and one for the backward graph.
-        predicted_us: sum over both graphs.
-        measured_us: time of the slowest rank, as the median over steps.
-        measured: spans of one step on this rank.
-    """
-
-    reports: "tuple[OrderReport, ...]"
-    predicted_us: float
-    measured_us: float
-    measured: tuple[Span, ...]
-
-
 def measure_graphs(
     config: RunConfig,
     *,
@@ -212,25 +191,25 @@ def measure_graphs(
     device: torch.device,
     num_steps: int,
     on_progress: Progress,
-) -> GraphMeasure:
+) -> "tuple[list[OrderReport], float, list[Span]]":
     """Compile the model of a run with passes, time its steps and trace one; a collective.
 
-    The graphs run in eager mode. Rank 0 measures the operators; all ranks measure the all-to-alls.
+    The graphs run in eager mode, on random tokens. Rank 0 measures the operators; all ranks measure
+    the all-to-alls. ``options`` are those of the compiler backend, which have been checked.
 
-    Args:
-        config: model, batch size, dtype and expert-parallel size of the run; tokens are random.
-        options: of the compiler backend, which have been checked.
-        device, num_steps: of this rank; timed steps.
-        on_progress: called for each step with a text, the steps done and the total.
+    Returns:
+        Reports with predicted times of the forward and the backward graph, the microseconds of the
+        slowest rank (median over steps), and the spans of one step on this rank.
 
     Raises:
         RuntimeError: no graph of the step has an all-to-all.
     """
-    # Imported here, because it takes seconds, and before Dynamo: Halley's interpreter must be
-    # installed before the first import of Triton.
+    # Imported here, because torch's compiler takes seconds to import. Halley's interpreter must be
+    # installed before Dynamo imports Triton, so this import is first.
     from halley.compiler import Backend
+    from halley.planner.graph_plan import compile_step
 
-    model = _traceable_model(config, device)
+    groups = build_groups(config.ep_size, device_type=device.type, tp_size=config.expert_tp_size)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (config.train.batch_size, config.data.seq_len)
     tokens_BS = torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
@@ -238,11 +217,14 @@ def measure_graphs(
     with tempfile.TemporaryDirectory() as folder:
         options = {"profiles": Path(folder) / "profiles.jsonl", **options}
         options |= {"inner": "eager", "measure": True}
-        compiled = torch.compile(model, backend=backend, fullgraph=True, options=options)
+        functional = TraceableStrategy(groups.ep, tp_size=groups.tp_size)
+        layers = [functional] * config.model.num_moe_layers
+        place = {"groups": groups, "device": device}
+        model, run = compile_step(config, layers, backend=backend, options=options, **place)
+        model.init_weights(seed=0)
 
         def step() -> None:
-            output = compiled(tokens_BS)
-            (output.logits_BSV.float().sum() + output.router_loss).backward()
+            run(tokens_BS)
             model.zero_grad()
 
         on_progress("compiling, and measuring operators", 0, 0)
@@ -255,33 +237,11 @@ def measure_graphs(
             spans = trace_step(step, rank=dist.get_rank(), device=device, warmup=1)
     if not backend.reports:
         raise RuntimeError("no graph has an all-to-all, so there is nothing to compare")
-    return GraphMeasure(
-        reports=tuple(backend.reports),
-        predicted_us=sum(report.time_after.makespan_us for report in backend.reports),
-        measured_us=timing.median_us,
-        measured=tuple(spans),
-    )
-
-
-def _traceable_model(config: RunConfig, device: torch.device) -> MoETransformer:
-    groups = build_groups(config.ep_size, device_type=device.type, tp_size=config.expert_tp_size)
-    model = MoETransformer(
-        config.model,
-        strategy=TraceableStrategy(groups.ep, tp_size=groups.tp_size),
-        groups=groups,
-        recorder=Recorder("cpu", enabled=False),
-        dtype=DTYPES[config.train.dtype],
-        device=device,
-    )
-    model.init_weights(seed=0)
-    return model
+    return backend.reports, timing.median_us, spans
 
 
 def simulated_step(reports: "Sequence[OrderReport]", *, passed: bool) -> list[Span]:
-    """Return the simulated spans of a step, whose graphs run one after another.
-
-    They are those of the graphs after the passes (``passed``), or before them.
-    """
+    """Return simulated spans of a step, forward then backward, after or before compiler passes."""
     step: list[Span] = []
     for report in reports:
         zero_us = max((span.end_us for span in step), default=0.0)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.fused.config import KernelConfig, TunedConfig, TunedShape, default_config
 from halley.ops.kernels.launch import OutOfResources, compile_only
 from halley.strategies.fused import FusedStrategy
@@ -28,7 +28,7 @@ from halley.tools.layer_case import (
     reference_outputs,
     relative_error,
 )
-from halley.tools.timer import Progress, time_interleaved
+from halley.tools.timer import Progress, max_over_ranks, no_progress, time_interleaved
 
 
 Space = dict[str, tuple[str, ...]]
@@ -64,27 +64,24 @@ def tune_layer(
     device: torch.device,
     space: Space,
     num_samples: int = 7,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> TunedConfig:
-    """Return the fastest configuration of a layer, forward with backward; a collective.
+    """Find the fastest kernel configuration of a fused layer with backward; a collective.
 
-    The settings to try have the form of ``SPACE``; each is timed ``num_samples`` times.
-
-    Raises:
-        RuntimeError: the default kernel configuration gives wrong values.
+    ``space`` has the form of ``SPACE``; each setting is timed ``num_samples`` times. A
+    ``RuntimeError`` means that the default kernel configuration gives wrong values.
     """
     layer = f"{case.model.name} {case.num_tokens}"
-    report = on_progress or (lambda text, done, total: None)
-    report(f"checking the default kernel configuration of {layer}", 0, len(space))
+    on_progress(f"checking the default kernel configuration of {layer}", 0, len(space))
     tensors = make_tensors(case, groups, device=device)
     base = default_config(device)
-    expected = [value.float() for value in reference_outputs(tensors, groups)]
-    if not _is_correct(base, expected, tensors, groups):
+    expected = [value.float() for value in reference_outputs(tensors)]
+    if not _is_correct(base, expected, tensors):
         raise RuntimeError(f"the default kernel configuration gives wrong values for {case}")
     tried = [base.changed(value.split()) for values in space.values() for value in values]
-    report(f"compiling for {layer}", 0, len(space))
-    _compile([config for config in tried if fits(config, tensors)], base, tensors, groups)
-    time = partial(_time, base=base, tensors=tensors, groups=groups, num_samples=num_samples)
+    on_progress(f"compiling for {layer}", 0, len(space))
+    _compile([config for config in tried if fits(config, tensors)], base, tensors)
+    time = partial(_time, base=base, tensors=tensors, num_samples=num_samples)
     best: tuple[str, ...] = ()
     sweeps: dict[str, dict[str, float]] = {}
     default_us = best_us = 0.0
@@ -95,47 +92,44 @@ def tune_layer(
             config = base.changed(settings)
             if config == base.changed(best):
                 continue
-            report(f"tuning {layer}: checking {value.strip()}", index, len(space))
-            if fits(config, tensors) and _is_correct(config, expected, tensors, groups):
+            on_progress(f"tuning {layer}: checking {value.strip()}", index, len(space))
+            if fits(config, tensors) and _is_correct(config, expected, tensors):
                 candidates[value] = settings
-        report(f"tuning {layer}: timing {name}", index, len(space))
+        on_progress(f"tuning {layer}: timing {name}", index, len(space))
         times_us = sweeps[name] = time(candidates)
         default_us = best_us = default_us or times_us[""]
         fastest = min(times_us, key=lambda value: times_us[value])
         if times_us[fastest] < (1 - _MIN_GAIN) * times_us[""]:
             best = candidates[fastest]
     if best:
-        # The groups were timed at different moments, so compare the result with the defaults again.
+        # The groups of settings were timed at different moments, so compare the best configuration
+        # with the default one again.
         times_us = time({"": (), "best": best})
         default_us, best_us = times_us[""], times_us["best"]
         if best_us > (1 - _MIN_GAIN) * default_us:
             best, best_us = (), default_us
-    return TunedConfig(
-        shape=tuned_shape(case), settings=tuple(base.changed(best).settings(base)),
-        median_us=best_us, default_us=default_us, sweeps=sweeps,
-    )  # fmt: skip
-
-
-def tuned_shape(case: LayerCase) -> TunedShape:
-    """Return the key under which later runs look up the configuration of a layer."""
     moe = case.model.moe
-    return TunedShape(
-        hidden_size=case.model.hidden_size, num_experts=moe.num_experts, top_k=moe.top_k,
-        dtype=str(case.dtype).removeprefix("torch."), num_tokens=case.num_tokens,
+    return TunedConfig(
+        shape=TunedShape(
+            hidden_size=case.model.hidden_size, num_experts=moe.num_experts, top_k=moe.top_k,
+            dtype=str(case.dtype).removeprefix("torch."), num_tokens=case.num_tokens,
+        ),
+        settings=tuple(base.changed(best).settings(base)), median_us=best_us,
+        default_us=default_us, sweeps=sweeps,
     )  # fmt: skip
 
 
 def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
-    """Return whether the tiles of a configuration fit the shared memory and registers of an SM."""
+    """Return whether the tiles of a kernel configuration fit the shared memory and registers."""
     itemsize = tensors.x_TD.itemsize
-    step_bytes = config.combine_rows * config.chunk_columns * itemsize  # per step
+    step_bytes = config.combine_rows * config.chunk_columns * itemsize  # a step of a combining CTA
     for tile, combines in (
         (config.up, False), (config.down_grad, False), (config.down, True), (config.up_grad, True)
     ):  # fmt: skip
         gemm_bytes = tile.num_stages * (config.block_m + tile.block_n) * tile.block_k * itemsize
         if tile.run > 1:  # the store of a tile overlaps the next loop, so it needs a buffer
             gemm_bytes += config.block_m * tile.block_n * itemsize
-        # The CTAs of one SM: those of the GEMM, and combining CTAs beside them.
+        # The bytes of each CTA of one SM: those of the GEMM, and combining CTAs beside them.
         ctas = [gemm_bytes] * tile.per_sm
         ctas += [(config.combine_stages - 1) * step_bytes] * config.combiners_beside * combines
         if max(ctas) > _SHARED_BYTES - _RESERVED_BYTES:
@@ -148,25 +142,20 @@ def fits(config: KernelConfig, tensors: LayerTensors) -> bool:
     return config.chunk_columns % max(config.down.block_n, config.up_grad.block_n) == 0
 
 
-def _strategy(config: KernelConfig, tensors: LayerTensors, groups: ParallelGroups) -> FusedStrategy:
-    device = tensors.x_TD.device
+def _strategy(config: KernelConfig, tensors: LayerTensors) -> FusedStrategy:
+    groups, device = tensors.groups, tensors.x_TD.device
     workspaces = Workspaces(groups.ep, device, tp_size=groups.tp_size, config=config)
     return FusedStrategy(workspaces, recorder=Recorder(device, enabled=False))
 
 
-def _compile(
-    candidates: list[KernelConfig],
-    base: KernelConfig,
-    tensors: LayerTensors,
-    groups: ParallelGroups,
-) -> None:
-    """Compile the kernels of these configurations; each rank compiles a share for the common cache.
+def _compile(candidates: list[KernelConfig], base: KernelConfig, tensors: LayerTensors) -> None:
+    """Compile the kernels of several configurations into Triton's cache, some on each rank.
 
     A configuration that also has the best settings of earlier groups is compiled when it is tried.
     """
     if not tensors.x_TD.is_cuda:
         return
-    strategy, layer = _strategy(base, tensors, groups), tensors.layer()
+    strategy, layer, groups = _strategy(base, tensors), tensors.layer(), tensors.groups
     strategy.prepare(*layer)
     with compile_only(groups.num_ranks):
         for config in candidates[groups.ep_rank :: groups.ep_size]:
@@ -178,25 +167,18 @@ def _compile(
         dist.barrier(groups.ep)
 
 
-def _is_correct(
-    config: KernelConfig,
-    expected: list[torch.Tensor],
-    tensors: LayerTensors,
-    groups: ParallelGroups,
-) -> bool:
-    """Return whether all ranks compute correct values with a configuration; a collective."""
-    strategy = _strategy(config, tensors, groups)
+def _is_correct(config: KernelConfig, expected: list[torch.Tensor], tensors: LayerTensors) -> bool:
+    """Return whether all ranks compute correct values with a kernel configuration; a collective."""
+    strategy, device = _strategy(config, tensors), tensors.x_TD.device
     tolerance = RELATIVE_TOLERANCE[tensors.x_TD.dtype]
     try:
         pairs = zip(outputs_of(strategy, tensors), expected, strict=True)
         is_wrong = any(relative_error(value, reference) > tolerance for value, reference in pairs)
     except OutOfResources:  # the compiler needs more than ``fits`` computes; same on all ranks
         is_wrong = True
-    num_wrong = torch.tensor(int(is_wrong), device=tensors.x_TD.device)
-    if groups.ep is not None:
-        dist.all_reduce(num_wrong, group=groups.ep)
+    (is_wrong,) = max_over_ranks([is_wrong], device=device, group=tensors.groups.ep)
     strategy.workspaces.close()
-    return num_wrong.item() == 0
+    return not is_wrong
 
 
 def _time(
@@ -204,21 +186,18 @@ def _time(
     *,
     base: KernelConfig,
     tensors: LayerTensors,
-    groups: ParallelGroups,
     num_samples: int,
 ) -> dict[str, float]:
     """Return the median time of forward with backward of each candidate, in microseconds."""
     strategies = {
-        name: _strategy(base.changed(settings), tensors, groups)
-        for name, settings in candidates.items()
+        name: _strategy(base.changed(settings), tensors) for name, settings in candidates.items()
     }
-
     timings = time_interleaved(
         {name: partial(outputs_of, each, tensors) for name, each in strategies.items()},
         device=tensors.x_TD.device,
         num_samples=num_samples,
         num_warmup=1,  # the check of values has compiled all kernels
-        group=groups.ep,
+        group=tensors.groups.ep,
     )
     for strategy in strategies.values():
         strategy.workspaces.close()

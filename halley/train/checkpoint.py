@@ -1,10 +1,11 @@
-"""Save and load checkpoints; a crash never damages an older one, and damage is detected.
+"""Save and load checkpoints of training; a crash never damages an older one.
 
 A checkpoint is a folder ``step-00000100`` with files of torch.distributed.checkpoint (DCP) and a
 manifest with the size and checksum of each. It is written to ``step-00000100.tmp``, flushed to the
-disk and then renamed. So a crash at any moment leaves the earlier checkpoints unchanged.
+disk and then renamed.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -16,18 +17,18 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from halley.distributed.peers import default_group, on_all_ranks, on_rank_zero, rank_and_size
+from halley.distributed.peers import on_all_ranks, on_rank_zero, rank_and_size
 from halley.train.checkpoint_reader import SafeReader, read_metadata
 from halley.train.manifest import (
     Manifest,
     compute_checksum,
-    find_file_defect,
-    find_size_defect,
+    find_defect,
     read_manifest,
     write_manifest,
 )
@@ -35,20 +36,19 @@ from halley.train.manifest import (
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp")
-_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name of a file of a rank
+_SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name of a file that a rank writes
 
-_PROBE_BLOCK = bytes(1 << 16)
-_NUM_PROBE_BLOCKS = 16
+_PROBE = bytes(1 << 20)
 
 
 def check_writable(folder: Path) -> None:
-    """Create the folder and write to it; raise ``ValueError`` if that fails."""
+    """Create a folder and a file in it; raise ``ValueError`` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"halley")
             file.flush()
-    except (OSError, ValueError) as error:  # ValueError: a null character
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"folder ({folder}) must be writable: {reason}") from error
 
@@ -61,7 +61,7 @@ def save_checkpoint(
     keep: int,
     notes: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a checkpoint, delete complete ones that are too old, return its folder. Collective.
+    """Write a checkpoint, delete old checkpoints, and return the new folder. Collective.
 
     If a file or folder with the name of the checkpoint exists, such as a damaged checkpoint, it is
     renamed to ``<name>.replaced-1``.
@@ -74,8 +74,7 @@ def save_checkpoint(
         notes: values for the manifest, of types that JSON has.
 
     Raises:
-        ValueError: ``keep`` is too small, an entry is not a tensor, or the folder cannot be
-            written.
+        ValueError: an argument is wrong, or the folder cannot be written.
         RuntimeError: writing failed on some rank, as when the disk is full. The unfinished folder
             is removed; earlier checkpoints stay.
     """
@@ -111,9 +110,9 @@ def _begin_draft(draft: Path) -> None:
 
 
 def _publish(draft: Path, path: Path, *, keep: int) -> None:
-    """Rename a finished checkpoint to its final name, and delete those that are too old.
+    """Rename a finished checkpoint to its final name; delete all but the ``keep`` newest complete.
 
-    Only complete checkpoints are deleted that have ``keep`` newer complete ones, up to this step.
+    Damaged checkpoints, and checkpoints of later steps, are neither counted nor deleted.
     """
     folder = path.parent
     _sync(draft)
@@ -130,16 +129,14 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None if there is no checkpoint. Collective.
 
     Every file is read and compared with its checksum; the ranks divide the files. For newer,
-    damaged checkpoints, rank 0 gives one warning.
-
-    Raises:
-        ValueError: there are checkpoints, and all are damaged; names the defect of each.
+    damaged checkpoints, rank 0 gives one warning. If all are damaged, a ValueError names the
+    defect of each.
     """
     defects: list[str] = []
     for path in reversed(on_rank_zero(lambda: _list_checkpoints(folder))):
         defect = _find_defect(path)
         if defect is None:
-            if defects and rank_and_size(default_group())[0] == 0:
+            if defects and rank_and_size(dist.group.WORLD)[0] == 0:
                 warnings.warn(
                     f"{'; '.join(defects)}: the run goes on from {path}, the newest complete "
                     "checkpoint",
@@ -158,20 +155,18 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(path: Path, state: dict[str, object]) -> int:
     """Read a checkpoint into ``state``, in place, and return its step. Collective.
 
-    Args:
-        path: a result of ``find_newest_checkpoint``, which has compared the checksums.
-        state: tensors as in ``save_checkpoint``; DTensors may be sharded over another mesh.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or lacks entries or shapes of the state.
-        RuntimeError: reading failed on some rank.
+    ``path`` is a result of ``find_newest_checkpoint``, which has compared the checksums. ``state``
+    is as in ``save_checkpoint``; DTensors may be sharded over another mesh. A checkpoint that is
+    damaged or does not fit the state is a ValueError, a failed read of some rank a RuntimeError.
     """
-    manifest = on_rank_zero(lambda: _read_manifest(path))
+    manifest = on_rank_zero(lambda: read_manifest(path))
     with _quiet():
         try:
             load(state, storage_reader=SafeReader(path, manifest.files))
         except CheckpointException as error:
-            if _is_misfit(error):
+            # DCP's planner raises these types if a checkpoint's entries do not match the state.
+            misfits = [isinstance(e, RuntimeError | ValueError) for e, _ in error.failures.values()]
+            if error.args[0] == "plan" and all(misfits):
                 raise ValueError(
                     f"checkpoint ({path}) must fit the model and its optimizer: {_cause(error)}"
                 ) from error
@@ -181,34 +176,31 @@ def load_checkpoint(path: Path, state: dict[str, object]) -> int:
 
 def find_free_name(folder: Path, stem: str) -> Path:
     """Return the first of ``<stem>-1``, ``<stem>-2``, ... that does not exist."""
-    number = 1
-    while os.path.lexists(folder / f"{stem}-{number}"):
-        number += 1
-    return folder / f"{stem}-{number}"
+    paths = (folder / f"{stem}-{number}" for number in itertools.count(1))
+    return next(path for path in paths if not os.path.lexists(path))
 
 
 def _find_write_error(folder: Path) -> str:
-    """Return why a rank cannot write to a folder, such as a full disk, or "". Collective.
+    """Return why some rank cannot write to a folder, such as a full disk, or "". Collective.
 
     DCP replaces the operating system's error by one of its own, without the reason.
     """
 
-    def probe(rank: int) -> None:
+    def write_probe(rank: int) -> None:
         with (folder / f"probe-{rank}").open("wb", buffering=0) as file:
-            for _ in range(_NUM_PROBE_BLOCKS):
-                if file.write(_PROBE_BLOCK) < len(_PROBE_BLOCK):
-                    file.write(_PROBE_BLOCK)  # raises the error that truncated the first write
+            if file.write(_PROBE) < len(_PROBE):
+                file.write(_PROBE)  # raises the error that cut the first write
             os.fsync(file.fileno())
 
     try:
-        on_all_ranks(probe)
+        on_all_ranks(write_probe)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
 def _find_defect(path: Path) -> str | None:
-    """Compare a checkpoint with its manifest; return the defect, or None. Collective."""
+    """Compare the files of a checkpoint with its manifest; return a defect, or None. Collective."""
 
     def read() -> Manifest:
         manifest = _read_complete(path)
@@ -219,29 +211,22 @@ def _find_defect(path: Path) -> str | None:
         manifest = on_rank_zero(read)
     except ValueError as error:
         return str(error)
-    _, num_ranks = rank_and_size(default_group())
+    _, num_ranks = rank_and_size(dist.group.WORLD)
     largest_first = sorted(manifest.files.items(), key=lambda item: -item[1].num_bytes)
 
-    def compare(rank: int) -> list[str]:
-        found = (find_file_defect(path, *item) for item in largest_first[rank::num_ranks])
+    def compare_own(rank: int) -> list[str]:
+        found = (find_defect(path, *item) for item in largest_first[rank::num_ranks])
         return [defect for defect in found if defect is not None]
 
-    return min((defect for share in on_all_ranks(compare) for defect in share), default=None)
+    return min((defect for found in on_all_ranks(compare_own) for defect in found), default=None)
 
 
 def _read_complete(path: Path) -> Manifest:
     """Return the manifest of a checkpoint after a check of the type and size of each file."""
-    manifest = _read_manifest(path)
-    for name, record in manifest.files.items():
-        if defect := find_size_defect(path, name, record):
-            raise ValueError(defect)
-    return manifest
-
-
-def _read_manifest(path: Path) -> Manifest:
     manifest = read_manifest(path)
-    if manifest.step != _step_of(path):
-        raise ValueError(f"its manifest is of step {manifest.step}")
+    for name, record in manifest.files.items():
+        if defect := find_defect(path, name, record, by_size=True):
+            raise ValueError(defect)
     return manifest
 
 
@@ -256,12 +241,12 @@ def _step_of(path: Path) -> int:
 
 def _checksum_own_files(folder: Path, rank: int) -> dict[str, str]:
     """Return the checksums of the checkpoint files that a rank has written, by name."""
-    checksums: dict[str, str] = {}
-    for path in folder.iterdir():
+
+    def is_own(path: Path) -> bool:
         shard = _SHARD_NAME.fullmatch(path.name)
-        if (int(shard[1]) if shard else 0) == rank:
-            checksums[path.name] = compute_checksum(path)
-    return checksums
+        return rank == (int(shard[1]) if shard else 0)
+
+    return {path.name: compute_checksum(path) for path in folder.iterdir() if is_own(path)}
 
 
 def _is_complete(path: Path) -> bool:
@@ -288,12 +273,6 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _is_misfit(error: CheckpointException) -> bool:
-    # DCP's planner raises these types for entries that do not match.
-    causes = [cause for cause, _ in error.failures.values()]
-    return error.args[0] == "plan" and all(isinstance(c, RuntimeError | ValueError) for c in causes)
-
-
 def _cause(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"rank {rank}: {type(cause).__name__}: {cause}"
@@ -301,7 +280,7 @@ def _cause(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ignore DCP's warning about a single process without a process group."""
+    """Silence DCP's warning that a process without a process group saves and loads alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
         yield

@@ -1,8 +1,8 @@
-"""Read checkpoints of torch.distributed.checkpoint (DCP) without running code from them.
+"""Lay out tensors for checkpoints, and read checkpoints without running code from them.
 
-DCP stores its metadata in the file ``.metadata`` as a pickle, and a pickle can call any function.
-This reader unpickles it into inert records, accepts only the class names that DCP writes, checks
-every field, and then builds DCP's own objects. DCP reads tensors with ``weights_only=True``.
+Torch.distributed.checkpoint (DCP) stores its metadata in the file ``.metadata`` as a pickle, which
+can call any function. This reader unpickles it into inert records, accepts only class names that
+DCP writes, checks every field, and builds DCP's objects. DCP reads tensors with ``weights_only``.
 """
 
 import pickle
@@ -37,11 +37,10 @@ def checkpoint_tensors(
     *,
     groups: ParallelGroups,
 ) -> dict[str, object]:
-    """Return parameters, or tensors of their shapes, by name in the layout that checkpoints have.
+    """Return parameters, or tensors of their shapes, by name in the layout of checkpoints.
 
-    Dense tensors are plain tensors. Stacked expert weights are DTensors sharded over the
-    expert-parallel group, or ``ExpertShards`` where experts have a placement. So a checkpoint does
-    not depend on the number of ranks.
+    The layout does not depend on the number of ranks. Stacked expert weights become DTensors
+    sharded over the expert-parallel group, or ``ExpertShards`` where experts have a placement.
     """
     stored: dict[str, object] = {}
     for name, tensor in tensors.items():
@@ -66,10 +65,9 @@ def checkpoint_tensors(
 class ExpertShards(torch.Tensor):
     """A tensor of all experts, ``(E, ...)``, of which this rank has the experts that it holds.
 
-    Only torch.distributed.checkpoint (DCP) uses it, by its protocol for tensor subclasses
-    (``torch.distributed._checkpointable``). Each expert is a chunk of its own, unlike the
-    contiguous rows of a DTensor shard. DCP writes an expert with several replicas once, and reads
-    it on each rank.
+    It has the methods that DCP asks of a tensor subclass (``torch.distributed._checkpointable``).
+    Each expert is a chunk of its own, unlike the contiguous rows of a DTensor shard. DCP writes an
+    expert with several replicas once, and reads it on each rank.
     """
 
     _chunks: list[ChunkStorageMetadata]
@@ -79,7 +77,7 @@ class ExpertShards(torch.Tensor):
     def __new__(
         cls, own_LX: torch.Tensor, expert_ids: Sequence[int], num_experts: int
     ) -> "ExpertShards":
-        """Wrap the tensors of this rank, ``(L, ...)``; loading a checkpoint writes into them."""
+        """Wrap this rank's expert tensors, ``(L, ...)``; loading a checkpoint writes into them."""
         inner = own_LX.shape[1:]
         shards: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, torch.Size([num_experts, *inner]), dtype=own_LX.dtype, device=own_LX.device
@@ -94,9 +92,7 @@ class ExpertShards(torch.Tensor):
         return shards
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, *arguments: Any) -> Any:
         raise NotImplementedError(f"{cls.__name__} has no {func}: only checkpoints use it")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
@@ -122,7 +118,7 @@ class ExpertShards(torch.Tensor):
 METADATA_FILE = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 
-# The class names that DCP writes, by module.
+# Names of the classes that occur in DCP's metadata, by module.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -135,7 +131,7 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    # The folder of the checkpoint; the module of its class differs between Python versions.
+    # Classes of the checkpoint's folder, whose module differs between Python versions.
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
@@ -144,9 +140,7 @@ _RECORDS = {
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
     """Read the metadata of a checkpoint whose entries are all tensors inside its ``files``.
 
-    Raises:
-        ValueError: the file is missing or is not what DCP writes, names a class that DCP does not
-            write, or has an entry that is not a tensor or lies outside the files.
+    Anything else that ``.metadata`` holds, or names as a class, is a ``ValueError``.
     """
     path = folder / METADATA_FILE
     try:
@@ -160,7 +154,7 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
         raise
     except OSError as error:
         raise ValueError(f"{METADATA_FILE} cannot be read: {error.strerror}") from error
-    # A damaged pickle can raise any error.
+    # Unpickling a damaged file can raise any error.
     except Exception as error:
         raise ValueError(f"{METADATA_FILE} is damaged: {error}") from error
 
@@ -195,8 +189,7 @@ class _Record:
 class _RecordUnpickler(pickle.Unpickler):
     """Unpickles DCP's classes as records, keeps torch's dtypes and sizes, and refuses other names.
 
-    Each unpickler creates its own record classes. A pickle can set attributes of classes that it
-    names, and these classes are dropped with the unpickler.
+    Each unpickler has its own record classes, because a pickle can set attributes of classes.
     """
 
     def __init__(self, file: Any) -> None:
@@ -236,14 +229,8 @@ def _build_tensor(name: object, entry: object) -> TensorStorageMetadata:
     if not (isinstance(state, tuple) and state and isinstance(state[0], torch.dtype)):
         raise ValueError(f"entry {name} has no dtype")
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=state[0]),
-        size=_size(fields["size"]),
-        chunks=[
-            ChunkStorageMetadata(offsets=_size(chunk["offsets"]), sizes=_size(chunk["sizes"]))
-            for chunk in chunks
-        ],
-    )
+    boxes = [ChunkStorageMetadata(_size(each["offsets"]), _size(each["sizes"])) for each in chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=state[0]), _size(fields["size"]), boxes)
 
 
 def _build_index(index: object) -> MetadataIndex:

@@ -1,4 +1,4 @@
-"""Time training steps of several strategies in alternation, and each part of the steps."""
+"""Compare strategies: time their training steps in alternation, and each part of the steps."""
 
 import dataclasses
 import statistics
@@ -17,7 +17,7 @@ from halley.tools.tracing import gather_spans, time_by_part, trace_step
 from halley.train.step import TrainingRun, build_run, train_step
 
 
-_INTERPRETED = ("fused", "unfused", "auto")  # their kernels run in the interpreter on a CPU
+_INTERPRETED = ("fused", "unfused", "auto")  # strategies whose kernels are interpreted on a CPU
 _NUM_WARMUP = 3
 STEP, EXPOSED, OTHER = "step", "exposed communication", "other"
 
@@ -27,12 +27,12 @@ class StepProfile:
     """The time of each part of a training step with one strategy.
 
     A time excludes nested parts. It is the median over steps of the mean over ranks. ``STEP`` is
-    the whole step and ``OTHER`` the time outside of all parts. ``EXPOSED`` is the time of all waits
-    (the parts "*.wait"); missing if the layers do not record these.
+    the whole step, ``OTHER`` the time outside of all parts, and ``EXPOSED`` the time of all waits
+    (the parts "*.wait"), if the layers record these.
     """
 
     parts_us: dict[str, float]
-    spans: list[Span]  # of one traced step on all ranks
+    spans: list[Span]  # spans of one traced step on all ranks
 
 
 def compare_strategies(
@@ -43,17 +43,10 @@ def compare_strategies(
     num_steps: int,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, StepProfile]:
-    """Profile ``num_steps`` timed training steps of each strategy. Collective.
+    """Profile ``num_steps`` timed training steps of each strategy, by name. Collective.
 
-    Each strategy has its own model in memory, so that their steps can alternate.
-
-    Args:
-        config: the run; its own strategy is ignored.
-        strategies: names of strategies.
-        on_progress: called with the steps done and the total.
-
-    Raises:
-        ValueError: a strategy is unknown.
+    Each strategy has its own model in memory, so that their steps can alternate. The strategy of
+    ``config`` is ignored. ``on_progress`` is called with the steps done and the total.
     """
     if any(name.partition(":")[0] in _INTERPRETED for name in strategies):
         # torch's optimizers import Triton; the interpreter must be installed before that.
@@ -91,7 +84,7 @@ def _measure_step(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _summarise(samples: list[dict[str, float]], world: World) -> dict[str, float]:
-    names = sorted(samples[0])  # the order of the parts differs between ranks
+    names = sorted(samples[0])  # sorted, as the order of parts differs between ranks
     table = torch.tensor([[sample[name] for name in names] for sample in samples])
     table = table.to(world.device)
     if dist.is_initialized():

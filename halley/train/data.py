@@ -1,4 +1,4 @@
-"""Training text as bytes: files concatenated to a corpus, cut into windows, divided over ranks."""
+"""Training text as bytes: concatenate files, cut them into sequences, divide these over ranks."""
 
 import bisect
 import os
@@ -21,39 +21,37 @@ VOCAB_SIZE = 256
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 
 
-def check_vocabulary(config: RunConfig) -> None:
-    """Raise ``ValueError`` unless the model's vocabulary has every byte."""
+def open_corpus(config: RunConfig) -> "Corpus":
+    """Open the training text of a run; ``ValueError`` if text or vocabulary is too small.
+
+    The text must have at least one sequence, and the vocabulary every byte.
+    """
     if config.model.vocab_size < VOCAB_SIZE:
         raise ValueError(
             f"model.vocab_size ({config.model.vocab_size}) must be at least {VOCAB_SIZE}, for bytes"
         )
-
-
-def open_corpus(config: RunConfig) -> "Corpus":
-    """Open the training text of a run.
-
-    Raises:
-        ValueError: it is missing, or too short for one sequence.
-    """
     path = None if config.data.path is None else Path(config.data.path)
-    return Corpus(find_text_files(path), window=config.data.seq_len + 1)  # each token has a next
+    # A window has one byte more than a sequence, since each token has a next token as its target.
+    return Corpus(find_text_files(path), window=config.data.seq_len + 1)
 
 
 def find_text_files(path: Path | None) -> list[Path]:
     """List the training files, in an order that is the same on every rank and machine.
 
-    Args:
-        path: a file; a folder, for all non-hidden, non-empty files below it; or None for the Python
-            sources of the standard library.
-
-    Raises:
-        ValueError: there is no text at ``path``, or it cannot be read.
+    ``path`` is a file; a folder, for all non-hidden, non-empty files below it; or None for the
+    Python sources of the standard library.
     """
-    if path is None:
-        path = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in _walk(path, left_out=_NOT_TEXT) if file.suffix == ".py"]
-    else:
-        files = _find_files(path)
+    left_out, suffix = (_NOT_TEXT, ".py") if path is None else (set[str](), "")
+    path = path or Path(sysconfig.get_path("stdlib"))
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"text ({path}) must be a file or a folder: {reason}") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ValueError(f"text ({path}) must be a file or a folder, and is a pipe or a device")
+    files = [path] if stat.S_ISREG(mode) else _walk(path, left_out=left_out)
+    files = [file for file in files if file.name.endswith(suffix)]
     for file in files:
         if not os.access(file, os.R_OK):
             raise ValueError(f"text ({file}) must be readable")
@@ -61,19 +59,6 @@ def find_text_files(path: Path | None) -> list[Path]:
     if not files:
         raise ValueError(f"text ({path}) must hold at least one byte; no file with text is there")
     return files
-
-
-def _find_files(path: Path) -> list[Path]:
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"text ({path}) must be a file or a folder: {reason}") from error
-    if stat.S_ISREG(mode):
-        return [path]
-    if stat.S_ISDIR(mode):
-        return _walk(path, left_out=set())
-    raise ValueError(f"text ({path}) must be a file or a folder, and is a pipe or a device")
 
 
 def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
@@ -88,14 +73,13 @@ def _walk(folder: Path, *, left_out: set[str]) -> list[Path]:
 
 @final
 class Corpus:
-    """Files concatenated with one zero byte between two, read one window at a time.
+    """Files concatenated with one zero byte between two, read one sequence (window) at a time.
 
-    Windows do not overlap and may span files. Each read opens the files that it needs; no text
-    stays in memory.
+    Windows do not overlap and may span files. No text stays in memory.
     """
 
     def __init__(self, files: Sequence[Path], *, window: int) -> None:
-        """Read the sizes of the files; ValueError if they hold less than ``window`` bytes."""
+        """Record the sizes of the files, which must have at least ``window`` bytes together."""
         self._window = window
         self._files = list(files)
         self._sizes = [file.stat().st_size for file in self._files]
@@ -109,7 +93,7 @@ class Corpus:
         self.num_windows = num_bytes // window
 
     def read_window(self, index: int) -> np.ndarray:
-        """Return a window, uint8 (window,); RuntimeError if a file has become shorter."""
+        """Return window number ``index``, uint8 (window,), from the files on the disk."""
         assert 0 <= index < self.num_windows
         out = np.zeros(self._window, dtype=np.uint8)
         begin, end = index * self._window, (index + 1) * self._window
@@ -131,25 +115,24 @@ class Corpus:
 
 @final
 class BatchLoader:
-    """Gives each rank its batches; a batch depends on the step and on the windows read before.
+    """Gives a rank its batches of sequences, for any step.
 
     The global batch of a step has the same windows in the same order for any number of ranks:
     microbatch m of a single rank is the batch of rank m of several ranks.
     """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, *, rank: int, num_ranks: int) -> None:
-        """Create the loader of one rank; ``config`` has the batch sizes and the shuffle's seed."""
         self._corpus, self._config = corpus, config
         self._rank, self._num_ranks = rank, num_ranks
-        # Windows that earlier steps, of other batch sizes, have read beyond steps of this size.
+        # Windows that steps before ``resume`` read beyond as many steps of the present batch size.
         self._num_more = 0
 
     def resume(self, step: int, *, num_read: int) -> None:
-        """Continue at ``step`` after steps of other batch sizes, which read ``num_read``."""
+        """Continue at ``step``, after steps that read ``num_read`` windows with any batch size."""
         self._num_more += num_read - self.num_read(step)
 
     def num_read(self, step: int) -> int:
-        """Return how many windows all ranks have read before ``step``."""
+        """Return how many windows of the corpus all ranks together have read before ``step``."""
         num_batches = step * self._config.num_microbatches * self._num_ranks
         return self._num_more + num_batches * self._config.batch_size
 
@@ -158,17 +141,15 @@ class BatchLoader:
 
         Targets are shifted by one position. Both are int64 (batch_size, seq_len), on the CPU.
         """
-        batch_size = self._config.batch_size
+        batch_size, num_windows = self._config.batch_size, self._corpus.num_windows
         first = (microbatch * self._num_ranks + self._rank) * batch_size + self.num_read(step)
-        windows = [self._read_sample(first + index) for index in range(batch_size)]
+        windows: list[np.ndarray] = []
+        for sample in range(first, first + batch_size):
+            epoch, index = divmod(sample, num_windows)
+            order = _shuffle(num_windows, seed=self._config.seed, epoch=epoch)
+            windows.append(self._corpus.read_window(int(order[index])))
         text = torch.from_numpy(np.stack(windows)).long()
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-    def _read_sample(self, sample: int) -> np.ndarray:
-        num_windows = self._corpus.num_windows
-        epoch, index = divmod(sample, num_windows)
-        order = _shuffle(num_windows, seed=self._config.seed, epoch=epoch)
-        return self._corpus.read_window(int(order[index]))
 
 
 @lru_cache(maxsize=2)  # a batch may span two epochs

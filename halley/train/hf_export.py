@@ -4,7 +4,6 @@ Tensors have the names of the published models on disk, one matrix per expert. H
 bytes, so there is no tokenizer to write.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -21,7 +20,7 @@ from halley.moe.transformer import MoETransformer
 from halley.strategies.registry import build_strategy
 from halley.train.checkpoint import find_newest_checkpoint, load_checkpoint
 from halley.train.checkpoint_reader import checkpoint_tensors
-from halley.train.trainer import CHECKPOINTS_FOLDER, CONFIG_FILE
+from halley.train.trainer import CHECKPOINTS_FOLDER, CONFIG_FILE, write_json
 
 
 ARCHITECTURES = {
@@ -54,8 +53,7 @@ class Export:
 def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Export:
     """Write the newest complete checkpoint of a run as safetensors and ``config.json``.
 
-    It runs in one process, for any number of training ranks, and holds about one output file in
-    memory.
+    One process exports, for any number of training ranks, with about one output file in memory.
 
     Args:
         folder: the run's output, with ``config.json`` and ``checkpoints/``.
@@ -63,8 +61,8 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
         max_shard_bytes: size limit of one file; a larger stack of experts still becomes one file.
 
     Raises:
-        ValueError: there is no run or no complete checkpoint, the model has no Hugging Face family,
-            the output folder is not empty, or the package safetensors is missing.
+        ValueError: there is nothing to export, the model has no Hugging Face family, ``output`` is
+            not empty, or the package safetensors is missing.
         RuntimeError: the checkpoint cannot be read.
     """
     config = read_run_config(folder)
@@ -85,7 +83,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     experts = grouped_experts(model)
     dtype = DTYPES[config.train.dtype]
-    shards = _cut(shapes, max_bytes=max_shard_bytes, itemsize=dtype.itemsize)
+    shards = _divide(shapes, max_bytes=max_shard_bytes, itemsize=dtype.itemsize)
     weight_map: dict[str, str] = {}
     step = 0
     for number, names in enumerate(shards, start=1):
@@ -95,7 +93,7 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             matrices = hf_tensors(name, state.pop(name), family=config.model.hf_family)
-            # Copied, because safetensors refuses views that share memory.
+            # A copy of each tensor, because safetensors refuses views that share memory.
             tensors |= {key: value.to(dtype, copy=True) for key, value in matrices.items()}
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = f"model{part}.safetensors"
@@ -105,9 +103,9 @@ def export_run(folder: Path, output: Path, *, max_shard_bytes: int = MAX_SHARD_B
     num_bytes = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
     if len(shards) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        _write_json(output / "model.safetensors.index.json", index)
-    # Written last, so that an unfinished folder does not load.
-    _write_json(output / "config.json", hf_config(config))
+        write_json(output / "model.safetensors.index.json", index)
+    # config.json is written last, so that transformers refuses an unfinished folder.
+    write_json(output / "config.json", hf_config(config))
     files = sorted(file.name for file in output.iterdir())
     return Export(step=step, family=config.model.hf_family, num_bytes=num_bytes, files=files)
 
@@ -126,11 +124,7 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Check that a Hugging Face family has the same equations as the model.
-
-    Raises:
-        ValueError: none has; names the differing parts.
-    """
+    """Raise ``ValueError`` with the differing parts if no Hugging Face family equals the model."""
     if family := config.hf_family:
         if found := differences(config, family):
             raise ValueError(
@@ -146,7 +140,7 @@ def check_family(config: ModelConfig) -> None:
 
 
 def differences(config: ModelConfig, family: str) -> list[str]:
-    """Return in words the parts of a model that a Hugging Face family computes differently."""
+    """Return in words which parts of a model a Hugging Face family computes differently."""
     moe, router = config.moe, config.moe.router
     qwen2 = family == "qwen2_moe"
     num_dense = config.num_layers - config.num_moe_layers
@@ -173,7 +167,7 @@ def differences(config: ModelConfig, family: str) -> list[str]:
 
 
 def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, torch.Tensor]:
-    """Return a parameter of ``MoETransformer`` under its names on disk, as views.
+    """Return views of a parameter of ``MoETransformer`` by their names in Hugging Face's files.
 
     A stack of experts gives one or two matrices per expert.
     """
@@ -196,7 +190,7 @@ def hf_tensors(name: str, tensor: torch.Tensor, *, family: str) -> dict[str, tor
 
 
 def hf_config(config: RunConfig) -> dict[str, object]:
-    """Return the content of Hugging Face's ``config.json``."""
+    """Return the content of Hugging Face's ``config.json`` for the model of a run."""
     model, moe = config.model, config.model.moe
     table: dict[str, object] = {
         "architectures": [ARCHITECTURES[model.hf_family]],
@@ -216,7 +210,7 @@ def hf_config(config: RunConfig) -> dict[str, object]:
         "tie_word_embeddings": False,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.router.balance_coefficient,
-        # Bytes have no special tokens; the families' defaults may be 256 or above.
+        # A vocabulary of bytes has no special tokens; the families' defaults may be 256 or above.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -239,26 +233,20 @@ def hf_config(config: RunConfig) -> dict[str, object]:
         "use_sliding_window": False,
     }
     if model.hf_family == "qwen2_moe":
-        table |= {
-            "shared_expert_intermediate_size": moe.shared_intermediate_size,
-            "qkv_bias": True,
-        }
+        table["shared_expert_intermediate_size"] = moe.shared_intermediate_size
+        table["qkv_bias"] = True
     return table
 
 
 def _model_without_values(config: ModelConfig) -> MoETransformer:
     recorder = Recorder("cpu", enabled=False)
-    return MoETransformer(
-        config,
-        strategy=build_strategy("sequential", None, recorder=recorder, device="cpu"),
-        groups=ParallelGroups(),
-        recorder=recorder,
-        device="meta",
-    )
+    strategy = build_strategy("sequential", None, recorder=recorder, device="cpu")
+    run = {"strategy": strategy, "groups": ParallelGroups(), "recorder": recorder}
+    return MoETransformer(config, **run, device="meta")
 
 
-def _cut(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:
-    """Divide tensor names, in order, into the files of an export: of ``max_bytes`` if possible."""
+def _divide(shapes: dict[str, torch.Size], *, max_bytes: int, itemsize: int) -> list[list[str]]:
+    """Divide tensors, in order, into files of at most ``max_bytes``; return the names in each."""
     shards: list[list[str]] = []
     filled = max_bytes
     for name, shape in shapes.items():
@@ -281,7 +269,3 @@ def _make_empty(folder: Path) -> None:
         ) from error
     if in_use:
         raise ValueError(f"output ({folder}) must be empty, or not there yet")
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

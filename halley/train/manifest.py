@@ -26,7 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Size of one file, and its checksum; None in checkpoints of version 0.1, which have none."""
+    """Size and checksum of one file of a checkpoint; Halley 0.1 wrote no checksums."""
 
     num_bytes: int
     checksum: str | None
@@ -44,7 +44,7 @@ class Manifest:
 def write_manifest(
     folder: Path, *, step: int, notes: Mapping[str, object], checksums: Mapping[str, str]
 ) -> None:
-    """Write the manifest of a folder, given the checksum of each file, and flush it to the disk."""
+    """Write the manifest of a checkpoint from its files' checksums, and flush it to the disk."""
     files = {
         name: {"num_bytes": (folder / name).stat().st_size, "xxh3_128": checksum}
         for name, checksum in sorted(checksums.items())
@@ -58,11 +58,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint, without reading its files.
-
-    Raises:
-        ValueError: the manifest is missing or damaged; the text gives the reason.
-    """
+    """Read the manifest of a checkpoint; ``ValueError`` if it is missing or damaged."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         raise ValueError(f"{MANIFEST_FILE} is missing")
@@ -70,40 +66,41 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{MANIFEST_FILE} is a link")
     try:
         table = read_json(path, what="the manifest", max_bytes=_MAX_MANIFEST_BYTES)
-        return _parse(table)
+        manifest = _parse(table)
     except ValueError as error:
         raise ValueError(f"{MANIFEST_FILE} is damaged: {error}") from error
+    if manifest.step != int(folder.name.removeprefix("step-")):
+        raise ValueError(f"its manifest is of step {manifest.step}")
+    return manifest
 
 
-def find_file_defect(folder: Path, name: str, record: FileRecord) -> str | None:
-    """Return how a file differs from its record, or None. Reads the whole file."""
-    if defect := find_size_defect(folder, name, record):
-        return defect
-    try:
-        if record.checksum not in (None, compute_checksum(folder / name)):
-            return f"{name} is damaged: its checksum is not that of {MANIFEST_FILE}"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    return None
+def find_defect(
+    folder: Path, name: str, record: FileRecord, *, by_size: bool = False
+) -> str | None:
+    """Return how a file of a checkpoint differs from its record, or None.
 
-
-def find_size_defect(folder: Path, name: str, record: FileRecord) -> str | None:
-    """Return how a file's type or size differs from its record, or None."""
+    The whole file is read, unless the comparison is only ``by_size``.
+    """
     path = folder / name
     if path.is_symlink() or not path.is_file():
         return f"{name} is missing"
     num_bytes = path.stat().st_size
     if num_bytes != record.num_bytes:
         return f"{name} has {num_bytes} bytes instead of {record.num_bytes}"
+    try:
+        if not by_size and record.checksum not in (None, compute_checksum(path)):
+            return f"{name} is damaged: its checksum is not that of {MANIFEST_FILE}"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
     return None
 
 
 def compute_checksum(path: Path) -> str:
-    """Return the checksum of a file in hexadecimal.
+    """Return the XXH3-128 checksum of a file in hexadecimal.
 
-    It is the XXH3-128 of the content. For a file of several segments of 64 MiB, it is the XXH3-128
-    of the segments' digests in order, which threads compute. XXH3 detects accidental damage at
-    memory speed; it does not protect from forgery.
+    For a file of several segments of 64 MiB, it is the checksum of the segments' digests in order,
+    which threads compute. XXH3 detects accidental damage at memory speed; it does not protect from
+    forgery.
     """
     starts = range(0, max(1, path.stat().st_size), _SEGMENT_BYTES)
     if len(starts) == 1:
@@ -130,7 +127,7 @@ def _parse(value: object) -> Manifest:
         raise ValueError("it must be an object")
     table = cast(dict[str, Any], value)
     checksum = table.pop("xxh3_128", None)
-    # Version 0.1 wrote no checksums.
+    # Manifests of Halley 0.1 have no checksum.
     if checksum is not None and checksum != _checksum_of_json(table):
         raise ValueError("its content does not have its checksum")
     step, notes, files = table.get("step"), table.get("notes", {}), table.get("files")

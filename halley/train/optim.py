@@ -1,4 +1,4 @@
-"""Sum gradients over ranks during backward, clip them, and update the float32 master weights."""
+"""The optimizer of a run: sum gradients over ranks during backward, clip, update master weights."""
 
 import math
 from collections.abc import Generator, Mapping
@@ -22,11 +22,11 @@ from halley.train.checkpoint_reader import checkpoint_tensors
 class _Bucket:
     """Gradients of several parameters in one flat buffer, which one all-reduce sums over ranks."""
 
-    group: dist.ProcessGroup | None  # the ranks of the sum; None for this rank alone
-    offsets: dict[str, int] = field(default_factory=dict)  # of each parameter in the buffer
+    group: dist.ProcessGroup | None  # ranks over which to sum; None for this rank alone
+    offsets: dict[str, int] = field(default_factory=dict)  # offset of each parameter in the buffer
     numel: int = 0
-    buffer: torch.Tensor | None = None  # float32; None until the first gradient of a step
-    missing: set[str] = field(default_factory=set)  # without a gradient in this backward pass
+    buffer: torch.Tensor | None = None  # float32; None before a step's first gradient
+    missing: set[str] = field(default_factory=set)  # parameters without a gradient in this pass
     sum: dist.Work | None = None  # the running all-reduce
 
 
@@ -34,8 +34,8 @@ class _Bucket:
 class GradientBuckets:
     """Collects the gradients of all backward passes of one step and sums them over ranks.
 
-    A gradient is added to its bucket as soon as autograd, or a compiled backward graph, produces
-    it. Its own memory is then free. In the last backward pass of a step, the all-reduce of a bucket
+    A gradient is added to its bucket, and its memory freed, as soon as autograd or a compiled
+    backward graph produces it. In the last backward pass of a step, the all-reduce of a bucket
     starts when the bucket is full, while backward continues. All ranks start the buckets in the
     same order. Parameters are in order of forward, and each must get a gradient in each step.
     """
@@ -48,21 +48,29 @@ class GradientBuckets:
         groups: ParallelGroups,
     ) -> None:
         self._parameters = parameters
-        self._buckets = _fill_buckets(parameters, experts, groups=groups)
+        self._buckets: list[_Bucket] = []  # buckets in the order in which backward fills them
+        open_buckets: dict[bool, _Bucket] = {}
+        for name in reversed(list(parameters)):
+            is_expert = name in experts
+            bucket = open_buckets.get(is_expert)
+            if bucket is None or 4 * bucket.numel >= BUCKET_BYTES:
+                bucket = _Bucket(group=groups.edp if is_expert else groups.sums)
+                open_buckets[is_expert] = bucket
+            bucket.offsets[name] = bucket.numel
+            bucket.numel += parameters[name].numel()
+            # Backward fills last the bucket with the earliest parameter, so it is last in the list.
+            self._buckets = [each for each in self._buckets if each is not bucket] + [bucket]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.offsets}
         self._collected: set[str] = set()
         self._stream: torch.cuda.Stream | None = None
         self._is_collecting = False
-        self._pending: list[_Bucket] = []  # buckets to all-reduce, the next one last
+        self._pending: list[_Bucket] = []  # buckets to all-reduce, the next one last in the list
         for name, parameter in parameters.items():
             set_gradient_hook(parameter, partial(self._add, name))
 
     @contextmanager
     def collecting(self, *, last: bool) -> Generator[None]:
-        """Collect all gradients of the backward pass inside ``with``.
-
-        In the ``last`` pass of a step the all-reduces start. It is then a collective.
-        """
+        """Collect the gradients of a backward pass; the ``last`` pass of a step is a collective."""
         device = next(iter(self._parameters.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pending = self._buckets[::-1] if last else []
@@ -82,7 +90,7 @@ class GradientBuckets:
         assert not self._pending, f"{sorted(self._pending[-1].missing)} have no gradient"
 
     def wait_for_sums(self) -> dict[str, torch.Tensor]:
-        """Return the float32 sums over ranks by parameter name, in the parameters' shapes."""
+        """Return the sums of gradients over ranks by parameter name: float32, parameter shapes."""
         for bucket in self._buckets:
             if bucket.sum is not None:
                 bucket.sum.wait()
@@ -90,7 +98,7 @@ class GradientBuckets:
         return {name: self._view(name) for name in self._parameters}
 
     def clear(self) -> None:
-        """Discard all gradient sums, after the optimizer step."""
+        """Free the buffers of the gradient sums, after the optimizer step."""
         self._collected.clear()
         for bucket in self._buckets:
             bucket.buffer = None
@@ -110,25 +118,26 @@ class GradientBuckets:
             return
         bucket = self._bucket_of[name]
         if bucket.buffer is None:
-            with torch.cuda.stream(self._stream):  # the stream that owns the memory
+            with torch.cuda.stream(self._stream):  # the main stream owns the buffer
                 bucket.buffer = gradient.new_empty(bucket.numel, dtype=torch.float32)
         with self._in_order(gradient.device):
             if name in self._collected:
                 self._view(name).add_(gradient)
             else:
-                # It takes two thirds of the time of ``copy_`` with a dtype conversion.
+                # This takes two thirds of the time of ``copy_`` with a dtype conversion.
                 torch._foreach_copy_([self._view(name)], [gradient])  # pyright: ignore[reportPrivateImportUsage]
         self._collected.add(name)
         bucket.missing.discard(name)
         while self._pending and not self._pending[-1].missing:
-            _start_sum(self._pending.pop())
+            bucket = self._pending.pop()
+            if bucket.group is not None:
+                bucket.sum = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Generator[None]:
-        """Run the ``with`` block after the work of the main CUDA stream, and later work after it.
+        """Order the ``with`` block among the work of the main CUDA stream, which owns the buffers.
 
-        Gradients of shared experts come on another stream. The main stream owns the buffers and
-        starts the all-reduces.
+        Gradients of shared experts come on another stream.
         """
         if self._stream is None or (stream := torch.cuda.current_stream(device)) == self._stream:
             yield
@@ -144,35 +153,8 @@ class GradientBuckets:
         return bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape)
 
 
-def _fill_buckets(
-    parameters: Mapping[str, nn.Parameter],
-    experts: Mapping[str, object],
-    *,
-    groups: ParallelGroups,
-) -> list[_Bucket]:
-    """Assign parameters to buckets, in the order in which backward fills the buckets."""
-    buckets: list[_Bucket] = []
-    open_buckets: dict[bool, _Bucket] = {}
-    for name in reversed(list(parameters)):
-        is_expert = name in experts
-        bucket = open_buckets.get(is_expert)
-        if bucket is None or 4 * bucket.numel >= BUCKET_BYTES:
-            bucket = _Bucket(group=groups.edp if is_expert else groups.sums)
-            open_buckets[is_expert] = bucket
-        bucket.offsets[name] = bucket.numel
-        bucket.numel += parameters[name].numel()
-        # Backward fills the bucket with the latest parameter last, so it is last in the list.
-        buckets = [each for each in buckets if each is not bucket] + [bucket]
-    return buckets
-
-
-def _start_sum(bucket: _Bucket) -> None:
-    if bucket.group is not None:
-        bucket.sum = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
-
-
 def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up, cosine to ``final_fraction``."""
+    """Return the learning rate of a step: linear warm-up, then a cosine to ``final_fraction``."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
@@ -182,9 +164,9 @@ def learning_rate(config: OptimizerConfig, step: int, *, num_steps: int) -> floa
 
 @final
 class ModelOptimizer:
-    """AdamW or SGD on float32 master weights.
+    """AdamW or SGD on float32 master weights; a float32 parameter is its own master weight.
 
-    A float32 parameter is its own master weight. Weight decay applies to matrices only.
+    Weight decay applies to matrices only.
     """
 
     def __init__(
@@ -215,22 +197,22 @@ class ModelOptimizer:
                 lr=config.learning_rate,
                 betas=(config.beta1, config.beta2),
                 eps=config.eps,
-                # One pass over the state instead of about ten memory-bound passes.
+                # The fused kernel reads the optimizer state once, instead of about ten times.
                 fused=next(iter(self.masters.values())).is_cuda,
             )
 
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
-        """Run the backward pass of a microbatch and add its gradients, in float32, to those before.
+        """Run the backward pass of a microbatch and add its gradients to those of earlier ones.
 
-        ``loss`` is this rank's share of the mean over its microbatches. The ``last`` backward pass
-        of a step starts the sums over ranks. It is then a collective.
+        The caller divides ``loss`` by the number of microbatches. The ``last`` backward pass of a
+        step starts the sums over ranks: it is then a collective.
         """
         with self.gradients.collecting(last=last):
             loss.backward()
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Wait for the all-reduces that sum the gradients over ranks."""
+        """Wait for the all-reduces of the gradients, and store their sums in the master weights."""
         summed = self.gradients.wait_for_sums()
         for name, master in self.masters.items():
             master.grad = summed[name]
@@ -245,8 +227,8 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def clip(self) -> torch.Tensor:
-        """Clip the averaged gradients; return their norm before, a float32 scalar. Collective."""
-        gradients = self.gradients.wait_for_sums()  # those that ``sync`` has waited for
+        """Average and clip the gradients; return the norm of the averages, float32. Collective."""
+        gradients = self.gradients.wait_for_sums()  # does not wait: ``sync`` has waited
         dense = [gradient for name, gradient in gradients.items() if name not in self.experts]
         once = [self.experts[name].without_replicas(gradients[name]) for name in self.experts]
         norm = global_norm(dense, once, groups=self.groups) / self.groups.num_ranks
@@ -259,7 +241,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Update the parameters with the learning rate ``rate`` and discard the gradients."""
+        """Update the parameters with a learning rate, and discard the gradients."""
         for group in self.torch_optimizer.param_groups:
             group["lr"] = rate
         self.torch_optimizer.step()
@@ -269,7 +251,7 @@ class ModelOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Store the float32 master weights, rounded to the parameters' dtype, in the parameters."""
+        """Round the float32 master weights to the dtype of the parameters, and store them there."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
@@ -286,18 +268,18 @@ class ModelOptimizer:
         }
 
     def resume(self, step: int) -> None:
-        """Continue after ``step`` steps, once a checkpoint has been loaded into ``state()``."""
+        """Continue after ``step`` steps, when a checkpoint has been loaded into ``state()``."""
         if self.config.kind == "adamw":
             for name in self.masters:
                 self._moments(name)["step"].fill_(step)
         self.publish()
 
     def _moments(self, name: str) -> dict[str, torch.Tensor]:
-        """Return AdamW's state of a parameter; before the first step, create it."""
+        """Return AdamW's state of a parameter; create it before the first step."""
         master = self.masters[name]
         moments = self.torch_optimizer.state[master]
         if not moments:
-            # The device that torch itself uses; the fused kernel needs it on the GPU.
+            # torch's AdamW keeps "step" on this device; the fused kernel needs it on the GPU.
             moments["step"] = torch.zeros((), device=master.device if master.is_cuda else "cpu")
             moments["exp_avg"] = torch.zeros_like(master)
             moments["exp_avg_sq"] = torch.zeros_like(master)

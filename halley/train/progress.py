@@ -1,10 +1,10 @@
-"""Report a run: a progress bar or log lines, one JSON line per step, and TensorBoard events."""
+"""Report the steps of a run: progress bar or log lines, JSON lines, and TensorBoard events."""
 
 import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
@@ -17,6 +17,7 @@ from halley.core.config import RunConfig
 METRICS_FILE = "metrics.jsonl"
 DISCARDED_FILE = "metrics.discarded.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+REPORT_FILES = (METRICS_FILE, DISCARDED_FILE, TENSORBOARD_FOLDER)
 Metrics = dict[str, float | int | None]
 
 
@@ -32,7 +33,8 @@ class Reporter:
         self._progress: Progress | None = None
         self._board = None
         if config.train.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # on all ranks, so that all raise
+            # All ranks import it, so that all raise the error of a missing package.
+            from torch.utils.tensorboard import SummaryWriter
 
             if metrics is not None:
                 self._board = SummaryWriter(
@@ -44,7 +46,7 @@ class Reporter:
         """Show the metrics of one step and write them to the files; ``step`` counts from 1."""
         if self._metrics is None:
             return
-        # JSON has no NaN and no infinity.
+        # JSON has no NaN and no infinity, so they become null.
         finite = {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in metrics.items()
@@ -63,7 +65,7 @@ class Reporter:
                 if value is not None:
                     self._board.add_scalar(name, value, step)
         if self._progress is not None:
-            # Shorter than a log line, so that it fits next to the bar in 80 columns.
+            # This text is shorter than a log line, to fit next to the bar in 80 columns.
             mfu = "" if metrics["mfu"] is None else f"mfu {_share(metrics['mfu'])}  "
             text = (
                 f"loss {metrics['loss']:.3f}  {(metrics['tokens_per_s'] or 0) / 1e3:,.1f}k tok/s  "
@@ -80,18 +82,14 @@ class Reporter:
             yield
             return
         try:
-            if not self._console.is_terminal:
-                yield
-                return
-            columns = (
-                BarColumn(bar_width=12),
-                TextColumn("{task.completed}/{task.total}"),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-            )
-            with Progress(*columns, console=self._console) as self._progress:
-                num_steps = self._config.train.num_steps
-                self._bar = self._progress.add_task("", total=num_steps, completed=first_step)
+            with ExitStack() as stack:
+                if self._console.is_terminal:
+                    count, text = "{task.completed}/{task.total}", "{task.description}"
+                    columns = (BarColumn(bar_width=12), TextColumn(count), TimeRemainingColumn())
+                    progress = Progress(*columns, TextColumn(text), console=self._console)
+                    self._progress = stack.enter_context(progress)
+                    num_steps = self._config.train.num_steps
+                    self._bar = progress.add_task("", total=num_steps, completed=first_step)
                 yield
         finally:
             self._progress = None
@@ -101,14 +99,14 @@ class Reporter:
 
 
 def say(console: Console, text: str) -> None:
-    """Print one line without wrapping or markup."""
+    """Print one line to a rich console, without wrapping or markup."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def describe(metrics: Metrics) -> str:
-    """Return the metrics of a step as text."""
+    """Return the metrics of a step as a log line."""
     parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
-    if metrics["mfu"] is not None:  # the peak rate of CPUs is unknown
+    if metrics["mfu"] is not None:  # the mfu is None on CPUs, whose peak rate is unknown
         parts.append(f"mfu {_share(metrics['mfu'], digits=1)}")
     parts.append(f"exposed communication {_share(metrics['exposed_share'], digits=1)}")
     return "  ".join(parts)
@@ -119,23 +117,20 @@ def _share(value: float | int | None, *, digits: int = 0) -> str:
 
 
 def drop_later_steps(path: Path, *, step: int) -> None:
-    """Remove the metrics of steps after ``step``, because a resumed run repeats these steps.
+    """Move the metrics of steps after ``step`` to ``metrics.discarded.jsonl``.
 
-    The lines move to ``metrics.discarded.jsonl``, with lines that a crash truncated.
+    A resumed run repeats these steps. Lines that a crash truncated are moved too.
     """
-    if not path.exists():
-        return
-    kept: list[bytes] = []
-    dropped: list[bytes] = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        (kept if _is_up_to(line, step=step) else dropped).append(line)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if _is_up_to(line, step=step)]
+    dropped = [line for line in lines if not _is_up_to(line, step=step)]
     if not dropped:
         return
     with path.with_name(DISCARDED_FILE).open("ab") as file:
         file.writelines(dropped)
     draft = path.with_name(f"{path.name}.tmp")
     draft.write_bytes(b"".join(kept))
-    os.replace(draft, path)  # atomic: a crash leaves the old file or the new one
+    os.replace(draft, path)  # a rename is atomic: a crash leaves the old file or the new one
 
 
 def _is_up_to(line: bytes, *, step: int) -> bool:

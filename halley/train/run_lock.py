@@ -1,4 +1,4 @@
-"""A lock on the folder of a run, so that two runs never write to it at the same time.
+"""A lock on the output folder of a run, so that two runs never write to it at the same time.
 
 The lock is ``flock`` on ``run.lock``; the kernel releases it when the process ends in any way. The
 file names the owner, for the error message. Some shared file systems keep ``flock`` local to a
@@ -24,16 +24,15 @@ from halley.core.validation import parse_json
 LOCK_FILE = "run.lock"
 RENEW_S = 5.0
 _WATCH_S = 3 * RENEW_S  # without a renewal in this time, an owner on another host has ended
-_PATIENCE_S = 3.0  # a killed rank needs a moment to release the lock
+_PATIENCE_S = 3.0  # time for a killed rank to release its lock
 _MAX_BYTES = 4096
 
 
 @contextmanager
 def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Hold the lock of a run's folder; wait ``patience_s`` for an owner that is about to end.
+    """Hold the lock of a run's output folder during the block.
 
-    Raises:
-        ValueError: another process holds the lock; names its host, process id and start.
+    If another process still holds it after ``patience_s``, a ValueError names that process.
     """
     path = folder / LOCK_FILE
     try:
@@ -46,16 +45,19 @@ def run_lock(folder: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         _write(descriptor, {"host": socket.gethostname(), "pid": os.getpid(), "started": started})
         ended = threading.Event()
-        renewer = threading.Thread(
-            target=_renew, args=(descriptor, ended), name="halley-lock", daemon=True
-        )
-        renewer.start()
+
+        def renew() -> None:
+            while not ended.wait(RENEW_S):
+                os.utime(descriptor)
+
+        thread = threading.Thread(target=renew, name="halley-lock", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            renewer.join()
-            # The file is not deleted: a waiting process would otherwise lock a deleted file.
+            thread.join()
+            # The lock file stays, because a waiting process would lock a deleted file.
             _write(descriptor, {})
     finally:
         os.close(descriptor)
@@ -81,7 +83,7 @@ def _lock(descriptor: int, path: Path, *, patience_s: float) -> None:
 
 
 def _wait_for_other_host(descriptor: int, path: Path) -> None:
-    """Wait until it is sure that an owner on another host has ended; else raise an error."""
+    """Wait until an owner on another host has certainly ended; raise an error if it has not."""
     owner = _read(descriptor)
     if not owner or owner.get("host") == socket.gethostname():
         return
@@ -91,11 +93,6 @@ def _wait_for_other_host(descriptor: int, path: Path) -> None:
         time.sleep(RENEW_S / 5)
         if os.fstat(descriptor).st_mtime_ns != renewed_ns:
             raise _in_use(path, _read(descriptor))
-
-
-def _renew(descriptor: int, ended: threading.Event) -> None:
-    while not ended.wait(RENEW_S):
-        os.utime(descriptor)
 
 
 def _in_use(path: Path, owner: dict[str, Any]) -> ValueError:
@@ -112,7 +109,7 @@ def _read(descriptor: int) -> dict[str, Any]:
     content = os.pread(descriptor, _MAX_BYTES, 0).decode("ascii", errors="replace")
     try:
         owner = parse_json(content, where=LOCK_FILE)
-    except ValueError:  # empty, or the owner was killed while it wrote
+    except ValueError:  # the file is empty, or its owner was killed while it wrote
         return {}
     return cast(dict[str, Any], owner) if isinstance(owner, dict) else {}
 

@@ -3,11 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -18,6 +17,7 @@ from halley.core.placement import ExpertPlacement, load_placements, write_counts
 from halley.core.timeline import Recorder
 from halley.core.types import DTYPES
 from halley.cost.hardware import default_path
+from halley.distributed.launcher import signals_handled
 from halley.distributed.mesh import ParallelGroups, World, build_groups
 from halley.moe.dense import next_token_loss
 from halley.moe.memory_check import check_memory
@@ -25,13 +25,13 @@ from halley.moe.router import SigmoidRouter
 from halley.moe.transformer import ModelOutput, MoETransformer
 from halley.planner.step_plan import StepPlan, check_strategies, plan_run
 from halley.strategies.registry import PLANNED, build_strategies, split_strategies
-from halley.train.data import BatchLoader, check_vocabulary, open_corpus
+from halley.train.data import BatchLoader, open_corpus
 from halley.train.optim import ModelOptimizer, learning_rate
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_COMPILE_TIMEOUT_S = 600.0  # for which ranks wait while the first of them measures and plans
-_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)
+_COMPILE_TIMEOUT_S = 600.0  # time that ranks wait while rank 0 of them measures and plans
+_IN_GRAPHS = ("functional", "unfused", "fused", PLANNED)  # strategies that graphs can contain
 
 
 @final
@@ -43,14 +43,14 @@ class ExpertCounter:
         self._num_steps = 0
 
     def add(self, counts_ME: torch.Tensor) -> None:
-        """Add this rank's int64 counts of one step, without a read by the host."""
+        """Add this rank's int64 counts of one step, without a device-to-host copy."""
         self._total_ME = counts_ME + (0 if self._total_ME is None else self._total_ME)
         self._num_steps += 1
 
     def write(self, path: Path, *, step: int) -> None:
-        """Write the counts of all ranks since the last call, and start again from zero. Collective.
+        """Sum the counts since the last call over ranks, and write them on rank 0. Collective.
 
-        Rank 0 replaces the file after ``step`` steps. A model without MoE layers writes no file.
+        ``step`` is the number of steps done. A model without MoE layers writes no file.
         """
         total_ME, num_steps = self._total_ME, self._num_steps
         self._total_ME, self._num_steps = None, 0
@@ -67,108 +67,82 @@ class SaveRequests:
     """Decides, with the same result on all ranks, when time or a signal requires a checkpoint.
 
     Slurm sends SIGTERM before it ends a job; a terminal sends SIGINT. After the first signal, the
-    current step is completed. A second SIGINT interrupts at once.
-
-    Args:
-        every_s: seconds between checkpoints; 0 requests none by time.
+    current step is completed. A second SIGINT interrupts at once. ``every_s`` is the time between
+    checkpoints; 0 for none by time.
     """
 
     def __init__(self, *, every_s: float) -> None:
-        self.is_due = False  # whether the time for a checkpoint had come in the last step
+        self.is_due = False  # whether a checkpoint was due by time in the last step
         self.stop_signal = 0  # the signal that asks the run to end
         self._every_s = every_s
         self._saved_s = time.monotonic()
         self._signal = 0
 
-    @contextmanager
-    def catch_signals(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into requests during the block, in the main thread only."""
+    def catch_signals(self) -> AbstractContextManager[None]:
+        """Turn SIGINT and SIGTERM into requests during the block, if this is the main thread."""
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def note(number: int, frame: object) -> None:
             if self._signal and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self._signal = self._signal or number
 
-        try:
-            before = {n: signal.signal(n, note) for n in _SIGNALS}
-        except ValueError:  # only the main thread receives signals
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return signals_handled(_SIGNALS, note)
 
     def local(self, *, is_first: bool, device: torch.device) -> torch.Tensor:
-        """Return this rank's requests, ``(3,)`` float32, for ``agree``; rank 0 reads the clock."""
+        """Return this rank's requests, ``(3,)`` float32; only rank 0 reads the clock."""
         is_due = bool(self._every_s) and time.monotonic() - self._saved_s >= self._every_s
         flags = (is_first and is_due, *(self._signal == number for number in _SIGNALS))
         return torch.tensor(flags, dtype=torch.float32, device=device)
 
     def agree(self, totals: Sequence[float]) -> None:
-        """Set the requests to the sums over all ranks of the results of ``local``."""
+        """Set ``is_due`` and ``stop_signal`` from the sum of ``local`` over all ranks."""
         num_due, *num_signalled = totals
         numbers = [n for n, count in zip(_SIGNALS, num_signalled, strict=True) if count]
         self.is_due, self.stop_signal = num_due > 0, max(numbers, default=0)
 
     def saved(self) -> None:
-        """Restart the time until the next checkpoint."""
+        """Restart the timer of the next checkpoint, after a checkpoint was written."""
         self._saved_s = time.monotonic()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """The model, data, optimizer and other objects that a training run has on this rank.
+    """The model, data, optimizer and other objects that a training run has on this rank."""
 
-    Attributes:
-        config: the configuration, with the strategies that the model uses.
-        forward: runs the model, compiled if there are passes.
-        plan: the plan that chose the strategies; None if the user chose them.
-    """
-
-    config: RunConfig
+    config: RunConfig  # its strategies are those that the model uses
     world: World
     groups: ParallelGroups
     recorder: Recorder
     model: MoETransformer
-    forward: Callable[[torch.Tensor], ModelOutput]
+    forward: Callable[[torch.Tensor], ModelOutput]  # the model, compiled if there are passes
     optimizer: ModelOptimizer
     loader: BatchLoader
     counts: ExpertCounter
     requests: SaveRequests
-    plan: StepPlan | None = None
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of all ranks in one step."""
-        return (self.loader.num_read(1) - self.loader.num_read(0)) * self.config.data.seq_len
+    plan: StepPlan | None = None  # plan that chose the strategies; None if the user did
 
     def routers(self) -> list[SigmoidRouter]:
         """Return the routers with a selection bias, in order of layer."""
         return [m for m in self.model.modules() if isinstance(m, SigmoidRouter)]
 
     def state(self) -> dict[str, object]:
-        """Return the tensors of a checkpoint; loading writes into them."""
+        """Return the tensors of a checkpoint; loading a checkpoint writes into them."""
         biases = {str(index): router.bias for index, router in enumerate(self.routers())}
         return self.optimizer.state() | ({"router_bias": biases} if biases else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of a step; the losses are averaged over ranks and microbatches."""
+    """Results of a training step; the losses are averaged over ranks and microbatches."""
 
     loss: float  # next-byte cross-entropy, nats per byte
     router_loss: float  # balance and z losses times their coefficients
-    grad_norm: float  # global norm before clipping
+    grad_norm: float  # global gradient norm before clipping
     learning_rate: float
 
 
 def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement] | None:
-    """Return the expert placement of each MoE layer of a run, or None for contiguous ranges.
-
-    Raises:
-        ValueError: the file is damaged, or for other experts, ranks or layers.
-    """
+    """Read the expert placement of each MoE layer from the run's file; None without a file."""
     if not config.placement:
         return None
     if config.expert_tp_size > 1:
@@ -186,11 +160,7 @@ def read_placements(config: RunConfig, *, ep_size: int) -> list[ExpertPlacement]
 
 
 def check_passes(config: RunConfig) -> None:
-    """Raise an error if a run has compiler passes, but its model cannot be one graph.
-
-    Raises:
-        ValueError: a strategy or another setting breaks the graph.
-    """
+    """Raise ``ValueError`` if a run has compiler passes, but its model cannot be one graph."""
     if config.passes == "none":
         return
     for name in config.strategy.split(","):
@@ -217,7 +187,7 @@ def check_passes(config: RunConfig) -> None:
 
 def build_run(config: RunConfig, world: World) -> TrainingRun:
     """Create the model, data and optimizer of a run; ValueError if they do not fit. Collective."""
-    check_vocabulary(config)
+    corpus = open_corpus(config)
     check_strategies(config)
     check_passes(config)
     # CPU ranks of one host share its memory.
@@ -245,7 +215,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         config.model,
         strategy=strategies,
         groups=groups,
-        # The host cannot time the inside of a compiled graph.
+        # The host cannot record spans inside a compiled graph.
         recorder=recorder if config.passes == "none" else Recorder(world.device, enabled=False),
         dtype=DTYPES[config.train.dtype],
         device=world.device,
@@ -261,9 +231,7 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
         model=model,
         forward=model if config.passes == "none" else _compile_model(model, config, world.device),
         optimizer=ModelOptimizer(model, config.optimizer, groups=groups),
-        loader=BatchLoader(
-            open_corpus(config), config.train, rank=world.rank, num_ranks=world.num_ranks
-        ),
+        loader=BatchLoader(corpus, config.train, rank=world.rank, num_ranks=world.num_ranks),
         counts=ExpertCounter(),
         requests=SaveRequests(every_s=60.0 * config.checkpoint.every_minutes),
         plan=plan,
@@ -273,12 +241,12 @@ def build_run(config: RunConfig, world: World) -> TrainingRun:
 def _compile_model(
     model: MoETransformer, config: RunConfig, device: torch.device
 ) -> Callable[[torch.Tensor], ModelOutput]:
-    """Return the model's forward, compiled with the passes of a run at its first call.
+    """Return the model's forward, to be compiled with the passes of a run at its first call.
 
-    Passes plan by measured times, as a wire's speed is not known otherwise. On a CPU, operators run
-    one by one: Inductor would take minutes.
+    Passes plan by measured times, as the speed of the network is not known otherwise. On a CPU,
+    operators run one by one: Inductor would take minutes.
     """
-    # Only here: with torch's compiler comes Triton, before it is known how kernels are to run.
+    # Imported here, because torch's compiler imports Triton before it is known how kernels run.
     import torch._dynamo.config
 
     from halley.compiler import Backend
@@ -294,25 +262,27 @@ def _compile_model(
     compiled = torch.compile(model, backend=Backend(), fullgraph=True, options=options)
 
     def forward(tokens_BS: torch.Tensor) -> ModelOutput:
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):  # splits of all-to-alls
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):  # for splits of all-to-alls
             return compiled(tokens_BS)
 
     return forward
 
 
 def _find_profiles(config: RunConfig, device: torch.device) -> str:
-    """Return the file of measured times of a run, or "" for none."""
+    """Return the path of the measured times by which passes plan, or "" for none."""
     if config.profiles != "auto":
         return config.profiles
     return str(default_path()) if device.type == "cuda" else ""
 
 
 def _make_deterministic() -> None:
-    """Let torch choose kernels that give the same bits each time, for the rest of the process."""
-    # Source: PyTorch's notes on reproducibility; cuBLAS needs the workspace setting.
+    """Let torch choose kernels that give the same bits each time, for the rest of the process.
+
+    Source: PyTorch's notes on reproducibility. cuBLAS needs the workspace setting.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Halley never reads uninitialized memory, and filling it takes time.
+    # Filling uninitialized memory takes time, and Halley never reads such memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
 
 
@@ -349,18 +319,12 @@ def train_step(run: TrainingRun, step: int) -> StepResult:
     with recorder.span("optimizer"):
         norm = run.optimizer.clip()
         run.optimizer.step(rate)
-        _update_router_bias(run, counts_ME)
+        if routers := run.routers():
+            if dist.is_initialized():
+                dist.all_reduce(counts_ME)
+            for router, counts_E in zip(routers, counts_ME, strict=True):
+                router.update_bias(counts_E)
     totals[:2] /= run.world.num_ranks
     mean, router_mean, *requested = totals.tolist()
     run.requests.agree(requested)
     return StepResult(loss=mean, router_loss=router_mean, grad_norm=float(norm), learning_rate=rate)
-
-
-def _update_router_bias(run: TrainingRun, counts_ME: torch.Tensor) -> None:
-    routers = run.routers()
-    if not routers:
-        return
-    if dist.is_initialized():
-        dist.all_reduce(counts_ME)
-    for router, counts_E in zip(routers, counts_ME, strict=True):
-        router.update_bias(counts_E)

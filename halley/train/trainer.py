@@ -32,9 +32,8 @@ from halley.train.checkpoint import (
 )
 from halley.train.manifest import Manifest, read_manifest
 from halley.train.progress import (
-    DISCARDED_FILE,
     METRICS_FILE,
-    TENSORBOARD_FOLDER,
+    REPORT_FILES,
     Metrics,
     Reporter,
     drop_later_steps,
@@ -47,12 +46,8 @@ from halley.train.step import TrainingRun, build_run, train_step
 CONFIG_FILE = "config.json"
 COUNTS_FILE = "counts.json"
 CHECKPOINTS_FOLDER = "checkpoints"
-# These fields change training, as a learning rate does, but not the function of the model.
+# Router fields that may change when a run resumes, since they are not part of the model.
 _STEERING = ("bias_update_rate", "balance_coefficient", "z_coefficient")
-_RUN_FILES = (
-    *(CHECKPOINTS_FOLDER, CONFIG_FILE, COUNTS_FILE),
-    *(METRICS_FILE, DISCARDED_FILE, TENSORBOARD_FOLDER),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +61,7 @@ class Outcome:
 def train(
     config: RunConfig, world: World, *, on_step: Callable[[int], None], restart: bool = False
 ) -> Outcome:
-    """Train a model. Collective of all ranks.
+    """Train a model, from the newest checkpoint if there is one. Collective of all ranks.
 
     Args:
         config: the run. Its ``output`` folder, which all ranks must see, receives ``config.json``,
@@ -110,13 +105,13 @@ def _train_in_locked_folder(
     run = build_run(config, world)
     if checkpoint is not None:
         run.optimizer.resume(load_checkpoint(checkpoint, run.state()))
-        # Checkpoints of version 0.1 may lack the note; assume steps of the present size.
+        # Checkpoints of Halley 0.1 lack this note; assume steps of the present batch size.
         num_read = manifest.notes.get("num_sequences", run.loader.num_read(first_step))
         run.loader.resume(first_step, num_read=num_read)
     metrics_path = output / METRICS_FILE if world.is_first else None
     if metrics_path is not None:
         drop_later_steps(metrics_path, step=first_step)
-        _write_config(config, output / CONFIG_FILE)
+        write_json(output / CONFIG_FILE, dataclasses.asdict(config))
     reporter = Reporter(config, console=console, metrics=metrics_path, first_step=first_step)
     say(console, _describe(run, first_step))
     with reporter.running(first_step), run.requests.catch_signals():
@@ -139,6 +134,7 @@ def _take_steps(
     if peak_flops is not None:
         flops = flops_per_token(config.model, seq_len=config.data.seq_len)
         peak_tokens_per_s = peak_flops * world.num_ranks / flops
+    tokens_per_step = (run.loader.num_read(1) - run.loader.num_read(0)) * config.data.seq_len
     metrics: Metrics = {}
     for step in range(first_step, config.train.num_steps):
         on_step(step + 1)
@@ -146,7 +142,7 @@ def _take_steps(
         result = train_step(run, step)
         step_s = time.perf_counter() - start_s
         exposed_us = waited_us(run.recorder.collect())
-        tokens_per_s = run.tokens_per_step / step_s
+        tokens_per_s = tokens_per_step / step_s
         metrics = {
             "step": step + 1,
             **dataclasses.asdict(result),
@@ -156,7 +152,7 @@ def _take_steps(
             "exposed_share": None if exposed_us is None else exposed_us * 1e-6 / step_s,
         }
         reporter.report(metrics)
-        _check_finite(metrics)  # so that no diverged model replaces a good checkpoint
+        _check_finite(metrics)  # before a save, so that no diverged model replaces a good one
         every, is_last = config.checkpoint.every_steps, step + 1 == config.train.num_steps
         is_due = bool(every) and (step + 1) % every == 0
         if is_last or is_due or run.requests.is_due or run.requests.stop_signal:
@@ -186,7 +182,7 @@ def _check_finite(metrics: Metrics) -> None:
 
 
 def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
-    """Return a checkpoint's manifest; raise an error if this run must not continue from it."""
+    """Return a checkpoint's manifest; ``ValueError`` if this run must not continue from it."""
     if not config.checkpoint.resume:
         raise ValueError(
             f"checkpoint.resume (false) must have an output without checkpoints: {path} is there"
@@ -217,13 +213,13 @@ def _check_resumable(config: RunConfig, path: Path, *, warn: bool) -> Manifest:
 
 
 def _set_aside(output: Path) -> None:
-    """Move the files of a run into a new folder, so that the next run starts at step 0."""
+    """Move the files of an earlier run into a new folder, so that the next run starts at step 0."""
     # torchrun restarts failed ranks with the same command, which still contains --restart.
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
     folder = find_free_name(output, "previous")
     folder.mkdir()
-    for name in _RUN_FILES:
+    for name in (CHECKPOINTS_FOLDER, CONFIG_FILE, COUNTS_FILE, *REPORT_FILES):
         if os.path.lexists(output / name):
             (output / name).rename(folder / name)
     check_writable(output / CHECKPOINTS_FOLDER)
@@ -240,9 +236,10 @@ def _flat(table: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _write_config(config: RunConfig, path: Path) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file, so that a crash leaves the old file or the new one."""
     draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 

@@ -24,6 +24,7 @@ from halley.strategies.traceable import TraceableStrategy
 from halley.tools.layer_case import relative_error
 from halley.tools.timer import Row
 from tests.cli.pool_command import run_command
+from tests.moe.model_case import CPU
 from tests.rank_pool import RunRanks
 
 
@@ -170,9 +171,6 @@ def test_red_share_of_a_bar_is_exposed_communication(tmp_path: Path) -> None:
     assert red / blue == pytest.approx(1 / 3, rel=0.02)
     with pytest.raises(ValueError, match=r"rows \(1\) must hold at least one time"):
         draw_graph_bench([failed], path)
-
-
-CPU = torch.device("cpu")
 
 
 def test_sizes_are_those_of_the_paper() -> None:

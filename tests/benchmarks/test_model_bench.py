@@ -20,14 +20,14 @@ from halley.core.config import OptimizerConfig, RunConfig
 from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.distributed.mesh import ParallelGroups, build_groups
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.moe.layer import grouped_experts
 from halley.moe.transformer import MoETransformer
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 from halley.tools.candidates import wire_us
-from halley.tools.timer import Row, summarise
+from halley.tools.timer import Row, summarise, to_float
 from halley.train.optim import ModelOptimizer
 from halley.train.step import train_step
 from tests.cli.pool_command import run_command
@@ -47,23 +47,13 @@ MACHINE = {"gpu", "num_gpus", "torch", "triton", "nccl", "commit", "date"}
 
 
 def _bench(
-    candidates: dict[str, AbstractStrategy],
-    groups: ParallelGroups,
-    *,
-    recorder: Recorder | None = None,
-    num_samples: int = 1,
+    candidates: dict[str, AbstractStrategy], groups: ParallelGroups, recorder: Recorder
 ) -> list[Row]:
     return bench_model(
-        CASE,
-        candidates,
+        CASE, candidates, groups=groups, recorder=recorder, device=CPU, link_bytes_per_s=LINK,
         make_optimizer=lambda m: ModelOptimizer(m, OptimizerConfig(), groups=groups),
-        groups=groups,
-        recorder=recorder or Recorder(CPU, enabled=False),
-        device=CPU,
-        workspaces=Workspaces(groups.ep, CPU),
-        link_bytes_per_s=LINK,
-        num_samples=num_samples,
-    )
+        workspaces=Workspaces(groups.ep, CPU), num_samples=2,
+    )  # fmt: skip
 
 
 def _bench_wrong(rank: int, num_ranks: int) -> tuple[list[Row], float]:
@@ -78,13 +68,13 @@ def _bench_wrong(rank: int, num_ranks: int) -> tuple[list[Row], float]:
         "chunked n=3": ScaledStrategy(groups, 0.5),
         "chunked n=2": chunked,
     }
-    rows = _bench(candidates, groups, recorder=recorder, num_samples=2)
+    rows = _bench(candidates, groups, recorder)
     subject = build_subject(CASE, chunked, groups=groups, recorder=recorder, device=CPU)
     layers = subject.layers()
     counts_ME = subject.model(subject.tokens_BS).counts_ME
     for counts_E, layer in zip(counts_ME, layers, strict=True):
         assert counts_E.equal(layer.counts_WE[rank])
-    crossings_us = sum(4 * wire_us(layer, groups, link_bytes_per_s=LINK) for layer in layers)
+    crossings_us = sum(4 * wire_us(layer, link_bytes_per_s=LINK) for layer in layers)
     destroy(groups)
     return rows, crossings_us
 
@@ -96,19 +86,19 @@ def test_wrong_strategies_get_no_time(run_ranks: RunRanks) -> None:
         assert set(row) == WORKLOAD | FIGURES | BOUNDS | {"samples", "max_rel_err", "bit_equal"}
         assert row["median_us"] == other["median_us"]
         assert row["floor_us"] == row["wire_us"] == pytest.approx(crossings_us, abs=0.1)
-        assert 0 < float(str(row["gemm_us"])) < float(str(row["wire_us"]))
+        assert 0 < to_float(row["gemm_us"]) < to_float(row["wire_us"])
         assert (row["num_layers"], row["batch_size"], row["direction"]) == (2, 2, "step")
     for row in rows[1:3]:
         assert all(row[key] is None for key in FIGURES)
         assert row["samples"] == 0
     assert rows[1]["max_rel_err"] == math.inf
-    assert 1e-3 < float(str(rows[2]["max_rel_err"])) < 0.02
+    assert 1e-3 < to_float(rows[2]["max_rel_err"]) < 0.02
     for row in (rows[0], rows[3]):  # after a wrong one too
-        assert float(str(row["max_rel_err"])) <= 1e-6
-        p10, median, p90 = (float(str(row[key])) for key in ("p10_us", "median_us", "p90_us"))
+        assert to_float(row["max_rel_err"]) <= 1e-6
+        p10, median, p90 = (to_float(row[key]) for key in ("p10_us", "median_us", "p90_us"))
         assert 0 < p10 <= median <= p90
         assert row["tokens_per_s"] == pytest.approx(24 * 2 / (median * 1e-6), rel=1e-3)
-        assert float(str(row["exposed_comm_us"])) > 0
+        assert to_float(row["exposed_comm_us"]) > 0
         assert (row["mfu"], row["peak_mib"], row["samples"]) == (None, None, 2)
     assert rows[3]["setting"] == "n=2"  # n=3 is wrong
 
@@ -149,13 +139,8 @@ def _compare_with_training(rank: int, num_ranks: int, config: RunConfig) -> None
         dist.all_reduce(squares)
         run.model.zero_grad()
 
-        subject = Subject(
-            model=run.model,
-            tokens_BS=tokens_BS,
-            targets_BS=targets_BS,
-            groups=run.groups,
-            recorder=run.recorder,
-        )
+        batch = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+        subject = Subject(model=run.model, groups=run.groups, recorder=run.recorder, **batch)
         got = subject.values().tolist()
         run.recorder.collect()
         result = train_step(run, 0)
@@ -200,15 +185,15 @@ def test_tokens_per_second_and_mfu_by_hand(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_out_of_memory_names_model_and_strategy() -> None:
-    groups = ParallelGroups()
-    sequential = AllToAllStrategy(None, recorder=Recorder(CPU, enabled=False))
+    groups, recorder = ParallelGroups(), Recorder(CPU, enabled=False)
+    sequential = AllToAllStrategy(None, recorder=recorder)
     full = ScaledStrategy(groups, 1.0, problem="CUDA out of memory. Tried to allocate 2 GiB")
     wanted = r"model small, layers 2, tokens 24, strategy full n=1: CUDA out of memory\. Tried"
     with pytest.raises(MemoryError, match=wanted):
-        _bench({"sequential": sequential, "full n=1": full}, groups)
+        _bench({"sequential": sequential, "full n=1": full}, groups, recorder)
     broken = ScaledStrategy(groups, 1.0, problem="a bug")
     with pytest.raises(RuntimeError, match=r"^a bug$"):
-        _bench({"sequential": sequential, "broken": broken}, groups)
+        _bench({"sequential": sequential, "broken": broken}, groups, recorder)
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 16), (torch.bfloat16, 18)])

@@ -20,10 +20,8 @@ from tests.cli.pool_command import run_command
 from tests.rank_pool import RunRanks
 
 
-ROWS: list[Row] = [
-    {"gpu": "cpu x", "num_gpus": 1, "case": "layer", "median_us": 1.0},
-    {"gpu": "cpu x", "num_gpus": 1, "case": "layer", "median_us": 2.0},
-]
+MACHINE: Row = {"gpu": "cpu x", "num_gpus": 1, "case": "layer"}
+ROWS: list[Row] = [MACHINE | {"median_us": us} for us in (1.0, 2.0)]
 FIRST = World(rank=0, num_ranks=1, device=torch.device("cpu"))
 
 

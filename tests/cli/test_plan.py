@@ -56,7 +56,7 @@ def test_plan_names_the_strategies_that_cannot_run(capsys) -> None:
 
 
 def test_plan_is_compared_with_one_strategy_for_all_layers(capsys) -> None:
-    more = ["--set=train.dtype=bfloat16", "--passes=wgrad", "--link=1", "--ranks=4", *ONE_LAYER]
+    more = ["--set=train.dtype=bfloat16", "--link=1", "--ranks=4", *ONE_LAYER]
     assert main(["plan", "graph", *MODEL, *more]) == 0
     out, text = capsys.readouterr()
     plan = json.loads(out)["plan"]
@@ -74,7 +74,7 @@ def test_measured_times_replace_predicted_ones(capsys, tmp_path) -> None:
     path.touch()
 
     def plan() -> tuple[float, list[str]]:
-        wanted = ["--passes=wgrad", "--set=strategy=functional", "--ranks=4", *ONE_LAYER]
+        wanted = ["--set=strategy=functional", "--ranks=4", *ONE_LAYER]
         assert main(["plan", "graph", *MODEL, *wanted, f"--profiles={path}"]) == 0
         forward = json.loads(capsys.readouterr().out)["forward"]
         return forward["time_before"]["makespan_us"], forward["predicted"]

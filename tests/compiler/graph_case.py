@@ -27,7 +27,6 @@ class GraphBuilder:
         return node
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
-        """Add the call of an operator."""
         node = self.graph.create_node("call_function", target, args, name=name)
         values = fx.map_arg(args, lambda arg: arg.meta["val"])
         communicates = str(target).startswith("_c10d_functional")
@@ -41,12 +40,10 @@ class GraphBuilder:
         return node
 
     def mm(self, left: fx.Node, right: fx.Node, name: str | None = None) -> fx.Node:
-        """Add a GEMM."""
         return self.call(aten.mm.default, left, right, name=name)
 
     def t(self, x: fx.Node, name: str | None = None) -> fx.Node:
-        """Add a transpose, which is a view."""
-        return self.call(aten.t.default, x, name=name)
+        return self.call(aten.t.default, x, name=name)  # a view
 
     def all_to_all(self, x: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
         """Add an equal all-to-all; return its start, and its wait directly after it."""
@@ -66,12 +63,10 @@ class GraphBuilder:
 
 
 def find(analysis: GraphAnalysis, name: str) -> int:
-    """Return the index of a node by name."""
     return next(index for index, node in enumerate(analysis.nodes) if node.name == name)
 
 
 def names(analysis: GraphAnalysis, indices: Any) -> list[str]:
-    """Return the names of nodes by index."""
     return [analysis.nodes[index].name for index in indices]
 
 

@@ -40,24 +40,34 @@ class AllToAllCalls(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def whole_graphs() -> Iterator[None]:
-    """Let Dynamo read sizes without a graph break or a warning; forget all graphs afterwards."""
-    scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
-    with scalars, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of how it traces
+def fresh_graphs() -> Iterator[None]:
+    """Ignore warnings of PyTorch about tracing, and forget all graphs of Dynamo afterwards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             yield
         finally:
             torch._dynamo.reset()
 
 
-def build_narrow(gate: Gate, groups: ParallelGroups, *, num_layers: int) -> GPT2MoE:
+@contextlib.contextmanager
+def whole_graphs() -> Iterator[None]:
+    """Let Dynamo read sizes without a graph break or a warning; forget all graphs afterwards."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), fresh_graphs():
+        yield
+
+
+def build_narrow(
+    gate: Gate, groups: ParallelGroups, *, num_layers: int, hidden_size: int = 32, **sizes: int
+) -> GPT2MoE:
     """Return a narrow GPT-2 with experts in every other layer, and weights large enough to matter.
 
     The experts are distributed over the expert-parallel group.
     """
-    sizes = {"hidden_size": 32, "num_heads": 4, "vocab_size": 32, "seq_len": SEQ_LEN}
-    shape = GPT2Shape(name="narrow", num_layers=num_layers, **sizes)
+    sizes = {"vocab_size": 32, "seq_len": SEQ_LEN, **sizes}
+    shape = GPT2Shape(
+        name="narrow", num_layers=num_layers, num_heads=4, hidden_size=hidden_size, **sizes
+    )
     return GPT2MoE(shape, gate, groups, strategy=TraceableStrategy(groups.ep), std=0.2)
 
 

@@ -27,12 +27,8 @@ EAGER = {"inner": "eager", "memory_margin": 1.0, "timeout_s": 30.0}
 
 def _step(call: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Return output and gradients of one step."""
-    for parameter in model.parameters():
-        parameter.grad = None
-    x.grad = None
     y = call(x)
-    y.square().sum().backward()
-    return [y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
 
 
 Outcome = tuple[bool, list[str], int]

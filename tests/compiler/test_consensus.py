@@ -20,9 +20,9 @@ def _meet(act: Callable[[Consensus], object], *, ranks: int | list[int], timeout
     present = list(range(ranks)) if isinstance(ranks, int) else ranks
 
     def run(rank: int) -> object:
-        consensus = Consensus(store, group_name="0", rank=rank, num_ranks=3, timeout_s=timeout_s)
+        sizes = {"rank": rank, "num_ranks": 3}
         try:
-            return act(consensus)
+            return act(Consensus(store=store, group_name="0", timeout_s=timeout_s, **sizes))
         except RuntimeError as error:
             return error
 

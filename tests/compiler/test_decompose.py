@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 import halley.ops.expert_rows
 import halley.ops.traceable_routing  # noqa: F401
@@ -75,7 +76,7 @@ def test_decomposed_operator_returns_the_same(monkeypatch, name: str) -> None:
     decompose(traced.graph)
     assert not _names(traced.graph)
     found, wanted = fx.Interpreter(traced).run(*args), function(*args)
-    for one, other in zip(_tuple(found), _tuple(wanted), strict=True):
+    for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
         assert one.dtype == other.dtype
         assert one.is_contiguous() == other.is_contiguous()
         assert torch.equal(one, other)
@@ -140,7 +141,3 @@ def _decompose_on_cpu(rank: int, num_ranks: int) -> tuple[bool, set[str], set[st
         backend = aot_autograd(fw_compiler=compile_forward)
         out = torch.compile(model, backend=backend, fullgraph=True)(tokens_BS)
     return torch.equal(out.logits_BSV, model(tokens_BS).logits_BSV), *found[0]
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)

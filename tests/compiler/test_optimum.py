@@ -36,7 +36,8 @@ def _instance(seed: int, *, has_large_output: bool) -> tuple[list[Unit], list[fl
 
 
 def _hidden_us(units: list[Unit], times_us: list[float]) -> float:
-    return sum(times_us) - sum(assign(units, times_us).left_us)
+    _, left_us = assign(units, times_us)
+    return sum(times_us) - sum(left_us)
 
 
 def _most_hidden_us(units: list[Unit], times_us: list[float]) -> float:
@@ -82,4 +83,4 @@ def test_greedy_is_near_the_optimum(has_large_output: bool) -> None:
         ratios.append(hidden_us / best_us)
     assert statistics.median(ratios) >= 0.99
     assert statistics.mean(ratios) >= 0.97
-    assert min(ratios) >= 0.75
+    assert min(ratios) >= 0.8

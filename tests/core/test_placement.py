@@ -63,6 +63,9 @@ def test_file_has_one_placement_per_layer_or_one_for_all(tmp_path: Path) -> None
     assert load_placements(path, num_layers=2, **sizes) == [PLACEMENT, other]
     save_placements(path, [PLACEMENT])
     assert load_placements(path, num_layers=3, **sizes) == [PLACEMENT] * 3
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"json\) must be a table with a version$"):
+        load_placements(path, num_layers=1, **sizes)
     with pytest.raises(ValueError, match=r"must be a file to write: No such file"):
         save_placements(tmp_path / "none" / "placement.json", [PLACEMENT])
 

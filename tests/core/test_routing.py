@@ -7,17 +7,15 @@ import torch
 
 from halley.core.routing import (
     ShardedDim,
-    check_routing,
     chunk_sizes,
     count_tokens_per_expert,
     expert_starts,
-    local_experts,
     route_to_shards,
     shard_size,
     sharded_dims,
     sort_keys,
 )
-from halley.core.types import DROPPED, Routing
+from halley.core.types import DROPPED, Routing, check_routing, local_experts
 
 
 def test_counts_of_experts_and_sizes_of_chunks_by_hand() -> None:

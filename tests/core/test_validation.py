@@ -15,7 +15,6 @@ from halley.core.validation import (
     build,
     check_choice,
     check_fields,
-    check_version,
     parse_json,
     read_json,
     read_json_lines,
@@ -106,9 +105,3 @@ def test_lines_are_numbered_and_read_one_by_one(tmp_path: Path) -> None:
     assert [value for _, value in read_json_lines(path, what="a", max_bytes=9)] == [1, 2]
     path.write_text("")
     assert list(read_json_lines(path, what="a", max_bytes=9)) == []
-
-
-def test_version_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"^plan \(p\) must be a table with a version$"):
-        check_version([1], version=1, where="plan (p)")
-    assert check_version({"version": 1, "a": 2}, version=1, where="") == {"version": 1, "a": 2}

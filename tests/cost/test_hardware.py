@@ -6,29 +6,11 @@ import pytest
 import torch
 
 from halley.cost import hardware
-from halley.cost.hardware import (
-    A100,
-    CPU,
-    H100,
-    H200,
-    Hardware,
-    Predictor,
-    find_hardware,
-    peak_flops_per_s,
-)
+from halley.cost.hardware import A100, CPU, H100, H200, Predictor, find_hardware, peak_flops_per_s
 
 
-ROUND = Hardware(
-    name="round",
-    gemm_flops_per_s=1e12,
-    peak_flops_per_s=None,
-    memory_bytes_per_s=1e9,
-    fused_bytes_per_s=1e9,
-    link_bytes_per_s=1e8,
-    link_latency_us=20.0,
-    launch_us=5.0,
-    kernel_us=1.0,
-)
+RATES = {"gemm_flops_per_s": 1e12, "memory_bytes_per_s": 1e9, "link_bytes_per_s": 1e8}
+ROUND = dataclasses.replace(CPU, **RATES, link_latency_us=20.0, launch_us=5.0)
 
 
 def test_hardware_is_found_by_the_name_of_the_driver() -> None:

@@ -1,16 +1,15 @@
-"""The launcher, with small scripts as ranks: environment, exit codes, signals, failures."""
+"""The launcher runs small scripts as ranks: environment, exit codes, signals, failures."""
 
-import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import torch
 from halley.cli.ranks import count_ranks
 from halley.distributed import launcher as launch_module
 from halley.distributed.launcher import FAILURES_VARIABLE, FailureReader, launch, tell_failure
+from tests.hostile.rank_processes import is_running
 
 
 LIMIT_S = 30.0
@@ -77,12 +77,6 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def _is_alive(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    return False
-
-
 @pytest.fixture
 def start_launcher(tmp_path: Path) -> Iterator[Start]:
     """Return the function that starts a launcher of two ranks in a process of its own."""
@@ -111,7 +105,7 @@ def test_ranks_get_the_environment_of_torch(command: Command, tmp_path: Path, mo
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
         assert environment["MASTER_ADDR"] == "127.0.0.1"
-        assert environment["OMP_NUM_THREADS"] == "2"  # 7 cores over 3 ranks
+        assert environment["OMP_NUM_THREADS"] == "2"  # 7 cores for 3 ranks
         assert environment["TORCH_CPP_LOG_LEVEL"] == "INFO"  # the user's value, not ERROR
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
 
@@ -190,8 +184,11 @@ while True:
 def test_ranks_that_ignore_a_signal_are_killed_after_a_time_limit(command, monkeypatch):
     monkeypatch.setattr(launch_module, "_SIGNAL_PATIENCE_S", 0.5)
     monkeypatch.setattr(launch_module, "_KILL_AFTER_S", 0.5)
-    signals: deque[int] = deque([signal.SIGINT])
-    monkeypatch.setattr(launch_module, "_signals_recorded", lambda: nullcontext(signals))
+
+    def interrupted(numbers: object, handler: Callable[[int, object], None]) -> Any:
+        return nullcontext(handler(signal.SIGINT, None))
+
+    monkeypatch.setattr(launch_module, "signals_handled", interrupted)
     script = """
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
@@ -205,7 +202,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("codes", "want", "told"),
     [
-        ([2, 2, 2], 2, ""),  # a mistake, of which a rank has told the user
+        ([2, 2, 2], 2, ""),  # a mistake that a rank has reported to the user
         ([0, 7, 75], 7, "halley: rank 1 ended with exit code 7\n"),
         ([75, -signal.SIGKILL, 75], 128 + 9, "halley: rank 1 was killed by SIGKILL\n"),
     ],
@@ -264,9 +261,9 @@ def test_ranks_pause_with_the_launcher_and_get_its_signals_once(command, start_l
 def test_ranks_die_with_the_launcher(command: Command, start_launcher: Start, tmp_path: Path):
     launcher = start_launcher(command(_RECORD_SIGNALS))
     pids = [int((tmp_path / f"{rank}.txt").read_text().split()[1]) for rank in range(2)]
-    assert all(_is_alive(pid) for pid in pids)
+    assert all(is_running(pid) for pid in pids)
     launcher.kill()
-    _wait_until(lambda: not any(_is_alive(pid) for pid in pids))
+    _wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_zero_ranks_are_refused():

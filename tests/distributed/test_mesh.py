@@ -1,4 +1,4 @@
-"""Groups of the mesh and gradient sums, by hand on four ranks; ranks and devices of a launcher."""
+"""Groups of the mesh and gradient sums on four ranks; ranks and devices under a launcher."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatc
 
 
 def _sync(rank: int, num_ranks: int, ep_size: int, bucket_bytes: int) -> tuple[list, list, float]:
-    """Sum gradients that depend on the rank; return the dense ones, the experts', the norm."""
+    """Sum gradients that depend on the rank; return dense gradients, those of experts, the norm."""
     groups = build_groups(ep_size, device_type="cpu")
     dense = [
         torch.tensor([rank, 10.0 * rank]),
@@ -91,12 +91,12 @@ def _sync(rank: int, num_ranks: int, ep_size: int, bucket_bytes: int) -> tuple[l
         (1, 1, [[6.0, 4.0]] * 4),  # (0 + 4 + 8 + 12) / 4 on all ranks
         (2, 12, [[2.0, 2.0], [4.0, 2.0]] * 2),  # sums of ranks 0 and 2, and of ranks 1 and 3
         (2, 1 << 20, [[2.0, 2.0], [4.0, 2.0]] * 2),
-        (4, 12, [[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]),  # no sums
+        (4, 12, [[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]),  # no expert has two copies
     ],
 )
 def test_gradients_are_averaged_over_ranks(run_ranks, ep_size, bucket_bytes, experts_by_rank):
     got = run_ranks(_sync, 4, ep_size, bucket_bytes)
-    distinct = experts_by_rank[:ep_size]  # the other ranks hold copies
+    distinct = experts_by_rank[:ep_size]  # other ranks hold copies of these experts
     squares = 1.5**2 + 15.0**2 + 1.0**2 + 12.0**2 + sum(a * a + b * b for a, b in distinct)
     for rank, (dense, expert, norm) in enumerate(got):
         assert dense == [[1.5, 15.0], [[1.0], [12.0]], []]

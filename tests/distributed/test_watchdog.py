@@ -1,4 +1,4 @@
-"""The watchdog, with real processes: a test kills or stops a rank, the others must name it."""
+"""The watchdog in real processes: a test kills or stops a rank, and the others must name it."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def _work(behaviour: str, watchdog: Watchdog, rank: int, folder: Path) -> None:
             time.sleep(2 * INTERVAL_S)
             (folder / "under-way").touch()
         if step == 3 and behaviour == "hangs":
-            time.sleep(LIMIT_S)  # in place of a GPU kernel that waits for another rank forever
+            time.sleep(LIMIT_S)  # stands for a GPU kernel that waits forever
         total = torch.ones(4)
         dist.all_reduce(total)
         assert total.tolist() == [NUM_RANKS] * 4
@@ -95,32 +95,22 @@ def start_job(tmp_path: Path) -> Iterator[Start]:
         job.kill()
 
 
-def _collect(job: Ranks, ranks: list[int]) -> dict[int, tuple[int | None, list[str]]]:
-    """Return the exit code and the error lines of ranks that must end without a signal."""
-    ends: dict[int, tuple[int | None, list[str]]] = {}
-    for rank, code in zip(ranks, job.wait(ranks), strict=True):
-        # Torch writes further lines about broken connections.
-        lines = job.text(rank).splitlines()
-        ends[rank] = code, [line for line in lines if re.match(r"halley: |\w+Error: ", line)]
-    return ends
-
-
 def test_killed_rank_is_named_by_the_error(start_job: Start):
     name = "rank 0, which hosts the store (connection lost)"
     job = start_job("loops", until_under_way=True)
     job.signal([0], signal.SIGKILL)
-    for rank, (code, lines) in _collect(job, [1, 2]).items():
+    for rank, (code, lines) in job.ends([1, 2]).items():
         assert code == 1
         (line,) = lines
         assert re.sub(r"\d+$", "", line) == f"RuntimeError: rank {rank} lost {name} in step "
 
 
 def test_watchdog_ends_ranks_that_hang(start_job: Start):
-    """A killed rank while others wait in Halley's collectives: tests/hostile/test_peers.py."""
+    """See tests/hostile/test_peers.py for a killed rank while others wait in a collective."""
     job = start_job("hangs", until_under_way=True)
     job.signal([0], signal.SIGSTOP)
     name = "rank 0, which hosts the store (no answer for 2 s)"
-    for rank, end in _collect(job, [1, 2]).items():
+    for rank, end in job.ends([1, 2]).items():
         line = f"halley: failed on rank {rank}: rank {rank} lost {name} in step 3"
         assert end == (EXIT_LOST_PEER, [line])
 
@@ -130,14 +120,14 @@ def test_watchdog_ends_ranks_that_hang(start_job: Start):
     [("raises", "ValueError: no text left"), ("finishes", "its training was over")],
 )
 def test_error_says_why_a_rank_left(start_job: Start, behaviour: str, reason: str):
-    ends = _collect(start_job(behaviour), [0, 2])
+    ends = start_job(behaviour).ends([0, 2])
     for rank, end in ends.items():
         line = f"RuntimeError: rank {rank} lost rank 1 (rank 1 ended early: {reason}) in step 3"
         assert end == (1, [line])
 
 
 def test_ranks_that_end_one_after_the_other_are_not_lost(start_job: Start):
-    ends = _collect(start_job("ends"), [0, 1, 2])
+    ends = start_job("ends").ends([0, 1, 2])
     assert ends == dict.fromkeys(range(NUM_RANKS), (0, []))
 
 
@@ -150,15 +140,15 @@ def test_suspended_job_continues(start_job: Start):
 
 
 def test_error_with_all_ranks_alive_is_repeated(monkeypatch: pytest.MonkeyPatch):
-    # Without the operations that earlier tests began in this process.
-    monkeypatch.setattr("halley.distributed.peers.CURRENT_OPERATION", CurrentOperation())
+    # Earlier tests in this process have begun operations.
+    monkeypatch.setattr("halley.distributed.watchdog.CURRENT_OPERATION", CurrentOperation())
     store = HashStore()
     first, second = (Watchdog(store, rank=r, num_ranks=2, interval_s=0.1) for r in range(2))
     with first, second:
         second.step = 12
         begin_s = time.monotonic()
         error = second.explain(RuntimeError("sizes differ\nmore"))
-        assert time.monotonic() - begin_s < 10.0  # four heartbeats, not the 15 s of a lost rank
+        assert time.monotonic() - begin_s < 10.0  # it waits for four heartbeats, not for 15 s
     assert str(error) == (
         "rank 1 failed in step 12, though no rank was lost: RuntimeError: sizes differ; "
         "rank 0 last began no operation (operation 0), "

@@ -32,10 +32,10 @@ def plan(name: str, count: Callable[[Any], int]) -> Region:
     return lambda rank: rank.plan[getattr(rank.layout, name) :][: count(rank.layout)]
 
 
-def flags(name: str, words: Callable[[Any], int]) -> Region:
+def flags(name: str, count: Callable[[Any], int]) -> Region:
     """Return a section of the flags and routing buffer."""
     return lambda rank: rank.routing_buffer.local[getattr(rank.layout, name) :][
-        : words(rank.layout)
+        : count(rank.layout)
     ]
 
 
@@ -43,28 +43,21 @@ def flags(name: str, words: Callable[[Any], int]) -> Region:
 class Fault:
     """A mistake in accesses to some memory, and a case in which it has an effect.
 
-    Attributes:
-        at: the memory. A fault concerns the memory of all ranks.
-        within: name of the device function in which the mistake is made; "" for all.
-        answer: replaces the result of an atomic operation, which is a poll or a count. It gets the
-            rank and the right result.
-        write: replaces the value that an atomic operation stores; None drops the store.
-        until: stores of a CTA to ``at`` become visible only after its next atomic operation here.
-        as_first_half: the second half of ``at`` is the first half.
-        case: sizes with which the mistake has an effect.
-        timeout_s: time limit of waits.
-        first_seed: first seed to try: one that shows the mistake, which saves time.
+    ``answer`` replaces the result of an atomic operation, which is a poll or a count; it gets the
+    rank and the right result. ``write`` replaces the value that an atomic operation stores; None
+    drops the store. With ``until``, stores of a CTA to ``at`` become visible only after the next
+    atomic operation of the CTA on that memory.
     """
 
-    at: Region
-    within: str = ""
+    at: Region  # the memory, of all ranks
+    within: str = ""  # name of the device function in which the mistake is made; "" for all
     answer: Callable[[KernelRank, Any], Any] | None = None
     write: Callable[[int], int | None] | None = None
     until: Region | None = None
-    as_first_half: bool = False
-    case: KernelCase
-    timeout_s: float = 30.0
-    first_seed: int = 0
+    as_first_half: bool = False  # the second half of ``at`` is the first half
+    case: KernelCase  # sizes with which the mistake has an effect
+    timeout_s: float = 30.0  # of waits
+    first_seed: int = 0  # to try: one that shows the mistake, which saves time
 
 
 class _Injector(threading.local):
@@ -105,11 +98,7 @@ class _Injector(threading.local):
 
 
 def inject(fault: Fault, ranks: list[KernelRank], patch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter make the mistake.
-
-    Args:
-        ranks: a list to which the ranks are added later.
-    """
+    """Let the interpreter make the mistake in the memory of ranks that are added to the list."""
     injector = _Injector(fault, ranks)
     builder: Any = InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store

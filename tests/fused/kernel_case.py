@@ -9,7 +9,6 @@ from halley.core.types import DROPPED, Activation, Experts, Routing
 from halley.fused.config import KernelConfig
 from halley.fused.kernels.layout import Layout, make_layout
 from halley.ops.kernels.tiles import GemmTile
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import parse_load, sample_routing
 
 
@@ -36,28 +35,20 @@ SMALL_CONFIG = KernelConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """Sizes of one layer and of its calls.
+    """Sizes of one layer and of its calls."""
 
-    Attributes:
-        num_tokens_CW: tokens of each rank, one tuple for each call.
-        load: see ``parse_load``, or "empty-expert": no token chooses the last expert.
-        dropped: fraction of the slots that the router dropped.
-        has_negative_weights: whether routing weights may be negative, and their sum is not 1.
-        max_tokens: of the layout; 0 for the most tokens of a call.
-    """
-
-    num_tokens_CW: tuple[tuple[int, ...], ...] = ((20, 13),)
+    num_tokens_CW: tuple[tuple[int, ...], ...] = ((20, 13),)  # of each rank, for each call
     num_experts: int = 4
     top_k: int = 2
     hidden_size: int = 40
     intermediate_size: int = 24
-    load: str = "balanced"
-    dropped: float = 0.0
-    has_negative_weights: bool = False
+    load: str = "balanced"  # see ``parse_load``; "empty-expert": no token has the last expert
+    dropped: float = 0.0  # fraction of the slots that the router dropped
+    has_negative_weights: bool = False  # may be negative, and their sum is not 1
     activation: Activation = "swiglu"
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    max_tokens: int = 0
+    max_tokens: int = 0  # of the layout; 0 for the most tokens of a call
     block_slots: int = 32
     config: KernelConfig = field(default=SMALL_CONFIG)
 
@@ -120,12 +111,6 @@ def make_tokens(case: KernelCase, rank: int, *, call: int = 0) -> tuple[torch.Te
         idx_TK = idx_TK.masked_fill(dropped_TK, DROPPED)
         weights_TK = weights_TK.masked_fill(dropped_TK, 0.0)
     return x_TD, Routing(topk_idx_TK=idx_TK, topk_weights_TK=weights_TK)
-
-
-def assert_close(value: torch.Tensor, reference: torch.Tensor, what: str = "") -> None:
-    """Compare with the reference, with the tolerance of the value's dtype."""
-    error = relative_error(value, reference)
-    assert error <= RELATIVE_TOLERANCE[value.dtype], f"{what}: relative error {error:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)

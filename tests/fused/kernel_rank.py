@@ -10,7 +10,6 @@ import torch
 from halley.core.types import Routing
 from halley.fused.kernels.dispatch_plan import make_plan, publish_rows
 from halley.fused.kernels.launches import (
-    dgrad_combine,
     dispatch_dgrad,
     dispatch_gemm,
     gemm_combine,
@@ -19,7 +18,7 @@ from halley.fused.kernels.launches import (
 from halley.fused.kernels.layout import EPOCH, NUM_COUNTERS, KernelContext
 from halley.fused.kernels.peer import HOST_STATUS_WORDS, STATUS_WORDS, check
 from halley.interpreter.scheduler import Scheduler
-from halley.ops.kernels.weight_gemm import weight_gemm
+from halley.ops.kernels.tiles import weight_gemm
 from halley.symm_mem.heap import AbstractSymmHeap
 from tests.fused.kernel_case import (
     GARBAGE,
@@ -69,13 +68,7 @@ class SavedCall:
 
 @final
 class KernelRank:
-    """One rank's buffers and the kernels on them.
-
-    Args:
-        heap: symmetric memory of this rank.
-        case: the sizes.
-        timeout_s: time limit of waits.
-    """
+    """One rank's buffers and the kernels on them; ``timeout_s`` is the time limit of waits."""
 
     def __init__(
         self, heap: AbstractSymmHeap, case: KernelCase, *, timeout_s: float = TIMEOUT_S
@@ -166,10 +159,6 @@ class KernelRank:
         )
         return self.rows
 
-    def make_copies(self) -> torch.Tensor:
-        """Return a buffer for the token copies of the last plan, filled with NaN."""
-        return self.nan(int(self.host_status[3]), self.case.hidden_size)
-
     def dispatch_gemm(
         self,
         rows: Rows,
@@ -201,8 +190,8 @@ class KernelRank:
             self.plan,
             y_TD=y_TD,
             z_RD=rows.z_RD,
-            h_RF=rows.h_RF,
-            down_LDF=self.experts.down_LDF,
+            rows=rows.h_RF,
+            weights=self.experts.down_LDF,
             fused=fused,
         )
         return y_TD
@@ -268,17 +257,15 @@ class KernelRank:
         idx_TK = saved.routing.topk_idx_TK
         dx_TD = self.nan(len(idx_TK), self.case.hidden_size)
         dweights_TK = torch.full(idx_TK.shape, torch.nan)
-        dgrad_combine(
+        gemm_combine(
             self.context,
             self.plan,
-            dx_TD=dx_TD,
-            dweights_TK=dweights_TK,
+            y_TD=dx_TD,
             z_RD=made.z_RD,
-            dpre_RG=made.dpre_RG,
-            dweight_RJ=made.dweight_RJ,
-            up_LGD=self.experts.up_LGD,
-            topk_idx_TK=idx_TK,
+            rows=made.dpre_RG,
+            weights=self.experts.up_LGD,
             fused=fused,
+            weight_gradients=(made.dweight_RJ, idx_TK, dweights_TK),
         )
         return dx_TD, dweights_TK
 

@@ -10,13 +10,13 @@ from halley.core.reference import moe_reference
 from tests.fused.kernel_case import (
     Gradients,
     KernelCase,
-    assert_close,
     expected_gradients,
     make_dy,
     make_experts,
     make_tokens,
 )
 from tests.fused.kernel_rank import KernelRank, run_world
+from tests.strategies.layer_case import assert_close
 
 
 TWO = KernelCase(num_tokens_CW=((20, 13),))

@@ -28,7 +28,7 @@ from halley.core.types import Experts, Routing
 from halley.fused.config import KernelConfig
 from halley.ops.kernels import route
 from halley.ops.kernels.launch import Launcher, lay_out
-from halley.ops.kernels.weight_gemm import weight_gemm
+from halley.ops.kernels.tiles import weight_gemm
 from halley.symm_mem.heap import SymmTensor
 from tests.fused import kernel_rank
 from tests.fused.kernel_case import KernelCase
@@ -56,12 +56,11 @@ MAY_SPILL = {
     "dgrad_combine.combine_kernel",
 }
 # The GEMM of each launch function, and the kernel that moves rows beside it.
+FETCH, COMBINE = ("arrived_gemm_kernel", "fetch_kernel"), ("chunked_gemm_kernel", "combine_kernel")
 PAIRS = {
-    "dispatch_gemm": ("arrived_gemm_kernel", "fetch_kernel"),
-    "dispatch_dgrad": ("arrived_gemm_kernel", "fetch_kernel"),
-    "gemm_combine": ("chunked_gemm_kernel", "combine_kernel"),
-    "dgrad_combine": ("chunked_gemm_kernel", "combine_kernel"),
-}
+    "dispatch_gemm": FETCH, "dispatch_dgrad": FETCH,
+    "gemm_combine": COMBINE, "dgrad_combine": COMBINE,
+}  # fmt: skip
 TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8",

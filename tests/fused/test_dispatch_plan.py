@@ -25,37 +25,23 @@ from tests.fused.kernel_rank import KernelRank, run_world
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCopy:
-    """One token that this rank receives.
+    """One token that this rank receives; experts are those on this rank."""
 
-    Attributes:
-        source, token: source rank and token index there.
-        place: position of the source rank in the ring that begins with this rank.
-        rows, weights: one for each expert on this rank, in the order of the token's choices.
-        smallest: its smallest expert on this rank.
-        group: group of its largest expert on this rank.
-    """
-
-    source: int
-    token: int
-    place: int
-    rows: list[int]
+    source: int  # rank
+    token: int  # index on the source rank
+    place: int  # of the source rank in the ring that begins with this rank
+    rows: list[int]  # of the experts, in the order of the token's choices
     weights: list[float]
-    smallest: int
-    group: int
+    smallest: int  # smallest expert
+    group: int  # group of the largest expert
 
 
 @dataclass
 class ExpectedPlan:
-    """Contents of a rank's plan.
+    """Contents of a rank's plan; None pads the two lists of token copies to whole tasks."""
 
-    Attributes:
-        expert_begin: first row of each local expert.
-        tiles: expert and number of rows of each tile.
-        fetch, combine: the two lists of token copies, padded to whole tasks with None.
-    """
-
-    expert_begin: list[int] = field(default_factory=list)
-    tiles: list[tuple[int, int]] = field(default_factory=list)
+    expert_begin: list[int] = field(default_factory=list)  # first row of each local expert
+    tiles: list[tuple[int, int]] = field(default_factory=list)  # expert and number of rows
     fetch: list[TokenCopy | None] = field(default_factory=list)
     combine: list[TokenCopy | None] = field(default_factory=list)
     num_own_copies: int = 0

@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch.library import opcheck
 
 from halley.core.types import Save
-from halley.fused.buffer_cache import Workspaces, find_workspaces
-from halley.fused.buffers import BufferShape
+from halley.fused.buffers import BufferShape, Workspaces, find_workspaces
 from halley.fused.op import fused_experts
 from halley.fused.passes import LayerCall, LayerResult, run_forward
 from tests.rank_pool import RunRanks
-from tests.strategies.fused_case import CPU, SAVES, build
-from tests.strategies.layer_case import LayerCase
+from tests.strategies.layer_case import CPU, SAVES, LayerCase, build
 from tests.strategies.layer_case import run_forward as run_layer
+from tests.strategies.layer_case import strided as column_major
 
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -94,17 +93,12 @@ def test_routing_weights_get_gradients_of_their_dtype(dtype: torch.dtype) -> Non
     assert torch.equal(weights_TK.grad, want)
 
 
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values, stored column by column."""
-    return tensor.t().contiguous().t()
-
-
 @pytest.mark.parametrize(
     ("save", "strided"), [("all", True), ("inputs", False), ("recompute", False)]
 )
 def test_forward_operator_passes_opcheck(save: Save, strided: bool) -> None:
     workspaces = Workspaces(None, CPU)
-    x_TD = _strided(X_TD) if strided else X_TD
+    x_TD = column_major(X_TD) if strided else X_TD
     leaves = [t.clone().requires_grad_() for t in (x_TD, WEIGHTS_TK, UP_LGD, DOWN_LDF)]
     args = (*leaves, IDS_TK, False, True, save, workspaces.handle)
     opcheck(torch.ops.halley.fused_experts.default, args, test_utils=CHECKS)

@@ -10,10 +10,10 @@ import torch
 
 from halley.core.types import Experts, Routing, Save
 from halley.fused import replay
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.ops.kernels.launch import Launcher, note_step, only_compiles
 from halley.strategies.fused import FusedStrategy
-from tests.strategies.fused_case import CPU, build
+from tests.strategies.layer_case import CPU, build
 
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 24, 32, 16, 4, 2

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from halley.cost.hardware import Environment
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.fused.config import (
     CPU_CONFIG,
     PATH_VARIABLE,
@@ -21,8 +21,7 @@ from halley.fused.config import (
     tuning_environment,
 )
 from tests.rank_pool import RunRanks
-from tests.strategies.fused_case import build
-from tests.strategies.layer_case import LayerCase, train
+from tests.strategies.layer_case import LayerCase, build, train
 
 
 CPU = torch.device("cpu")

@@ -41,25 +41,16 @@ NUM_RANKS = 3
 NUM_STEPS = 200
 STEPS_LIMIT_S = 90.0
 SETTINGS = [
-    "device=cpu",
-    "model.hidden_size=64",
-    "model.num_layers=2",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.head_dim=16",
-    "model.moe.num_experts=6",
-    "model.moe.intermediate_size=64",
-    "data.seq_len=64",
-    "train.batch_size=4",
-    f"train.num_steps={NUM_STEPS}",
-    "train.log_every=1000",
-    "checkpoint.every_steps=4",
+    "device=cpu", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=4",
+    "model.num_kv_heads=2", "model.head_dim=16", "model.moe.num_experts=6",
+    "model.moe.intermediate_size=64", "data.seq_len=64", "train.batch_size=4",
+    f"train.num_steps={NUM_STEPS}", "train.log_every=1000", "checkpoint.every_steps=4",
     "checkpoint.keep=3",
-]
+]  # fmt: skip
 
 
 class Chaos:
-    """One disturbed run in a folder; the seed draws the kinds, places and times of the faults."""
+    """A training run that is disturbed; a seed draws the kinds, places and times of the faults."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -103,14 +94,14 @@ class Chaos:
         return [row["loss"] for row in rows]
 
     def step(self) -> int:
-        """Return the last step in the metrics."""
+        """Return the last complete step in the metrics of the run."""
         path = self.output / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # the run may be writing the next
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the run may be writing the next line
         return json.loads(lines[-1])["step"] if lines else 0
 
     def run_some_steps(self) -> Ranks:
-        """Start the run, check from where it goes on, and let it take a few steps."""
+        """Start the run, check from which step it resumes, and let it take a few steps."""
         newest = self.newest_complete()
         ranks = self.start()
         wanted = newest + self.draw.randint(2, 8)
@@ -141,7 +132,7 @@ class Chaos:
     def complete_checkpoints(self) -> list[Path]:
         return [path for path in sorted(self.checkpoints.glob("step-????????")) if _is_whole(path)]
 
-    # The faults. Each leaves no process behind.
+    # The methods below cause one fault each, and leave no process behind.
 
     def kill_all(self) -> None:
         ranks = self.run_some_steps()
@@ -156,7 +147,7 @@ class Chaos:
         ranks.wait()
 
     def lose_one(self, number: int) -> None:
-        """Take one rank away and check that the others end and name it."""
+        """Kill or stop one rank, and check that the others end and name it."""
         ranks = self.run_some_steps()
         victim = self.draw.randrange(NUM_RANKS)
         ranks.signal([victim], number)
@@ -194,7 +185,7 @@ class Chaos:
         assert all(codes), f"codes {codes}"
         assert "File too large" in ranks.text(victim), ranks.text(victim)[-800:]
         assert self.newest_complete() >= complete
-        # One that an earlier kill has left stays until the next save.
+        # A draft folder that an earlier kill left stays until the next save.
         assert set(self.checkpoints.glob("*.tmp")) <= drafts, "a half folder is left"
 
     def damage_newest(self) -> None:
@@ -289,7 +280,9 @@ def disturb(seed: int, *, num_faults: int, limit_s: float) -> int:
             try:
                 chaos.faults[fault]()
             except BaseException as error:
-                for process in multiprocessing.active_children():  # a stopped one ends by SIGKILL
+                for (
+                    process
+                ) in multiprocessing.active_children():  # SIGKILL ends a stopped process too
                     process.kill()
                 raise RuntimeError(f"seed {seed}, fault {count} {fault}: {error}") from error
             say(

@@ -1,7 +1,6 @@
-"""Ranks of a small layer, one of which fails on purpose, as tests of faults start them."""
+"""Start ranks that run a small MoE layer, one of which fails on purpose."""
 
 import os
-import re
 import signal
 import warnings
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.distributed.watchdog import Watchdog
 from halley.strategies.registry import build_strategy
-from tests.hostile.rank_processes import Ranks, make_context, start_ranks
+from tests.hostile.rank_processes import Ends, Ranks, make_context, start_ranks
 from tests.strategies.layer_case import LayerCase, run_forward
 
 
@@ -30,9 +29,9 @@ class Fault:
 
     kind: str  # "kill", "stop", "skip forward", "skip backward" or "none"
     strategy: str
-    watched: bool  # by a watchdog
+    watched: bool  # whether each rank has a watchdog
     num_ranks: int = 3
-    timeout_s: float = 30.0  # of the process group and of fused kernels
+    timeout_s: float = 30.0  # limit of the process group and of fused kernels
 
 
 def _take_steps(fault: Fault, watchdog: Watchdog | None) -> None:
@@ -57,12 +56,12 @@ def _take_steps(fault: Fault, watchdog: Watchdog | None) -> None:
             if kind != "skip backward":
                 call.y_TD.backward(call.grad_TD)
         total = torch.ones(3)
-        dist.all_reduce(total)  # of the user's own
+        dist.all_reduce(total)  # a collective of the user's own
         assert total.tolist() == [fault.num_ranks] * 3
 
 
 def _run_rank(fault: Fault) -> int:
-    """Join the other ranks and train."""
+    """Join the process group and run the steps of one rank; return its exit code."""
     warnings.simplefilter("error")
     dist.init_process_group("gloo", timeout=timedelta(seconds=fault.timeout_s))
     if fault.watched:
@@ -74,11 +73,8 @@ def _run_rank(fault: Fault) -> int:
     return 0
 
 
-Ends = dict[int, tuple[int | None, list[str]]]
-
-
 def run_jobs(faults: list[Fault], folder: Path) -> list[Ends]:
-    """Run jobs at the same time; return how those of their ranks ended that must end themselves."""
+    """Run a job for each fault at the same time; return how the ranks ended that were not lost."""
     context = make_context(*PRELOAD)
     jobs: list[Ranks] = []
     try:
@@ -94,14 +90,8 @@ def run_jobs(faults: list[Fault], folder: Path) -> list[Ends]:
 
 
 def _collect(fault: Fault, job: Ranks) -> Ends:
-    """Return exit code and named errors of ranks that must end by themselves, in time."""
+    """Return exit code and last error line of the ranks that the fault did not kill or stop."""
     lost = {BAD_RANK} if fault.kind in ("kill", "stop") else set()
-    left = [rank for rank in range(fault.num_ranks) if rank not in lost]
-    ends: Ends = {}
-    for rank, code in zip(left, job.wait(left), strict=True):
-        # Torch writes around these what it sees of broken connections; of a chain of errors the
-        # last is the one that the user reads.
-        lines = job.text(rank).splitlines()
-        errors = [line for line in lines if re.match(r"halley: |\w+Error: ", line)]
-        ends[rank] = (code, errors[-1:])
-    return ends
+    ends = job.ends(rank for rank in range(fault.num_ranks) if rank not in lost)
+    # The last of a chain of errors is the one that the user reads.
+    return {rank: (code, errors[-1:]) for rank, (code, errors) in ends.items()}

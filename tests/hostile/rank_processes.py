@@ -1,7 +1,9 @@
-"""Start the ranks of a job from a fork server, so that a start takes no time to import."""
+"""Start ranks from a fork server that has imported all modules, so that a start is fast."""
 
+import contextlib
 import multiprocessing
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -12,12 +14,13 @@ from pathlib import Path
 import torch
 
 
-END_LIMIT_S = 60.0  # within which the ranks that are left must end
+END_LIMIT_S = 60.0  # time in which ranks must end after a fault of another rank
+Ends = dict[int, tuple[int | None, list[str]]]  # exit code and error lines, by rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes of one run, by rank, and the files that take what they print."""
+    """The processes of a job and the log files of their output, by rank."""
 
     processes: list[ForkServerProcess]
     logs: list[Path]
@@ -43,20 +46,36 @@ class Ranks:
             process.join(max(0.0, deadline_s - time.monotonic()))
         return [process.exitcode for process in processes]
 
+    def ends(self, ranks: Iterable[int]) -> Ends:
+        """Wait for ranks; return the exit code and the error lines of each, by rank."""
+        ranks = list(ranks)
+        codes = self.wait(ranks)
+        # Torch writes further lines about broken connections.
+        lines = [self.text(rank).splitlines() for rank in ranks]
+        errors = [[x for x in each if re.match(r"halley: |\w+Error: ", x)] for each in lines]
+        return dict(zip(ranks, zip(codes, errors, strict=True), strict=True))
+
     def kill(self) -> None:
-        """Kill what is left."""
+        """Kill the ranks that still run."""
         for process in self.processes:
             process.kill()
             process.join()
 
     def text(self, rank: int) -> str:
-        """Return what a rank has printed."""
+        """Return the output of a rank."""
         log = self.logs[rank]
         return log.read_text(errors="replace") if log.exists() else ""
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
 def make_context(*modules: str) -> ForkServerContext:
-    """Return the context whose server has imported these modules."""
+    """Return a multiprocessing context whose fork server imports these modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*modules, __name__])
     return context
@@ -65,7 +84,7 @@ def make_context(*modules: str) -> ForkServerContext:
 def start_ranks(
     context: ForkServerContext, run: Callable[[], int], *, num_ranks: int, logs: Path
 ) -> Ranks:
-    """Run a function, whose result is an exit code, as torchrun would; ranks print to ``logs``."""
+    """Start ranks that call a function for their exit code, in torchrun's environment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {
@@ -79,7 +98,7 @@ def start_ranks(
     }
     ranks = Ranks(processes=[], logs=[logs / f"rank{rank}.log" for rank in range(num_ranks)])
     for rank, log in enumerate(ranks.logs):
-        log.unlink(missing_ok=True)  # what earlier ranks printed must not be taken for these
+        log.unlink(missing_ok=True)  # the output of earlier ranks
         environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context.Process(target=_run_rank, args=(run, environment, log), daemon=True)
         process.start()

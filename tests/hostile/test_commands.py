@@ -102,18 +102,6 @@ def test_table_named_by_environment_variable_is_checked(
     )
 
 
-@pytest.mark.parametrize("name", ["model", "graph"])
-def test_benchmark_that_moved_names_its_script(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", name, "--nproc", "4", "--output", "results"]) == 2
-    assert capsys.readouterr() == (
-        "",
-        f"{PREFIX}halley bench {name} is now a script: run `python -m benchmarks.{name}_bench` "
-        "with the same options in a checkout of Halley's repository\n",
-    )
-
-
 def test_results_of_an_earlier_run_are_accepted(folder: Path, tmp_path: Path) -> None:
     """The check refuses files of the user, but not files that Halley wrote."""
     rows = tmp_path / f"cpu-{platform.machine()}x2" / "model.jsonl"

@@ -1,4 +1,4 @@
-"""No file of the package loads pickles, evaluates text or trusts torch.load, but for one reader."""
+"""Only one file of the package unpickles; none evaluates text or uses an unsafe torch.load."""
 
 import ast
 from pathlib import Path

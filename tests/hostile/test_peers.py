@@ -1,4 +1,4 @@
-"""Ranks that differ, skip a pass, stop or die: the others end with an error that names them."""
+"""If a rank differs, skips a pass, stops or dies, the others end with an error that names it."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from tests.rank_pool import RunRanks
 
 CPU = torch.device("cpu")
 COLLECTIVE = ("sequential", "chunked", "all_gather", "functional", "auto")
-# On three ranks: the property of rank 1, the strategies that it matters to, and the error.
+# A property that differs on rank 1 of 3, strategies that compare it, and the error.
 DIFFERENCES = (
     ("hidden_size", 32, (*COLLECTIVE, "fused"), "hidden_size (16 on ranks 0 and 2, 32 on rank 1)"),
     ("num_local", 4, (*COLLECTIVE, "fused"), "num_experts (6 on ranks 0 and 2, 12 on rank 1)"),
@@ -87,7 +87,7 @@ def test_ranks_that_differ_get_one_error_before_any_collective(run_ranks: RunRan
 
 
 def _miss_one_comparison(rank: int, num_ranks: int) -> str:
-    group = dist.new_group()  # which no other test uses
+    group = dist.new_group()  # a group that no other test uses
     if rank == BAD_RANK:
         return ""
     assert isinstance(group, dist.ProcessGroup)
@@ -112,7 +112,7 @@ def test_rank_that_meets_no_new_layer_is_named_on_the_others(run_ranks: RunRanks
 
 
 def _run_passes_in_another_order(rank: int, num_ranks: int) -> str:
-    """Run two layers forward; rank 1 then runs a third, the others a backward."""
+    """Run two layers forward; then rank 1 runs a third forward, and the others a backward."""
     strategy = AllToAllStrategy(dist.group.WORLD, recorder=Recorder(CPU))
     x_TD = torch.ones(3, 16, requires_grad=True)
     experts = Experts(up_LGD=torch.ones(2, 32, 16), down_LDF=torch.ones(2, 16, 16))

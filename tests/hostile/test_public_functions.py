@@ -18,10 +18,10 @@ from halley.compiler.options import parse_options
 from halley.core import config as configs
 from halley.core.models import NAMED_MODELS, load_config
 from halley.core.reference import activate
-from halley.core.routing import check_tp_size, chunk_sizes, local_experts, sort_keys
+from halley.core.routing import chunk_sizes, sort_keys
 from halley.core.timeline import write_chrome_trace
-from halley.core.types import Experts, LayerShape
-from halley.cost.hardware import Environment
+from halley.core.types import Experts, LayerShape, check_tp_size, local_experts
+from halley.cost.hardware import Environment, predictor_of
 from halley.cost.profiles import Curve
 from halley.cost.simulate import Contention, Operation
 from halley.moe.layer import GroupedExperts
@@ -29,7 +29,7 @@ from halley.moe.memory_check import check_memory, num_parameters, total_memory
 from halley.moe.router import build_router
 from halley.moe.transformer import MoETransformer
 from halley.planner.expert_balance import plan_placement
-from halley.strategies.registry import build_strategies, predictor_of, split_strategies
+from halley.strategies.registry import build_strategies, split_strategies
 from halley.tools.layer_case import relative_error
 from halley.tools.skew import parse_load
 from halley.tools.timer import time_interleaved
@@ -107,11 +107,8 @@ def router(device: Any) -> object:
 
 
 def grouped(**changes: Any) -> GroupedExperts:
-    given: dict[str, Any] = {
-        "num_experts": 8, "hidden_size": 64, "intermediate_size": 32, "up_size": 64, "bias": False,
-        "groups": halley.ParallelGroups(), "dtype": torch.float32, "device": "cpu",
-    }  # fmt: skip
-    return GroupedExperts(**(given | changes))
+    given: dict[str, Any] = {"device": "cpu"} | changes
+    return GroupedExperts(MOE, 64, groups=halley.ParallelGroups(), dtype=torch.float32, **given)
 
 
 def experts(activation: Any) -> Experts:
@@ -136,9 +133,9 @@ def test_wrong_call_is_refused(call: str, message: str) -> None:
 
 
 def test_every_public_name_has_a_wrong_call() -> None:
-    """A name that is added to the package must be added to the cases, too."""
+    """Each public name of ``halley`` has a case of a wrong call, or is listed as an exception."""
     short = {"MoELayer": "layer(", "ExpertPlacement": "placement(", "build_strategy": "strategy("}
-    # In the tests below, test_watchdog, tests/moe/test_moe, tests/cost and tests/strategies.
+    # Wrong calls of these names are in the tests below, test_watchdog, test_moe, cost, strategies.
     elsewhere = {"MoEConfig", "RouterConfig", "Watchdog", "compile", "Predictor", "Task", "Routing"}
     unchecked = {"MoEOutput", "AbstractStrategy", "__version__"}
     for name in set(halley.__all__) - elsewhere - unchecked:
@@ -150,16 +147,11 @@ def test_every_device_argument_accepts_a_string() -> None:
     recorder = halley.Recorder("cpu")
     strategy = halley.build_strategy("chunked", None, recorder=recorder, device="cpu")
     layer = halley.MoELayer(MOE, 64, strategy=strategy, device="cpu", recorder=recorder)
-    model = MoETransformer(
-        MODEL,
-        strategy=strategy,
-        groups=halley.build_groups(1, device_type="cpu"),
-        recorder=recorder,
-        device="meta",
-    )
+    groups = halley.build_groups(1, device_type="cpu")
+    on_meta = model(strategy=strategy, groups=groups, recorder=recorder, device="meta")
     assert {parameter.device.type for parameter in layer.parameters()} == {"cpu"}
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    number = sum(parameter.numel() for parameter in model.parameters())
+    assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
+    number = sum(parameter.numel() for parameter in on_meta.parameters())
     assert number == num_parameters(MODEL, ep_size=1, tp_size=1)
 
 

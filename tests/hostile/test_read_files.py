@@ -62,11 +62,11 @@ def write_kernel_configs(path: Path) -> None:
 
 def read_kernel_configs(path: Path) -> object:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of files without a line for this machine
+        warnings.simplefilter("ignore")  # about files without a line for this machine
         return ConfigTable(path, HERE).found
 
 
-# Name of the format: the writer of a valid file, the reader.
+# For each format by name, a function that writes a valid file, and the reader.
 FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "placement": (
         lambda path: save_placements(path, [PLACEMENT, PLACEMENT]),
@@ -81,7 +81,7 @@ FORMATS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
 }
 
 
-MAX_S = 2.0  # for one file; all readers are linear in sizes that are limited
+MAX_S = 2.0  # for one file, as readers are linear and sizes limited
 READERS = {name: read for name, (_, read) in FORMATS.items()}
 READERS["config"] = lambda path: load_config(path, overrides=[])
 each_reader = pytest.mark.parametrize("name", READERS)
@@ -139,7 +139,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path, name: str) -> None:
 def test_missing_table_of_measurements_reads_as_empty(
     tmp_path: Path, name: str, value: object
 ) -> None:
-    """The first measurement creates the file; the null device reads as empty, too."""
+    """A file of measurements may be missing before the first one; the null device is empty."""
     assert READERS[name](tmp_path / "folder" / "none") == value
     assert READERS[name](Path(os.devnull)) == value
 
@@ -148,7 +148,7 @@ def test_missing_table_of_measurements_reads_as_empty(
 def test_file_beyond_the_limit_is_not_read(tmp_path: Path, name: str) -> None:
     path, max_bytes = tmp_path / "large", 2**26 if name == "profiles" else 2**24
     with path.open("wb") as file:
-        file.truncate(max_bytes + 1)  # sparse: takes no space
+        file.truncate(max_bytes + 1)  # a sparse file, which takes no space
     want = f"{name} ({path}) must have at most {max_bytes} bytes and has {max_bytes + 1}"
     assert _message(name, path) == want
 

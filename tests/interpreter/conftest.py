@@ -1,4 +1,4 @@
-"""Repair the interpreter for these tests, and skip them where Triton compiles."""
+"""Install the repairs of Triton's interpreter; skip these tests where Triton compiles."""
 
 import os
 

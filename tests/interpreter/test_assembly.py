@@ -1,6 +1,6 @@
-"""Inline PTX in the interpreter."""
+"""Inline PTX in Triton's interpreter: fences, clock, release stores, unknown instructions."""
 
-# Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
+# Calls pass plain values for parameters that a kernel annotates as tl.constexpr.
 # pyright: reportArgumentType=false
 
 import time

@@ -1,4 +1,4 @@
-"""Installing the repairs: bad interpreters are refused, a compiling Triton stays unchanged."""
+"""``install`` refuses interpreters that it cannot repair, and leaves a compiling Triton alone."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def test_other_internals_are_an_error_that_names_the_version(
 ) -> None:
     monkeypatch.setattr(triton, "__version__", "4.5.6")
     with monkeypatch.context() as patch:
-        for part in ("numerics", "sanitizer", "coresident"):
+        for part in ("numerics", "coresident"):
             patch.setattr(getattr(module, part), "install", lambda: None)
         patch.setattr(module, "cache_types", lambda: None)
         patch.setattr(module, "_find_wrong_values", lambda: ["atomic addition"])
@@ -66,7 +66,7 @@ def test_other_internals_are_an_error_that_names_the_version(
 
 
 def test_only_an_interpreting_triton_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tl, "zeros", object())  # in a process that compiles, no InterpretedFunction
+    monkeypatch.setattr(tl, "zeros", object())  # an InterpretedFunction only in the interpreter
     before = GridExecutor.__call__, dict(vars(InterpreterBuilder))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     module.install.__wrapped__()
@@ -78,7 +78,7 @@ def test_only_an_interpreting_triton_is_changed(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("first", ["halley.compiler", "halley.fused.op", "halley.ops.expert_rows"])
 def test_any_module_may_be_imported_first(first: str) -> None:
-    """Triton reads TRITON_INTERPRET at its first import, which Inductor may cause."""
+    """Inductor may be the first to import Triton, which then reads TRITON_INTERPRET."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     code = f"import {first}, halley.interpreter; assert halley.interpreter.INTERPRETED"

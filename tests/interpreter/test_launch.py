@@ -1,6 +1,6 @@
-"""Launches in the interpreter: order of programs, scheduling, errors."""
+"""Kernel launches in Triton's interpreter: order of programs, scheduling, errors."""
 
-# Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
+# Calls pass plain values for parameters that a kernel annotates as tl.constexpr.
 # pyright: reportArgumentType=false
 
 import pytest
@@ -25,7 +25,7 @@ def _ticket_kernel(ticket, order_XYZ, grid_3):
 
 @triton.jit
 def _wait_for_next_kernel(flags_P, out_P, VOLATILE: tl.constexpr):
-    """Let each program but the last wait for the one of the next higher id."""
+    """Let each program but the last wait for the flag of the program with the next higher id."""
     program = tl.program_id(0)
     waits = program + 1 < tl.num_programs(0)
     while waits:

@@ -1,6 +1,6 @@
-"""bfloat16 in the interpreter against torch, bit for bit."""
+"""bfloat16 arithmetic of interpreted kernels equals that of torch, bit for bit."""
 
-# Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
+# Calls pass plain values for parameters that a kernel annotates as tl.constexpr.
 # pyright: reportArgumentType=false
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def _dot_kernel(a_MK, b_KN, c_MN, M: tl.constexpr, K: tl.constexpr, N: tl.conste
 
 
 def _random_bfloat16(seed: int) -> torch.Tensor:
-    """Return values of random bits, the special ones of both signs first."""
+    """Return bfloat16 values of random bits; the first ones are special values of both signs."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 1 << 16, (N,), generator=generator)
     order = torch.randperm(2 * len(SPECIAL_BITS), generator=generator)
@@ -97,7 +97,7 @@ def _random_bfloat16(seed: int) -> torch.Tensor:
 def _random_float32(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 1 << 32, (N,), generator=generator)
-    # Ties, and the values next to them, where rounding is decided; the last carries into infinity.
+    # Ties of rounding and the values next to them; the last value rounds up to infinity.
     halfway = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x00008000, 0x7F7F8000]
     bits[:6] = torch.tensor(halfway)
     bits[6:10] = torch.tensor([0x7F800000, 0xFF800000, 0x7F800001, 0x00000001])
@@ -111,7 +111,7 @@ def _convert(x_N: torch.Tensor, dtype: torch.dtype, op: str = "cast") -> torch.T
 
 
 def _assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare all bits, except that any NaN is like any other."""
+    """Check that two tensors have the same bits, where all NaNs count as equal."""
     assert actual.dtype == expected.dtype
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan)

@@ -1,6 +1,6 @@
-"""Address sanitizer: caught accesses, error messages, and accesses that are allowed."""
+"""The address sanitizer catches wrong accesses with a clear error, and allows right ones."""
 
-# Triton annotates the constexpr parameters of a kernel with what the kernel sees of them.
+# Calls pass plain values for parameters that a kernel annotates as tl.constexpr.
 # pyright: reportArgumentType=false
 
 from collections.abc import Iterator
@@ -58,11 +58,11 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def memory() -> Iterator[torch.Tensor]:
-    """Yield 16 registered floats, for kernels that get their address."""
+    """Yield registered memory of 16 floats, for kernels that get its address."""
     tensor = _alone(torch.zeros(16))
     register(tensor.data_ptr(), 64)
     yield tensor
-    unregister(tensor.data_ptr())
+    unregister(tensor.data_ptr(), 64)
 
 
 def test_load_past_the_end_is_caught() -> None:
@@ -112,12 +112,8 @@ def test_store_through_an_unknown_address_is_caught(memory: torch.Tensor) -> Non
 def test_memory_is_registered_as_often_as_it_is_unregistered(memory: torch.Tensor) -> None:
     x_N, address = torch.zeros(16), memory.data_ptr()
     register(address, 64)
-    unregister(address)
+    unregister(address, 64)
     _store_at_kernel[(1,)](x_N, address, N=16)
-    with pytest.raises(ValueError, match=r"num_bytes \(32\) must be 64"):
-        register(address, 32)
-    with pytest.raises(ValueError, match=r"address \(0x5\) must be registered"):
-        unregister(5)
 
 
 @pytest.mark.parametrize("by_cas", [False, True])

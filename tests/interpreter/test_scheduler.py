@@ -1,4 +1,4 @@
-"""The scheduler: the same order from the same seed, and no thread that hangs."""
+"""The scheduler gives the same order for the same seed, and leaves no thread behind."""
 
 import threading
 import time
@@ -52,7 +52,7 @@ def test_same_seed_gives_the_same_order() -> None:
 
 def test_other_seeds_give_other_orders() -> None:
     orders = {tuple(_interleave(Scheduler(seed, resident=1), 2)) for seed in range(40)}
-    assert len(orders) > 25  # of 6! / 2!**3 = 90
+    assert len(orders) > 25  # 6! / 2!**3 = 90 orders are possible
     assert {order[0] for order in orders} == {0, 1, 2}
 
 
@@ -98,7 +98,7 @@ def test_a_launch_begins_when_all_programs_of_the_previous_one_have_begun(
     def second(program: int) -> None:
         assert begun == list(range(3))
         both.append(len(ended) < 3)
-        while len(ended) < 3:  # the first launch must be able to end
+        while len(ended) < 3:  # ends only if programs of the first launch run meanwhile
             switch_point()
 
     scheduler.run_ranks(
@@ -147,7 +147,7 @@ def test_endless_run_is_an_error_that_names_the_seed() -> None:
 @pytest.mark.usefixtures("no_threads_left")
 @pytest.mark.parametrize("seed", range(2))
 def test_error_of_one_rank_ends_all_others(seed: int) -> None:
-    """One rank fails; the others spin, wait at the barrier, and wait for a launch that spins."""
+    """Rank 0 fails; others poll forever, wait at a barrier, and wait for a launch that polls."""
     scheduler = Scheduler(seed, resident=2)
     done: list[str] = []
 
@@ -193,7 +193,7 @@ def test_error_of_a_program_is_raised_and_first_wins() -> None:
 
 
 def _longest_absence(trace: list[int], num_tasks: int) -> int:
-    """Return the longest stretch of picks without one of the threads, up to its last pick."""
+    """Return the most consecutive picks in which some thread was not picked."""
     longest, last = 0, dict.fromkeys(range(num_tasks), 0)
     for pick, task in enumerate(trace):
         longest = max(longest, pick - last[task])

@@ -1,55 +1,26 @@
-"""Models, an emulated link, and steps of microbatches one after another, for tests of lanes."""
+"""Models, and steps of microbatches one after another, for tests of lanes."""
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from torch import nn
 
-from benchmarks.graph_bench.gpt2_moe import Gate, GPT2MoE, GPT2Shape, TrainingLoss
+from benchmarks.graph_bench.gpt2_moe import Gate, TrainingLoss
 from halley.distributed.mesh import ParallelGroups
-from halley.strategies.traceable import TraceableStrategy
+from tests.compiler.model_case import build_narrow
 
 
 SIZE = 8  # rows and columns of the small model
 Result = tuple[torch.Tensor, list[torch.Tensor]]  # losses, and the gradient of each parameter
 
 
-@contextmanager
-def fresh_graphs() -> Iterator[None]:
-    """Ignore warnings of PyTorch about tracing, and forget all graphs of Dynamo afterwards."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            torch._dynamo.reset()
-
-
 def build_gpt2(
-    gate: Gate,
-    groups: ParallelGroups,
-    *,
-    num_layers: int,
-    hidden_size: int = 32,
-    vocab_size: int = 32,
-    seq_len: int = 8,
+    gate: Gate, groups: ParallelGroups, *, num_layers: int, **sizes: int
 ) -> TrainingLoss:
     """Return a narrow GPT-2 with experts in every other layer, and its loss."""
-    shape = GPT2Shape(
-        name="narrow",
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=4,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-    )
-    strategy = TraceableStrategy(groups.ep)
-    return TrainingLoss(GPT2MoE(shape, gate, groups, strategy=strategy, std=0.2))
+    return TrainingLoss(build_narrow(gate, groups, num_layers=num_layers, **sizes))
 
 
 def make_batch(

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from halley.compiler.consensus import open_consensus
 from halley.lanes import compile_step
 from halley.lanes.capture import Inner
+from tests.compiler.model_case import fresh_graphs
 from tests.lanes.lane_case import (
     SIZE,
     Result,
     SmallModel,
     exchange,
-    fresh_graphs,
     is_equal,
     run_uncompiled,
     take_result,
@@ -57,11 +57,6 @@ def _with_other_collectives(model: SmallModel, x_TD: torch.Tensor) -> torch.Tens
     return loss + exchange(x_TD * model.first.bias).mean() if dist.get_rank() else loss
 
 
-def _with_two_results(model: SmallModel, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    loss = model(x_TD)
-    return loss, loss * 2
-
-
 def _with_buffer(model: SmallModel, x_TD: torch.Tensor) -> torch.Tensor:
     model.num_calls.add_(1)  # type: ignore[operator]
     return model(x_TD)
@@ -85,7 +80,7 @@ LOSSES: dict[str, Loss] = {
     "no scalar": lambda model, x: exchange(model.first(x)),
     "other collectives": _with_other_collectives,
     "other computation": lambda model, x: model(x) * 2.0 if dist.get_rank() else model(x),
-    "two results": _with_two_results,
+    "two results": lambda model, x: (loss := model(x), loss * 2),
     "unknown collective": lambda model, x: model(
         x / torch.ops._dtensor.unknown_sum(x.detach().abs())
     ),
@@ -202,15 +197,12 @@ def test_missing_rank_is_named(run_ranks) -> None:
     assert "ranks [1] compiled no graph with collectives in 1 s" in text
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [((6, SIZE), r"argument 0 \(shape \(6, 8\)\) must be a multiple of num_microbatches \(4\)"),
-     ((), r"argument 0 \(shape \(\)\) must be a multiple")],
-)  # fmt: skip
-def test_batch_that_cannot_be_divided_is_refused(shape: tuple[int, ...], message: str) -> None:
+def test_batch_that_cannot_be_divided_is_refused() -> None:
     step = compile_step(SmallModel(), 4, inner="eager")
-    with pytest.raises(ValueError, match=message):
-        step(torch.zeros(shape))
+    for shape in ((6, SIZE), ()):
+        message = f"argument 0 (shape {shape}) must be a multiple of num_microbatches (4)"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            step(torch.zeros(shape))
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from halley.core.timeline import Span
+from halley.core.validation import build
 from halley.lanes.cut import Item, Kind
 from halley.lanes.executor import check_order, one_after_another
 from halley.lanes.lane_schedule import (
@@ -130,7 +131,7 @@ def test_plan_stays_one_after_another_if_nothing_is_faster() -> None:
 def test_plan_survives_json() -> None:
     items, durations_us = _chain(num_exchanges=1)
     plan = plan_lanes(items, durations_us, num_microbatches=2, max_lanes=2)
-    assert LanePlan.from_json(json.loads(json.dumps(asdict(plan)))) == plan
+    assert build(LanePlan, json.loads(json.dumps(asdict(plan)))) == plan
 
 
 @pytest.mark.parametrize(
@@ -152,20 +153,11 @@ def test_durations_are_medians_of_equal_code_and_shortest_transfers() -> None:
     keys = ["segment", "start", "wait", "segment"]
 
     def step(first_us: float, last_us: float, link_us: float) -> list[Span]:
-        starts_us = [0.0, first_us, first_us + 1.0, first_us + link_us]
-        ends_us = [first_us, first_us + 1.0, first_us + link_us, first_us + link_us + last_us]
-        return [
-            Span(
-                name=f"0.{index}.{item.kind}",
-                rank=0,
-                stream="compute",
-                start_us=begin_us,
-                duration_us=end_us - begin_us,
-            )
-            for index, (item, begin_us, end_us) in enumerate(
-                zip(items, starts_us, ends_us, strict=True)
-            )
-        ]
+        spans: list[Span] = []
+        for index, duration_us in enumerate((first_us, 1.0, link_us - 1.0, last_us)):
+            times = {"start_us": spans[-1].end_us if spans else 0.0, "duration_us": duration_us}
+            spans.append(Span(name=f"0.{index}.{keys[index]}", rank=0, stream="compute", **times))
+        return spans
 
     steps = [step(3.0, 4.0, 9.0), step(5.0, 6.0, 7.0)]
     assert measured_durations(items, keys, steps) == pytest.approx([4.5, 7.0, 0.0, 4.5])

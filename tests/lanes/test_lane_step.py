@@ -23,11 +23,11 @@ from halley.lanes.lane_schedule import schedules
 from halley.lanes.segment_compiler import SegmentCompiler
 from halley.moe.router import AbstractRouter
 from halley.ops.gradient_hook import set_gradient_hook
+from tests.compiler.model_case import fresh_graphs
 from tests.lanes.lane_case import (
     SIZE,
     SmallModel,
     build_gpt2,
-    fresh_graphs,
     is_equal,
     make_batch,
     run_uncompiled,

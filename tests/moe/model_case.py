@@ -71,7 +71,7 @@ def build_layer(
     dtype: torch.dtype = torch.float32,
     placement: ExpertPlacement | None = None,
 ) -> MoELayer:
-    """Return a layer whose router produces about that load; each expert has its own weights."""
+    """Return an MoE layer whose router produces about a given load; experts differ in weights."""
     options = {"recorder": Recorder(CPU), "device": CPU, "num_chunks": 2}
     layer = MoELayer(
         MODELS[kind].moe,
@@ -147,7 +147,7 @@ def destroy(groups: ParallelGroups) -> None:
     """Destroy the groups of a mesh; otherwise they exist until the ranks of the tests end."""
     mesh = groups.mesh
     assert mesh is not None
-    dist.barrier()  # a rank that is still connecting must not find its peer gone
+    dist.barrier()  # no rank may destroy a group to which another still connects
     for name in ("edp", "ep"):
         group = mesh.get_group(name)
         if group is not dist.group.WORLD:

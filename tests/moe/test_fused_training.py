@@ -1,4 +1,4 @@
-"""Models and FSDP-sharded layers with the strategy fused equal those with sequential."""
+"""Models and FSDP-sharded layers with the strategy "fused" equal those with "sequential"."""
 
 import warnings
 from typing import Any
@@ -52,12 +52,12 @@ def _compare_models(rank: int, num_ranks: int) -> None:
 
 
 def test_models_have_equal_losses_and_gradients(run_ranks: RunRanks) -> None:
-    """Within tolerance of sequential; activation checkpointing does not change a bit."""
+    """Results of "fused" are those of "sequential"; activation checkpointing changes no bit."""
     run_ranks(_compare_models, 2)
 
 
 def _shard(rank: int, num_ranks: int) -> None:
-    """Two pairs of ranks have copies of the experts; FSDP shards each weight over the copies."""
+    """Train a layer whose weights FSDP shards over the two ranks that have the same experts."""
     groups = build_groups(2, device_type="cpu")
     assert groups.mesh is not None
     plain, sharded = (build_layer("softmax", groups, name) for name in ("sequential", "fused"))

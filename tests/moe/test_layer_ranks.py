@@ -58,7 +58,7 @@ def _expected(
         x_TD, grad_TD = _tokens(source, dtype)
         routed = layer.router(x_TD)
         y_TD = moe_reference(x_TD, routed.routing, layer.local_experts())
-        layer.router.weight.grad = None  # of this rank's tokens alone
+        layer.router.weight.grad = None  # the gradient is that of this rank's tokens alone
         ((y_TD * grad_TD).sum() + routed.loss).backward()
         if source == rank:
             assert x_TD.grad is not None
@@ -129,18 +129,13 @@ def test_layer_equals_the_reference(run_ranks, kind, num_ranks, strategy, tp_siz
         (2, "softmax", ["fused"], ["one takes all", "one is empty"], torch.float32),
         (4, "softmax", ["fused"], ["zipf"], torch.float32),
         (2, "softmax", ["sequential", "fused"], ["zipf"], torch.bfloat16),
-        (4, "switch", ["sequential"], ["zipf"], torch.float32),  # drops slots
+        (4, "switch", ["sequential"], ["zipf"], torch.float32),  # the router drops slots
         (2, "biases", ["chunked"], ["zipf"], torch.float32),
     ],
     ids=["2", "4", "2, fused", "4, fused", "bfloat16", "dropped slots", "biases"],
 )
 def test_layer_with_replicas_equals_the_reference(
-    run_ranks: RunRanks,
-    num_ranks: int,
-    kind: str,
-    strategies: list[str],
-    loads: list[str],
-    dtype: torch.dtype,
+    run_ranks: RunRanks, num_ranks, kind, strategies, loads, dtype
 ) -> None:
     """The gradients of an expert are bitwise equal on all ranks that hold it."""
     by_rank = run_ranks(_check, num_ranks, kind, strategies, loads, dtype)

@@ -1,4 +1,4 @@
-"""``halley.MoE`` builds its groups; it and its parts equal the reference on one and two ranks."""
+"""``halley.MoE`` builds its groups, and equals the reference on one and two ranks."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def _train_step(rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """Run the steps of the class docstring; return output and gradients of this rank."""
+    """Run the example in the docstring of ``MoE``; return output and gradients of this rank."""
     layer = halley.MoE(**SIZES, seed=3, strategy="sequential")
     y_TD = layer(_tokens(rank))
     assert isinstance(y_TD, torch.Tensor)
@@ -75,7 +75,7 @@ def test_default_device_is_the_gpu_and_values_equal_the_reference() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_values_equal_the_reference(run_ranks: RunRanks, num_ranks: int) -> None:
-    """The experts are spread over the default group, their initial weights those of one rank."""
+    """Experts are spread over the default group, with the initial weights of a single rank."""
     ranks = run_ranks(_train_step, 2) if num_ranks == 2 else [_train_step(0, 1)]
     want = _expected(num_ranks)
     for got in ranks:
@@ -150,7 +150,7 @@ def test_compiled_layer_has_the_values_of_the_eager_one() -> None:
     layer = halley.MoE(**SIZES, seed=1, strategy="functional")
     x_TD = torch.randn(6, 16)
     assert torch.equal(halley.compile(layer, inner="eager")(x_TD), layer(x_TD))
-    with pytest.raises(ValueError, match=r"options \(speed\) must be of"):
+    with pytest.raises(ValueError, match=r"key \(speed\) must be one of passes"):
         halley.compile(layer, speed="high")
     torch.compiler.reset()
 

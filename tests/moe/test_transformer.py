@@ -1,4 +1,4 @@
-"""The transformer equals a slow model in float64, on several ranks and with checkpointing."""
+"""The transformer equals a slow model in float64, also on several ranks and checkpointed."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ def _slow_mlp(x_SD: torch.Tensor, weights: Weights) -> torch.Tensor:
 
 
 def _slow_moe(x_SD: torch.Tensor, weights: Weights, layer: MoELayer) -> torch.Tensor:
-    routing = layer.router(x_SD).routing  # computes in float32; has tests of its own
+    routing = layer.router(x_SD).routing  # the router computes in float32 and has its own tests
     experts = Experts(
         up_LGD=weights["experts.gate_up_proj"],
         down_LDF=weights["experts.down_proj"],
@@ -117,7 +117,7 @@ def test_logits_equal_those_of_a_slow_model(kind: str) -> None:
     tokens_BS = make_tokens(0, batch_size=1)
     logits_BSV = model(tokens_BS).logits_BSV
     error = relative_error(logits_BSV[0], _slow_logits(model, tokens_BS[0]))
-    assert error <= 4 * RELATIVE_TOLERANCE[torch.float32]  # two to four layers deep
+    assert error <= 4 * RELATIVE_TOLERANCE[torch.float32]  # the models have two to four layers
 
 
 def test_router_losses_are_summed_and_counts_stacked() -> None:
@@ -173,7 +173,7 @@ def test_initial_weights() -> None:
             assert weight.unique().tolist() == [1.0]
         elif name.endswith("bias"):
             assert weight.unique().tolist() == [0.0]
-        else:  # five deviations of the estimate
+        else:  # the tolerance is five standard deviations of the estimate
             allowed = 5.0 * 0.02 / math.sqrt(2.0 * weight.numel())
             assert weight.std().item() == pytest.approx(0.02, abs=allowed)
             assert abs(weight.mean().item()) <= 5.0 * 0.02 / math.sqrt(weight.numel())

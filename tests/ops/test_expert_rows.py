@@ -14,7 +14,7 @@ from halley.ops.expert_rows import (
     gather_tokens,
     invert_permutation,
 )
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
+from tests.strategies.layer_case import assert_close
 
 
 ROWS = [
@@ -41,7 +41,7 @@ def _check(got: torch.Tensor, want: torch.Tensor, leaves: list[torch.Tensor]) ->
     want_grads = torch.autograd.grad(want, leaves, grad.double())
     for value, reference in zip((got, *got_grads), (want, *want_grads), strict=True):
         assert value.dtype == dtype
-        assert relative_error(value.detach(), reference.detach()) <= RELATIVE_TOLERANCE[dtype]
+        assert_close(value.detach(), reference.detach(), "value or gradient")
 
 
 def test_bias_gradient_is_accumulated_in_float32() -> None:

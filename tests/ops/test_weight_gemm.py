@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from halley.ops.kernels.tiles import GemmTile
-from halley.ops.kernels.weight_gemm import weight_gemm
+from halley.ops.kernels.tiles import GemmTile, weight_gemm
 
 
 TILE = GemmTile(block_n=32, block_k=16, group=2, num_warps=4, num_stages=1)

@@ -4,18 +4,22 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from halley.core.reference import moe_reference
 from halley.core.routing import sharded_dims
-from halley.core.types import Activation, Experts, Routing
+from halley.core.timeline import Recorder
+from halley.core.types import Activation, Experts, Routing, Save
+from halley.fused.buffers import Workspaces
+from halley.strategies.fused import FusedStrategy
 from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
 from halley.tools.skew import parse_load, sample_routing
 
 
 CPU = torch.device("cpu")
+SAVES: tuple[Save, ...] = get_args(Save)
 # Rows of 16 bytes in float32 and bfloat16.
 SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 16}
 
@@ -109,8 +113,32 @@ def check_values(got: dict[str, torch.Tensor], case: LayerCase, rank: int) -> No
     wants = expected(case, rank)
     assert list(got) == list(wants)
     for name, want in wants.items():
-        error = relative_error(got[name].cpu(), want)
-        assert error <= RELATIVE_TOLERANCE[case.dtype], f"{name} is off by {error:.2e}: {case}"
+        assert_close(got[name].cpu(), want, f"{name}: {case}", dtype=case.dtype)
+
+
+def assert_close(
+    got: torch.Tensor, want: torch.Tensor, what: str, *, dtype: torch.dtype | None = None
+) -> None:
+    """Compare a result with the reference, with the tolerance of a dtype, by default its own."""
+    error = relative_error(got, want)
+    assert error <= RELATIVE_TOLERANCE[dtype or got.dtype], f"off by {error:.2e}: {what}"
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: object) -> None:
+    """Check that tensors of the same name are bitwise equal; ``what`` is for the message."""
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{name} differs, {what}"
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a matrix, stored column by column."""
+    return tensor.detach().t().contiguous().t()
+
+
+def build(workspaces: Workspaces, *, fused: bool = True, save: Save = "all") -> FusedStrategy:
+    """Return a fused strategy that records nothing."""
+    recorder = Recorder(workspaces.device, enabled=False)
+    return FusedStrategy(workspaces, recorder=recorder, fused=fused, save=save)
 
 
 def gradients(experts: Experts) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from halley.core.reference import moe_reference
 from halley.core.timeline import Recorder
 from halley.core.types import Experts, LayerShape, Routing, Task
 from halley.cost.hardware import H200, Predictor
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.strategies.auto import AutoStrategy
 from halley.strategies.base import AbstractStrategy
 from halley.strategies.registry import build_strategy
 from halley.tools.layer_case import relative_error
 from tests.rank_pool import RunRanks
 from tests.strategies.layer_case import (
+    CPU,
     SIZES,
     LayerCase,
     check_values,
@@ -30,7 +31,6 @@ from tests.strategies.layer_case import (
 )
 
 
-CPU = torch.device("cpu")
 CASE = LayerCase(num_tokens_W=(8,))
 SHAPE = LayerShape(num_tokens=1, num_experts=8, top_k=2, ep_size=1, itemsize=4, **SIZES)
 
@@ -84,7 +84,7 @@ def _auto(
     candidates: dict[str, Any], group: dist.ProcessGroup | None = None, *, releases: bool = False
 ) -> AutoStrategy:
     where = {"group": group, "device": CPU, "recorder": Recorder(CPU)}
-    return AutoStrategy({**candidates}, left_out={}, releases=releases, **where)
+    return AutoStrategy({**candidates}, releases=releases, **where)
 
 
 def _forward(strategy: AbstractStrategy, case: LayerCase, rank: int = 0) -> torch.Tensor:

@@ -8,26 +8,25 @@ import pytest
 import torch
 
 from halley.core.types import Experts, Routing, Save
-from halley.fused.buffer_cache import Workspaces
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
-from tests.strategies.fused_case import CPU, SAVES, assert_same, build
+from halley.fused.buffers import Workspaces
 from tests.strategies.layer_case import (
+    CPU,
+    SAVES,
     LayerCase,
+    assert_close,
+    assert_same,
+    build,
     check_values,
     expected,
     local_experts_of,
     make_tokens,
     run_forward,
+    strided,
     train,
 )
 
 
 ALONE = LayerCase(num_tokens_W=(8,), num_experts=4)
-
-
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values, column by column in memory."""
-    return tensor.detach().t().contiguous().t()
 
 
 def _unaligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +45,7 @@ def test_strided_unaligned_or_expanded_gradients_of_the_output() -> None:
         return call.values()
 
     want = run(lambda grad_TD: grad_TD)
-    for make in (_strided, _unaligned):
+    for make in (strided, _unaligned):
         assert_same(run(make), want, make.__name__)
     ones = run(torch.ones_like)
     assert_same(run(lambda grad_TD: torch.ones(()).expand(grad_TD.shape)), ones, "expanded")
@@ -60,14 +59,13 @@ def test_strided_tokens_and_routing(name: str, save: Save) -> None:
     x_TD, routing, grad_TD = make_tokens(ALONE, 0)
     leaves = {"x": x_TD, "weights": routing.topk_weights_TK}
     if name != "ids":
-        leaves[name] = _strided(leaves[name]).requires_grad_()
-    ids_TK = _strided(routing.topk_idx_TK) if name == "ids" else routing.topk_idx_TK
+        leaves[name] = strided(leaves[name]).requires_grad_()
+    ids_TK = strided(routing.topk_idx_TK) if name == "ids" else routing.topk_idx_TK
     routing = Routing(topk_idx_TK=ids_TK, topk_weights_TK=leaves["weights"])
     layer.forward(leaves["x"], routing, local_experts_of(ALONE, 0)).backward(grad_TD)
     for key, leaf in leaves.items():
         assert leaf.grad is not None
-        error = relative_error(leaf.grad, expected(ALONE, 0)[f"{key}.grad"])
-        assert error <= RELATIVE_TOLERANCE[torch.float32], key
+        assert_close(leaf.grad, expected(ALONE, 0)[f"{key}.grad"], key)
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -121,7 +119,7 @@ def test_frozen_parts(frozen: tuple[str, ...], save: Save) -> None:
     got, want = train(layer.forward, ALONE, 0, frozen=frozen), expected(ALONE, 0)
     assert set(want) - set(got) == {f"{name}.grad" for name in frozen}
     for name, value in got.items():
-        assert relative_error(value, want[name]) <= RELATIVE_TOLERANCE[torch.float32], name
+        assert_close(value, want[name], name)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from halley.core.types import Save
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from tests.rank_pool import RunRanks
-from tests.strategies.fused_case import CPU, assert_same, build
-from tests.strategies.layer_case import LayerCase, make_inputs, train
+from tests.strategies.layer_case import CPU, LayerCase, assert_same, build, make_inputs, train
 
 
 CASES = [
@@ -80,9 +79,3 @@ def _bring_more_tokens(rank: int, num_ranks: int) -> None:
 
 def test_too_many_tokens_are_an_error_on_all_ranks(run_ranks: RunRanks) -> None:
     run_ranks(_bring_more_tokens, 2)
-
-
-def test_max_load_below_the_balanced_load_is_an_error() -> None:
-    wanted = "max_load (0.5) must be at least 1, or 0 for any load"
-    with pytest.raises(ValueError, match=re.escape(wanted)):
-        Workspaces(None, CPU, max_load=0.5)

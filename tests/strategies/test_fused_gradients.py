@@ -10,12 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from halley.core.routing import route_to_shards
 from halley.core.types import Save
-from halley.fused.buffer_cache import Workspaces
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
+from halley.fused.buffers import Workspaces
 from tests.rank_pool import RunRanks
-from tests.strategies.fused_case import CPU, assert_same, build
 from tests.strategies.layer_case import (
+    CPU,
     LayerCase,
+    assert_close,
+    assert_same,
+    build,
     check_values,
     expected,
     gradients,
@@ -55,9 +57,9 @@ def _expect_too_few(rank: int, num_ranks: int) -> None:
     layer = build(workspaces, save="inputs")
     for seed, expected_copies in enumerate((0, 1000)):
         for workspace in workspaces.all():
-            workspace._last_sizes_by_layer.clear()
+            workspace.plan_sizes.by_layer.clear()
             num_copies = expected_copies if rank == 0 else 64
-            workspace._last_size = replace(workspace._last_size, num_copies=num_copies)
+            workspace.plan_sizes.last = replace(workspace.plan_sizes.last, num_copies=num_copies)
         case = LayerCase(num_tokens_W=(70, 90), num_experts=4, seed=seed)
         check_values(train(layer.forward, case, rank), case, rank)
     workspaces.close()
@@ -163,7 +165,7 @@ def _accumulate(rank: int, num_ranks: int, save: Save) -> None:
     first, second = (expected(case, rank) for case in cases)
     for name, grad in gradients(experts).items():
         want = first[f"{name}.grad"] + second[f"{name}.grad"]
-        assert relative_error(grad, want) <= RELATIVE_TOLERANCE[torch.float32], name
+        assert_close(grad, want, name)
 
     call = run_forward(layer.forward, cases[0], rank)
     call.y_TD.backward(call.grad_TD, retain_graph=True)

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from halley.core.types import Save
-from halley.fused.buffer_cache import Workspaces
+from halley.fused.buffers import Workspaces
 from halley.tools.timer import captured
 from tests.gpus import device_of, needs_kernels
 from tests.rank_pool import RunRanks
-from tests.strategies.fused_case import build
-from tests.strategies.layer_case import LayerCase, make_inputs, make_tokens
+from tests.strategies.layer_case import LayerCase, build, make_inputs, make_tokens
 
 
 TOKENS = (200, 120, 0, 77)

@@ -18,10 +18,11 @@ from halley.strategies.hierarchical import HierarchicalStrategy
 from halley.strategies.part_orders import PIPELINES, SPLIT, Pipeline
 from halley.strategies.registry import build_strategy
 from tests.rank_pool import RunRanks
-from tests.strategies.fused_case import assert_same
 from tests.strategies.layer_case import (
+    CPU,
     SIZES,
     LayerCase,
+    assert_same,
     check_values,
     make_tokens,
     run_forward,
@@ -29,16 +30,8 @@ from tests.strategies.layer_case import (
 )
 
 
-CPU = torch.device("cpu")
-
-
 def _build(
-    inner: str,
-    *,
-    ranks_per_node: int,
-    tp_size: int = 1,
-    pipeline: Pipeline = SPLIT,
-    **options: Any,
+    inner: str, *, ranks_per_node: int, tp_size: int = 1, pipeline: Pipeline = SPLIT, **options: Any
 ) -> HierarchicalStrategy:
     group, recorder = dist.group.WORLD, Recorder(CPU, enabled=False)
     nodes = find_nodes(group, ranks_per_node=ranks_per_node)

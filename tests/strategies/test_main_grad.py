@@ -7,11 +7,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from halley.core.types import Experts, Routing
-from halley.fused.buffer_cache import Workspaces
-from halley.tools.layer_case import RELATIVE_TOLERANCE, relative_error
-from tests.strategies.fused_case import CPU, build
+from halley.fused.buffers import Workspaces
 from tests.strategies.layer_case import (
+    CPU,
     LayerCase,
+    assert_close,
+    build,
     expected,
     gradients,
     local_experts_of,
@@ -49,8 +50,7 @@ def _check(grads: dict[str, torch.Tensor]) -> None:
     """Compare gradients of the weights of ``CASE`` with the reference."""
     want = expected(CASE, 0)
     for name, grad in grads.items():
-        error = relative_error(grad, want[f"{name}.grad"])
-        assert error <= RELATIVE_TOLERANCE[torch.float32], name
+        assert_close(grad, want[f"{name}.grad"], name)
 
 
 def test_main_grad_is_added_to() -> None:
@@ -75,7 +75,7 @@ def test_main_grad_is_added_to() -> None:
     for name, buffer in buffers.items():
         assert torch.equal(buffer, alone[0][name] + alone[1][name]), name
         want = wants[0][f"{name}.grad"] + wants[1][f"{name}.grad"]
-        assert relative_error(buffer, want) <= RELATIVE_TOLERANCE[torch.bfloat16], name
+        assert_close(buffer, want, name, dtype=torch.bfloat16)
 
 
 def test_main_grad_of_a_layer_in_parts() -> None:

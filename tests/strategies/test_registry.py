@@ -7,8 +7,8 @@ import torch
 
 from halley.core.timeline import Recorder
 from halley.cost.hardware import CPU as CPU_FIGURES
-from halley.cost.hardware import H100, H200, Hardware
-from halley.fused.buffer_cache import Workspaces
+from halley.cost.hardware import H100, H200, Hardware, predictor_of
+from halley.fused.buffers import Workspaces
 from halley.strategies.all_gather import AllGatherStrategy
 from halley.strategies.all_to_all import AllToAllStrategy
 from halley.strategies.auto import AutoStrategy
@@ -20,7 +20,6 @@ from halley.strategies.registry import (
     build_strategy,
     check_strategy,
     describe_strategies,
-    predictor_of,
     split_strategies,
 )
 from halley.strategies.traceable import TraceableStrategy

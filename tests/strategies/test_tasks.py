@@ -16,10 +16,9 @@ from halley.strategies.all_to_all import all_to_all_tasks, choose_num_chunks
 from halley.strategies.fused import fused_tasks
 from halley.strategies.registry import build_strategy
 from tests.rank_pool import RunRanks
-from tests.strategies.layer_case import SIZES, LayerCase, make_inputs, train
+from tests.strategies.layer_case import CPU, SIZES, LayerCase, make_inputs, train
 
 
-CPU = torch.device("cpu")
 CASE = LayerCase(num_tokens_W=(40, 40))
 SHAPE = LayerShape(
     num_tokens=8192, hidden_size=4096, intermediate_size=14336, num_experts=32, top_k=2, ep_size=4

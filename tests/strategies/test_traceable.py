@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from halley.strategies.traceable import TraceableStrategy, find_one_rank_problem, run_on_one_rank
-from tests.strategies.layer_case import (
-    LayerCase,
-    check_values,
-    make_experts,
-    make_inputs,
-    train,
-)
+from tests.strategies.layer_case import LayerCase, check_values, make_experts, make_inputs, train
 from tests.strategies.test_values import check_layers
 
 

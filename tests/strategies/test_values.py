@@ -12,10 +12,9 @@ import torch.distributed as dist
 from halley.core.timeline import Recorder
 from halley.ops.exchange import Exchange
 from halley.strategies.registry import build_strategy
-from tests.strategies.layer_case import LayerCase, check_values, train
+from tests.strategies.layer_case import CPU, LayerCase, check_values, train
 
 
-CPU = torch.device("cpu")
 STRATEGIES = ("sequential", "chunked", "all_gather")  # fused strategies have their own files
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)

@@ -15,7 +15,7 @@ from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, SymmTensor
 
 
 _SEGMENT = f"{SHM}/#"  # /proc shows unnamed files so
-TOO_MANY = 2**50  # bytes, more than the memory of any machine
+TOO_MANY = 2**50  # number of bytes, more than any machine has
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -90,7 +90,7 @@ def check_several_tensors(heap: AbstractSymmHeap) -> None:
         num_bytes -= tensors[i].local.nbytes
         heap.free(tensors[i])
         assert heap.num_bytes == num_bytes
-    for tensor in tensors[1:3]:  # adjacent tensors keep their values
+    for tensor in tensors[1:3]:  # tensors beside a freed one keep their values
         assert torch.equal(tensor.local[0].unique(), tensor.local.new_tensor([heap.rank + 1]))
         heap.free(tensor)
     del tensors, tensor
@@ -203,7 +203,7 @@ def segments() -> tuple[int, int]:
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if _SEGMENT in line]
     is_open = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed by a gloo thread meanwhile
+        with contextlib.suppress(FileNotFoundError):  # a gloo thread closed it meanwhile
             is_open += _SEGMENT in str(link.readlink())
     return len(mapped), is_open
 
@@ -214,6 +214,6 @@ def subgroups(*members: list[int]) -> Iterator[list[dist.ProcessGroup]]:
     groups = [dist.new_group(ranks) for ranks in members]
     mine = [group for group in groups if isinstance(group, dist.ProcessGroup)]
     yield mine
-    dist.barrier()  # before destroying, all ranks must have connected
+    dist.barrier()  # all ranks must have connected before one destroys a group
     for group in mine:
         dist.destroy_process_group(group)

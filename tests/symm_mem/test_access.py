@@ -1,4 +1,4 @@
-"""Peer access between ranks: for memory locations written by hand, and on this machine."""
+"""Peer access between ranks, for hand-written memory locations and on this machine."""
 
 import ctypes
 from dataclasses import replace

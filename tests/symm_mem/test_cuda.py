@@ -1,4 +1,4 @@
-"""The heap in GPU memory."""
+"""The symmetric heap in GPU memory passes the checks of all heaps; its barrier; groups."""
 
 import os
 
@@ -24,9 +24,8 @@ def test_multicast_variable_is_restored(
     monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-    if before is None:
-        monkeypatch.delenv(name, raising=False)
-    else:
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
         monkeypatch.setenv(name, before)
     with _multicast_off():
         assert os.environ[name] == "1"
@@ -62,7 +61,7 @@ def _wait_for_work(rank: int, num_ranks: int) -> None:
     heap = CudaHeap(dist.group.WORLD, device_of(rank))
     tensor = heap.zeros((1 << 20,), torch.float32)
     for i in range(1, 6):
-        torch.cuda._sleep(20_000_000)  # about 10 ms of the stream
+        torch.cuda._sleep(20_000_000)  # the stream is busy for about 10 ms
         tensor.local.fill_(i)
         heap.barrier()
         assert torch.cuda.current_stream().query()

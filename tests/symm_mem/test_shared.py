@@ -1,4 +1,4 @@
-"""The heap in shared memory: checks of all heaps, sub-groups, hooks, and no leaked files."""
+"""The symmetric heap in shared memory: checks of all heaps, sub-groups, and no leaked files."""
 
 import contextlib
 import os
@@ -64,8 +64,9 @@ def _check_registered(rank: int, num_ranks: int) -> None:
     assert isinstance(heap, SharedHeap)
     before = dict(registered_memory)
     small, large = heap.zeros((3,), torch.float32), heap.zeros((5, 7), torch.int64)
-    of_large = before | dict.fromkeys(large.ptrs_W.tolist(), (280, 1))
-    assert registered_memory == of_large | dict.fromkeys(small.ptrs_W.tolist(), (12, 1))
+    of_large = before | {(address, 280): 1 for address in large.ptrs_W.tolist()}
+    of_small = {(address, 12): 1 for address in small.ptrs_W.tolist()}
+    assert registered_memory == of_large | of_small
     heap.free(small)
     assert registered_memory == of_large
     heap.close()
@@ -135,11 +136,11 @@ def test_different_sizes_are_refused(run_ranks) -> None:
     run_ranks(_ask_for_different_sizes, 2)
 
 
-_LARGE = 64 * 2**20  # bytes
+_LARGE = 64 * 2**20  # bytes of a large tensor
 
 
 def _die_in_zeros(rank: int, num_ranks: int, folder: str) -> None:
-    """Kill rank 1 between its allocation and its mappings."""
+    """Kill rank 1 after it has allocated a file and before it maps the files of all ranks."""
     heap = SharedHeap(dist.group.WORLD)
     kept = heap.zeros((_LARGE,), torch.uint8)
 
@@ -160,7 +161,7 @@ def _die_in_zeros(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
-    """Kill rank 1 after the mappings; rank 0 can still use the memory of rank 1."""
+    """Kill rank 1 after all ranks have mapped a tensor; rank 0 can still use rank 1's memory."""
     heap = SharedHeap(dist.group.WORLD)
     tensor = heap.zeros((_LARGE,), torch.uint8)
     tensor.local.fill_(rank + 1)
@@ -169,7 +170,7 @@ def _die_between_calls(rank: int, num_ranks: int, folder: str) -> None:
         heap.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):  # noqa: PT012
-        heap.barrier()  # may already fail
+        heap.barrier()  # the first barrier may already fail
         heap.barrier()
     of_rank_1 = read(tensor.local, tensor.ptrs_W.tolist()[1])
     assert (of_rank_1.min().item(), of_rank_1.max().item()) == (2, 2)

@@ -1,4 +1,4 @@
-"""The heap of threads: checks of all heaps, and equality of tensors."""
+"""The symmetric heap of threads: checks of all heaps, and equality of symmetric tensors."""
 
 import dataclasses
 

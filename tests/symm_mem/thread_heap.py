@@ -5,7 +5,7 @@ from typing import TypeVar, cast, final
 
 import torch
 
-from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap, Segment
+from halley.symm_mem.heap import ALIGNMENT, AbstractSymmHeap
 
 
 T = TypeVar("T")
@@ -18,8 +18,8 @@ class ThreadWorld:
     def __init__(self, num_ranks: int, barrier: Callable[[], object]) -> None:
         self.num_ranks = num_ranks
         self.barrier = barrier
-        self.slots: list[object] = [None] * num_ranks  # by which the ranks exchange values
-        # Referenced here, so that the memory of a rank lives while another rank may address it.
+        self.slots: list[object] = [None] * num_ranks  # each rank writes its values to its slot
+        # A reference to all heaps keeps the memory of a rank while another rank may address it.
         self._heaps = [ThreadHeap(self, rank) for rank in range(num_ranks)]
 
     def heap(self, rank: int) -> "ThreadHeap":
@@ -32,16 +32,17 @@ class ThreadHeap(AbstractSymmHeap):
     """The heap of one thread; ``ThreadWorld.heap`` returns it."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(rank=rank, num_ranks=world.num_ranks, device=torch.device("cpu"))
+        super().__init__(None, torch.device("cpu"))
+        self.rank, self.num_ranks = rank, world.num_ranks
         self._world = world
 
     def barrier(self) -> None:
         """Wait until all threads have called this."""
         self._world.barrier()
 
-    def _allocate(self, num_bytes: int) -> Segment:
+    def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, list[int], object]:
         local = self.on_all_ranks(num_bytes, lambda: _aligned_zeros(num_bytes))
-        return Segment(local=local, addresses_W=self._gather(local.data_ptr()))
+        return local, self._gather(local.data_ptr()), None
 
     def _gather(self, value: T) -> list[T]:
         slots = self._world.slots

@@ -13,9 +13,9 @@ from halley.core.models import find_model
 from halley.core.timeline import Recorder
 from halley.core.types import Activation, LayerShape, Save
 from halley.distributed.mesh import build_groups
-from halley.fused.buffer_cache import Workspaces
-from halley.fused.buffers import round_up_rows
+from halley.fused.buffers import Workspaces
 from halley.fused.kernels.launches import num_dweight_columns
+from halley.fused.replay import round_up_rows
 from halley.strategies.fused import FusedStrategy
 from halley.strategies.registry import build_strategy
 from halley.tools.choice import LayerMemory, layer_memory, measure_buffers
@@ -88,7 +88,7 @@ def test_prediction_equals_the_allocated_bytes(save: Save, activation: Activatio
     finally:
         gc.unfreeze()
     (workspace,) = workspaces.all()
-    expected = workspace.predict_size(experts.up_LGD)
+    expected = workspace.plan_sizes.predict(experts.up_LGD)
     shape = LayerShape(
         num_tokens=90, num_experts=case.num_experts, top_k=case.top_k, ep_size=1, itemsize=4,
         activation=activation, **SIZES,

@@ -13,11 +13,10 @@ from halley.strategies.fused import FusedStrategy
 from halley.tools import tuner as tune
 from halley.tools.layer_case import LayerCase, LayerTensors, make_tensors
 from halley.tools.tuner import SPACE, fits, tune_layer
-from tests.moe.model_case import destroy
+from tests.moe.model_case import CPU, destroy
 from tests.rank_pool import RunRanks
 
 
-CPU = torch.device("cpu")
 TINY = find_model("tiny")
 # The interpreter runs each kernel row by row, so the layer is as small as its tiles allow.
 SMALL = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""A small training run for tests: a model that steps in milliseconds, on text of its own."""
+"""A small training run for tests: its model takes a step in milliseconds, on generated text."""
 
 import dataclasses
 import json
@@ -46,24 +46,16 @@ SGD = OptimizerConfig(kind="sgd", learning_rate=0.2, warmup_steps=2, clip_norm=1
 ADAMW = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
 
 
-# What the command line takes for such a run, with a checkpoint every third step.
+# Settings of the command line for a small run, with a checkpoint every third step.
 SETTINGS = [
-    "model.hidden_size=16",
-    "model.num_layers=2",
-    "model.head_dim=8",
-    "model.moe.num_experts=6",
-    "model.moe.intermediate_size=8",
-    "device=cpu",
-    "data.seq_len=16",
-    "train.batch_size=2",
-    "optimizer.learning_rate=0.01",
-    "checkpoint.every_steps=3",
-    "checkpoint.keep=100",
-]
+    "model.hidden_size=16", "model.num_layers=2", "model.head_dim=8", "model.moe.num_experts=6",
+    "model.moe.intermediate_size=8", "device=cpu", "data.seq_len=16", "train.batch_size=2",
+    "optimizer.learning_rate=0.01", "checkpoint.every_steps=3", "checkpoint.keep=100",
+]  # fmt: skip
 
 
 def write_text(folder: Path) -> Path:
-    """Write 8 KiB of words that follow each other by a rule, and return their file."""
+    """Write a training text of 8 KiB, in which a rule gives each word, and return its file."""
     words = ["expert", "token", "router", "rank", "gate", "\n"]
     place, text = 1, ""
     while len(text) < 8192:
@@ -84,7 +76,7 @@ def make_config(
     every_steps: int = 0,
     **train: object,
 ) -> RunConfig:
-    """Return the configuration of a run that writes beside its text."""
+    """Return the configuration of a small run whose output folder is beside its text."""
     sizes: dict[str, object] = {"num_steps": num_steps, "batch_size": 2, "log_every": 1000}
     return RunConfig(
         model=model,
@@ -99,17 +91,17 @@ def make_config(
 
 
 def change_training(config: RunConfig, **changes: Any) -> RunConfig:
-    """Return the run with other settings under ``train``."""
+    """Return a configuration with other settings in its table ``train``."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
 def make_world(rank: int = 0, num_ranks: int = 1) -> World:
-    """Return the place of a rank whose process group the test has already made."""
+    """Return the ``World`` of a rank whose process group the test has already created."""
     return World(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
 
 
 def read_settings(folder: Path, *settings: str, name: str = "run") -> RunConfig:
-    """Return the configuration of a run of the command line, with ``SETTINGS`` and these."""
+    """Return the configuration that the command line reads from ``SETTINGS`` and more settings."""
     text, output = str(write_text(folder)), str(folder / name)
     return read_config(None, [*SETTINGS, *settings], data=text, output=output)
 
@@ -124,7 +116,7 @@ def command_line(config: RunConfig) -> list[str]:
 def train_on_ranks(
     rank: int, num_ranks: int, config: RunConfig, signal_at: tuple[int, int] = (-1, 0)
 ) -> list[int]:
-    """Train on the default group; a rank gets SIGTERM before a step. Return the steps taken."""
+    """Train on the default group, with SIGTERM to one rank before one step; return the steps."""
     groups: list[ParallelGroups] = []
 
     def build(config: RunConfig, world: World) -> TrainingRun:
@@ -148,7 +140,7 @@ def train_on_ranks(
 
 @contextmanager
 def built(config: RunConfig, *, rank: int = 0, num_ranks: int = 1) -> Iterator[TrainingRun]:
-    """Yield the parts of a run; destroy its process groups afterwards."""
+    """Yield the ``TrainingRun`` of a configuration; destroy its process groups afterwards."""
     run = build_run(config, make_world(rank, num_ranks))
     yield run
     if run.groups.mesh is not None:
@@ -156,27 +148,27 @@ def built(config: RunConfig, *, rank: int = 0, num_ranks: int = 1) -> Iterator[T
 
 
 def read_metrics(config: RunConfig) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics."""
+    """Return the rows of the ``metrics.jsonl`` of a run."""
     lines = Path(config.output, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def losses_of(config: RunConfig) -> list[float]:
-    """Return the losses of a run, each step once and in order."""
+    """Return the losses of a run, after a check that each step is there once and in order."""
     rows = read_metrics(config)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
 
 
 def checkpoint_of(config: RunConfig, step: int) -> Path:
-    """Return the folder of a checkpoint, there or not."""
+    """Return the path of a run's checkpoint, whether it exists or not."""
     return Path(config.output, "checkpoints", f"step-{step:08d}")
 
 
 def go_on_in_a_copy(
     run_ranks: RunRanks, old: RunConfig, new: RunConfig, num_ranks: int
 ) -> list[float]:
-    """Train with ``new`` from a copy of the files of ``old``; return all losses."""
+    """Resume the run ``old`` as ``new`` in a copy of its output folder; return all losses."""
     output = Path(old.output)
     copy = Path(tempfile.mkdtemp(dir=output.parent), "run")
     shutil.copytree(output, copy)
@@ -193,14 +185,14 @@ def train_here(config: RunConfig) -> list[int]:
 
 
 def truncate(path: Path) -> int:
-    """Cut one byte off a checkpoint's tensors and return how many are left."""
+    """Cut one byte off a tensor file of a checkpoint, and return the size of the rest."""
     file = path / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     return file.stat().st_size
 
 
 def make_state(value: int) -> dict[str, Any]:
-    """Return nested tensors that differ by ``value``."""
+    """Return a state of nested tensors that depend on ``value``, to save as a checkpoint."""
     return {
         "model": {"weight": torch.full((2, 3), float(value))},
         "optimizer": {"moments": {"0": torch.full((3,), value + 0.5)}},

@@ -1,4 +1,4 @@
-"""Checkpoints: saved and found again on ranks; every kind of damage is named."""
+"""Ranks save checkpoints and find the newest complete one; errors name every kind of damage."""
 
 import json
 import os
@@ -77,13 +77,13 @@ def test_complete_checkpoints_that_are_too_old_are_deleted(tmp_path: Path):
     for step in (10, 20, 30):
         save_checkpoint(tmp_path, make_state(step), step=step, keep=2)
     assert _names(tmp_path) == ["notes.txt", "step-00000020", "step-00000030"]
-    # A damaged one neither counts nor is deleted: a person may still want something from it.
+    # A damaged checkpoint neither counts nor is deleted: a person may still want its tensors.
     (tmp_path / "step-00000030" / "manifest.json").unlink()
     save_checkpoint(tmp_path, make_state(40), step=40, keep=2)
     assert _names(tmp_path)[1:] == ["step-00000020", "step-00000030", "step-00000040"]
     save_checkpoint(tmp_path, make_state(50), step=50, keep=1)
     assert _names(tmp_path)[1:] == ["step-00000030", "step-00000050"]
-    # Newer ones of another run stay.
+    # Checkpoints of later steps, from another run, stay.
     save_checkpoint(tmp_path, make_state(45), step=45, keep=1)
     assert _names(tmp_path)[1:] == ["step-00000030", "step-00000045", "step-00000050"]
 
@@ -131,7 +131,7 @@ def test_crash_before_the_rename_leaves_the_one_before(
 def test_a_checkpoint_without_checksums_is_still_read(tmp_path: Path):
     path = save_checkpoint(tmp_path, make_state(7), step=2, keep=1)
     table = json.loads((path / "manifest.json").read_text())
-    del table["xxh3_128"]  # version 0.1 wrote sizes alone
+    del table["xxh3_128"]  # Halley 0.1 wrote sizes alone
     table["files"] = {name: entry["num_bytes"] for name, entry in table["files"].items()}
     (path / "manifest.json").write_text(json.dumps(table))
     assert find_newest_checkpoint(tmp_path) == path
@@ -167,7 +167,7 @@ def _save_sharded(rank: int, num_ranks: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (num_ranks,))
     experts = DTensor.from_local(torch.full((4, 3), float(rank)), mesh, [Shard(0)])
     path = save_checkpoint(folder, {"experts": experts}, step=5, keep=1)
-    assert find_newest_checkpoint(folder) == path  # renamed before any rank goes on
+    assert find_newest_checkpoint(folder) == path  # rank 0 renames before any rank goes on
 
 
 def _find_damaged(rank: int, num_ranks: int, folder: Path) -> tuple[Path | None, int]:
@@ -182,7 +182,7 @@ def test_ranks_agree_and_rank_0_warns(run_ranks: RunRanks, tmp_path: Path):
     shutil.copytree(tmp_path / "step-00000005", newer)
     change_manifest(newer, step=6)
     assert run_ranks(_find_damaged, 2, tmp_path) == [(newer, 0)] * 2
-    for name in ("__0_0.distcp", "__1_0.distcp"):  # each read by another rank
+    for name in ("__0_0.distcp", "__1_0.distcp"):  # each file is read by another rank
         flip_bytes(newer / name, num_bytes=4)
         found = [(tmp_path / "step-00000005", 1), (tmp_path / "step-00000005", 0)]
         assert run_ranks(_find_damaged, 2, tmp_path) == found

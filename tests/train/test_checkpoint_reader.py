@@ -1,4 +1,4 @@
-"""Metadata of a stranger's checkpoint runs no code; damaged metadata is an error of one line."""
+"""Reading the metadata of a checkpoint runs no code, and damaged metadata is a one-line error."""
 
 import json
 import pickle
@@ -40,7 +40,7 @@ def _read(path: Path) -> Metadata:
 
 
 def _replace_metadata(path: Path, content: bytes) -> None:
-    """Put other metadata into a checkpoint, with a manifest that fits it, as a forger would."""
+    """Replace a checkpoint's metadata and its checksum in the manifest, as a forger would."""
     (path / ".metadata").write_bytes(content)
     files = json.loads((path / "manifest.json").read_text())["files"]
     checksum = xxhash.xxh3_128_hexdigest(content)
@@ -108,7 +108,7 @@ def test_names_that_torch_does_not_write_are_refused(tmp_path: Path, module: str
 
 
 def test_a_pickle_cannot_change_classes_of_torch(tmp_path: Path):
-    # BUILD on the class itself, which the default unpickler turns into setattr.
+    # The opcode BUILD on a class, for which the default unpickler sets attributes of the class.
     state = pickle.dumps((None, {"__setstate__": None}), protocol=2)[2:-1]
     (tmp_path / ".metadata").write_bytes(
         b"\x80\x02c" + f"{_TORCH}\nMetadataIndex\n".encode() + state + b"b."
@@ -119,21 +119,21 @@ def test_a_pickle_cannot_change_classes_of_torch(tmp_path: Path):
 
 
 def change(path: Path, name: str, value: object) -> bytes:
-    """Return the metadata of a checkpoint with another value of a field."""
+    """Return the pickled metadata of a checkpoint with another value of a field."""
     metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
     setattr(metadata, name, value)
     return pickle.dumps(metadata)
 
 
 def change_entry(path: Path, **fields: object) -> bytes:
-    """Return the metadata with other fields of where its first tensor is."""
+    """Return the pickled metadata of a checkpoint with another place of its first tensor."""
     metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
     next(iter(metadata.storage_data.values())).__dict__.update(fields)
     return pickle.dumps(metadata)
 
 
 def change_size(path: Path, size: object) -> bytes:
-    """Return the metadata with another size of the empty tensor."""
+    """Return the pickled metadata of a checkpoint with another size of its empty tensor."""
     metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
     setattr(metadata.state_dict_metadata["empty"], "size", size)  # noqa: B010
     return pickle.dumps(metadata)
@@ -160,7 +160,7 @@ def test_random_damage_is_a_value_error_or_harmless(tmp_path: Path):
         if draw.random() < 0.3:
             del content[draw.randrange(len(content)) :]
         (path / ".metadata").write_bytes(content)
-        # Any other error fails the test; damage inside of a name reads as another name.
+        # Other errors than ValueError fail the test. Damage inside of a name reads as another name.
         with warnings.catch_warnings(), suppress(ValueError):
             warnings.simplefilter("ignore")
             _read(path)

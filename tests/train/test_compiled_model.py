@@ -1,4 +1,4 @@
-"""Training with passes over the compiled model: the steps that it takes without."""
+"""A compiled model with passes takes the same training steps as an eager model."""
 
 import dataclasses
 import json
@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 
 from halley.core.config import RunConfig
 from halley.cost.hardware import default_path
@@ -25,7 +26,7 @@ def _take_steps(rank: int, num_ranks: int, config: RunConfig) -> list[StepResult
 
 
 def test_passes_change_no_step_and_plan_by_measured_times(run_ranks, tmp_path: Path) -> None:
-    """The first rank keeps what was measured; steps are those without passes."""
+    """Rank 0 writes the measured times to its file; losses equal those without passes."""
     model = dataclasses.replace(SMALL, num_layers=1)
     config = make_config(write_text(tmp_path), model=model)
     config = dataclasses.replace(config, strategy="functional")
@@ -56,20 +57,19 @@ def test_where_measured_times_are(tmp_path: Path) -> None:
 def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
     """Return the all-to-alls and the sums of gradients that a backward pass starts, in order."""
     events: list[str] = []
-    start_sum, backward = optim._start_sum, ModelOptimizer.backward
+    all_reduce, backward = dist.all_reduce, ModelOptimizer.backward
 
-    def noted_sum(bucket: Any) -> None:
+    def noted_sum(*args: Any, **kwargs: Any) -> object:
         events.append("sum")
-        start_sum(bucket)
+        return all_reduce(*args, **kwargs)
 
     def noted_backward(optimizer: ModelOptimizer, loss: torch.Tensor, **kwargs: Any) -> None:
         events.clear()
-        with AllToAllCalls(events):
+        with AllToAllCalls(events), mock.patch.object(dist, "all_reduce", noted_sum):
             backward(optimizer, loss, **kwargs)
 
     with (
         mock.patch.object(optim, "BUCKET_BYTES", 1),
-        mock.patch.object(optim, "_start_sum", noted_sum),
         mock.patch.object(ModelOptimizer, "backward", noted_backward),
     ):
         _take_steps(rank, num_ranks, config)
@@ -77,7 +77,7 @@ def _find_events(rank: int, num_ranks: int, config: RunConfig) -> list[str]:
 
 
 def test_sums_of_gradients_run_beside_backward(run_ranks, tmp_path: Path) -> None:
-    """They begin between its all-to-alls, as they do where no graph is compiled."""
+    """All-reduces of gradients start between the all-to-alls of backward, also with passes."""
     config = dataclasses.replace(make_config(write_text(tmp_path)), strategy="functional")
     for passes in ("none", "wgrad"):
         passed = dataclasses.replace(config, passes=passes)

@@ -1,4 +1,4 @@
-"""Text to batches, checked byte by byte, and that a global batch does not depend on its split."""
+"""Batches have the right bytes, and a global batch does not depend on the number of ranks."""
 
 import sysconfig
 from pathlib import Path
@@ -79,7 +79,7 @@ NUM_WINDOWS = 10
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
-    """Return ten windows of five bytes; window w holds 10 w, 10 w + 1, ..."""
+    """Return a corpus of ten windows of five bytes; window w holds 10 w, 10 w + 1, ..."""
     rows = 10 * np.arange(NUM_WINDOWS)[:, None] + np.arange(SEQ_LEN + 1)
     (tmp_path / "text").write_bytes(rows.astype(np.uint8).tobytes())
     return Corpus([tmp_path / "text"], window=SEQ_LEN + 1)
@@ -122,7 +122,7 @@ def test_global_batch_does_not_depend_on_the_split(corpus: Corpus, num_ranks: in
     one = _load(corpus, batch_size=2, num_microbatches=4)
     sizes = {"batch_size": 2, "num_microbatches": num_microbatches, "num_ranks": num_ranks}
     ranks = [_load(corpus, rank=rank, **sizes) for rank in range(num_ranks)]
-    for step in (0, 1, 7):  # a step is 8 of 10 windows: step 1 lies across two epochs
+    for step in (0, 1, 7):  # a step reads 8 of 10 windows: step 1 spans two epochs
         expected = _windows(one, step=step, num_microbatches=4)
         by_rank = [_windows(r, step=step, num_microbatches=num_microbatches) for r in ranks]
         dealt = [by_rank[r][m] for m in range(num_microbatches) for r in range(num_ranks)]
@@ -148,6 +148,6 @@ def test_steps_of_another_size_read_on_where_the_others_ended(corpus: Corpus):
     dealt = [_windows(loader, step=step)[0] for step in (2, 3) for loader in later]
     assert [window for batch in dealt for window in batch] == windows[12:20]
     last = _load(corpus, batch_size=5)
-    for _ in range(2):  # the second says nothing new
+    for _ in range(2):  # a second call of ``resume`` changes nothing
         last.resume(4, num_read=later[1].num_read(4))
         assert _windows(last, step=4)[0] == windows[20:25]

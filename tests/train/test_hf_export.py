@@ -1,4 +1,4 @@
-"""Exported models: files and values as transformers reads them, its logits, refused models."""
+"""Exported models: transformers reads the files and computes the same logits; refused models."""
 
 import dataclasses
 import json
@@ -22,12 +22,7 @@ from halley.core.models import NAMED_MODELS
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.transformer import MoETransformer
 from halley.train.checkpoint import save_checkpoint
-from halley.train.hf_export import (
-    ARCHITECTURES,
-    check_family,
-    export_run,
-    hf_config,
-)
+from halley.train.hf_export import ARCHITECTURES, check_family, export_run, hf_config
 from halley.train.optim import ModelOptimizer
 from tests.moe.model_case import MODELS as SMALL_MODELS
 from tests.moe.model_case import build_model, destroy, make_tokens
@@ -67,7 +62,7 @@ def _write_config(folder: Path, config: RunConfig) -> None:
 
 
 def _write_run(folder: Path, family: str, **train: str) -> MoETransformer:
-    """Write the files of a run; return its model, whose norms differ from one."""
+    """Write the files of a run; return its model, whose norm weights are not one."""
     config = _run_config(MODELS[family], **train)
     model = build_model(config.model)
     with torch.no_grad():
@@ -94,7 +89,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path):
         tmp_path / "hf", output_loading_info=True
     )
     assert type(other).__name__ == ARCHITECTURES[family]
-    assert not any(loading.values())  # no tensor is missing or unknown
+    assert not any(loading.values())  # transformers finds no missing or unknown tensor
     tokens_BS = make_tokens(0, batch_size=3, seq_len=40)
     with torch.no_grad():
         got_BSV, wanted_BSV = other(tokens_BS).logits, model(tokens_BS).logits_BSV
@@ -119,7 +114,7 @@ def test_shards(tmp_path: Path):
         found |= tensors
     assert len(parts.files) == 7 + len(["config.json", "model.safetensors.index.json"])
     # A layer: norm 64, q 1024, k and v 512 each | o 1024, norms 64, 32, 64, router 256 | gates and
-    # ups 4096 | downs 2048, and the start of the next. The embedding (2048) comes first.
+    # ups 4096 | downs 2048, and the start of the next layer. The embedding (2048) comes first.
     assert sizes == [4160, 1440, 4096, 4160, 1440, 4096, 4160]
     wanted = safetensors.load_file(tmp_path / "whole" / "model.safetensors")
     assert found.keys() == wanted.keys() == index["weight_map"].keys()
@@ -182,7 +177,7 @@ def test_config_fields_that_no_logit_shows(family: str):
     assert config["max_position_embeddings"] == 64
     assert config["router_aux_loss_coef"] == (0.01 if family in ("mixtral", "qwen3_moe") else 0.25)
     assert config["tie_word_embeddings"] is False
-    for token in ("bos", "eos", "pad"):  # the defaults of the families are above 255
+    for token in ("bos", "eos", "pad"):  # default token ids of the families are above 255
         assert config[f"{token}_token_id"] is None
 
 

@@ -1,4 +1,4 @@
-"""A rank killed in mid-step: the others end and name it, and the run goes on as if it had not."""
+"""After a rank is killed in mid-step, the others name it, and a new start gives the same losses."""
 
 import contextlib
 import json
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from halley.core.config import RunConfig
+from tests.hostile.rank_processes import is_running
 from tests.rank_pool import RunRanks
 from tests.train.run_case import (
     checkpoint_of,
@@ -32,7 +33,7 @@ END_LIMIT_S = 60.0
 
 @contextlib.contextmanager
 def _started(config: RunConfig) -> Iterator[subprocess.Popen[str]]:
-    """Yield the launcher of two ranks in a process; kill it if it is left."""
+    """Yield the process of ``halley train`` with two ranks; kill it after the block if it runs."""
     command = [sys.executable, "-m", "halley.cli", *command_line(config), "--nproc=2"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as launcher:
@@ -51,17 +52,11 @@ def _wait_for_step(output: Path, step: int) -> None:
 
 
 def _find_ranks(launcher: int, output: Path) -> tuple[int, int]:
-    """Return the processes of rank 0 and rank 1 that a launcher started."""
+    """Return the process ids of rank 0 and rank 1 that a launcher started."""
     first: int = json.loads((output / "run.lock").read_text())["pid"]
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     (second,) = {int(pid) for pid in children} - {first}
     return first, second
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    return False
 
 
 def _assert_same_run(config: RunConfig, whole: RunConfig) -> None:
@@ -92,7 +87,7 @@ def test_rank_zero_killed_under_the_launcher(run_ranks: RunRanks, tmp_path: Path
         os.kill(first, signal.SIGKILL)
         _, errors = launcher.communicate(timeout=END_LIMIT_S)
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert not _is_running(second)
+    assert not is_running(second)
     assert "\nhalley: failed on rank 1: rank 1 lost rank 0" in errors
     assert "\nhalley: rank 0 was killed by SIGKILL\n" in errors
     folders = output.glob("checkpoints/step-????????")

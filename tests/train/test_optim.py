@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halley.core.config import OptimizerConfig
+from halley.core.config import MoEConfig, OptimizerConfig
 from halley.distributed.mesh import ParallelGroups, build_groups
 from halley.moe.layer import GroupedExperts
 from halley.train import optim
@@ -68,7 +68,7 @@ def test_applied_gradient_has_the_norm_of_clipping(clip_norm: float, want: float
     model = _linear(bias=False)
     optimizer = _optimizer(model, clip_norm=clip_norm)
     before = model.weight.detach().clone()
-    _backward(model, math.sqrt(3.0), optimizer)  # of 12 elements: the norm is 6
+    _backward(model, math.sqrt(3.0), optimizer)  # the gradient has 12 elements, so its norm is 6
     norm = _apply(optimizer, 1.0)
     assert float(norm) == pytest.approx(6.0)
     assert float((before - model.weight.detach()).norm()) == pytest.approx(want, rel=1e-5)
@@ -80,11 +80,8 @@ class _Experts(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(4)
         self.experts = GroupedExperts(
-            num_experts=2,
-            hidden_size=4,
-            intermediate_size=4,
-            up_size=8,
-            bias=True,
+            MoEConfig(num_experts=2, top_k=1, intermediate_size=4, expert_bias=True),
+            4,
             groups=ParallelGroups(),
             dtype=torch.float32,
             device=torch.device("cpu"),
@@ -106,7 +103,7 @@ def test_matrices_alone_decay(kind: str):
         "norm.bias": [8.0],
         "experts.gate_up_proj": [7.0],
         "experts.down_proj": [7.0],
-        "experts.gate_up_proj_bias": [8.0],  # a vector an expert, stacked
+        "experts.gate_up_proj_bias": [8.0],  # a stack with a bias vector for each expert
         "experts.down_proj_bias": [8.0],
     }
 
@@ -147,14 +144,14 @@ def test_bfloat16_gradients_and_updates_are_added_in_float32():
         master.fill_(1.0)
     optimizer.step(2.0**-18)
     assert master.unique().tolist() == [1.0 - 258 / 2**18]
-    assert model.weight.unique().tolist() == [1.0]  # bfloat16 below 1 goes in steps of 2**-8
+    assert model.weight.unique().tolist() == [1.0]  # bfloat16 values below 1 have steps of 2**-8
 
 
-SIZES = (3, 5, 2, 4)  # of one parameter each; the second and the last are experts'
+SIZES = (3, 5, 2, 4)  # one parameter each; the second and last are of experts
 
 
 class _Chain(nn.Module):
-    """Parameters that meet one after another, so that backward comes to the last one first."""
+    """Parameters in a chain of operations, so that backward reaches the last one first."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -187,11 +184,11 @@ def _sums(
     def count_sums(_: torch.Tensor) -> None:
         under_way.append(sum(bucket.sum is not None for bucket in own._buckets))
 
-    for _ in range(2):  # the second step begins anew
+    for _ in range(2):  # the second step starts from empty buckets
         under_way.clear()
         for microbatch in range(num_microbatches):
             last = microbatch + 1 == num_microbatches
-            handle = model.parts[0].register_hook(count_sums)  # before its gradient is taken
+            handle = model.parts[0].register_hook(count_sums)  # before its bucket gets the gradient
             with own.collecting(last=last):
                 _loss(model, rank, microbatch).backward()
             handle.remove()
@@ -216,14 +213,14 @@ def test_sums_are_those_of_autograd(run_ranks: Callable, ep_size: int, dtype: to
 
 
 def _small_buckets(rank: int, num_ranks: int, *case) -> tuple[dict, dict, list[int]]:
-    optim.BUCKET_BYTES = 1  # a parameter each
+    optim.BUCKET_BYTES = 1  # one bucket for each parameter
     return _sums(rank, num_ranks, *case)
 
 
 def test_sums_of_microbatches_begin_in_the_last_backward_pass(run_ranks: Callable) -> None:
     for got, want, under_way in run_ranks(_small_buckets, 2, 1, 2, torch.float32):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
-        # None in the first microbatch; in the last all but that of the first parameter.
+        # No sum starts in the first microbatch. In the last, all but the first parameter's start.
         assert under_way == [0, len(SIZES) - 1]
 
 

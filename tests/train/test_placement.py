@@ -1,4 +1,4 @@
-"""Runs with replicas of experts: the same curve, equal replicas, and checkpoints by expert."""
+"""Runs with replicas of experts: equal losses, equal replicas, and checkpoints by expert."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ from tests.train.run_case import (
 )
 
 
-# Of the two MoE layers of the small model, on two ranks and on four.
+# Placements of the two MoE layers of the small model, on two ranks and on four.
 ON_TWO = [((0, 1, 3, 5, 6), (0, 2, 3, 4, 7)), ((1, 3, 5, 7), (0, 2, 4, 6))]
 ON_FOUR = [((0, 1, 2), (0, 1, 3), (0, 1, 4), (5, 6, 7)), ((0, 7), (1, 6), (2, 5), (3, 4))]
 NUM_STEPS = 8
 
 
 def _place(config: RunConfig, layers: list, *, name: str = "placement.json") -> RunConfig:
-    """Return the run with a placement of each layer, written beside its text."""
+    """Return a configuration with a placement file for each layer, written beside its text."""
     assert config.data.path is not None
     path = Path(config.data.path).with_name(name)
     save_placements(path, [ExpertPlacement(num_experts=8, experts_WL=each) for each in layers])
@@ -46,7 +46,7 @@ def _place(config: RunConfig, layers: list, *, name: str = "placement.json") -> 
 def _take_steps(
     rank: int, num_ranks: int, config: RunConfig, num_steps: int = NUM_STEPS
 ) -> tuple[list[float], list[float], dict[tuple[str, int], list[torch.Tensor]]]:
-    """Return losses, gradient norms, and what this rank has of each expert at the end.
+    """Train; return losses, gradient norms, and this rank's tensors of each expert at the end.
 
     That is its weights, and the optimizer's moments if it has any, by parameter and expert.
     """
@@ -63,7 +63,7 @@ def _take_steps(
 
 
 def _check_equal_replicas(by_rank: list[dict[tuple[str, int], list[torch.Tensor]]]) -> int:
-    """Check that what ranks have of an expert are the same bits; return how often two have it."""
+    """Check that ranks have the same bits of an expert; return the number of pairs of replicas."""
     num_pairs = 0
     first: dict[tuple[str, int], list[torch.Tensor]] = {}
     for held in by_rank:
@@ -79,7 +79,7 @@ def _check_equal_replicas(by_rank: list[dict[tuple[str, int], list[torch.Tensor]
 @pytest.mark.parametrize(
     ("ep_size", "layers", "num_pairs", "changes"),
     [
-        # Parameters times copies beyond the first: of the ranks with replicas, and of "edp".
+        # Number of parameters times copies beyond the first, in the "ep" and in the "edp" group.
         (2, ON_TWO, 2 * (18 * 2 - 16), {"num_microbatches": 2, "activation_checkpointing": True}),
         (4, ON_FOUR, 2 * 4, {"dtype": "bfloat16"}),
     ],
@@ -103,7 +103,7 @@ def test_the_curve_is_that_without_placement(
 def test_replicas_stay_equal_where_three_copies_are_summed(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    """The sum over copies of an expert rounds otherwise from one place in its buffer to another."""
+    """An all-reduce over three copies rounds differently at different places of its buffer."""
     config = make_config(write_text(tmp_path), ep_size=2, num_steps=4)
     apart = ((0, 1, 2, 3, 4), (3, 4, 5, 6, 7))
     placed = run_ranks(_take_steps, 6, _place(config, [apart]), 4)
@@ -111,7 +111,7 @@ def test_replicas_stay_equal_where_three_copies_are_summed(
 
 
 def test_a_run_goes_on_under_another_placement(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """Under the same, under another on fewer ranks, and under none; and from none to one."""
+    """A run resumes with the same placement, another on fewer ranks, none, and a first one."""
     text = write_text(tmp_path)
     config = make_config(text, model=SIGMOID, optimizer=ADAMW, num_steps=8, every_steps=4)
     plain = dataclasses.replace(config, output=str(tmp_path / "plain"))

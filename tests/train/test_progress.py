@@ -1,4 +1,4 @@
-"""Reports: JSON lines that parse whatever the terminal, events that read back, torn lines."""
+"""Reports of a run: valid JSON lines, TensorBoard events that read back, truncated lines."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def _metrics(step: int, **changes: float | None) -> Metrics:
 
 
 def _report(path: Path | None, *, is_terminal: bool, config: RunConfig | None = None) -> str:
-    """Report steps 3 to 5 and return what a person sees."""
+    """Report steps 3 to 5 and return the text that a person sees."""
     environment = {"TERM": "xterm" if is_terminal else "dumb"}
     console = Console(
         file=io.StringIO(), force_terminal=is_terminal, width=80, _environ=environment
@@ -103,7 +103,7 @@ def test_an_error_leaves_what_was_reported(tmp_path: Path):
         reporter.report(_metrics(2))
 
 
-# Its protocol files still call what numpy 2 calls deprecated.
+# TensorBoard's protocol files call functions that numpy 2 deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_reads_the_scalars_back(tmp_path: Path):
     accumulator = pytest.importorskip(
@@ -125,7 +125,7 @@ def test_tensorboard_reads_the_scalars_back(tmp_path: Path):
 )
 def test_later_and_torn_lines_move_to_a_file_of_their_own(tmp_path: Path, torn: str):
     path = tmp_path / "metrics.jsonl"
-    drop_later_steps(path, step=2)  # a run's first start has no file
+    drop_later_steps(path, step=2)  # at the first start of a run there is no file
     assert not list(tmp_path.iterdir())
     lines = [json.dumps({"step": step, "loss": 0.1 * step}) + "\n" for step in (1, 2, 3, 4)]
     path.write_text("".join(lines) + torn, encoding="latin-1")

@@ -1,4 +1,4 @@
-"""The lock on a run's folder: one owner at a time, named, and gone with its process."""
+"""The lock on a run's folder has one owner, whom errors name, and ends with its process."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_second_run_is_told_the_owner_until_it_is_killed(tmp_path: Path):
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file of an owner on another host, whose lock this host does not see."""
+    """Return the lock file of an owner on another host, whose ``flock`` this host does not see."""
     monkeypatch.setattr(module, "RENEW_S", 0.1)
     path = tmp_path / "run.lock"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "started": "2026-11-25 10:00:00"}))
@@ -76,7 +76,7 @@ def test_an_owner_on_another_host_that_is_gone_is_replaced(
         assert json.loads(foreign.read_text())["pid"] == os.getpid()
         renewed_ns = foreign.stat().st_mtime_ns
         time.sleep(0.3)
-        assert foreign.stat().st_mtime_ns > renewed_ns  # so that other hosts see that it lives
+        assert foreign.stat().st_mtime_ns > renewed_ns  # the owner renews its lock, for other hosts
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff" * 5000, b'{"host": 3}'])

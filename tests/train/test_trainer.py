@@ -1,4 +1,4 @@
-"""Whole runs: what they write, how they go on, how damage and signals end them."""
+"""Whole training runs: files that they write, resuming, and ends by damage and signals."""
 
 import dataclasses
 import json
@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_other_settings_of_its_training(tmp_path: Path):
     older = json.loads(manifest.read_text())
     assert older["notes"]["config"]["model"].pop("num_heads") == 4
     del older["xxh3_128"]
-    manifest.write_text(json.dumps(older))  # as version 0.1 wrote it, which lacked the field
+    manifest.write_text(json.dumps(older))  # as Halley 0.1 wrote it, without num_heads
     other = read_settings(
         tmp_path,
         *("train.num_steps=5", "train.log_every=1", "train.dtype=bfloat16"),
@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_another_ep_size(run_ranks: RunRanks, tmp_path: Path)
 def test_a_run_goes_on_behind_what_other_ranks_and_batches_have_read(
     run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = make_config(write_text(tmp_path), num_steps=3)  # of 2 sequences a rank
+    config = make_config(write_text(tmp_path), num_steps=3)  # 2 sequences on each rank
     run_ranks(train_on_ranks, 2, config)
     read: list[int] = []
     read_window = Corpus.read_window
@@ -154,7 +154,7 @@ def test_a_run_goes_on_behind_what_other_ranks_and_batches_have_read(
     monkeypatch.setattr(Corpus, "read_window", record)
     for sizes in ({"num_steps": 5, "batch_size": 3}, {"num_steps": 6, "num_microbatches": 2}):
         train_here(change_training(config, **sizes))
-    whole = change_training(config, num_steps=11)  # of 2 sequences
+    whole = change_training(config, num_steps=11)  # steps of 2 sequences
     goes_on, read[:] = list(read), []
     train_here(dataclasses.replace(whole, output=str(tmp_path / "whole")))
     assert len(read) == 3 * 2 * 2 + 2 * 3 + 1 * 2 * 2

@@ -1,6 +1,6 @@
 """Find the weight-gradient nodes that may move under all-to-alls, and assign them to all-to-alls.
 
-The numbers in comments are those of the conditions in ``schedule.py``.
+Numbers in comments are those of the conditions in ``schedule.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,54 +11,37 @@ from halley.compiler.graph_analysis import GraphAnalysis, NodeKind, is_gemm, mas
 from halley.compiler.node_cost import NodeCost
 
 
-# ``MemoryBudget.try_move``: takes indices of units and the index of an overlap window.
-TryMove = Callable[[Sequence[int], int], bool]
+TryMove = Callable[[Sequence[int], int], bool]  # the type of ``MemoryBudget.try_move``
 _MAX_EXCESS = 2.0  # condition 8
 
 
 @dataclass(kw_only=True)
 class Unit:
-    """Nodes that move together: a weight-gradient GEMM with the light nodes around it.
+    """Graph nodes that move together: a weight-gradient GEMM with the light nodes around it.
 
-    Attributes:
-        nodes: indices of nodes, in the order in which they run.
-        is_gemm: whether a GEMM is among the nodes. Units without one, such as sums for bias
-            gradients, are fillers.
-        windows: indices of the overlap windows in which the unit may run.
-        needs: indices of the units, all smaller, that must run before.
-        duration_us: sum over the nodes.
+    Units without a GEMM, such as sums for bias gradients, are fillers.
     """
 
-    nodes: list[int]
-    is_gemm: bool
-    windows: frozenset[int]
-    needs: set[int] = field(default_factory=set[int])
+    nodes: list[int]  # indices of nodes, in the order in which they run
+    is_gemm: bool  # whether a GEMM is among the nodes
+    windows: frozenset[int]  # indices of the overlap windows in which the unit may run
+    needs: set[int] = field(default_factory=set[int])  # smaller indices of units that run before
     duration_us: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """The units that run in each overlap window; window i is that of the graph's i-th all-to-all.
-
-    Attributes:
-        windows: indices of the units of each window, in the order in which they run.
-        left_us: time of each all-to-all that no unit hides.
-    """
-
-    windows: tuple[tuple[int, ...], ...]
-    left_us: tuple[float, ...]
-
-
 def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Return the nodes that may move under all-to-alls, each with its allowed overlap windows."""
+    """Return the nodes that may move under all-to-alls, each with its allowed overlap windows.
+
+    Overlap window i is that of node ``all_to_alls[i]``.
+    """
     ordered = mask_of(analysis.find_collectives("all_to_all", "gather", "fused"))
     reductions = mask_of(analysis.find_collectives("reduce"))
     movable = [
         index
         for index in analysis.find(NodeKind.COMPUTE, NodeKind.VIEW)
-        if not analysis.descendants[index] & ordered  # 1
+        if not analysis.descendants[index] & ordered  # condition 1
         and not analysis.ancestors[index] & reductions
-        and _is_ordered_by_data_alone(analysis, index)  # 2
+        and _is_ordered_by_data_alone(analysis, index)  # condition 2
     ]
     gemms = mask_of(index for index, node in enumerate(analysis.nodes) if is_gemm(node))
     fixed_gemms = gemms & ~mask_of(movable)
@@ -70,7 +53,7 @@ def find_movable(analysis: GraphAnalysis, all_to_alls: Sequence[int]) -> dict[in
         windows = frozenset(
             window
             for window, (start, end) in enumerate(zip(all_to_alls, window_ends, strict=True))
-            if not ancestors >> start & 1 and last_gemm < end  # 3, 4
+            if not ancestors >> start & 1 and last_gemm < end  # conditions 3 and 4
         )
         if windows:
             found[index] = windows
@@ -84,13 +67,10 @@ def find_units(
     cost: NodeCost,
     gemms_alone: bool = False,
 ) -> list[Unit]:
-    """Group movable nodes into units (condition 5).
+    """Group the nodes of ``find_movable`` into units (condition 5), timed by ``cost``.
 
-    Args:
-        movable: result of ``find_movable``.
-        cost: microseconds of a node that computes.
-        gemms_alone: return no units without a GEMM. Inductor fuses sums for gradients of biases and
-            norms into the kernels that compute their operands, so they should not move away.
+    With ``gemms_alone``, return no units without a GEMM. Inductor fuses sums for gradients of
+    biases and norms into the kernels that compute their operands, so they should not move away.
     """
     units: list[Unit] = []
     unit_of: dict[int, int] = {}
@@ -139,29 +119,29 @@ def _absorb_operands(
 
 
 @final
+@dataclass(eq=False)
 class _Windows:
-    """Units that have been placed into overlap windows so far."""
+    """The units of weight gradients that have been placed into overlap windows so far."""
 
-    def __init__(self, units: Sequence[Unit], num_windows: int, try_move: TryMove) -> None:
-        self.units = units
-        self.windows: list[list[int]] = [[] for _ in range(num_windows)]
-        self.window_of: dict[int, int] = {}
-        self._try_move = try_move
+    units: Sequence[Unit]
+    try_move: TryMove
+    windows: list[list[int]]
+    window_of: dict[int, int] = field(default_factory=dict[int, int])
 
     def candidates(self, window: int, refused: set[int]) -> list[int]:
-        """Return the units that may be placed into a window next: GEMMs, or fillers if none."""
+        """Return the units that an overlap window may take next: GEMMs, or fillers if none."""
         found = [
             at
             for at, unit in enumerate(self.units)
             if at not in self.window_of and at not in refused
             if window in unit.windows and unit.duration_us > 0.0
-            # A GEMM that is needed must be placed first. Fillers are placed along with the unit.
+            # A needed GEMM must be placed first. Needed fillers are placed along with the unit.
             if not any(self.units[need].is_gemm for need in self._unplaced_needs(at))
         ]
         return [at for at in found if self.units[at].is_gemm] or found
 
     def allowed(self, at: int) -> list[int]:
-        """Return the windows an unplaced unit may take: not before those of the units it needs."""
+        """Return the overlap windows for an unplaced unit: not before those of units it needs."""
         first = max(
             (
                 self.window_of[need]
@@ -174,12 +154,13 @@ class _Windows:
         return [window for window in self.units[at].windows if window >= first]
 
     def place(self, at: int, window: int) -> float | None:
-        """Place a unit into a window, after the unplaced units that it needs; return their time.
+        """Place a unit and the unplaced units that it needs into an overlap window.
 
-        None if their memory does not fit.
+        Returns:
+            The sum of their times, or None if their memory does not fit.
         """
         units = [*self._unplaced_needs(at), at]
-        if not self._try_move(units, window):
+        if not self.try_move(units, window):
             return None
         self.windows[window] += units
         self.window_of |= dict.fromkeys(units, window)
@@ -197,37 +178,40 @@ def assign(
     times_us: Sequence[float],
     *,
     try_move: TryMove = lambda units, window: True,
-) -> Assignment:
-    """Assign units to all-to-alls, so that units hide as much communication as possible.
+) -> tuple[list[list[int]], list[float]]:
+    """Assign weight-gradient units to all-to-alls, so that they hide much communication.
 
     The problem is a generalised assignment problem, which is NP-hard. This is a greedy best fit
     (conditions 6 to 10).
 
     Args:
-        units: result of ``find_units``.
         times_us: time of each all-to-all that remains to hide.
         try_move: called for each unit together with the unplaced units that it needs.
+
+    Returns:
+        For each all-to-all, the indices of the units to run under it, in order. Then, for each
+        all-to-all, the time that no unit hides.
 
     Source: Lancet (arXiv:2404.19429), section 4.2. Lancet places all remaining GEMMs into their
     last window. The GEMM of a large output embedding is longer than any all-to-all: there it would
     leave all earlier all-to-alls exposed. Condition 10 avoids this.
     """
-    state = _Windows(units, len(times_us), try_move)
+    state = _Windows(units, try_move, windows=[[] for _ in times_us])
     left_us: list[float] = []
     for window, left in enumerate(times_us):
         refused: set[int] = set()
         while left > 0.0 and (candidates := state.candidates(window, refused)):
             misfit_us = {at: abs(left - units[at].duration_us) for at in candidates}
-            best = min(candidates, key=misfit_us.__getitem__)  # 7
+            best = min(candidates, key=misfit_us.__getitem__)  # condition 7
             if state.windows[window] and units[best].duration_us > _MAX_EXCESS * left:  # 8
                 break
             placed_us = state.place(best, window)
             left -= placed_us or 0.0
-            if placed_us is None:  # 9
+            if placed_us is None:  # condition 9
                 refused.add(best)
         left_us.append(max(0.0, left))
     _place_remaining_gemms(state, left_us)
-    return Assignment(windows=tuple(map(tuple, state.windows)), left_us=tuple(left_us))
+    return state.windows, left_us
 
 
 def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
@@ -235,10 +219,10 @@ def _place_remaining_gemms(state: _Windows, left_us: list[float]) -> None:
     units = state.units
     remaining = [at for at, unit in enumerate(units) if unit.is_gemm and at not in state.window_of]
     for at in sorted(remaining, key=lambda at: -units[at].duration_us):
-        if at in state.window_of:  # placed with a unit that needs it
+        if at in state.window_of:  # a unit that needs this GEMM has brought it along
             continue
         hidden_us = {each: min(left_us[each], units[at].duration_us) for each in state.allowed(at)}
-        # Of equal windows the last one, which is the deadline in Lancet.
+        # Among windows that hide equally much, take the last one, which is Lancet's deadline.
         for window in sorted(hidden_us, key=lambda each: (hidden_us[each], each), reverse=True):
             placed_us = state.place(at, window)
             if placed_us is not None:

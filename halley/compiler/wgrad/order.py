@@ -1,6 +1,6 @@
 """Build the node order of a backward graph, given the units that run under each all-to-all.
 
-The numbers in comments are those of the conditions in ``schedule.py``.
+Numbers of conditions are those of ``schedule.py``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from halley.cost.simulate import Operation, graph_spans
 
 @final
 class _Emitter:
-    """Append nodes to an order, each after its ancestors."""
+    """Builds an order of a graph: appends nodes, each after its ancestors."""
 
     def __init__(self, analysis: GraphAnalysis) -> None:
         self.order: list[int] = []
@@ -23,7 +23,7 @@ class _Emitter:
         self._emitted = 0  # bit mask of nodes
 
     def emit(self, index: int) -> None:
-        """Append a node, and before it all of its ancestors that are missing."""
+        """Append a node to the order, and before it all of its ancestors that are missing."""
         if self._emitted >> index & 1:
             return
         # Ascending indices are the order of the graph, which is legal.
@@ -32,7 +32,7 @@ class _Emitter:
             self._emitted |= 1 << each
 
     def emit_ready(self, indices: Iterable[int]) -> None:
-        """Append, in this order, the nodes whose ancestors have all been appended."""
+        """Append those of the nodes whose ancestors have all been appended to the order."""
         for index in indices:
             if not self._ancestors[index] & ~self._emitted:
                 self.emit(index)
@@ -45,7 +45,7 @@ def build_order(
     *,
     early: Sequence[int] = (),
 ) -> list[int]:
-    """Return the order of a graph in which units follow the start of their all-to-all.
+    """Return the order of a graph in which weight-gradient units follow the start of all-to-alls.
 
     Other nodes keep their order, with these exceptions (condition 11):
 
@@ -53,10 +53,8 @@ def build_order(
     - A node that reads a moved node follows it.
     - Waits for reduced gradients, and their readers, run at the end.
 
-    Args:
-        units: result of ``find_units``.
-        windows: for the index of an all-to-all, the indices of the units to run under it, in order.
-        early: nodes, ascending, that run as soon as their ancestors have run.
+    ``windows`` has, for the index of an all-to-all, the indices of the units to run under it, in
+    order. Nodes in ``early``, ascending, run as soon as their ancestors have run.
     """
     moved = mask_of(node for ats in windows.values() for at in ats for node in units[at].nodes)
     reductions = mask_of(analysis.find_collectives("reduce"))
@@ -92,14 +90,13 @@ def build_order(
 def place_reductions(
     analysis: GraphAnalysis, operations: Sequence[Operation], order: Sequence[int]
 ) -> list[int]:
-    """Return the order with reductions of gradients in the gaps between all-to-alls (condition 12).
+    """Return the order with gradient all-reduces in the gaps between all-to-alls (condition 12).
 
     All-to-alls have priority on the network, because computation waits for them. The gap after an
     all-to-all takes the longest reduction that fits and whose gradient is ready before the next
     all-to-all, again and again. Other reductions follow the last all-to-all.
 
-    Source: the code of Lancet, which simulates the graph with reductions that take no time to find
-    the gaps.
+    Source: the code of Lancet, which finds the gaps by simulating reductions that take no time.
     """
     reductions = [index for index in order if analysis.collectives[index] == "reduce"]
     all_to_alls = [index for index in order if analysis.collectives[index] == "all_to_all"]
@@ -114,7 +111,7 @@ def place_reductions(
         )
         for index in reductions
     }
-    behind: dict[int, list[int]] = {}  # by position in ``rest``, the reductions to start after it
+    behind: dict[int, list[int]] = {}  # reductions to start after a position in ``rest``
     waiting = list(reductions)
     for (start, end), left_us in zip(pairwise(all_to_alls), gaps_us, strict=True):
         while fitting := [

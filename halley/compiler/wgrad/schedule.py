@@ -1,36 +1,19 @@
 """Schedule weight-gradient GEMMs under backward all-to-alls, within a limit of live bytes.
 
-Autograd emits the weight-gradient GEMM of a layer (dw) before its data-gradient GEMM (dx), although
-only dx feeds the next all-to-all. It emits each wait directly after the start::
+Autograd emits the weight-gradient GEMM of a layer before its data-gradient GEMM, although only the
+latter feeds the next all-to-all. It emits each wait directly after the start. docs/lancet.md has a
+picture. The overlap window of an all-to-all is the time from its start to its wait.
 
-    before   compute  | dw 2 | dx 2 |              | dw 1 | dx 1 |              | dw 0 |
-             network                | all-to-all 2 |             | all-to-all 1 |
-
-    after    compute  | dx 2 | dw 2 |       | dx 1 | dw 1 |       | dw 0 |
-             network         | all-to-all 2 |      | all-to-all 1 |
-
-The overlap window of an all-to-all is the time from its start to its wait. Rules of the schedule:
-
-A node may move (``movable_nodes.find_movable``) if
-
- 1. no all-to-all, all-gather or fused layer depends on it, and it depends on no reduction of
-    gradients (nodes after a reduction belong to the optimizer),
- 2. only data orders it: it draws no random numbers and writes to no argument.
-
-It may run in the window of an all-to-all if
-
- 3. it does not depend on the all-to-all,
+ 1. A node may move if no all-to-all, all-gather or fused layer depends on it, and it depends on no
+    reduction of gradients (nodes after a reduction belong to the optimizer).
+ 2. A node may move only if data alone orders it: it draws no random numbers and writes to no
+    argument.
+ 3. It may run in the window of an all-to-all that it does not depend on, if
  4. each GEMM that it depends on, and that may not move, is before the next all-to-all in the graph.
     Otherwise this GEMM would have to run early and would delay the next all-to-all.
-
-Nodes form units (``movable_nodes.find_units``):
-
- 5. A unit has at most one GEMM. Light nodes that only this GEMM reads (transposes, casts) belong to
-    it, and so do light nodes that read its result and have the same windows. Other light nodes form
-    units of their own, the fillers.
-
-Units are assigned to windows (``movable_nodes.assign``):
-
+ 5. Nodes form units with at most one GEMM each. Light nodes that only this GEMM reads (transposes,
+    casts) belong to it, and so do light nodes that read its result and have the same windows. Other
+    light nodes form units of their own, the fillers.
  6. Windows are filled in the order of the graph. The time to fill is the part of the all-to-all
     that nodes that do not move leave exposed.
  7. A window takes, again and again, the unit whose duration is nearest to the time left. GEMMs come
@@ -39,15 +22,13 @@ Units are assigned to windows (``movable_nodes.assign``):
  9. A window takes no unit that raises the live bytes above the limit (``MemoryBudget``).
 10. GEMMs that no window has taken, the longest first, go to the window in which they hide most, or
     to their last window if they hide nothing.
-
-The order follows (``order.py``):
-
 11. Units run directly after the start of their all-to-all. A wait runs directly before the first
     reader of its result.
 12. Reductions of gradients run in the gaps between all-to-alls.
 13. If the peak of live bytes of this order is above the limit, conditions 6 to 12 run again with a
     limit that is lower by the excess. After 8 failures the graph keeps its order.
 
+Conditions 1 to 10 are in ``movable_nodes.py``, 11 and 12 in ``order.py``.
 Source: Lancet (arXiv:2404.19429), section 4 and algorithm 1. Conditions 8 and 12, and the last
 window in 10, are in the code of Lancet only. Conditions 9 and 13 are Halley's.
 """
@@ -79,19 +60,13 @@ _MAX_TRIES = 8  # condition 13
 
 @final
 class MemoryBudget:
-    """Decides which units may move under all-to-alls, so that live bytes stay within a limit.
+    """Decides which weight gradients may move under all-to-alls within a limit of live bytes.
 
     A gradient that is computed later keeps its operands alive longer, and its own result becomes
-    alive later. Mostly the beginning of backward is near the limit. Later, saved activations have
-    been freed, and there moves are free.
+    alive later. Bytes are counted in the order of the graph, with each moved node at the position
+    of its all-to-all. The final order differs a little, so ``plan_wgrad`` counts its peak again.
 
-    Bytes are counted in the order of the graph, with each moved node at the position of its
-    all-to-all. The final order differs a little, so ``plan_wgrad`` counts its peak again.
-
-    Args:
-        live: buffers of the graph and their readers.
-        all_to_alls: indices of nodes, ascending.
-        limit: most live bytes.
+    ``limit`` is the largest allowed number of live bytes.
     """
 
     def __init__(
@@ -109,7 +84,7 @@ class MemoryBudget:
         self._limit = limit
         self._is_input = [kind is NodeKind.INPUT for kind in analysis.kinds]
         self._place = list(range(len(analysis.nodes)))  # position of each node
-        self._alive = live.alive(self._place)  # by position, without ``_transient``
+        self._alive = live.alive(self._place)  # live bytes by position, without ``_transient``
         # By position of an all-to-all: bytes that each move allocates and frees there, and the most
         # bytes by which they exceed ``_alive`` while the moved units run.
         self._moves: dict[int, list[tuple[int, int]]] = {}
@@ -120,64 +95,58 @@ class MemoryBudget:
                 self._reads[reader].append(buffer)
 
     def try_move(self, ats: Sequence[int], window: int) -> bool:
-        """Move units under the all-to-all of an overlap window, if the limit of bytes allows it.
+        """Move units under an all-to-all and return True, if the limit of live bytes allows it.
 
-        Return whether memory suffices; else nothing moves.
+        Args:
+            ats: indices of units.
+            window: index of the all-to-all among all all-to-alls.
         """
         start = self._all_to_alls[window]
         nodes = [node for at in ats for node in self._units[at].nodes]
         touched = {buffer for node in nodes for buffer in self._reads[node]} | set(nodes)
         buffers = [buffer for buffer in touched if self._live.num_bytes[buffer]]
-        places = [self._place[node] for node in nodes]
-        before = {buffer: self._lifetime(buffer) for buffer in buffers}
+        place, alive, transient = self._place.copy(), self._alive.copy(), self._transient.copy()
         for node in nodes:
-            self._place[node] = start
-        after = {buffer: self._lifetime(buffer) for buffer in buffers}
-        self._add(before, -1)
-        self._add(after, 1)
+            place[node] = start
+        before = {buffer: self._lifetime(buffer, self._place) for buffer in buffers}
+        after = {buffer: self._lifetime(buffer, place) for buffer in buffers}
+        for lifetimes, sign in ((before, -1), (after, 1)):
+            for buffer, (first, end) in lifetimes.items():
+                for at in range(first, end):
+                    alive[at] += sign * self._live.num_bytes[buffer]
         made = sum(self._live.num_bytes[node] for node in nodes)
         freed = sum(self._live.num_bytes[each] for each in buffers if after[each][1] == start + 1)
-        self._moves.setdefault(start, []).append((made, freed))
-        self._transient[start] = _most_bytes(self._moves[start])
+        moves = [*self._moves.get(start, ()), (made, freed)]
+        transient[start] = _most_bytes(moves)
         # Live bytes grow only where a buffer has become alive.
         grown = [
-            self._alive[at] + self._transient[at]
+            alive[at] + transient[at]
             for buffer, (first, end) in after.items()
             for at in range(first, end)
             if not before[buffer][0] <= at < before[buffer][1]
         ]
-        if max(self._alive[start] + self._transient[start], *grown, 0) <= self._limit:
-            return True
-        self._moves[start].pop()
-        self._transient[start] = _most_bytes(self._moves[start])
-        self._add(after, -1)
-        self._add(before, 1)
-        for node, place in zip(nodes, places, strict=True):
-            self._place[node] = place
-        return False
+        if max(alive[start] + transient[start], *grown, 0) > self._limit:
+            return False
+        self._place, self._alive, self._transient = place, alive, transient
+        self._moves[start] = moves
+        return True
 
-    def _lifetime(self, buffer: int) -> tuple[int, int]:
+    def _lifetime(self, buffer: int, place: Sequence[int]) -> tuple[int, int]:
         """Return the positions ``[first, end)`` of the graph's order at which a buffer is alive.
 
-        The result of a moved node counts from the position after its all-to-all. At the position of
-        the all-to-all it is part of ``_transient``.
+        The result of a moved node counts from the position after its all-to-all on. At the position
+        of the all-to-all it is part of ``_transient``.
         """
-        made = 0 if self._is_input[buffer] else self._place[buffer]
-        first = made + (self._place[buffer] != buffer)
-        last = max((self._place[reader] for reader in self._live.readers[buffer]), default=made)
+        made = 0 if self._is_input[buffer] else place[buffer]
+        first = made + (place[buffer] != buffer)
+        last = max((place[reader] for reader in self._live.readers[buffer]), default=made)
         return first, max(first, last + 1)
-
-    def _add(self, lifetimes: dict[int, tuple[int, int]], sign: int) -> None:
-        for buffer, (first, end) in lifetimes.items():
-            change = sign * self._live.num_bytes[buffer]
-            for at in range(first, end):
-                self._alive[at] += change
 
 
 def _most_bytes(moves: Sequence[tuple[int, int]]) -> int:
-    """Return the peak of a counter, at first 0, that each move raises by its bytes and then lowers.
+    """Return the peak of live bytes under moves, each a pair of bytes allocated and then freed.
 
-    Example: moves (30, 10) and (20, 40) give 40: 30, then 20, then 40, then 0.
+    Example: moves (30, 10) and (20, 40) give 40: 0, then 30, then 20, then 40, then 0.
     """
     most = current = 0
     for made, freed in moves:
@@ -188,29 +157,19 @@ def _most_bytes(moves: Sequence[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderReport:
-    """Predicted times and memory of a graph in its own order and in the order of the passes.
+    """Predicted times and memory of a graph in its own order and in the order of the passes."""
 
-    Attributes:
-        windows: names of the GEMMs in the overlap window of each all-to-all, by its name.
-        modules: paths of the modules of these nodes, by name of the node.
-        time_before, time_after: of the graph, in its own order and in the new one.
-        peak_before, peak_after: most live bytes.
-        spans_before, spans_after: of each node.
-        predicted: keys, in profiles, of operations without a measured time.
-        sm_margins: SMs that dense and grouped GEMMs leave free beside collectives.
-        planning_s, measuring_s: seconds that the passes spent on the plan and on measurements.
-    """
-
-    windows: dict[str, tuple[str, ...]]
-    time_before: GraphTime
-    time_after: GraphTime
-    peak_before: int
+    windows: dict[str, tuple[str, ...]]  # names of GEMMs in the overlap window of each all-to-all
+    time_before: GraphTime  # in the graph's own order
+    time_after: GraphTime  # in the new order
+    peak_before: int  # most live bytes
     peak_after: int
+    # Paths of the modules of all-to-alls and GEMMs, by name of the node.
     modules: dict[str, str] = field(default_factory=dict[str, str], repr=False)
-    spans_before: tuple[Span, ...] = field(default=(), repr=False)
+    spans_before: tuple[Span, ...] = field(default=(), repr=False)  # of each node
     spans_after: tuple[Span, ...] = field(default=(), repr=False)
-    predicted: tuple[str, ...] = ()
-    sm_margins: tuple[int, int] = (0, 0)
+    predicted: tuple[str, ...] = ()  # keys, in profiles, of operations without a measured time
+    sm_margins: tuple[int, int] = (0, 0)  # SMs that dense and grouped GEMMs leave free
     planning_s: float = 0.0
     measuring_s: float = 0.0
 
@@ -227,18 +186,13 @@ def plan_wgrad(
 ) -> list[int]:
     """Return an order of a graph in which weight-gradient GEMMs run under all-to-alls.
 
+    The order is legal. All-to-alls, all-gathers and fused layers keep their order. Live bytes are
+    at most ``max_bytes``, or the order is that of the graph.
+
     Args:
-        analysis: of the graph.
         cost: microseconds of a node.
-        sizes: bytes of results.
-        max_bytes: limit of live bytes.
-        contention: of computation and communication.
         inside: nodes whose results stay inside of a kernel, for ``LiveBytes``.
         gemms_alone: move no units without a GEMM, for ``find_units``.
-
-    Returns:
-        A legal order of the same nodes. All-to-alls, all-gathers and fused layers keep their order.
-        Live bytes are at most ``max_bytes``, or the order is that of the graph.
     """
     all_to_alls = analysis.find_collectives("all_to_all")
     identity = list(range(len(analysis.nodes)))
@@ -260,8 +214,8 @@ def plan_wgrad(
     limit = max_bytes
     for _ in range(_MAX_TRIES):
         budget = MemoryBudget(analysis, live, units=units, all_to_alls=all_to_alls, limit=limit)
-        assignment = assign(units, times_us, try_move=budget.try_move)
-        windows = dict(zip(all_to_alls, assignment.windows, strict=True))
+        assigned, _ = assign(units, times_us, try_move=budget.try_move)
+        windows = dict(zip(all_to_alls, assigned, strict=True))
         order = build_order(analysis, units, windows, early=early)
         order = place_reductions(analysis, timed, order)
         peak = live.peak(order)
@@ -274,7 +228,7 @@ def plan_wgrad(
 def _exposed_us(
     timed: Sequence[Operation], units: Sequence[Unit], all_to_alls: Sequence[int]
 ) -> list[float]:
-    """Return, for each all-to-all, the time that no unmovable node hides."""
+    """Return, for each all-to-all, its time during which no node outside of the units computes."""
     moved = {index for unit in units for index in unit.nodes}
     stays = [
         replace(each, duration_us=0.0) if index in moved else each
@@ -296,7 +250,7 @@ def report_order(
     contention: Contention = NO_CONTENTION,
     inside: Collection[fx.Node] = frozenset(),
 ) -> OrderReport:
-    """Return the predicted effects of an order of all nodes; other arguments as for the plan."""
+    """Predict time and memory of a graph in an order; other arguments as for ``plan_wgrad``."""
     timed, live = operations(analysis, cost), LiveBytes(analysis, sizes, inside=inside)
     identity = range(len(analysis.nodes))
     shown = [analysis.nodes[index] for index in analysis.find_collectives("all_to_all")]

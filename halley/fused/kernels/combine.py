@@ -1,12 +1,10 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Second GEMM with combine: send sums of finished columns while the GEMM computes the next ones.
 
 In forward, the GEMM multiplies activations by the second projection, and a token's rows are summed
 with its routing weights. In backward, it multiplies gradients by the transposed first projection,
-and the sum has no weights; the gradients of the routing weights are sent as well. Both run the same
-two kernels side by side: ``chunked_gemm_kernel`` and ``combine_kernel``.
+and the sum has no weights; the gradients of the routing weights are sent as well.
 
 Source: COMET (arXiv:2502.19811), sections 3.1 (columns first) and 3.2.
 """
@@ -45,11 +43,7 @@ from halley.fused.kernels.peer import (
     wait_bulk_stores,
 )
 from halley.fused.kernels.routing_exchange import group_of
-from halley.ops.kernels.tiles import (
-    multiply_step,
-    multiply_tile,
-    tile_of,
-)
+from halley.ops.kernels.tiles import multiply_step, multiply_tile, tile_of
 
 
 _MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: see _second_gemm_run
@@ -57,7 +51,7 @@ _MAX_RUN = tl.constexpr(1024)  # above the tiles of a run: see _second_gemm_run
 
 @triton.jit
 def end_combine(num_exits, plan, routing, status, host_status, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last CTA of the GEMM and the combine zeroes their counters.
+    """Count a CTA that ends; the last one of the second GEMM and the combine zeroes the counters.
 
     The last CTA also reports ranks with too many rows. Those set the flags of their sums without
     sending any, see ``_signal_overflow``.
@@ -84,7 +78,7 @@ def _second_gemm_run(
     CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output tiles of a ticket, and count the finished tiles of the previous ticket.
+    """Compute the output tiles of a CTA's ticket; count the tiles of its previous ticket as done.
 
     A CTA may count tiles only when their TMA stores are complete. So it counts them one ticket
     later, and does not wait for the stores of its last tile.
@@ -112,11 +106,11 @@ def _second_gemm_run(
         acc = multiply_tile(
             a_desc, b_desc, row, expert, column, DEPTH, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
         )
-        # After the main loop, when the stores of the previous tile are complete.
+        # Count the previous tile after the main loop, when its TMA stores are complete.
         _count_tiles(pending, plan, LAYOUT)
         z_desc.store([row, column], acc.to(z_desc.dtype))
     else:
-        # Before the loop: the stores in the loop would have to be waited for as well.
+        # Count before the loop: later, the count would also wait for the stores of this loop.
         _count_tiles(pending, plan, LAYOUT)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(0, columns * STEPS):
@@ -133,7 +127,7 @@ def _second_gemm_run(
 
 @triton.jit
 def _count_tiles(pending, plan, LAYOUT: tl.constexpr):
-    """Wait until the stores of the ``pending`` tiles are complete, then count them as finished.
+    """Wait until the TMA stores of output tiles are complete, then count the tiles as finished.
 
     ``pending`` is as in ``_second_gemm_run``; 0 for no tiles.
     """
@@ -191,7 +185,7 @@ def chunked_gemm_kernel(
 
 @triton.jit
 def _task_at(index, num_tasks, plan, LAYOUT: tl.constexpr):
-    """Return the combine task that a CTA does as number ``index`` of a chunk.
+    """Return which combine task of a column chunk is done as number ``index``.
 
     Own tasks are spread evenly among those for other ranks, so that the link is always busy.
     Example: tasks 0 to 3 for other ranks, own tasks 4 and 5: the order is 0, 1, 4, 2, 3, 5.
@@ -220,7 +214,7 @@ def _groups_of_task(task, plan, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _next_counter(num_done, num_columns, plan, LAYOUT: tl.constexpr):
-    """Return the address of the counter of group ``num_done``, and its value when it is done.
+    """Return the address of an expert group's count of finished tiles, and its final value.
 
     Groups are counted over all chunks: group g of chunk c is number c * num_groups + g.
     """

@@ -1,11 +1,9 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Dispatch with the first GEMM: multiply tiles whose rows have arrived while others are fetched.
 
 In forward, the rows are tokens, and the epilogue of a tile is the activation. In backward, the rows
-are gradients of the output, and the epilogue is the gradient of the activation. Both run the same
-two kernels side by side (``launches.py``): ``fetch_kernel`` and ``arrived_gemm_kernel``.
+are gradients of the output, and the epilogue is the gradient of the activation.
 
 Source: COMET (arXiv:2502.19811), sections 3.1 and 3.2, with readiness by tile instead of by rank.
 """
@@ -36,16 +34,16 @@ from halley.fused.kernels.peer import (
 )
 from halley.ops.kernels.tiles import (
     GemmTile,
+    gelu,
+    halves,
     multiply_step,
     multiply_tile,
-    prefetch_pre,
-    store_activated,
     store_gradient,
     tile_of,
 )
 
 
-# The memory from which rows are read, and whether token copies are saved.
+# Where the fetch kernel reads rows, and whether it saves each token copy once.
 FROM_PEERS = tl.constexpr(0)
 FROM_PEERS_AND_SAVE = tl.constexpr(1)
 FROM_SAVED = tl.constexpr(2)
@@ -132,7 +130,7 @@ def _zero_task(
 
 @triton.jit
 def _alternate(task, num_own, num_tasks):
-    """Return the fetch task of a ticket: tasks of own rows and of other ranks' rows alternate.
+    """Return the fetch task for a ticket: rows of this rank and of other ranks alternate.
 
     So the link is busy from the start, and experts that begin with own rows are complete early.
     Example: own tasks 0 and 1, others 2, 3 and 4: tickets 0 to 4 get tasks 0, 2, 1, 3 and 4.
@@ -145,7 +143,7 @@ def _alternate(task, num_own, num_tasks):
 
 @triton.jit
 def end_dispatch(plan, num_tiles, num_exits, LAYOUT: tl.constexpr):
-    """Count a CTA that ends; the last CTA of fetch and first GEMM zeroes the counters of both."""
+    """Count a CTA that ends; the last one of the fetch and the first GEMM zeroes their counters."""
     STEP: tl.constexpr = 1024
     tickets = plan + LAYOUT.tickets
     if exits_last(tickets + DISPATCH_EXITS, num_exits):
@@ -186,7 +184,7 @@ def fetch_kernel(
     num_tiles = tl.load(plan + LAYOUT.summary + NUM_TILES) * usable
     num_fetch = tl.load(plan + LAYOUT.summary + NUM_COPIES) // ROWS * usable
     num_own = tl.load(plan + LAYOUT.summary + NUM_OWN_COPIES) // ROWS * usable
-    # Zero tasks first: the tiles of experts with few rows wait for them.
+    # Tasks that zero padding rows come first: tiles of experts with few rows wait for them.
     num_zero = (LAYOUT.num_local if ZERO_MULTIPLE > 0 else 0) * usable
     num_tasks = num_fetch + num_zero
     first_token = (tl.load(plan + LAYOUT.summary + PASS) % 2).to(tl.int64) * send_tokens
@@ -209,21 +207,13 @@ def fetch_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchMode:
-    """The variant of ``fetch_kernel`` and ``arrived_gemm_kernel``, passed as one constexpr.
+    """The variant of ``fetch_kernel`` and ``arrived_gemm_kernel``, passed as one constexpr."""
 
-    Attributes:
-        gated: whether the activation has two projections, gate and up (SwiGLU).
-        backward: whether the rows are gradients of the output instead of tokens.
-        save_pre: whether forward stores the inputs of the activation for backward.
-        row_source: one of the constants ``FROM_...``.
-        zero_multiple: zero rows follow the rows of each expert up to this multiple; 0 for none.
-    """
-
-    gated: bool
-    backward: bool = False
-    save_pre: bool = False
-    row_source: int = FROM_PEERS.value
-    zero_multiple: int = 0
+    gated: bool  # whether the activation has two projections, gate and up (SwiGLU)
+    backward: bool = False  # whether the rows are gradients of the output instead of tokens
+    save_pre: bool = False  # whether forward stores the inputs of the activation for backward
+    row_source: int = FROM_PEERS.value  # one of the constants ``FROM_...``
+    zero_multiple: int = 0  # zero rows pad the rows of each expert to this multiple; 0 for none
 
     @property
     def num_projections(self) -> int:
@@ -233,6 +223,44 @@ class DispatchMode:
     def tile_columns(self, tile: GemmTile) -> int:
         """Return how many columns of the activation a tile computes."""
         return tile.block_n if self.backward else tile.block_n // self.num_projections
+
+
+@triton.jit
+def _store_activated(
+    acc, h_desc, pre_desc, row, column,
+    GATED: tl.constexpr, SAVE_PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Apply the activation to an output tile and store it, with its inputs if ``SAVE_PRE``."""
+    if GATED:
+        gate, up = halves(acc, BLOCK_M, BLOCK_N)
+        h_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(h_desc.dtype))
+        if SAVE_PRE:
+            half: tl.constexpr = BLOCK_N // 2
+            pre_desc.store([row, 0, column], gate.to(h_desc.dtype).reshape(BLOCK_M, 1, half))
+            pre_desc.store([row, 1, column], up.to(h_desc.dtype).reshape(BLOCK_M, 1, half))
+    else:
+        h_desc.store([row, column], gelu(acc).to(h_desc.dtype))
+        if SAVE_PRE:
+            pre_desc.store([row, 0, column], acc.to(h_desc.dtype).reshape(BLOCK_M, 1, BLOCK_N))
+
+
+@triton.jit
+def _prefetch_pre(
+    pre_RG, row, column,
+    GATED: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the activation's inputs of a tile into the L2 cache, for ``store_gradient``."""
+    LINE: tl.constexpr = 128 // (pre_RG.dtype.element_ty.primitive_bitwidth // 8)
+    NUM_LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
+    columns = column + tl.arange(0, NUM_LINES) * LINE
+    columns = tl.minimum(columns, SIZE - 1)[None, :]
+    rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    for projection in tl.static_range(2 if GATED else 1):
+        at = rows * (2 * SIZE if GATED else SIZE) + columns + projection * SIZE
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b64 $0, $1;", "=l,l", [(pre_RG + at).to(tl.int64)],
+            dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -246,7 +274,7 @@ def _store_tile(
             MODE.gated, SIZE, NUM_COLUMNS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        store_activated(acc, h, pre, row, column, MODE.gated, MODE.save_pre, BLOCK_M, BLOCK_N)
+        _store_activated(acc, h, pre, row, column, MODE.gated, MODE.save_pre, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -265,8 +293,8 @@ def _first_gemm_run(
     if RUN == 1:
         column = first * BLOCK_F
         if MODE.backward:
-            # The epilogue needs these values; they are loaded into the cache during the main loop.
-            prefetch_pre(pre, row, column, MODE.gated, SIZE, BLOCK_M, BLOCK_N)
+            # The epilogue reads the activation's inputs: prefetch them during the main loop.
+            _prefetch_pre(pre, row, column, MODE.gated, SIZE, BLOCK_M, BLOCK_N)
         acc = multiply_tile(
             a_desc, b_desc, row, expert, column, DEPTH, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
         )
@@ -282,7 +310,7 @@ def _first_gemm_run(
             k = (step % STEPS) * BLOCK_K
             if MODE.backward:
                 if k == 0:
-                    prefetch_pre(pre, row, column, MODE.gated, SIZE, BLOCK_M, BLOCK_N)
+                    _prefetch_pre(pre, row, column, MODE.gated, SIZE, BLOCK_M, BLOCK_N)
             acc = multiply_step(
                 acc, a_desc, b_desc, row, expert, column, k, TRANSPOSED, BLOCK_N, BLOCK_K
             )

@@ -1,7 +1,6 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""First launch of a pass: make a dispatch plan, or publish rows under an existing plan.
+"""First launch of a forward or backward pass: make a dispatch plan, or publish rows for one.
 
 A forward pass makes the plan of this rank on the device. Backward and recompute use the plan of
 their forward: ranks exchange only the number of the call whose plan they use. Different numbers
@@ -103,7 +102,7 @@ def _place_copies(i, block, expert_TK, record, plan, rank, LAYOUT: tl.constexpr)
 
 @triton.jit
 def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Store one block of the i-th source rank in both lists: its token copies and their rows."""
+    """Store the token copies of one block of tokens, and their rows, in both lists of the plan."""
     source = (rank + i) % LAYOUT.num_ranks
     record = record_of(routing, source, epoch, LAYOUT)
     token = block * LAYOUT.block_tokens + tl.arange(0, LAYOUT.block_tokens)
@@ -121,7 +120,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
     row += tl.load(base, mask=mine, other=0)
     row = tl.where(mine, row + (packed & ((1 << LAYOUT.order_bits) - 1)), -1)
 
-    # A token copy's line begins with the slots of this rank, in the order of k; -1 fills the rest.
+    # The row list of a token copy begins with the rows on this rank, by choice; -1 fills the rest.
     here = mine.to(tl.int32)
     count = tl.sum(here, axis=1)
     place = tl.cumsum(here, axis=1) - here
@@ -144,7 +143,7 @@ def _place_block(i, block, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _place_task(task, routing, plan, epoch, rank, LAYOUT: tl.constexpr):
-    """Add one block of tokens (the first W * blocks tasks) or one expert's tiles to the plan."""
+    """Add a block of tokens (first W * blocks tasks) or an expert's tiles to the dispatch plan."""
     if tl.load(plan + LAYOUT.summary + IS_USABLE) != 0:
         if task < LAYOUT.num_ranks * LAYOUT.max_blocks:
             i = task // LAYOUT.max_blocks
@@ -176,7 +175,7 @@ def plan_kernel(
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Exchange the routing of all ranks and make this rank's plan.
+    """Exchange the routing of all ranks and make this rank's dispatch plan.
 
     CTAs take four kinds of tasks, in this order, by tickets of one counter. Pass n of rank r::
 
@@ -225,8 +224,8 @@ def plan_kernel(
             if before == num_tasks - 1:
                 signal_all(LAYOUT.rows_ready, epoch, rank, routing, routing_ptrs_W, LAYOUT)
         elif healthy:
-            # This wait has no time limit. With one, it could report this rank before a count task
-            # reports the missing rank. Count tasks run already, and their waits are limited.
+            # The wait for PLANNED has no time limit. With one, it could report this rank before a
+            # count task reports the missing rank. Count tasks run, and their waits are limited.
             code = failure_code(PLAN, rank, 0)
             planned = counters + PLANNED
             healthy = wait(planned, epoch, _NO_LIMIT_NS, status, host_status, code, "gpu")
@@ -339,17 +338,14 @@ def make_plan(
     topk_weights_TK: torch.Tensor,
     max_rows: int = 0,
 ) -> None:
-    """Begin a call: fill the send buffer, exchange the routing, and make the plan of this rank.
+    """Begin a forward pass: fill the send buffer, exchange routing, make the dispatch plan.
 
-    Args:
-        plan: written: ``(layout.plan_words,)`` int32, any content before.
-        x_TD: tokens of this rank. If they exceed the send buffer, only their number is published.
-        topk_idx_TK, topk_weights_TK: expert ids in ``[0, E)`` or ``DROPPED``, and weights.
-        max_rows: capacity in rows if the host does not read the size of the plan, else 0.
+    Written: ``plan``, ``(layout.plan_words,)`` int32. ``max_rows`` is the capacity in rows if the
+    host does not read the size of the plan, else 0.
 
-    If a rank has too many tokens, the plan is unusable on all ranks, and ``host_status[2]`` is the
-    largest number of tokens of any rank; else it is 0. With ``max_rows``, too many tokens of a rank
-    or more rows than ``max_rows`` are a failure.
+    If the tokens of a rank exceed its send buffer, it publishes only their number. Then the plan is
+    unusable on all ranks, and ``host_status[2]`` is the largest number of tokens of any rank; else
+    it is 0. With ``max_rows``, too many tokens or rows are a failure.
     """
     layout, routing, send = context.layout, context.routing_buffer, context.send_buffer.local
     x_TD, idx_TK, weights_TK = aligned(x_TD), aligned(topk_idx_TK), aligned(topk_weights_TK)
@@ -377,13 +373,11 @@ def publish_rows(
     x_TD: torch.Tensor,
     weight_R: torch.Tensor | None = None,
 ) -> None:
-    """Begin another pass with an existing plan: fill the send buffer, and wait for all ranks.
+    """Begin a pass that has a dispatch plan: fill the send buffer, and wait for all ranks.
 
-    Args:
-        plan: made by ``make_plan``. It becomes unusable if a rank is late or in another call.
-        x_TD: one row for each token of that call: the token, or the gradient of its output.
-        weight_R: written if given: the routing weight of each row of the plan, float32. Rows that
-            are padding keep their content.
+    ``x_TD`` has one row for each token of that call: the token, or the gradient of its output.
+    ``plan`` becomes unusable if a rank is late or in another call. Written if given: ``weight_R``,
+    the routing weight of each row of the plan, float32; padding rows keep their content.
     """
     routing, send = context.routing_buffer, context.send_buffer.local
     x_TD = aligned(x_TD)

@@ -1,7 +1,7 @@
-"""Launch two kernels, a GEMM and one that moves rows, side by side or one after the other.
+"""Launch the kernels of a fused layer: pairs of a GEMM and a kernel that moves rows, side by side.
 
-Side by side, CTAs of both kernels share each SM. The kernel that moves rows uses the registers and
-the shared memory that the GEMM leaves free, and works while the tensor cores multiply.
+CTAs of both kernels share each SM. The kernel that moves rows uses the registers and the shared
+memory that the GEMM leaves free, and works while the tensor cores multiply.
 
 The kernel that waits for results of the other one is launched second, as a programmatic dependent
 launch. It begins when all CTAs of the first kernel have begun, so it cannot occupy the SMs that
@@ -9,9 +9,9 @@ they need::
 
     stream: ---- first kernel (let_second_begin) -----------|
                   ---- second kernel (end_with_first) ------|---- next launch
-"""
 
-from dataclasses import dataclass
+The weight-gradient GEMMs of backward move no rows and run alone.
+"""
 
 import torch
 
@@ -25,9 +25,9 @@ from halley.fused.kernels.dispatch import (
     arrived_gemm_kernel,
     fetch_kernel,
 )
-from halley.fused.kernels.layout import ANY_COPIES, KernelContext
+from halley.fused.kernels.layout import ANY_COPIES, KernelContext, Layout
 from halley.ops.kernels.launch import Launcher, LaunchOptions, aligned, side_by_side
-from halley.ops.kernels.tiles import GemmTile, describe, describe_rows, describe_weights
+from halley.ops.kernels.tiles import GemmTile, describe, describe_weights, weight_gemm
 
 
 MOVE_WARPS = 4  # of a CTA that moves rows
@@ -36,17 +36,6 @@ _WARP_THREADS = 32
 _UNFUSED_MOVE_CTAS = 2  # for each SM, at least, if the GEMM does not run at the same time
 _FETCH_REGISTERS = 72  # per thread; the GEMM of backward leaves no more free
 _COMBINE_REGISTERS = 160  # per thread; divided among the combining CTAs of an SM
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchPair:
-    """Numbers of CTAs and launch options of a GEMM and of the kernel that moves its rows."""
-
-    num_move_ctas: int
-    num_gemm_ctas: int
-    num_exits: int  # CTAs of both; the last one that ends resets the plan's counters
-    move_options: LaunchOptions
-    gemm_options: LaunchOptions
 
 
 def shape_launches(
@@ -58,40 +47,31 @@ def shape_launches(
     move_registers: int,
     ctas_beside: int,
     ctas_after: int = 0,
-) -> LaunchPair:
-    """Compute how many CTAs a GEMM and the kernel that moves its rows get, and their options.
+) -> tuple[int, int, LaunchOptions, LaunchOptions]:
+    """Return CTAs of the kernel that moves rows and of its GEMM, then the launch options of both.
 
-    Args:
-        fused: False runs one kernel after the other.
-        move_first: True if the GEMM waits for the kernel that moves rows, False if that kernel
-            waits for the GEMM.
-        ctas_beside: CTAs on each SM that move rows beside the GEMM's CTAs.
-        ctas_after: further CTAs for each SM, which begin when CTAs of the GEMM have ended.
+    ``move_first`` tells whether the GEMM waits for the kernel that moves rows, or that kernel for
+    the GEMM. On each SM, ``ctas_beside`` CTAs move rows beside the CTAs of the GEMM, and
+    ``ctas_after`` more begin when those have ended. Not ``fused``, one kernel follows the other.
     """
     move_ctas = ctas_beside + ctas_after if fused else max(ctas_beside, _UNFUSED_MOVE_CTAS)
-    num_move_ctas, num_gemm_ctas = num_sms * move_ctas, num_sms * tile.per_sm
     free_registers = _SM_REGISTERS - ctas_beside * move_registers * MOVE_WARPS * _WARP_THREADS
     gemm_registers = free_registers // (tile.per_sm * tile.num_warps * _WARP_THREADS)
-    return LaunchPair(
-        num_move_ctas=num_move_ctas,
-        num_gemm_ctas=num_gemm_ctas,
-        num_exits=num_move_ctas + num_gemm_ctas,
-        move_options={
-            "num_warps": MOVE_WARPS,
-            "num_stages": 1,
-            "max_registers": move_registers,
-            "shares": True,
-            "overlaps": fused and not move_first,
-        },
-        gemm_options={
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            # The compiler allocates registers in multiples of 8.
-            "max_registers": gemm_registers // 8 * 8,
-            "shares": True,
-            "overlaps": fused and move_first,
-        },
-    )
+    move_options: LaunchOptions = {
+        "num_warps": MOVE_WARPS,
+        "num_stages": 1,
+        "max_registers": move_registers,
+        "shares": True,
+        "overlaps": fused and not move_first,
+    }
+    gemm_options: LaunchOptions = {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "max_registers": gemm_registers // 8 * 8,  # the compiler allocates multiples of 8
+        "shares": True,
+        "overlaps": fused and move_first,
+    }
+    return num_sms * move_ctas, num_sms * tile.per_sm, move_options, gemm_options
 
 
 _launch_fetch = Launcher(fetch_kernel)
@@ -116,9 +96,7 @@ def dispatch_gemm(
     """Fetch the rows of this rank's experts and multiply them by the first projection.
 
     Args:
-        context: buffers of this rank, with the layout of the plan.
-        plan: made by ``make_plan`` for this call.
-        gated: True for SwiGLU, False for GELU.
+        context: buffers of this rank, with the layout of ``plan``, which ``make_plan`` made.
         fused: False fetches all rows before the GEMM starts.
         x_RD: written: rows sorted by expert, padded to tiles. If ``pre_RG`` is given, the padding
             that ``weight_gemm`` reads becomes zero.
@@ -144,18 +122,17 @@ def dispatch_gemm(
     )
     tile, block_m = context.config.up, context.layout.block_m
     columns = mode.tile_columns(tile)
-    h_desc = pre_desc = describe_rows(h_RF, block_rows=block_m, block_columns=columns)
+    h_desc = pre_desc = describe(h_RF, [block_m, columns])
     if pre_RG is not None:
         pre = pre_RG.view(len(pre_RG), mode.num_projections, -1)
         pre_desc = describe(pre, [block_m, 1, columns])
-    x_desc = describe_rows(x_RD, block_rows=block_m, block_columns=tile.block_k)
+    x_desc = describe(x_RD, [block_m, tile.block_k])
     up_desc = describe_weights(up_LGD, num_projections=mode.num_projections, tile=tile)
     unused = context.status
     _launch_fetch_and_gemm(
         context,
         plan,
         mode=mode,
-        tile=tile,
         copies_PD=x_RD if copies_PD is None else copies_PD,
         x_RD=x_RD,
         gemm_args=(x_desc, up_desc, h_desc, pre_desc, pre_desc, unused, unused),
@@ -184,9 +161,8 @@ def dispatch_dgrad(
     In all outputs, the padding that ``weight_gemm`` reads becomes zero.
 
     Args:
-        context, plan, gated, fused: as in ``dispatch_gemm``; ``publish_rows`` has published the
-            gradients of all ranks.
-        dy_RD: written: gradients of the output, one row for each expert of a token.
+        dy_RD: written: gradients of the output, one row for each expert of a token. All ranks
+            have published them (``publish_rows``).
         dpre_RG: written: gradients of the activation's inputs.
         weighted_RF: written: activations times routing weights. With ``dy_RD`` they give the
             gradient of the second projection.
@@ -198,13 +174,12 @@ def dispatch_dgrad(
     """
     mode = DispatchMode(gated=gated, backward=True, zero_multiple=context.config.weight.block_k)
     tile = context.config.down_grad
-    dy_desc = describe_rows(dy_RD, block_rows=context.layout.block_m, block_columns=tile.block_k)
+    dy_desc = describe(dy_RD, [context.layout.block_m, tile.block_k])
     down_desc = describe_weights(down_LDF, num_projections=1, tile=tile, transposed=True)
     _launch_fetch_and_gemm(
         context,
         plan,
         mode=mode,
-        tile=tile,
         copies_PD=dy_RD,
         x_RD=dy_RD,
         gemm_args=(dy_desc, down_desc, weighted_RF, pre_RG, dpre_RG, weight_R, dweight_RJ),
@@ -224,7 +199,6 @@ def _launch_fetch_and_gemm(
     plan: torch.Tensor,
     *,
     mode: DispatchMode,
-    tile: GemmTile,
     copies_PD: torch.Tensor,
     x_RD: torch.Tensor,
     gemm_args: tuple[object, ...],
@@ -234,7 +208,8 @@ def _launch_fetch_and_gemm(
 ) -> None:
     """Launch the kernel that fetches ``x_RD``, and the GEMM of these rows beside it."""
     hidden_size, send = x_RD.shape[1], context.send_buffer
-    pair = shape_launches(
+    tile = context.config.down_grad if mode.backward else context.config.up
+    num_move_ctas, num_gemm_ctas, move_options, gemm_options = shape_launches(
         tile=tile,
         num_sms=context.num_sms,
         fused=fused,
@@ -242,21 +217,22 @@ def _launch_fetch_and_gemm(
         move_registers=_FETCH_REGISTERS,
         ctas_beside=1,
     )
+    num_exits = num_move_ctas + num_gemm_ctas  # the last CTA to end zeroes the plan's counters
     fetch_block = context.config.fetch_block(hidden_size, num_warps=MOVE_WARPS)
     with side_by_side(fused):
         _launch_fetch(
-            pair.num_move_ctas,
-            (send.ptrs_W, send.local.shape[1], copies_PD, x_RD, plan, *capacities, pair.num_exits),
+            num_move_ctas,
+            (send.ptrs_W, send.local.shape[1], copies_PD, x_RD, plan, *capacities, num_exits),
             (context.layout, mode, hidden_size, *fetch_block),
-            dtypes=(x_RD.dtype,), **pair.move_options,
+            dtypes=(x_RD.dtype,), **move_options,
         )  # fmt: skip
         _launch_first_gemm(
-            pair.num_gemm_ctas,
-            (plan, *gemm_args, *capacities, pair.num_exits,
+            num_gemm_ctas,
+            (plan, *gemm_args, *capacities, num_exits,
              context.status, context.host_status, context.timeout_ns),
             (context.layout, mode, hidden_size, intermediate_size, mode.tile_columns(tile),
              tile.block_n, tile.block_k, tile.group, tile.run),
-            dtypes=(x_RD.dtype,), **pair.gemm_options,
+            dtypes=(x_RD.dtype,), **gemm_options,
         )  # fmt: skip
 
 
@@ -266,95 +242,39 @@ def gemm_combine(
     *,
     y_TD: torch.Tensor,
     z_RD: torch.Tensor,
-    h_RF: torch.Tensor,
-    down_LDF: torch.Tensor,
-    fused: bool = True,
-    copy_capacity: int = ANY_COPIES,
-) -> None:
-    """Multiply by the second projection, and send each token's weighted sum to its source rank.
-
-    Args:
-        context, plan: as in ``dispatch_gemm``.
-        y_TD: written: the layer's output for this rank's tokens.
-        z_RD: scratch, written: output rows of the second projection.
-        h_RF: activations from ``dispatch_gemm``.
-        down_LDF: stacked weights, ``(L, D, F)``.
-        fused: False runs the whole GEMM before the kernel that combines.
-        copy_capacity: capacity in token copies of ``dispatch_gemm``, if it saved them.
-
-    As in ``dispatch_gemm``, the kernels do nothing if the plan has more rows than ``h_RF`` or
-    ``z_RD``, or more token copies than ``copy_capacity``.
-    """
-    _launch_gemm_and_combine(
-        context,
-        plan,
-        tile=context.config.down,
-        rows=h_RF,
-        weights=down_LDF,
-        y_TD=y_TD,
-        z_RD=z_RD,
-        fused=fused,
-        copy_capacity=copy_capacity,
-    )
-
-
-def dgrad_combine(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    dx_TD: torch.Tensor,
-    dweights_TK: torch.Tensor,
-    z_RD: torch.Tensor,
-    dpre_RG: torch.Tensor,
-    dweight_RJ: torch.Tensor,
-    up_LGD: torch.Tensor,
-    topk_idx_TK: torch.Tensor,
-    fused: bool = True,
-) -> None:
-    """Multiply gradients by the first projection, and send their sums to the source ranks.
-
-    Args:
-        context, plan, fused: as in ``gemm_combine``.
-        dx_TD: written: gradient of this rank's tokens.
-        dweights_TK: written: gradient of their routing weights, float32; 0 in dropped slots.
-        z_RD: scratch, written: gradient of each row.
-        dpre_RG, dweight_RJ: from ``dispatch_dgrad``.
-        up_LGD: stacked weights, as in forward.
-        topk_idx_TK: expert ids of the call.
-    """
-    _launch_gemm_and_combine(
-        context,
-        plan,
-        tile=context.config.up_grad,
-        rows=dpre_RG,
-        weights=up_LGD,
-        y_TD=dx_TD,
-        z_RD=z_RD,
-        fused=fused,
-        weight_gradients=(dweight_RJ, aligned(topk_idx_TK), dweights_TK),
-    )
-
-
-def _launch_gemm_and_combine(
-    context: KernelContext,
-    plan: torch.Tensor,
-    *,
-    tile: GemmTile,
     rows: torch.Tensor,
     weights: torch.Tensor,
-    y_TD: torch.Tensor,
-    z_RD: torch.Tensor,
-    fused: bool,
+    fused: bool = True,
     copy_capacity: int = ANY_COPIES,
     weight_gradients: tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """Launch the GEMM that computes ``z_RD``, and the kernel that sums its rows to ``y_TD``."""
+    """Multiply rows by a projection, and send each token's sum of rows to its source rank.
+
+    In forward, the rows are activations, and the sum has the routing weights. In backward, the rows
+    are gradients, the projection is transposed, and the sum has no weights.
+
+    Args:
+        y_TD: written: output of the layer or gradient of the tokens, for this rank's tokens.
+        z_RD: scratch, written: output rows of the GEMM.
+        rows: ``h_RF`` from ``dispatch_gemm``, or ``dpre_RG`` from ``dispatch_dgrad``.
+        weights: stacked weights of the second projection, or of the first one in backward.
+        copy_capacity: capacity in token copies of ``dispatch_gemm``, if it saved them.
+        weight_gradients: in backward ``dweight_RJ`` from ``dispatch_dgrad``, the expert ids, and
+            the gradient of the routing weights, float32, which is written; 0 for dropped slots.
+
+    As in ``dispatch_gemm``, the kernels do nothing if the plan has more rows than ``rows`` or
+    ``z_RD``, or more token copies than ``copy_capacity``.
+    """
     layout, config, backward = context.layout, context.config, bool(weight_gradients)
+    tile = config.up_grad if backward else config.down
     routing, combine = context.routing_buffer, context.combine_buffer
     capacities = (min(len(z_RD), len(rows)), copy_capacity)
-    num_summands = weight_gradients[0].shape[1] if backward else 0
-    weight_gradients = weight_gradients or (context.status,) * 3  # not used in forward
-    pair = shape_launches(
+    num_summands, unused = 0, context.status
+    dweight_RJ = idx_TK = dweights_TK = unused
+    if backward:
+        dweight_RJ, idx_TK, dweights_TK = weight_gradients
+        num_summands, idx_TK = dweight_RJ.shape[1], aligned(idx_TK)
+    num_move_ctas, num_gemm_ctas, move_options, gemm_options = shape_launches(
         tile=tile,
         num_sms=context.num_sms,
         fused=fused,
@@ -363,26 +283,65 @@ def _launch_gemm_and_combine(
         ctas_beside=config.combiners_beside,
         ctas_after=config.combiners_after,
     )
+    num_exits = num_move_ctas + num_gemm_ctas
     hidden_size, depth = z_RD.shape[1], rows.shape[1]
-    a_desc = describe_rows(rows, block_rows=layout.block_m, block_columns=tile.block_k)
+    a_desc = describe(rows, [layout.block_m, tile.block_k])
     b_desc = describe_weights(weights, num_projections=1, tile=tile, transposed=backward)
-    z_desc = describe_rows(z_RD, block_rows=layout.block_m, block_columns=tile.block_n)
+    z_desc = describe(z_RD, [layout.block_m, tile.block_n])
     with side_by_side(fused):
         _launch_second_gemm(
-            pair.num_gemm_ctas,
+            num_gemm_ctas,
             (z_desc, plan, a_desc, b_desc, routing.local, *capacities,
-             pair.num_exits, context.status, context.host_status),
+             num_exits, context.status, context.host_status),
             (layout, backward, hidden_size, depth, config.chunk_columns,
              tile.block_n, tile.block_k, tile.group, tile.run),
-            dtypes=(z_RD.dtype,), **pair.gemm_options,
+            dtypes=(z_RD.dtype,), **gemm_options,
         )  # fmt: skip
         _launch_combine(
-            pair.num_move_ctas,
+            num_move_ctas,
             (y_TD, z_RD, plan, combine.local, combine.ptrs_W, routing.local, routing.ptrs_W,
-             *weight_gradients, context.dweight_buffer.ptrs_W, y_TD.shape[0],
-             combine.local.shape[1], *capacities, context.rank, pair.num_exits,
+             dweight_RJ, idx_TK, dweights_TK, context.dweight_buffer.ptrs_W, y_TD.shape[0],
+             combine.local.shape[1], *capacities, context.rank, num_exits,
              context.status, context.host_status, context.timeout_ns),
             (layout, num_summands, hidden_size, config.combine_rows, config.combine_stages,
              config.sum_rows, config.chunk_columns, tile.block_n),
-            dtypes=(z_RD.dtype, weight_gradients[1].dtype), **pair.move_options,
+            dtypes=(z_RD.dtype, idx_TK.dtype), **move_options,
         )  # fmt: skip
+
+
+def find_experts(layout: Layout, plan: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each expert's first row and number of rows in a dispatch plan, int32 ``(L,)``."""
+    begin, num_rows = layout.expert_begin, layout.expert_rows
+    num_local = layout.num_local
+    return plan[begin : begin + num_local], plan[num_rows : num_rows + num_local]
+
+
+def launch_weight_gradient(
+    context: KernelContext,
+    grad_RM: torch.Tensor,
+    rows_RN: torch.Tensor,
+    main_grad: torch.Tensor | None = None,
+    *,
+    experts: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor | None:
+    """Launch the weight-gradient GEMM of one projection, with sums in float32.
+
+    Return the gradient ``(L, M, N)``, or None if it was added to the buffer ``main_grad``.
+    ``experts`` are the results of ``find_experts``, stacked ``(P, L)`` for a layer of P parts.
+    """
+    begin, num_rows = experts
+    out_LMN = main_grad
+    if out_LMN is None:
+        out_LMN = rows_RN.new_empty(begin.shape[-1], grad_RM.shape[1], rows_RN.shape[1])
+    weight_gemm(
+        out_LMN,
+        grad_RM,
+        rows_RN,
+        expert_begin=begin,
+        expert_rows=num_rows,
+        tile=context.config.weight,
+        block_m=context.config.block_m,
+        num_programs=context.num_sms,
+        accumulate=main_grad is not None,
+    )
+    return out_LMN if main_grad is None else None

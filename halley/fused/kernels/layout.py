@@ -126,39 +126,25 @@ ROWS_COPIED = tl.constexpr(6)  # tasks that have copied rows to the send buffer
 class Layout:
     """Sizes of a layer, and offsets of all sections in words; none depends on the routing.
 
-    Attributes:
-        tp_size: ranks of a tensor-parallel group, which hold shards of the same experts. A token
-            goes to all of them. Their partial sums are added like those of other ranks.
-        max_tokens: T, capacity in tokens of a rank. Row buffers may hold fewer.
-        block_m: rows of a tile.
-        block_slots: slots (token, choice) of one block; the unit of counting, a power of two.
-        num_local: L, experts of this rank.
-        num_groups: groups of local experts, a power of two.
-        num_columns: columns of the counts.
-        padded_k: K rounded up to a power of two.
-        block_tokens: tokens of one block.
-        max_blocks: blocks of a rank's tokens.
-        max_copies: length of each list of token copies.
-        task_rows, max_chunks, num_tickets, order_bits: the constants of this module.
-
-    The other attributes are the offsets of the sections that the module docstring lists.
+    The attributes from ``published`` on are offsets of the sections that the module docstring
+    lists, or sizes of the routing buffer, of a record and of a plan.
     """
 
     num_ranks: int
     num_experts: int
-    tp_size: int
+    tp_size: int  # ranks of a tensor-parallel group; a token goes to all of them
     top_k: int
-    max_tokens: int
-    block_m: int
-    block_slots: int
+    max_tokens: int  # T, capacity in tokens of a rank; row buffers may hold fewer
+    block_m: int  # rows of a tile
+    block_slots: int  # slots of one block, the unit of counting; a power of two
 
-    num_local: int
-    num_groups: int
-    num_columns: int
-    padded_k: int
-    block_tokens: int
-    max_blocks: int
-    max_copies: int
+    num_local: int  # L, experts of this rank
+    num_groups: int  # expert groups, a power of two
+    num_columns: int  # of the counts
+    padded_k: int  # K rounded up to a power of two
+    block_tokens: int  # tokens of one block
+    max_blocks: int  # of a rank's tokens
+    max_copies: int  # length of each list of token copies
     max_tiles: int
     task_rows: int = TASK_ROWS
     max_chunks: int = MAX_CHUNKS
@@ -207,7 +193,7 @@ class Layout:
     plan_words: int
 
     def __hash__(self) -> int:
-        """Hash a few sizes only, for speed: each launch uses the layout as a key."""
+        """Hash only a few sizes of the layout: each kernel launch hashes it."""
         return hash((self.num_ranks, self.num_experts, self.top_k, self.max_tokens, self.block_m))
 
 
@@ -221,7 +207,7 @@ def make_layout(
     tp_size: int = 1,
     block_slots: int = 256,
 ) -> Layout:
-    """Return the layout of the buffers of a layer; ``Layout`` explains the arguments."""
+    """Return the layout of a layer's routing buffer and plans; arguments as in ``Layout``."""
     num_local = num_experts * tp_size // num_ranks
     num_groups = min(MAX_GROUPS, 1 << (num_local - 1).bit_length())
     num_columns = 2 * num_local + num_groups
@@ -306,27 +292,19 @@ def _offsets(**words: int) -> dict[str, int]:
 class KernelContext:
     """Buffers and settings of a rank, from which each launch of a fused layer takes arguments.
 
-    Attributes:
-        num_sms: SMs that a persistent launch uses.
-        routing_buffer: int32 ``(routing_words,)``, zero before the first pass.
-        send_buffer: ``(2, tokens, D)``: rows that the other ranks fetch. Passes alternate between
-            the halves, because other ranks may still fetch rows of the previous pass.
-        combine_buffer: ``(W, tokens, D)``: partial sums for the tokens of this rank, by sender.
-        dweight_buffer: float32 ``(W, tokens, K)``: gradients of routing weights, by sender.
-        counters: int32 ``(NUM_COUNTERS,)``, zero before the first pass.
-        status: int64 ``(STATUS_WORDS,)`` on the device, zero before the first pass.
-        host_status: int64 ``(HOST_STATUS_WORDS,)``, pinned; see ``peer.py``.
+    Passes alternate between the halves of the send buffer, because other ranks may still fetch rows
+    of the previous pass. Before the first pass, integer tensors are zero.
     """
 
     layout: Layout
     config: KernelConfig
     rank: int
     num_sms: int
-    routing_buffer: SymmTensor
-    send_buffer: SymmTensor
-    combine_buffer: SymmTensor
-    dweight_buffer: SymmTensor
-    counters: torch.Tensor
-    status: torch.Tensor
-    host_status: torch.Tensor
+    routing_buffer: SymmTensor  # int32 (routing_words,)
+    send_buffer: SymmTensor  # (2, tokens, D): rows that the other ranks fetch
+    combine_buffer: SymmTensor  # (W, tokens, D): partial sums for this rank's tokens, by sender
+    dweight_buffer: SymmTensor  # float32 (W, tokens, K): gradients of routing weights, by sender
+    counters: torch.Tensor  # int32 (NUM_COUNTERS,)
+    status: torch.Tensor  # int64 (STATUS_WORDS,) on the device
+    host_status: torch.Tensor  # int64 (HOST_STATUS_WORDS,), pinned; see ``peer.py``
     timeout_ns: int

@@ -1,4 +1,3 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Partial sums of a token: computed by the ranks of its experts, added by its source rank.
@@ -21,7 +20,7 @@ from halley.fused.kernels.peer import SUMS, failure_code, peer_ptr, poll, signal
 
 @triton.jit
 def _load_rows(first, plan, LAYOUT: tl.constexpr, ROWS: tl.constexpr):
-    """Return source token and rows of some entries of the combine list; -1 for unused entries."""
+    """Return the source token and rows of entries of the combine list; -1 for unused entries."""
     copy = first + tl.arange(0, ROWS)
     k = tl.arange(0, LAYOUT.padded_k)
     origin = tl.load(plan + LAYOUT.combine_origin + copy)
@@ -35,7 +34,7 @@ def _add_rows(
     acc, line, origin, z_RD, plan, column, inside,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one row of each token copy to ``acc``, weighted; without a further row, add zero."""
+    """Add one expert output row of each token copy to ``acc``, weighted; zero if it has none."""
     row = tl.load(plan + LAYOUT.combine_rows + line)
     real = (row >= 0) & (origin >= 0)
     at = (row.to(tl.int64) * HIDDEN_SIZE)[:, None] + column[None, :]
@@ -53,7 +52,7 @@ def _store_sums(
     acc, origin, z_RD, combine_ptrs_W, combine_tokens, rank, column, inside,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store partial sums in the combine buffers of the tokens' source ranks."""
+    """Store partial sums of tokens in the combine buffers of the tokens' source ranks."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = (origin % LAYOUT.max_tokens).to(tl.int64)
     # The addresses of all ranks are loaded and one is selected. A load by origin would depend on
@@ -152,7 +151,7 @@ def send_weight_gradients(
 def count_sent(
     chunk, num_tasks, plan, routing, routing_ptrs_W, rank, epoch, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Count a combine task of a column chunk as sent; the last sets ``sums_ready`` on all ranks."""
+    """Count a combine task of a column chunk as sent; the last one sets ``sums_ready`` flags."""
     tl.debug_barrier()  # the sums of all threads are stored before one thread releases
     sent = plan + LAYOUT.chunk_sent + chunk
     if tl.atomic_add(sent, 1, sem="acq_rel", scope="sys") == num_tasks - 1:
@@ -166,7 +165,7 @@ def sums_are_ready(
     sum_ticket, num_sum_tasks, chunk_sum_tasks, arrived_chunk, plan, routing, epoch,
     LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return whether the partial sums that a sum task adds have arrived; does not wait.
+    """Return whether the partial sums for a sum task have arrived from all ranks; do not wait.
 
     Those of ``arrived_chunk`` and earlier chunks are known to have arrived.
     """
@@ -186,7 +185,7 @@ def sums_are_ready(
 def wait_for_sums(
     chunk, plan, routing, epoch, rank, status, host_status, timeout_ns, LAYOUT: tl.constexpr
 ):
-    """Wait until all ranks with experts of this rank's tokens have sent their sums of a chunk.
+    """Wait for the partial sums of a column chunk from all ranks with experts of own tokens.
 
     The time limit for this rank's own sums is twice as long. If a tile is missing, the CTA that
     sends these sums must time out first, because its failure names the tile.
@@ -207,7 +206,7 @@ def _add_partial_sums(
     task, chunk, y_TD, combine_buffer_WTD, combine_tokens, plan, num_tokens,
     LAYOUT: tl.constexpr, HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some tokens in the order of ranks; store the output."""
+    """Add the partial sums of some tokens in rank order; store the output of these tokens."""
     NUM_RANKS: tl.constexpr = LAYOUT.num_ranks
     token = task * ROWS + tl.arange(0, ROWS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -268,7 +267,7 @@ def sum_task(
     LAYOUT: tl.constexpr, BACKWARD: tl.constexpr,
     HIDDEN_SIZE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of some tokens of this rank; in backward, collect weight gradients too.
+    """Add partial sums of some own tokens; in backward, collect routing-weight gradients too.
 
     Routing-weight gradients have no column chunks, so the tasks of chunk 0 add them.
     """

@@ -1,4 +1,3 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Device functions for memory that other ranks and other CTAs write: flags, waits, failures.
@@ -49,33 +48,29 @@ _LIMITS = {
 }
 
 
-def describe_failure(code: int, *, rank: int, timeout_s: float) -> str:
-    """Return the error message of a failure code.
+def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
+    """Raise a RuntimeError that names rank, peer and operation if a kernel reported a failure.
 
-    The code is ``kind << 48 | peer << 32 | index``. Depending on the kind, ``index`` is a tile, a
-    column chunk, a call (0 for a new call), a number of rows or a number of tokens.
+    The failure code is ``kind << 48 | peer << 32 | index``. Depending on the kind, ``index`` is a
+    tile, a column chunk, a call (0 for a new call), a number of rows or a number of tokens.
     """
+    code = int(host_status[0])
+    if not code:
+        return
     kind, peer, index = code >> 48, (code >> 32) & 0xFFFF, code & 0xFFFFFFFF
     if kind == ORDER.value:
         running = f"another pass of call {index}" if index else "a new call"
-        return (
-            f"rank {rank}: rank {peer} runs {running}, and this rank does not: all ranks must "
-            "run their layers, forward and backward, in the same order"
+        text = (
+            f"rank {peer} runs {running}, and this rank does not: all ranks must run their "
+            "layers, forward and backward, in the same order"
         )
-    if kind in _LIMITS:
-        return f"rank {rank}: {_LIMITS[kind].format(peer=peer, index=index)}"
-    if kind == ROWS.value and index == 0:
-        text = f"rank {peer} did not publish its rows (plan)"
+    elif kind in _LIMITS:
+        text = _LIMITS[kind].format(peer=peer, index=index)
     else:
-        text = _WAITS[kind].format(peer=peer, index=index)
-    return f"rank {rank}: {text} within {timeout_s:g} s"
-
-
-def check(host_status: torch.Tensor, *, rank: int, timeout_s: float) -> None:
-    """Raise a RuntimeError that names rank, peer and operation if a kernel reported a failure."""
-    code = int(host_status[0])
-    if code:
-        raise RuntimeError(describe_failure(code, rank=rank, timeout_s=timeout_s))
+        is_plan = kind == ROWS.value and index == 0
+        wait = "rank {peer} did not publish its rows (plan)" if is_plan else _WAITS[kind]
+        text = f"{wait.format(peer=peer, index=index)} within {timeout_s:g} s"
+    raise RuntimeError(f"rank {rank}: {text}")
 
 
 CLOCK_LANES = tl.constexpr(512)  # at least the threads of a CTA: see clock_ns
@@ -86,7 +81,7 @@ _LAST_EPOCH = tl.constexpr(2**31 - 2)  # the largest epoch whose successor is an
 @triton.jit
 def peer_ptr(ptrs_W, peer, like):
     """Return the address of rank ``peer``'s copy of a symmetric buffer, with ``like``'s type."""
-    # The hint must follow the cast: an address made from an integer has lost its alignment.
+    # The alignment hint follows the cast: an address made from an integer has no alignment.
     return tl.multiple_of(tl.load(ptrs_W + peer).to(like.dtype), 16)
 
 
@@ -131,13 +126,13 @@ def poll(word, scope: tl.constexpr):
 
 @triton.jit
 def failure_code(kind: tl.constexpr, peer, index):
-    """Return the int64 code of a failure; see ``describe_failure``."""
+    """Return the int64 code of a failure, which ``check`` decodes."""
     return tl.full((), kind << 48, tl.int64) + tl.full((), 1 << 32, tl.int64) * peer + index
 
 
 @triton.jit
 def report_failure(status, host_status, code):
-    """Store the first failure for the other kernels and for the host; later ones are dropped."""
+    """Store the code of the first failure, for other kernels and the host; drop later ones."""
     if tl.atomic_cas(status, tl.full((), 0, tl.int64), code, sem="relaxed", scope="gpu") == 0:
         tl.store(host_status, code)
 
@@ -188,14 +183,14 @@ def signal(word, value):
 
 @triton.jit
 def signal_all(flags, epoch, rank, routing, routing_ptrs_W, LAYOUT: tl.constexpr):
-    """Set a flag of this rank, such as ``published``, to ``epoch`` on every rank."""
+    """Set a flag of this rank, such as ``published``, to ``epoch`` in every rank's memory."""
     for peer in range(LAYOUT.num_ranks):
         signal(peer_ptr(routing_ptrs_W, peer, routing) + flags + rank, epoch)
 
 
 @triton.jit
 def next_epoch(counters, status, host_status):
-    """Return the epoch of the pass that this launch begins; ``count_pass`` must follow."""
+    """Return the epoch (number) of the pass that this launch begins; call ``count_pass`` later."""
     epoch = tl.load(counters + EPOCH) + 1
     if epoch == _LAST_EPOCH:
         report_failure(status, host_status, failure_code(EPOCHS, 0, epoch))
@@ -204,13 +199,13 @@ def next_epoch(counters, status, host_status):
 
 @triton.jit
 def count_pass(counters, epoch):
-    """Store the epoch of this pass for later launches; after all CTAs have read the old epoch."""
+    """Store the epoch of this pass for later launches, once all CTAs have read the old epoch."""
     tl.store(counters + EPOCH, epoch)
 
 
 @triton.jit
 def exits_last(num_exited, num_exits):
-    """Add the calling CTA to the counter ``num_exited``; return whether all CTAs have ended."""
+    """Count the calling CTA in ``num_exited``; return whether it is the last one to end."""
     return tl.atomic_add(num_exited, 1, sem="acq_rel", scope="gpu") == num_exits - 1
 
 
@@ -221,19 +216,16 @@ _COMPILED = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def let_second_begin():
-    """Let the next launch begin when every CTA of this launch has called this or ended.
-
-    This has an effect only if the next launch is a programmatic dependent launch.
-    """
+    """Let a programmatic dependent launch begin when all CTAs have called this or ended."""
     if _COMPILED:
         gdc_launch_dependents()
 
 
 @triton.jit
 def end_with_first():
-    """Wait, at the end of a CTA of the second launch, until the first launch has ended.
+    """Wait, at the end of a CTA of a dependent launch, until the launch before it has ended.
 
-    Otherwise the next launch could begin too early: it waits for the end of the second launch only.
+    Otherwise the launch after both could begin too early: it waits for the dependent one only.
     """
     if _COMPILED:
         gdc_wait()

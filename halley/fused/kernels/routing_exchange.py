@@ -1,4 +1,3 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Exchange the routing of all ranks and count it, in tasks of ``plan_kernel``.
@@ -45,20 +44,20 @@ _STEP = tl.constexpr(1024)  # blocks that one iteration counts
 
 @triton.jit
 def record_of(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the routing that rank ``source`` publishes in the pass ``epoch``."""
+    """Return the address of the routing record of rank ``source`` for the pass ``epoch``."""
     half = (epoch % 2) * LAYOUT.num_ranks + source
     return routing + LAYOUT.records + half.to(tl.int64) * LAYOUT.record_words
 
 
 @triton.jit
 def call_in_use(routing, source, epoch, LAYOUT: tl.constexpr):
-    """Return the address of the number of the call whose plan rank ``source`` uses in a pass."""
+    """Return the address where rank ``source`` names the call whose plan it uses in a pass."""
     return routing + LAYOUT.call_in_use + (epoch % 2) * LAYOUT.num_ranks + source
 
 
 @triton.jit
 def block_bases(plan, i, column, LAYOUT: tl.constexpr):
-    """Return the address of ``block_base[i, column, 0]``, see the plan in ``layout.py``."""
+    """Return the address of the plan's ``block_base[i, column, 0]``, see ``layout.py``."""
     return plan + LAYOUT.block_base + (i * LAYOUT.num_columns + column) * LAYOUT.max_blocks
 
 
@@ -70,7 +69,7 @@ def first_expert(rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def local_experts(expert_TK, rank, LAYOUT: tl.constexpr):
-    """Return indices of experts on ``rank``, from 0; L for experts of other ranks, empty slots."""
+    """Return expert indices local to ``rank``; L for experts of other ranks and empty slots."""
     local = expert_TK - first_expert(rank, LAYOUT)
     here = (expert_TK >= 0) & (local >= 0) & (local < LAYOUT.num_local)
     return tl.where(here, local, LAYOUT.num_local)
@@ -98,7 +97,7 @@ def last_group(expert_TK, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _load_experts(idx_TK, slot, num_tokens, LAYOUT: tl.constexpr):
-    """Return the experts of slots ``token * padded_k + k``; -1 for slots that do not exist."""
+    """Return the experts of (token, choice) slots ``token * padded_k + k``; -1 without one."""
     token, k = slot // LAYOUT.padded_k, slot % LAYOUT.padded_k
     real = (k < LAYOUT.top_k) & (token < num_tokens)
     return tl.load(idx_TK + token * LAYOUT.top_k + k, mask=real, other=-1).to(tl.int32)
@@ -173,7 +172,7 @@ def publish_task(
 
 @triton.jit
 def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constexpr):
-    """Sum one column of the counts of all ranks; store the sum before each block (``block_base``).
+    """Sum one column of row counts over all ranks; store the sum before each block of tokens.
 
     Columns of token copies have two sums, because the token copies of this rank's own tokens are a
     separate part of the fetch list and of the combine list.
@@ -204,7 +203,7 @@ def _count_column(column, routing, plan, epoch, rank, usable, LAYOUT: tl.constex
 
 @triton.jit
 def _place_list(counts, begins, keys, real, first, origins, plan, LAYOUT: tl.constexpr):
-    """Lay out one part of the fetch or combine list; return the index behind its padding.
+    """Place one part of the fetch list or combine list; return the index behind its padding.
 
     The first index of each key is stored at ``begins``. ``counts`` holds the token copies of each
     key. ``first`` is the first index of the part. The padding gets -1.
@@ -223,7 +222,7 @@ def _lay_out(
     plan, host_status, epoch, usable, most_tokens, max_rows,
     LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute each expert's first row and each key's first index in the lists of token copies.
+    """Compute each expert's first row, and each sort key's first index in the lists of the plan.
 
     Also store the summary of the plan, and zero its counters. Return the number of rows, padded to
     tiles. More than ``max_rows`` make the plan unusable.
@@ -291,7 +290,7 @@ def count_task(
     column, routing, routing_ptrs_W, plan, epoch, rank, max_rows,
     counters, status, host_status, timeout_ns, LAYOUT: tl.constexpr, LOCAL_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the records of all ranks and count one column; the last task lays out the plan.
+    """Wait for the routing of all ranks and count one column; the last task lays out the plan.
 
     Example: experts 0 and 1 of this rank have 130 and 5 rows, and tiles have 128 rows. Expert 0
     begins at row 0 and has two tiles. Expert 1 begins at row 256. The plan has 3 tiles, 384 rows.
@@ -314,7 +313,7 @@ def count_task(
     usable = complete * (most_tokens == 0)
     _count_column(column, routing, plan, epoch, rank, usable, LAYOUT)
     tl.debug_barrier()
-    # One word counts two things: finished tasks (low 16 bits), and those that saw all records.
+    # COUNTED holds two counts: finished tasks (low 16 bits), and tasks that saw all records.
     before = tl.atomic_add(counters + COUNTED, 1 + complete * 65536, sem="acq_rel", scope="gpu")
     if before % 65536 == num_columns - 1:
         all_complete = (before // 65536 + complete == num_columns).to(tl.int32)

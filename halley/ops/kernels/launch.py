@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, TypedDict, Unpack, final
+from typing import Any, TypeAlias, TypedDict, Unpack, final
 
 import torch
 import triton
@@ -32,10 +32,11 @@ _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _ADDRESS = struct.Struct("=Q")
 _FORMATS = {"i32": "i", "i64": "q"}  # Halley's kernels have no other scalars
+_DESC = "tensordesc"  # begin of the type name of a tensor descriptor in Triton
 
 
 class LaunchOptions(TypedDict, total=False):
-    """Options of one launch."""
+    """Options of one kernel launch."""
 
     num_warps: int
     num_stages: int
@@ -45,13 +46,13 @@ class LaunchOptions(TypedDict, total=False):
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
+    """The C struct CUlaunchAttribute of the CUDA driver."""
 
     _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_int32), ("rest", ctypes.c_char * 60))
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The C struct CUlaunchConfig of the CUDA driver."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -65,13 +66,9 @@ class _Config(ctypes.Structure):
 
 @final
 class DirectLaunch:
-    """Launches one compiled kernel through the CUDA driver, with a fixed number of CTAs.
+    """Launches a kernel that Triton has compiled and loaded, with a fixed number of CTAs.
 
-    ``binary`` is a kernel that Triton has compiled and loaded.
-
-    Raises:
-        RuntimeError: the kernel needs scratch memory or clusters, which only Triton's launcher
-            supports.
+    A kernel with scratch memory or clusters is an error: only Triton's launcher supports them.
     """
 
     def __init__(self, binary: Any, num_programs: int) -> None:
@@ -83,7 +80,7 @@ class DirectLaunch:
         self._binary = binary  # keeps the function loaded
         types = [each for each in binary.src.signature.values() if each != "constexpr"]
         layouts = iter(metadata.tensordesc_meta or ())
-        self._descs = [next(layouts) if is_desc(each) else None for each in types]
+        self._descs = [next(layouts) if each.startswith(_DESC) else None for each in types]
         self._maps: dict[tuple[int, ...], bytes] = {}
         self.packer, self.offsets = lay_out(types)
         self.function = ctypes.c_void_p(binary.function)
@@ -100,14 +97,14 @@ class DirectLaunch:
         self._lock = threading.Lock()  # threads share the parameters of ``_prepared``
 
     def __call__(self, stream: int, args: tuple[object, ...]) -> None:
-        """Launch on a stream, with tensors, ints, and descriptors of contiguous tensors."""
+        """Launch the kernel on a stream, with tensors, ints and descriptors of tensors."""
         values = [value for index, arg in enumerate(args) for value in self.flatten(index, arg)]
         with self._lock:
             self._prepared.fill(values)
             self._prepared(stream)
 
     def flatten(self, index: int, arg: object) -> tuple[Any, ...]:
-        """Return the parameters of the driver call for argument ``index``."""
+        """Return the launch parameters of the CUDA driver for kernel argument ``index``."""
         if type(arg) is int:
             return (arg,)
         if isinstance(arg, torch.Tensor):
@@ -128,7 +125,7 @@ class DirectLaunch:
             made = make_tensordesc_arg(moved, self._descs[index])[0]
             if len(self._maps) == _MAX_MAPS:
                 self._maps.clear()
-            # Triton exposes no bytes; the map is the last field of its C object.
+            # Triton's C object exposes no bytes; the TMA map is its last field.
             end = id(made) + type(made).__basicsize__
             found = self._maps[key] = ctypes.string_at(end - MAP_BYTES, MAP_BYTES)
         return found
@@ -152,20 +149,20 @@ class PreparedLaunch:
         )
 
     def fill(self, values: Sequence[Any]) -> None:
-        """Set all launch parameters to values that ``DirectLaunch.flatten`` returned."""
+        """Set all launch parameters to values from ``DirectLaunch.flatten``."""
         self._launch.packer.pack_into(self._buffer, self._start, *values, 0, 0)
 
     def set_address(self, place: int, address: int) -> None:
-        """Set parameter number ``place`` to an address."""
+        """Set launch parameter number ``place`` to an address."""
         _ADDRESS.pack_into(self._buffer, self._start + self._launch.offsets[place], address)
 
     def set_map(self, place: int, made: bytes) -> None:
-        """Set parameter number ``place`` to a TMA map."""
+        """Set launch parameter number ``place`` to a TMA map."""
         begin = self._start + self._launch.offsets[place]
         self._buffer[begin : begin + MAP_BYTES] = made
 
     def __call__(self, stream: int) -> None:
-        """Launch on a stream; an error of the driver is a RuntimeError."""
+        """Launch the kernel on a stream; an error of the driver is a RuntimeError."""
         self._config.stream = stream
         code = self._call()
         if code:
@@ -176,12 +173,12 @@ _recording = threading.local()  # steps: the list that launches of this thread a
 
 
 def set_recording(steps: list[Any] | None) -> None:
-    """From now on, append all launches and calls of this thread to a list; None ends this."""
+    """Append all later kernel launches and noted calls of this thread to a list; None stops."""
     _recording.steps = steps
 
 
 def note_step(step: Any) -> None:
-    """Append a launch or call to the recording of this thread, if ``set_recording`` began one."""
+    """Append a kernel launch or host call to this thread's recording, if there is one."""
     steps = getattr(_recording, "steps", None)
     if steps is not None:
         steps.append(step)
@@ -220,22 +217,18 @@ def only_compiles() -> bool:
     return _only_compiles.get()
 
 
+_Launch: TypeAlias = tuple[Any, tuple[int, ...], tuple[object, ...]]  # kernel, grid, arguments
 # Interpreted launches of an open ``side_by_side`` block.
-_pending: ContextVar[list[tuple[Any, tuple[int, ...], tuple[object, ...]]] | None] = ContextVar(
-    "pending", default=None
-)
+_pending: ContextVar[list[_Launch] | None] = ContextVar("pending", default=None)
 
 
 @contextmanager
 def side_by_side(fused: bool) -> Generator[None, None, None]:
-    """In the interpreter, run the launches of the ``with`` block concurrently, as a GPU does.
+    """In the interpreter, run the launches of the ``with`` block concurrently if ``fused``.
 
-    Compiled launches need no block: ``LaunchOptions`` says which ones overlap. With ``fused``
-    False, a launch begins when the one before it has ended.
+    Compiled launches need no block: ``LaunchOptions`` says which ones overlap.
     """
-    pending: list[tuple[Any, tuple[int, ...], tuple[object, ...]]] | None = (
-        [] if INTERPRETED and fused else None
-    )
+    pending: list[_Launch] | None = [] if INTERPRETED and fused else None
     token = _pending.set(pending)
     try:
         yield
@@ -248,16 +241,12 @@ def side_by_side(fused: bool) -> Generator[None, None, None]:
 
 @final
 class Launcher:
-    """Launches one kernel, and bypasses Triton after the first launch of each variant.
-
-    A variant is a combination of constants and dtypes.
+    """Launches one kernel, and bypasses Triton after the first launch with given constants, dtypes.
 
     Triton inspects every argument of every call to select a binary, which takes longer than a small
     kernel runs. Here only constants and dtypes select it. Therefore kernels declare their ints as
-    ``do_not_specialize``, and all pointers are multiples of 16 bytes (``aligned``).
-
-    Args:
-        kernel: a ``triton.jit`` function whose constants come last.
+    ``do_not_specialize``, and all pointers are multiples of 16 bytes (``aligned``). The constants
+    of ``kernel``, a ``triton.jit`` function, come last.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -273,12 +262,10 @@ class Launcher:
         dtypes: tuple[torch.dtype, ...] = (),
         **options: Unpack[LaunchOptions],
     ) -> None:
-        """Launch ``num_programs`` CTAs.
+        """Launch the kernel with ``num_programs`` CTAs.
 
-        Args:
-            args: tensors, descriptors and ints of the kernel.
-            constants: values of its ``tl.constexpr`` parameters.
-            dtypes: dtypes of those tensors among ``args`` that may have different ones.
+        ``constants`` are its ``tl.constexpr`` parameters, and ``dtypes`` those of the tensors in
+        ``args`` that may have different ones.
         """
         grid = (num_programs, 1, 1)
         if INTERPRETED:
@@ -319,7 +306,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy if kernels do not accept it as it is."""
+    """Return the tensor, or an aligned contiguous copy if kernels do not accept it."""
     if is_aligned(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -328,11 +315,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def current_stream(device: int) -> int:
     """Return the handle of the current stream; torch's stream object takes 2 us to make."""
     return torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportAttributeAccessIssue]
-
-
-def is_desc(type_name: str) -> bool:
-    """Return whether a parameter of that Triton type is a tensor descriptor."""
-    return type_name.startswith("tensordesc")
 
 
 def lay_out(types: list[str]) -> tuple[struct.Struct, list[int]]:
@@ -351,7 +333,7 @@ def lay_out(types: list[str]) -> tuple[struct.Struct, list[int]]:
         end += padding + struct.calcsize(f"={code}")
 
     for name in types:
-        if is_desc(name):
+        if name.startswith(_DESC):
             num_dims = name.count(",") + 1
             add(f"{MAP_BYTES}s", MAP_BYTES)
             for code in "i" * num_dims + "q" * num_dims:
@@ -366,8 +348,8 @@ def lay_out(types: list[str]) -> tuple[struct.Struct, list[int]]:
 def _prefer_shared_memory(function: int) -> None:
     """Request the largest part of an SM's L1 memory as shared memory for a kernel.
 
-    An SM has one split of this memory at a time. A CTA with another split waits until the SM is
-    empty. So kernels that run side by side must request the same split.
+    A CTA waits until an SM with another split is empty. So kernels that run side by side must
+    request the same split.
     """
     code = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, 100)
     if code:

@@ -1,4 +1,3 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
 """Kernels on routing: sort slots by expert, apply expert capacity, sort received rows by expert.
@@ -24,7 +23,7 @@ _WARPS = 8
 
 @triton.jit(do_not_specialize=["num_slots", "num_experts"])
 def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Sort slots by expert: a CTA stores the slots of one expert after those of lower experts.
+    """Sort routed slots by expert: a CTA stores those of one expert after those of lower ones.
 
     There is one CTA for each expert, and one for the dropped slots, which come last.
 
@@ -51,7 +50,7 @@ def _sort_slots_kernel(idx, slots, counts, num_slots, num_experts, BLOCK: tl.con
 
 @triton.jit
 def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Return the experts of a range of slots: E for dropped slots, E + 1 after the last slot."""
+    """Return the experts of a range of routed slots; E for dropped ones, E + 1 after the last."""
     slot = start + tl.arange(0, BLOCK)
     real = slot < num_slots
     key = tl.load(idx + slot, mask=real, other=0).to(tl.int32)
@@ -61,7 +60,7 @@ def _load_keys(idx, start, num_slots, num_experts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "top_k", "limit"])
 def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BLOCK: tl.constexpr):
-    """Mark the slots that one expert keeps, up to its capacity; first choices before second ones.
+    """Mark the routed slots that one expert keeps, up to its capacity; first choices first.
 
     Example: idx is [[0], [1], [0], [0]], and expert 0 has 1 slot of at most 3 already. CTA 0 keeps
     slots 0 and 2, drops slot 3, and stores 4 as the number of slots that chose expert 0.
@@ -81,7 +80,7 @@ def _take_slots_kernel(idx, used, kept, used_after, num_tokens, top_k, limit, BL
 
 @triton.jit
 def _starts(counts, rank, local, num_ranks, num_local, SEGMENTS: tl.constexpr):
-    """Return the first row of one source rank and one expert in expert order and arrival order.
+    """Return where the rows of one (source rank, expert) begin, by expert and by arrival.
 
     Rows arrive sorted by source rank. ``counts`` is (ranks, experts).
     """
@@ -125,7 +124,7 @@ _launch_group_rows = Launcher(_group_rows_kernel)
 
 
 def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots sorted by expert, and the counts; see ``ops/traceable_routing.py``."""
+    """Sort routed slots by expert and count them, on a GPU; see ``ops/traceable_routing.py``."""
     num_slots = topk_idx_TK.numel()
     slots_N = topk_idx_TK.new_empty(num_slots, dtype=torch.int64)
     counts_E = topk_idx_TK.new_empty(num_experts, dtype=torch.int64)
@@ -140,7 +139,7 @@ def sort_slots(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def take_slots(
     topk_idx_TK: torch.Tensor, used_E: torch.Tensor, limit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which slots fit into the experts' capacities; see ``ops/traceable_routing.py``."""
+    """Return which routed slots fit into the capacity; see ``ops/traceable_routing.py``."""
     num_tokens, top_k = topk_idx_TK.shape
     kept_TK = topk_idx_TK.new_empty(num_tokens, top_k, dtype=torch.bool)
     used_after_E = torch.empty_like(used_E)

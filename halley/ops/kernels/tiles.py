@@ -1,23 +1,27 @@
-# Triton kernels: pyright reads them as plain Python and reports errors that are none.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportInvalidTypeForm=false, reportArgumentType=false
-"""Device functions that compute one tile of a grouped GEMM, and the TMA descriptors they need."""
+# pyright: reportOperatorIssue=false
+"""GEMMs by output tiles: device functions for one tile, and the weight-gradient GEMM of experts.
 
-from dataclasses import dataclass
+M and N are the rows and columns of a weight, and P is the number of layer parts (``fused/op.py``).
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from halley.ops.kernels.launch import Launcher
+
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTile:
     """Shape of one GEMM tile, and of the loop that computes it.
 
-    ``run`` is the number of adjacent tiles that one CTA computes in one loop. The loads of the
-    next tile start during the last steps of the previous tile. 0, for weight gradients only,
-    chooses the run and the tile size from the number of rows.
+    ``run`` is the number of adjacent tiles that a CTA computes in one loop, in which the loads of a
+    tile start during the previous one. 0 is for weight gradients: see ``_choose_run``.
     """
 
     block_n: int = 256  # columns of the output before the activation
@@ -91,11 +95,6 @@ def describe(base: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return desc
 
 
-def describe_rows(rows: torch.Tensor, *, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Return the TMA descriptor of a contiguous matrix of rows."""
-    return describe(rows, [block_rows, block_columns])
-
-
 def describe_weights(
     weight: torch.Tensor, *, num_projections: int, tile: GemmTile, transposed: bool = False
 ) -> TensorDescriptor:
@@ -104,16 +103,15 @@ def describe_weights(
     They are ``(L, num_projections * columns, depth)``, or ``(L, depth, columns)`` if the GEMM
     multiplies by the transposed weights.
     """
-    block = [tile.block_n // num_projections, tile.block_k]
-    if transposed:
-        block = [tile.block_k, tile.block_n]
+    columns = tile.block_n // num_projections
+    block = [tile.block_k, columns] if transposed else [columns, tile.block_k]
     stacked = weight.view(len(weight), num_projections, -1, weight.shape[2])
     return describe(stacked, [1, num_projections, *block])
 
 
 @triton.jit
-def _gelu(x):
-    """Return the exact GELU, with erf."""
+def gelu(x):
+    """Return the exact GELU of each element, with erf."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
@@ -122,36 +120,6 @@ def _gelu_slope(x):
     """Return the derivative of GELU: the normal CDF, plus x times the normal density."""
     density = tl.exp(-0.5 * x * x) * 0.3989422804014327
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
-
-
-@triton.jit
-def store_activated(
-    acc, h_desc, pre_desc, row, column,
-    GATED: tl.constexpr, SAVE_PRE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store the activation of an output tile and, with ``SAVE_PRE``, the activation's inputs."""
-    if GATED:
-        gate, up = halves(acc, BLOCK_M, BLOCK_N)
-        h_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(h_desc.dtype))
-        if SAVE_PRE:
-            half: tl.constexpr = BLOCK_N // 2
-            pre_desc.store([row, 0, column], gate.to(h_desc.dtype).reshape(BLOCK_M, 1, half))
-            pre_desc.store([row, 1, column], up.to(h_desc.dtype).reshape(BLOCK_M, 1, half))
-    else:
-        h_desc.store([row, column], _gelu(acc).to(h_desc.dtype))
-        if SAVE_PRE:
-            pre_desc.store([row, 0, column], acc.to(h_desc.dtype).reshape(BLOCK_M, 1, BLOCK_N))
-
-
-@triton.jit
-def _load_pre(pre_RG, row, column, GATED: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr):
-    """Load some columns of the activation's inputs: (gate, up), or without gate (up, up)."""
-    at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, QUARTER)
-    gate = tl.load(pre_RG + at, mask=inside, other=0.0)
-    if GATED:
-        return gate, tl.load(pre_RG + at + SIZE, mask=inside, other=0.0)
-    else:
-        return gate, gate
 
 
 @triton.jit
@@ -164,12 +132,15 @@ def _columns_at(row, column, STRIDE: tl.constexpr, SIZE: tl.constexpr, QUARTER: 
 
 @triton.jit
 def _store_gradient_quarter(
-    grad, gate, up, weight, h_RF, dpre_RG, row, column,
+    grad, weight, pre_RG, h_RF, dpre_RG, row, column,
     GATED: tl.constexpr, SIZE: tl.constexpr, QUARTER: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of a quarter of a tile; return the row sums of gradient times h."""
+    """Store backward results of a quarter of a tile; return the row sums of ``grad`` times h."""
     dtype: tl.constexpr = h_RF.dtype.element_ty
     at, inside = _columns_at(row, column, 2 * SIZE if GATED else SIZE, SIZE, QUARTER)
+    gate = tl.load(pre_RG + at, mask=inside, other=0.0)
+    if GATED:
+        up = tl.load(pre_RG + at + SIZE, mask=inside, other=0.0)
     gate = gate.to(tl.float32)
     grad_h = weight[:, None] * grad
     if GATED:
@@ -181,30 +152,11 @@ def _store_gradient_quarter(
         tl.store(dpre_RG + at, grad_gate.to(dtype), mask=inside)
         tl.store(dpre_RG + at + SIZE, (grad_h * silu).to(dtype), mask=inside)
     else:
-        h = _gelu(gate)
+        h = gelu(gate)
         tl.store(dpre_RG + at, (grad_h * _gelu_slope(gate)).to(dtype), mask=inside)
     at, inside = _columns_at(row, column, SIZE, SIZE, QUARTER)
     tl.store(h_RF + at, (weight[:, None] * h).to(dtype), mask=inside)
     return tl.sum(grad * h, axis=1)
-
-
-@triton.jit
-def prefetch_pre(
-    pre_RG, row, column,
-    GATED: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Prefetch into the L2 cache the activation's inputs that ``store_gradient`` will load."""
-    LINE: tl.constexpr = 128 // (pre_RG.dtype.element_ty.primitive_bitwidth // 8)
-    NUM_LINES: tl.constexpr = (BLOCK_N + LINE - 1) // LINE
-    columns = column + tl.arange(0, NUM_LINES) * LINE
-    columns = tl.minimum(columns, SIZE - 1)[None, :]
-    rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    for projection in tl.static_range(2 if GATED else 1):
-        at = rows * (2 * SIZE if GATED else SIZE) + columns + projection * SIZE
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b64 $0, $1;", "=l,l", [(pre_RG + at).to(tl.int64)],
-            dtype=tl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -231,10 +183,217 @@ def store_gradient(
     dweight = tl.zeros((BLOCK_M,), tl.float32)
     for i in tl.static_range(4):
         quarter = first if i == 0 else second if i == 1 else third if i == 2 else fourth
-        gate, up = _load_pre(pre_RG, rows, column + i * QUARTER, GATED, SIZE, QUARTER)
         dweight += _store_gradient_quarter(
-            quarter, gate, up, weight, h_RF, dpre_RG, rows, column + i * QUARTER,
+            quarter, weight, pre_RG, h_RF, dpre_RG, rows, column + i * QUARTER,
             GATED, SIZE, QUARTER,
         )  # fmt: skip
     at = rows.to(tl.int64) * NUM_COLUMNS + tile_column
     tl.store(dweight_RJ + at, dweight, mask=real)
+
+
+_PAST_ALL_ROWS = tl.constexpr(1 << 30)  # a row index at which TMA loads zeros
+
+
+@triton.jit
+def weight_gemm_kernel(
+    grad_desc, rows_desc, out_desc, expert_begin, expert_rows,
+    NUM_EXPERTS: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_M: tl.constexpr, NUM_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Compute the weight gradients of all experts; CTA p of n computes runs p, p + n, p + 2 n, ...
+
+    A run is ``RUN`` adjacent output tiles in one loop: the loads of the next tile start during the
+    current one. Else filling the pipeline would take as long as the few steps of a tile.
+
+    An expert's rows lie in up to 4 parts of the operands. Its steps go through them in order. One
+    CTA sums each element in a fixed order. CTAs signal nothing and wait for nothing.
+
+    Example: 2 experts, gradients of 256 x 512, tiles of 128 x 256, ``RUN`` 2: each expert has two
+    runs of two tiles, and CTA 3 computes rows 128-255 of expert 1.
+    """
+    num_runs: tl.constexpr = (NUM_N + RUN - 1) // RUN
+    expert_runs: tl.constexpr = NUM_M * num_runs
+    for ticket in range(tl.program_id(0), NUM_EXPERTS * expert_runs, tl.num_programs(0)):
+        expert = ticket // expert_runs
+        m, run = tile_of(ticket % expert_runs, NUM_M, num_runs, GROUP)
+        begin, steps = _find_part(expert_begin, expert_rows, expert, NUM_EXPERTS, 0, 1, BLOCK_K)
+        begin1, steps1 = _find_part(
+            expert_begin, expert_rows, expert, NUM_EXPERTS, 1, NUM_PARTS, BLOCK_K
+        )
+        begin2, steps2 = _find_part(
+            expert_begin, expert_rows, expert, NUM_EXPERTS, 2, NUM_PARTS, BLOCK_K
+        )
+        begin3, steps3 = _find_part(
+            expert_begin, expert_rows, expert, NUM_EXPERTS, 3, NUM_PARTS, BLOCK_K
+        )
+        # An expert's steps go through layer parts 0 to 3 in order. Parts 1 to 3 begin here.
+        first1 = steps
+        first2 = first1 + steps1
+        first3 = first2 + steps2
+        if NUM_PARTS > 1:
+            steps = first3 + steps3
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if RUN == 1:
+            for step in range(0, steps):
+                row = _find_row(
+                    step, begin, begin1, begin2, begin3, first1, first2, first3, NUM_PARTS, BLOCK_K
+                )
+                acc = _multiply_step(acc, grad_desc, rows_desc, row, m * BLOCK_M, run * BLOCK_N)
+            _store(
+                acc, out_desc, expert, m * BLOCK_M, run * BLOCK_N,
+                BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
+            )  # fmt: skip
+        else:
+            # An expert without rows needs one step of zeros, because the loop stores the tile.
+            begin = tl.where(steps > 0, begin, _PAST_ALL_ROWS)
+            begin1 = tl.where(steps > 0, begin1, _PAST_ALL_ROWS)
+            begin2 = tl.where(steps > 0, begin2, _PAST_ALL_ROWS)
+            begin3 = tl.where(steps > 0, begin3, _PAST_ALL_ROWS)
+            steps = tl.maximum(steps, 1)
+            first = run * RUN
+            for step in range(0, tl.minimum(NUM_N - first, RUN) * steps):
+                row = _find_row(
+                    step % steps, begin, begin1, begin2, begin3, first1, first2, first3,
+                    NUM_PARTS, BLOCK_K,
+                )  # fmt: skip
+                column = (first + step // steps) * BLOCK_N
+                acc = _multiply_step(acc, grad_desc, rows_desc, row, m * BLOCK_M, column)
+                if step % steps == steps - 1:
+                    _store(
+                        acc, out_desc, expert, m * BLOCK_M, column,
+                        BLOCK_M, BLOCK_N, HALVES, ACCUMULATE,
+                    )  # fmt: skip
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def _find_part(
+    expert_begin, expert_rows, expert,
+    NUM_EXPERTS: tl.constexpr, PART: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return an expert's first row and number of steps in layer part ``PART``; 0 if none."""
+    begin = 0
+    steps = 0
+    if PART < NUM_PARTS:
+        begin = tl.load(expert_begin + PART * NUM_EXPERTS + expert)
+        steps = tl.cdiv(tl.load(expert_rows + PART * NUM_EXPERTS + expert), BLOCK_K)
+    return begin, steps
+
+
+@triton.jit
+def _find_row(
+    step, begin, begin1, begin2, begin3, first1, first2, first3,
+    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the first row of a step; part p begins at step ``first<p>`` and row ``begin<p>``."""
+    row = begin + step * BLOCK_K
+    if NUM_PARTS > 1:
+        row = tl.where(step >= first1, begin1 + (step - first1) * BLOCK_K, row)
+    if NUM_PARTS > 2:
+        row = tl.where(step >= first2, begin2 + (step - first2) * BLOCK_K, row)
+    if NUM_PARTS > 3:
+        row = tl.where(step >= first3, begin3 + (step - first3) * BLOCK_K, row)
+    return row
+
+
+@triton.jit
+def _multiply_step(acc, grad_desc, rows_desc, row, m, n):
+    grad = grad_desc.load([row, m])
+    return tl.dot(grad.T, rows_desc.load([row, n]), acc)
+
+
+@triton.jit
+def _store(
+    acc, out_desc, expert, row, column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    if HALVES:
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
+        half: tl.constexpr = BLOCK_N // 2
+        _store_block(left, out_desc, expert, row, column, BLOCK_M, half, ACCUMULATE)
+        _store_block(right, out_desc, expert, row, column + half, BLOCK_M, half, ACCUMULATE)
+    else:
+        _store_block(acc, out_desc, expert, row, column, BLOCK_M, BLOCK_N, ACCUMULATE)
+
+
+@triton.jit
+def _store_block(
+    acc, out_desc, expert, row, column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    if ACCUMULATE:
+        before = out_desc.load([expert, row, column]).reshape(BLOCK_M, BLOCK_N)
+        acc += before.to(tl.float32)
+    out_desc.store([expert, row, column], acc.to(out_desc.dtype).reshape(1, BLOCK_M, BLOCK_N))
+
+
+_launch = Launcher(weight_gemm_kernel)
+_MOST_PARTS = 4  # layer parts that the kernel goes through
+
+
+def weight_gemm(
+    out_LMN: torch.Tensor,
+    grad_RM: torch.Tensor,
+    rows_RN: torch.Tensor,
+    *,
+    expert_begin: torch.Tensor,
+    expert_rows: torch.Tensor,
+    tile: GemmTile,
+    block_m: int = 128,
+    num_programs: int,
+    accumulate: bool = False,
+) -> None:
+    """Write ``grad[rows of e].T @ rows[rows of e]`` to ``out[e]`` or add it, summed in float32.
+
+    Args:
+        out_LMN: written: gradients of stacked weights, float32 or the dtype of the rows.
+        grad_RM, rows_RN: gradients of the projection's outputs, and its inputs.
+        expert_begin: first row of each expert in each of up to 4 parts, a multiple of
+            ``tile.block_k``, int32 ``(P, L)``; ``(L,)`` for one part.
+        expert_rows: number of rows of each expert in each part. After them, both operands must be
+            zero up to the next multiple of ``block_k``.
+        tile: a tile has ``block_n`` columns of ``rows_RN``, a step has ``block_k`` rows.
+        block_m: columns of ``grad_RM`` in a tile.
+        num_programs: CTAs of the launch for each CTA that an SM holds.
+    """
+    num_experts, num_m, num_n = out_LMN.shape
+    num_parts = expert_begin.numel() // num_experts
+    if num_parts > _MOST_PARTS:
+        raise ValueError(f"expert_begin ({num_parts} parts) must have at most {_MOST_PARTS} parts")
+    is_wide = out_LMN.dtype == torch.float32
+    is_plain = not (is_wide or accumulate)
+    tile = _choose_run(tile, rows_per_expert=len(rows_RN) // num_experts, is_plain=is_plain)
+    # A whole float32 tile would need shared memory that the loads of the main loop use.
+    in_halves = (is_wide or tile.run > 1) and tile.block_n > 1
+    _launch(
+        num_programs * tile.per_sm,
+        (describe(grad_RM, [tile.block_k, block_m]),
+         describe(rows_RN, [tile.block_k, tile.block_n]),
+         describe(out_LMN, [1, block_m, tile.block_n // (2 if in_halves else 1)]),
+         expert_begin, expert_rows),
+        (num_experts, num_parts, triton.cdiv(num_m, block_m),
+         triton.cdiv(num_n, tile.block_n), block_m, tile.block_n, tile.block_k, tile.group,
+         tile.run, in_halves, accumulate),
+        dtypes=(rows_RN.dtype, out_LMN.dtype),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _choose_run(tile: GemmTile, *, rows_per_expert: int, is_plain: bool) -> GemmTile:
+    """Return ``tile`` with a run and a tile size for the number of rows, if its ``run`` is 0.
+
+    With fewer rows, a tile has fewer steps, and a run needs more tiles. Runs use two CTAs on each
+    SM with half the columns: one CTA stores while the other multiplies. A GEMM that adds to its
+    output, or stores float32, has no shared memory left for two CTAs or a run.
+    Measured on an H200 with the experts of four models: runs take 14 to 20 % less time than single
+    tiles with 256 rows of an expert, up to 8 % less with 1024, and no less with 2048 and more.
+    """
+    if tile.run:
+        return tile
+    # The limits are above powers of two, since rows include padding.
+    run = next((n for n, limit in ((8, 400), (4, 800), (2, 1600)) if rows_per_expert <= limit), 1)
+    if run == 1 or not is_plain:
+        return replace(tile, run=1)
+    half = {"block_n": tile.block_n // 2, "num_warps": tile.num_warps // 2}
+    return replace(tile, run=run, per_sm=2 * tile.per_sm, **half)
