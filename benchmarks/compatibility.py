@@ -6,15 +6,18 @@ python benchmarks/compatibility.py transformers 5.20.2   # one version of it
 python benchmarks/compatibility.py --table               # the tables alone
 
 Each version gets a virtual environment in a temporary folder. A package that is missing there is
-taken from the running interpreter. Results are in benchmarks/results/, tables in docs/.
+taken from a base: the running interpreter, or an environment with another Python or torch. A
+"0.3.0+python3.12+torch2.14.1" names them; without these words they are the running interpreter's.
+Results are in benchmarks/results/, tables in docs/.
 """
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,6 +27,8 @@ from xml.etree import ElementTree
 
 
 ROOT = Path(__file__).parents[1]
+NEWEST_TORCH = "+torch2.14.1"
+NEWER_MEGATRON = ("0.17.1", "0.18.2", "0.19.2")  # these need Python 3.12
 START, END = "<!-- table: made by benchmarks/compatibility.py -->", "<!-- end of table -->"
 
 
@@ -34,7 +39,8 @@ class Framework:
     Attributes:
         plugin: names of its results and of its document.
         tests: files of its tests, as patterns.
-        versions: of the framework's package, oldest first.
+        versions: of the framework's package, oldest first, each with "+python..." or "+torch..." if
+            Python or torch are not the running interpreter's.
         needs: further packages.
         row: what a row of its table is.
     """
@@ -58,38 +64,76 @@ FRAMEWORKS = {
     "transformers": Framework(
         plugin="transformers",
         tests=("test_contract.py", "test_transformers_*.py"),
-        versions=("5.17.0", "5.20.2", "5.22.2", "5.23.0"),
+        versions=("5.17.0", "5.20.2", "5.22.2", "5.23.0", "5.24.0", f"5.24.0{NEWEST_TORCH}"),
         needs=("accelerate",),
         row="family",
     ),
     "torchtitan": Framework(
-        plugin="torchtitan", tests=("test_torchtitan.py",), versions=("0.3.0",)
+        plugin="torchtitan",
+        tests=("test_torchtitan.py",),
+        versions=("0.3.0", f"0.3.0{NEWEST_TORCH}"),
     ),
     "megatron-core": Framework(
-        plugin="megatron", tests=("test_megatron*.py",), versions=("0.16.1",)
+        plugin="megatron",
+        tests=("test_megatron*.py",),
+        versions=("0.16.1", *(f"{name}+python3.12{NEWEST_TORCH}" for name in NEWER_MEGATRON)),
+        needs=("psutil",),  # its checkpoints need it, and it does not name it
     ),
     "deepspeed": Framework(
         plugin="deepspeed",
         tests=("test_deepspeed.py",),
-        versions=("0.19.8",),
+        versions=("0.19.8", f"0.19.8{NEWEST_TORCH}"),
         needs=("transformers==5.22.2",),  # AutoEP of 0.19.8 fails on what 5.23 changed
     ),
 }
 
 
-def make_environment(folder: Path, packages: list[str]) -> Path:
+def find_base(folder: Path, wanted: str) -> Path:
+    """Return the interpreter from which a version takes the packages that it does not bring.
+
+    Raises:
+        SystemExit: the version needs a Python that is not installed.
+    """
+    words = wanted.split("+")[1:]
+    base = folder / "-".join(words)
+    interpreter = base / "bin" / "python"
+    if not words:
+        return Path(sys.executable)
+    if interpreter.exists():
+        return interpreter
+    python = next((word for word in words if word.startswith("python")), sys.executable)
+    if shutil.which(python) is None:
+        raise SystemExit(f"command {python} must exist: install it, or add its folder to PATH")
+    torch = next((word for word in words if word.startswith("torch")), f"torch{version('torch')}")
+    subprocess.run([python, "-m", "venv", base], check=True)
+    # torch first: which triton fits depends on its build.
+    torch = torch.replace("torch", "torch==").partition("+")[0]
+    for packages in ([torch], ["-e", ROOT, "pytest", "safetensors"]):
+        subprocess.run([interpreter, "-m", "pip", "install", "-q", *packages], check=True)
+    return interpreter
+
+
+def make_environment(folder: Path, base: Path, packages: list[str]) -> Path:
     """Make an environment with packages that pip installs; return its interpreter."""
-    venv.create(folder, with_pip=True)
+    subprocess.run([base, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     (own,) = folder.glob("lib/python*/site-packages")
-    (below,) = Path(sys.prefix).glob("lib/python*/site-packages")
+    (below,) = base.parents[1].glob("lib/python*/site-packages")
     (own / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
     # What is below is taken where it fits, and torch always.
     limits = folder / "constraints.txt"
-    limits.write_text("".join(f"{name}=={version(name)}\n" for name in ("torch", "numpy")))
+    names = {name: ask(python, f"version({name!r})") for name in ("torch", "numpy")}
+    limits.write_text("".join(f"{name}=={found}\n" for name, found in names.items()))
     install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", limits]
     subprocess.run([*install, *packages], check=True)
     return python
+
+
+def ask(python: Path, expression: str) -> str:
+    """Return the value of an expression with ``version`` and ``sys`` in another interpreter."""
+    code = f"import sys; from importlib.metadata import version; print({expression})"
+    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def run_tests(python: Path, framework: Framework, report: Path) -> dict[str, Any]:
@@ -99,7 +143,11 @@ def run_tests(python: Path, framework: Framework, report: Path) -> dict[str, Any
     command = [python, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider"]
     command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]  # the newer has no properties
     subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    return {"torch": version("torch").partition("+")[0], **read_report(report)}
+    found = {
+        "torch": ask(python, "version('torch')").partition("+")[0],
+        "python": ask(python, "'%d.%d' % sys.version_info[:2]"),
+    }
+    return {**found, **read_report(report)}
 
 
 def read_report(report: Path) -> dict[str, Any]:
@@ -123,10 +171,10 @@ def read_report(report: Path) -> dict[str, Any]:
 
 def table(results: dict[str, Any], row: str) -> list[str]:
     """Return the lines of the Markdown table."""
-    versions = sorted(results, key=lambda name: [int(part) for part in name.split(".")])
+    versions = sorted(results, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
     rows = list(dict.fromkeys(f for name in versions for f in results[name]["rows"]))
     lines = [
-        f"| {row} | {' | '.join(versions)} |",
+        f"| {row} | {' | '.join(name.partition('+')[0] for name in versions)} |",
         f"|---|{'---|' * len(versions)}",
     ]
     for each in rows:
@@ -136,8 +184,9 @@ def table(results: dict[str, Any], row: str) -> list[str]:
         counts = [results[name][word] for name in versions]
         cells = [str(count if isinstance(count, int) else len(count)) for count in counts]
         lines.append(f"| tests {word} | {' | '.join(cells)} |")
-    torches = [results[name]["torch"] for name in versions]
-    return [*lines, f"| torch | {' | '.join(torches)} |"]
+    for word in ("torch", "python"):
+        lines.append(f"| {word} | {' | '.join(results[name][word] for name in versions)} |")
+    return lines
 
 
 def render(document: str, lines: list[str]) -> str:
@@ -153,30 +202,37 @@ def render(document: str, lines: list[str]) -> str:
     return f"{before}{START}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
-def run_framework(name: str, versions: Sequence[str]) -> None:
+def run_framework(name: str, versions: Sequence[str], bases: Path) -> None:
     """Run the tests with these versions; keep the results of other versions."""
     framework = FRAMEWORKS[name]
     path = framework.results
     results = json.loads(path.read_text(encoding="ascii")) if path.exists() else {}
     for wanted in versions:
+        base = find_base(bases, wanted)
         with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
-            packages = [f"{name}=={wanted}", *framework.needs]
-            python = make_environment(Path(folder) / "venv", packages)
+            packages = [f"{name}=={wanted.partition('+')[0]}", *framework.needs]
+            python = make_environment(Path(folder) / "venv", base, packages)
             results[wanted] = run_tests(python, framework, Path(folder) / "report.xml")
         path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="ascii")
 
 
-def main() -> None:
-    match sys.argv[1:]:
+def run(words: list[str], bases: Path) -> None:
+    """Run what the words of the command line name; make base environments in a folder."""
+    match words:
         case []:
             for name, framework in FRAMEWORKS.items():
-                run_framework(name, framework.versions)
+                run_framework(name, framework.versions, bases)
         case ["--table"]:
             pass
         case [name, *versions] if name in FRAMEWORKS:
-            run_framework(name, versions or FRAMEWORKS[name].versions)
+            run_framework(name, versions or FRAMEWORKS[name].versions, bases)
         case [name, *_]:
             raise SystemExit(f"framework ({name}) must be one of {', '.join(FRAMEWORKS)}")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="halley-compatibility-") as folder:
+        run(sys.argv[1:], Path(folder))
     for framework in FRAMEWORKS.values():
         results = json.loads(framework.results.read_text(encoding="ascii"))
         document = framework.document

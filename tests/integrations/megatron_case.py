@@ -3,9 +3,11 @@
 import contextlib
 import importlib
 import multiprocessing
+import queue
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,11 +87,12 @@ def on_cpu() -> Iterator[None]:
         warnings.simplefilter("ignore")  # Megatron-Core 0.16 uses names that torch 2.13 deprecates
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
-        # Megatron writes checkpoints in child processes, which daemons such as test ranks may not
-        # start. Its queue would start a server process that outlives the rank.
+        # Megatron-Core 0.16 writes checkpoints in child processes, which daemons such as test ranks
+        # may not start. The queue of the results would start a server process that outlives the
+        # rank. Only this process puts results into it. Versions since 0.17 name it otherwise.
         patch.setitem(vars(multiprocessing.current_process())["_config"], "daemon", False)
-        queue = multiprocessing.get_context("fork").Queue
-        patch.setattr(writers, "_get_write_results_queue", queue)
+        for name in ("_get_write_results_queue", "get_write_results_queue"):
+            patch.setattr(writers, name, queue.Queue, raising=False)
         # Without Transformer Engine the router reads this undefined name.
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         for module in (moe_utils, dispatchers):
@@ -136,6 +139,12 @@ def make_config(num_ranks: int, **settings: Any) -> Any:
 def make_spec() -> Any:
     """Return Megatron's spec of a layer."""
     return specs.get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, normalization="RMSNorm")
+
+
+def class_and_options(spec: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the class of a layer's MLP or MoE layer in a spec, and the arguments set for it."""
+    mlp = spec.submodules.mlp  # a partial since Megatron-Core 0.18
+    return (mlp.func, mlp.keywords) if isinstance(mlp, partial) else (mlp.module, mlp.params)
 
 
 def build_model(case: Case, num_ranks: int, *, strict: bool = True) -> Any:
@@ -205,7 +214,7 @@ def run_step(model: Any, tokens: torch.Tensor, schedule: str) -> float:
 
 
 def _inputs(tokens: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return token ids, positions and mask, then labels."""
+    """Return the token ids, positions and attention mask of a batch, then its labels."""
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(SEQ_LEN).expand(inputs.shape)
     return (inputs, positions, torch.ones(1, 1, SEQ_LEN, SEQ_LEN).triu(1).bool()), labels

@@ -75,9 +75,11 @@ def test_report_of_pytest_is_summarised(tmp_path: Path) -> None:
         "failed": ["test_step_is_that_of_the_whole_model[gpt_oss-chunked-ep2]"],
         "rows": {"mixtral": ["sequential", "fused"]},
     }
-    lines = compatibility.table({"5.9.0": {**found, "torch": "2.13.0"}}, "family")
-    assert lines[2] == "| mixtral | sequential, fused |"
-    assert lines[-2:] == ["| tests failed | 1 |", "| torch | 2.13.0 |"]
+    old, new = ({**found, "torch": torch, "python": "3.11"} for torch in ("2.13.0", "2.14.1"))
+    lines = compatibility.table({"5.10.0+torch2.14.1": new, "5.10.0": old, "5.9.0": old}, "family")
+    assert lines[0] == "| family | 5.9.0 | 5.10.0 | 5.10.0 |"
+    assert lines[2] == "| mixtral | sequential, fused | sequential, fused | sequential, fused |"
+    assert lines[-3:-1] == ["| tests failed | 1 | 1 | 1 |", "| torch | 2.13.0 | 2.13.0 | 2.14.1 |"]
 
 
 @pytest.fixture(scope="module")

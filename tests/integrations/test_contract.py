@@ -161,6 +161,21 @@ def test_compiled_graph_ends_at_the_experts() -> None:
     torch.compiler.reset()
 
 
+def test_fused_experts_are_part_of_a_compiled_graph() -> None:
+    experts, (x_TD, routing, _) = _local(local_experts_of(CASE, 0)), make_tokens(CASE, 0)
+    runner = ExpertRunner("fused", strict=True)
+    prepared = runner.prepare(None)
+
+    def double(x_TD: torch.Tensor) -> torch.Tensor:
+        return 2 * runner.run(x_TD, routing, experts, group=None, prepared=prepared)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch reads .grad of the graph's inputs
+        y_TD = torch.compile(double, backend="aot_eager", fullgraph=True)(x_TD)
+    torch.compiler.reset()
+    _assert_near(y_TD, 2 * expected(CASE, 0)["y"])
+
+
 def test_dtypes_with_and_without_autocast() -> None:
     """Experts run in the dtype of their weights or of autocast; sums have the tokens' dtype."""
     experts, (x_TD, routing, _) = _local(local_experts_of(CASE, 0)), make_tokens(CASE, 0)
@@ -229,6 +244,16 @@ def test_version_newer_than_tested_is_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"^frame \(1.4.2\) is newer than 1.3, the newest that"):
         older.import_names({"Experts": "frame.moe"})
     older.warn_if_newer("1.3.9")
+
+
+def _warn_of_newer(rank: int, num_ranks: int) -> None:
+    FRAME.warn_if_newer("1.5")
+
+
+def test_newer_version_fails_no_test(run_ranks: RunRanks) -> None:
+    """Warnings are errors in tests and on their ranks, except this one."""
+    _warn_of_newer(0, 1)
+    run_ranks(_warn_of_newer, 1)
 
 
 @pytest.mark.usefixtures("frame")

@@ -210,13 +210,17 @@ def test_uneven_experts_are_an_error(run_ranks: RunRanks) -> None:
 
 def test_enable_reports_and_disable_restores() -> None:
     layers: Any = halley_deepspeed._deepspeed.auto_ep_layer
-    own = layers.AutoEPMoELayer
-    for strategy in ("sequential", "chunked"):
+    own, made = layers.AutoEPMoELayer, list[type]()
+    for strategy in ("sequential", "chunked", "sequential"):
         said = halley_deepspeed.enable(strategy)
         assert said.endswith(f"experts of AutoEP's layers run by Halley (strategy {strategy})")
         assert issubclass(layers.AutoEPMoELayer, halley_deepspeed.HalleyMoELayer)
+        made.append(layers.AutoEPMoELayer)
     halley_deepspeed.disable()
     assert layers.AutoEPMoELayer is own
+    # DeepSpeed checks layers by isinstance, so equal options must give the same class.
+    assert made[0] is made[2]
+    assert made[0] is not made[1]
 
 
 def _run_example(rank: int, num_ranks: int) -> list[str]:

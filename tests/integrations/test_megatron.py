@@ -18,6 +18,7 @@ from tests.integrations.megatron_case import (
     Case,
     build_model,
     checkpointing,
+    class_and_options,
     halley_megatron,
     make_config,
     make_spec,
@@ -222,6 +223,22 @@ def test_unsupported_settings_are_left_to_megatron(strict: bool, run_ranks: RunR
         assert first == [*second, f"{problem}; Megatron runs the layer"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("moe_mlp_glu_interleave_size", 32, "None"),
+        ("moe_token_dispatcher_type", "flex", "one of allgather, alltoall"),
+        ("transformer_impl", "inference_optimized", "one of local, transformer_engine"),
+    ],
+)
+def test_settings_that_halley_cannot_run_are_named(name, value, rule) -> None:
+    with on_cpu():
+        config = make_config(1)
+    assert halley_megatron.find_problem(config) == ""
+    setattr(config, name, value)
+    assert halley_megatron.find_problem(config) == f"{name} ({value}) must be {rule}"
+
+
 def _divide(rank: int, num_ranks: int) -> str:
     with on_cpu():
         start(num_ranks)
@@ -240,17 +257,18 @@ def test_uneven_experts_are_an_error(run_ranks: RunRanks) -> None:
 def test_deprecated_use_halley_warns_and_works() -> None:
     with pytest.warns(FutureWarning, match=r"^use_halley is deprecated: use .*megatron.enable$"):
         spec = halley_megatron.use_halley(make_spec(), strategy="chunked")
-    assert spec.submodules.mlp.module is halley_megatron.HalleyMoELayer
-    assert spec.submodules.mlp.params["strategy"] == "chunked"
+    layer, options = class_and_options(spec)
+    assert layer is halley_megatron.HalleyMoELayer
+    assert options["strategy"] == "chunked"
 
 
 def test_spec_without_experts_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^spec \(ModuleSpec\) must have a layer with module MoE"):
+    with pytest.raises(ValueError, match=r"^spec \(ModuleSpec\) must have a layer of class MoE"):
         halley_megatron.enable(specs.get_gpt_layer_local_spec())
 
 
 def _job(moe_layer_freq: Any, stages: int | None) -> Any:
-    """Return ``job_spec()`` with a stand-in for Megatron-LM, which pip cannot install."""
+    """Return ``job_spec()`` with a stand-in for the modules of Megatron-LM, which need GPUs."""
     config = make_config(1, moe_layer_freq=moe_layer_freq)
     arguments = SimpleNamespace(
         moe_layer_freq=moe_layer_freq,
@@ -269,7 +287,7 @@ def _job(moe_layer_freq: Any, stages: int | None) -> Any:
         return halley_megatron.job_spec()
 
 
-def _job_specs(rank: int, num_ranks: int) -> list[Any]:
+def _job_specs(rank: int, num_ranks: int) -> list[bool]:
     with on_cpu():
         start(num_ranks)
         one, mixed = _job(1, 2), _job([0, 1], None)
@@ -277,11 +295,11 @@ def _job_specs(rank: int, num_ranks: int) -> list[Any]:
         with pytest.raises(ValueError, match=rule):
             _job([0, 1], 2)
     layers = [one, *mixed.layer_specs]
-    return [layer.submodules.mlp.module.__name__ for layer in layers]
+    return [class_and_options(layer)[0] is halley_megatron.HalleyMoELayer for layer in layers]
 
 
 def test_job_spec_replaces_the_moe_layers_only(run_ranks: RunRanks) -> None:
-    assert run_ranks(_job_specs, 2)[0] == ["HalleyMoELayer", "MLP", "HalleyMoELayer"]
+    assert run_ranks(_job_specs, 2)[0] == [True, False, True]
     assert halley_megatron.layer_spec is None  # outside of a job
 
 

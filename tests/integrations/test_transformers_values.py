@@ -1,6 +1,7 @@
 """Transformers models with experts spread over ranks: steps, files, checkpointing, Trainer."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,26 @@ def test_step_equals_undivided_model(family, strategy, mesh, case, run_ranks, re
         assert found
         assert set(found.values()) == {path}
     record_property("ran", "own arithmetic" if family in UNSUPPORTED else strategy)
+
+
+def _compiled_step(
+    rank: int, num_ranks: int, folder: Path, expected: Expected, strategy: str
+) -> dict[str, str]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    halley_transformers.enable(model, strategy=strategy, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch reads .grad of the graphs' inputs
+        for layer in model.model.layers:
+            layer.mlp.compile(backend="aot_eager", fullgraph=True)
+        compare_step(model, expected, MESHES["ep2"], tolerance=TOLERANCE)
+    return halley_transformers.describe(model)
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("mixtral", "fused"), ("qwen2_moe", "unfused")])
+def test_compiled_block_is_one_graph(family, strategy, case, run_ranks) -> None:
+    """Experts that are spread over ranks are an operator of the graph."""
+    for found in run_ranks(_compiled_step, 2, *case, strategy, timeout_s=120.0):
+        assert set(found.values()) == {f"halley: {strategy}"}
 
 
 @pytest.mark.parametrize(("family", "mesh"), [("mixtral", "tp2_ep4"), ("qwen2_moe", "ep2_of_4")])
